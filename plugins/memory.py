@@ -1,0 +1,234 @@
+"""Files in this process's memory: for tests, for examples, and for handing state from one part of a program to another.
+
+There is one tree of files a process, so that `memory://run/step-1` lies below `memory://run`, and whoever opens a URL
+later finds what was stored there. Nothing survives the process, and a forked child has a copy of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageError, StorageNotFoundError
+from snapshot.storage import (
+    ABSENT,
+    ANYTHING,
+    URL,
+    Buffer,
+    Capabilities,
+    Context,
+    Expect,
+    FileStat,
+    FileWriter,
+    Limits,
+    Storage,
+    check_path,
+)
+
+Bytes = npt.NDArray[np.uint8]
+"""Content as an array: NumPy copies long ones with the GIL released, which slices of a bytearray do not."""
+_LONG = 1 << 20
+"""Shorter copies are done at once; longer ones in a thread, so that the loop goes on."""
+_tokens = count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    content: Bytes
+    """Never changed once the file stands in the tree: a reader may go on while another file takes its place."""
+    token: str = field(default_factory=lambda: f"{next(_tokens)}")
+    mtime: float = field(default_factory=time.time)
+
+
+_files: dict[str, _File] = {}
+_lock = threading.Lock()
+"""Held while the tree is looked up or changed, never while bytes are copied."""
+
+
+def _after_fork() -> None:
+    """Another thread of the parent may have held the lock; nobody in the child would ever give it back."""
+    global _lock  # noqa: PLW0603 - the tree is the process's, and so is its lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class MemoryStorage(Storage):
+    """`memory://name` or `memory://name/below/it`. No `storage_options`."""
+
+    capabilities = Capabilities(durable=False, server_side_copy=True)
+    limits = Limits(parallel_files=1)
+
+    def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
+        super().__init__(url, options, context)
+        if options:
+            raise ValueError(f"{url}: memory takes no storage_options, and got {', '.join(map(repr, options))}")
+        if not url.location or url.query:
+            raise ValueError(f"{url}: a memory URL is a name and no query, as in memory://name")
+        self._root = check_path(url.location)
+
+    def _key(self, path: str) -> str:
+        return f"{self._root}/{check_path(path)}"
+
+    def _find(self, path: str) -> _File:
+        with _lock:
+            found = _files.get(self._key(path))
+        if found is None:
+            raise StorageNotFoundError(f"{self.url.join(path)}: No such file in memory")
+        return found
+
+    def _expect(self, path: str, expect: Expect) -> None:
+        """Raise unless what stands at the path is what is expected there; with the lock held."""
+        stands = _files.get(self._key(path))
+        if expect is ANYTHING or (stands.token if stands else ABSENT) == expect:
+            return
+        found = "is gone" if stands is None else "is there already" if expect is ABSENT else "was replaced"
+        raise StorageConflictError(f"{self.url.join(path)}: {found}")
+
+    async def create(self, path: str, size: int) -> FileWriter:
+        """Begin a file that nobody sees before it is finished."""
+        return _Writer(self.url.join(path), self._key(path), size)
+
+    async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
+        """Copy out of the content that stands there now."""
+        file, url = self._find(path), self.url.join(path)
+        if token is not None and token != file.token:
+            raise StorageConflictError(f"{url}: was replaced while it was read")
+        targets = _arrays(buffers)
+        end = offset + sum(map(len, targets))
+        if offset < 0 or end > len(file.content):
+            raise CorruptSnapshotError(f"{url}: ends at byte {len(file.content)}, before bytes {offset}-{end} do")
+        await _copy([(target, file.content[begin : begin + len(target)]) for begin, target in _placed(offset, targets)])
+
+    async def put(self, path: str, data: bytes, *, expect: Expect = ANYTHING) -> str:
+        """Compared and replaced under the lock."""
+        made = _File(np.frombuffer(bytes(data), np.uint8))
+        with _lock:
+            self._expect(path, expect)
+            _files[self._key(path)] = made
+        return made.token
+
+    async def get(self, path: str, *, limit: int | None = None) -> bytes:
+        """A copy of the content."""
+        content = self._find(path).content
+        if limit is not None and len(content) > limit:
+            raise StorageError(f"{self.url.join(path)}: has {len(content):,} bytes, more than the {limit:,} allowed")
+        return content.tobytes()
+
+    async def stat(self, path: str) -> FileStat:
+        """Size, time, and a token that no other content in this process ever had."""
+        file = self._find(path)
+        return FileStat(len(file.content), file.mtime, file.token)
+
+    async def list(self, prefix: str = "", *, recursive: bool = True) -> list[str]:
+        """There are no folders: what is shown as one is what paths have in common."""
+        folder = prefix.rpartition("/")[0]
+        if folder:
+            check_path(folder)
+        start = f"{self._root}/{prefix}"
+        with _lock:
+            rests = {key[len(start) :] for key in _files if key.startswith(start)}
+        if not recursive:
+            rests = {name + slash for name, slash, _ in (rest.partition("/") for rest in rests)}
+        return sorted(prefix + rest for rest in rests)
+
+    async def delete(self, paths: Sequence[str]) -> None:
+        """All at once: another thread sees every one of them, or none."""
+        keys = [self._key(path) for path in paths]
+        with _lock:
+            for key in keys:
+                _files.pop(key, None)
+
+    async def commit(self, claim: str, path: str, data: bytes, *, expect: Expect = ABSENT) -> str:
+        """Both in one step: the claim must be there, and becomes the file."""
+        made = _File(np.frombuffer(bytes(data), np.uint8))
+        key = self._key(path)
+        with _lock:
+            if self._key(claim) not in _files:
+                raise StorageConflictError(f"{self.url.join(claim)}: was cleaned away by another take or delete")
+            self._expect(path, expect)
+            del _files[self._key(claim)]
+            _files[key] = made
+        return made.token
+
+    async def copy(self, source: str, path: str) -> None:
+        """Both share the bytes, which never change."""
+        made, key = _File(self._find(source).content), self._key(path)
+        with _lock:
+            _files[key] = made
+
+
+class _Writer(FileWriter):
+    """A file's memory while it is filled; it enters the tree when it is whole."""
+
+    def __init__(self, url: URL, key: str, size: int) -> None:
+        self._url = url
+        self._key = key
+        self._content: Bytes | None = np.empty(size, np.uint8)
+        self._written: dict[int, int] = {}
+
+    def _open(self) -> Bytes:
+        if self._content is None:
+            raise ValueError(f"{self._url}: was finished or aborted already")
+        return self._content
+
+    async def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        """Copy the buffers to their place."""
+        content, sources = self._open(), _arrays(buffers)
+        total = sum(map(len, sources))
+        if offset < 0 or offset + total > len(content):
+            raise StorageError(f"{self._url}: bytes {offset}-{offset + total} do not fit a file of {len(content)}")
+        await _copy([(content[begin : begin + len(source)], source) for begin, source in _placed(offset, sources)])
+        self._written[offset] = max(total, self._written.get(offset, 0))
+
+    async def finish(self) -> None:
+        """Show the file, if every byte of it was written: what was not is not zero but anything."""
+        content, reached = self._open(), 0
+        for offset, total in sorted(self._written.items()):
+            if offset > reached:
+                break
+            reached = max(reached, offset + total)
+        if reached < len(content):
+            raise StorageError(f"{self._url}: nothing was written at byte {reached} of {len(content)}")
+        self._content = None
+        with _lock:
+            _files[self._key] = _File(content)
+
+    async def abort(self) -> None:
+        """Forget the memory; a finished file stays."""
+        self._content = None
+
+
+def _arrays(buffers: Sequence[Buffer]) -> list[Bytes]:
+    return [np.frombuffer(buffer, np.uint8) for buffer in buffers if memoryview(buffer).nbytes]
+
+
+def _placed(offset: int, arrays: Sequence[Bytes]) -> list[tuple[int, Bytes]]:
+    placed = []
+    for array in arrays:
+        placed.append((offset, array))
+        offset += len(array)
+    return placed
+
+
+async def _copy(pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
+    """Copy each second array into the first."""
+
+    def copy() -> None:
+        for target, source in pairs:
+            target[:] = source
+
+    if sum(len(source) for _, source in pairs) < _LONG:
+        copy()
+    else:
+        await asyncio.get_running_loop().run_in_executor(None, copy)

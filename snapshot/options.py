@@ -1,0 +1,68 @@
+"""Typed settings with their defaults, and the environment variables that override them.
+
+A setting is for those who know their machine better than the library does; nobody needs one to be safe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+
+MiB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """All settings. `SNAPSHOT_` and a field's name in capitals is the environment variable that sets it."""
+
+    direct_io: str = "auto"
+    """`auto`, `always` or `never`. Bulk bytes go around the page cache: in `auto`, durable writes, and reads of files
+    that are not in the page cache, on file systems that allow it."""
+    lanes: int = 0
+    """How many data files one process writes side by side; 0: as many as there are cores, at most 4."""
+    io_threads: int = 0
+    """Threads for system calls and digests; 0: the number of cores and 2 more, at most 16."""
+    part_bytes: int = 0
+    """How many bytes go in one request; 0: what the storage prefers."""
+    memory_budget_bytes: int = 0
+    """Memory for staging and bouncing, where a call gives no budget of its own; 0: half of what the host has free for
+    an asynchronous take, 64 MiB for all else."""
+    arena_bytes: int = -1
+    """How much staging memory is kept between snapshots; -1: a quarter of the host's memory."""
+    manifest_bytes: int = 1 << 30
+    """A manifest larger than this is refused when it is read."""
+    timeout: float = 600.0
+    """Seconds without a sign of life after which a rank counts as dead."""
+
+    @classmethod
+    def current(cls) -> Settings:
+        """The settings in force: the defaults, overridden by the environment."""
+        given: dict[str, object] = {}
+        for field in dataclasses.fields(cls):
+            name = f"SNAPSHOT_{field.name.upper()}"
+            text = os.environ.get(name)
+            if text is None:
+                continue
+            kind = type(getattr(cls(), field.name))
+            try:
+                given[field.name] = kind(text)
+            except ValueError:
+                raise ValueError(f"{name}={text!r} is not {_ARTICLE[kind]}") from None
+        made = cls(**given)  # type: ignore[arg-type]
+        if made.direct_io not in ("auto", "always", "never"):
+            raise ValueError(f"SNAPSHOT_DIRECT_IO={made.direct_io!r} is none of auto, always, never")
+        return made
+
+    def cores(self) -> int:
+        """The cores that this process may use."""
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+    def lane_count(self) -> int:
+        return self.lanes or min(self.cores(), 4)
+
+    def thread_count(self) -> int:
+        return self.io_threads or min(self.cores() + 2, 16)
+
+
+_ARTICLE = {int: "a whole number", float: "a number", str: "a text"}

@@ -1,0 +1,86 @@
+"""URL scheme -> storage plugin: built-in ones by a table of names, third parties' through an entry point."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from snapshot.errors import MissingExtraError, StorageError
+from snapshot.storage import URL, Context, Storage
+
+GROUP = "snapshot.storage"
+"""The entry-point group that third parties' plugins register in: `scheme = "package.module:Class"`."""
+
+_BUILT_IN = {
+    "file": ("snapshot.plugins.file:FileStorage", None),
+    "memory": ("snapshot.plugins.memory:MemoryStorage", None),
+}
+"""Scheme -> (class, the extra that brings what it needs)."""
+
+_registered: dict[str, type[Storage]] = {}
+
+
+def register(scheme: str, plugin: type[Storage]) -> None:
+    """Make `scheme://` URLs open with `plugin` in this process; it goes before built-in ones and entry points.
+
+    A scheme that ends in `+` stands for all that begin with it: what wraps other storages is registered as `wrap+`, and
+    opens `wrap+file://...` and `wrap+s3://...` alike.
+    """
+    _registered[scheme] = plugin
+
+
+def unregister(scheme: str) -> None:
+    """Take back what `register` did, so that the scheme means what it meant before it; no error if there is nothing."""
+    _registered.pop(scheme, None)
+
+
+def schemes() -> list[str]:
+    """Every scheme that can be opened."""
+    every = {*_BUILT_IN, *_registered, *(point.name for point in entry_points(group=GROUP))}
+    return sorted(scheme for scheme in every if not scheme.endswith("+"))
+
+
+def open_storage(url: URL, options: Mapping[str, Any] | None = None, context: Context | None = None) -> Storage:
+    """The storage at `url`. Nothing is connected to, read or written yet."""
+    return plugin_for(url)(url, options or {}, context or Context())
+
+
+def plugin_for(url: URL) -> type[Storage]:
+    """The plugin class for a URL's scheme: registered ones go first, then built-in ones, then entry points.
+
+    Entry points come last since looking for them reads the metadata of every installed package.
+    """
+    outermost, plus, _ = url.scheme.partition("+")
+    for scheme in (url.scheme, outermost + plus):
+        if scheme in _registered:
+            return _registered[scheme]
+    if url.scheme in _BUILT_IN:
+        target, extra = _BUILT_IN[url.scheme]
+        module, _, name = target.partition(":")
+        try:
+            found: type[Storage] = getattr(importlib.import_module(module), name)
+        except ImportError as error:
+            if extra is None:
+                raise
+            raise MissingExtraError(
+                f"{url}: {error}; pip install 'snapshot-torch[{extra}]' brings what {url.scheme}:// needs"
+            ) from error
+        return found
+    for point in entry_points(group=GROUP, name=url.scheme):
+        try:
+            loaded = point.load()
+        except ImportError as error:
+            raise MissingExtraError(f"{url}: the plugin {point.value} cannot be imported: {error}") from error
+        except AttributeError as error:
+            raise StorageError(f"{url}: the entry point {point.name} = {point.value}: {error}") from error
+        if not (isinstance(loaded, type) and issubclass(loaded, Storage)):
+            raise StorageError(f"{url}: the entry point {point.name} = {point.value} names no subclass of Storage")
+        return loaded
+    near = difflib.get_close_matches(url.scheme, schemes(), n=1)
+    hint = f"; did you mean {near[0]}://?" if near else ""
+    raise StorageError(
+        f"{url}: no storage plugin for the scheme {url.scheme!r}; known are {', '.join(schemes())}{hint}"
+    )

@@ -1,0 +1,364 @@
+"""The storage contract: the one seam between the library and every backend.
+
+A plugin stores named files under one root. The contract is small, asynchronous, and copies nothing: whoever calls owns
+the memory, a plugin only moves bytes out of it or into it. This module imports nothing of ours but the errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+from urllib.parse import quote, unquote
+
+from snapshot.errors import SnapshotError, StorageError, StorageNotFoundError
+
+T = TypeVar("T")
+Buffer = Any
+"""Whatever exports contiguous bytes: a memoryview, a ctypes array, bytes. (A `collections.abc.Buffer` from 3.12 on.)"""
+
+_SECRET_WITH_SLASH = re.compile(r"[^/:@]+:(?!\d*(?:/|$))[^@]*@")
+"""`name:secret@` where the secret has a `/`, which should be written `%2F`, but people paste keys as they are."""
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*(?:::[A-Za-z][A-Za-z0-9+.\-]*)*)://")
+
+
+@dataclass(frozen=True, slots=True)
+class URL:
+    """Where something is stored. Its text hides passwords and query strings; `reveal()` gives all of it to a client."""
+
+    scheme: str
+    location: str
+    """What follows `scheme://`, without the query; for `file` a path of the file system."""
+    query: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> URL:
+        """Read `scheme://location?query`; anything without a scheme is a path of the file system.
+
+        >>> str(URL.parse("s3://key:secret@bucket/run?token=abc"))
+        's3://key:***@bucket/run?***'
+        """
+        if not text:
+            raise ValueError("an empty path; the current folder is '.'")
+        found = _SCHEME.match(text)
+        if not found:
+            return cls("file", str(Path(text).expanduser().absolute()))
+        scheme, rest = found[1].lower(), text[found.end() :]
+        if scheme == "file":
+            if not rest.startswith("/"):
+                host, slash, path = rest.partition("/")
+                if host != "localhost" or not slash:
+                    raise ValueError(f"{text!r}: a file URL has three slashes, as in file:///absolute/path")
+                rest = "/" + path
+            return cls("file", unquote(rest))
+        location, _, query = rest.partition("?")
+        return cls(scheme, location.rstrip("/"), query)
+
+    def join(self, path: str) -> URL:
+        """The URL of a file below this one; the query stays behind the path."""
+        return URL(self.scheme, f"{self.location.rstrip('/')}/{path}" if path else self.location, self.query)
+
+    def reveal(self) -> str:
+        """The whole text, secrets included: for a client's eyes only. Parsing it gives this URL again."""
+        if self.scheme == "file":
+            return f"file://{quote(self.location)}"
+        return f"{self.scheme}://{self.location}" + (f"?{self.query}" if self.query else "")
+
+    def __str__(self) -> str:
+        if self.scheme == "file":
+            return self.location
+        end = self.location.partition("/")[0].rfind("@")
+        if end < 0 and (pasted := _SECRET_WITH_SLASH.match(self.location)):
+            end = pasted.end() - 1
+        user, rest = self.location[: max(end, 0)], self.location[max(end, 0) :]
+        if user:
+            name, colon, _ = user.partition(":")
+            user = f"{name}:***" if colon else "***"
+        return f"{self.scheme}://{user}{rest}" + ("?***" if self.query else "")
+
+    def __repr__(self) -> str:
+        return f"URL({str(self)!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do. Verbs check it before the first byte; the conformance kit tests what is declared."""
+
+    write: bool = True
+    list: bool = True
+    delete: bool = True
+    ranged_read: bool = True
+    atomic_put: bool = True
+    """A `put` is seen whole or not at all."""
+    conditional_put: bool = True
+    """`put(..., expect=...)` lets exactly one of several writers win."""
+    durable: bool = True
+    """What `finish` and `put` returned from survives the loss of power."""
+    concurrent: bool = True
+    """Several files may be read and written at once."""
+    server_side_copy: bool = False
+    blocking: bool = False
+    """Its calls wait for nothing but `in_thread`: then a thread of the engine's may make many of them in a row, without
+    the loop, and digest bytes while they are in its caches. Bulk calls only: `create`, a writer's, `read_into`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a backend wants of the parts that it is given. A plain value: the planner reads it, and does no I/O."""
+
+    smallest_part: int = 1
+    """Every part but a file's last is at least this long."""
+    largest_part: int = 1 << 30
+    most_parts: int = 1 << 30
+    multiple: int = 1
+    """Offset and length of every part but a file's last are multiples of this."""
+    alignment: int = 1
+    """The addresses of the buffers are multiples of this; above 1, callers pass one staged buffer a part."""
+    in_order: bool = False
+    """Parts come one after the other, from the first on."""
+    preferred_part: int = 8 << 20
+    parallel_parts: int = 4
+    """How many parts may be under way at once, over all files."""
+    parts_per_file: int = 4
+    """How many of them may be of one file that is written."""
+    parallel_files: int = 2
+    """Into how many files side by side the bytes of one rank are best cut."""
+    merge_gap: int = 64 << 10
+    """Two ranges this close to each other are read in one request."""
+
+
+class Memory(Protocol):
+    """An operation's memory: what a plugin must bounce, it borrows here, so that it counts towards the budget."""
+
+    def borrow(self, nbytes: int) -> Any:
+        """A context manager (asynchronous) over a page-aligned, writable memoryview of at least `nbytes` bytes."""
+        ...
+
+
+class _Unbounded:
+    @asynccontextmanager
+    async def borrow(self, nbytes: int) -> AsyncIterator[memoryview]:
+        yield memoryview(mmap.mmap(-1, max(nbytes, 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What an operation tells the storage that it opens."""
+
+    durable: bool = True
+    """Whether `finish` and `put` must survive the loss of power."""
+    memory: Memory = field(default_factory=_Unbounded)
+    direct_io: str = "auto"
+    """`auto`, `always` or `never`: whether bulk bytes go around the page cache (where there is one)."""
+    lanes: int = 2
+    """How many streams the operation would like to write side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileStat:
+    """What `stat` says of a file."""
+
+    size: int
+    mtime: float
+    """Seconds since the epoch."""
+    token: str
+    """Changes whenever the content does: an ETag, a generation, or inode, size and time."""
+
+
+class _Expectation:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+ABSENT = _Expectation("ABSENT")
+"""`put(..., expect=ABSENT)`: only if nothing is there."""
+ANYTHING = _Expectation("ANYTHING")
+"""`put(..., expect=ANYTHING)`: whatever is there is replaced."""
+Expect = _Expectation | str
+
+
+class FileWriter(ABC):
+    """One file while it is written. Either `finish` or `abort` ends it; `abort` may be called after a failed
+    `finish`."""
+
+    @abstractmethod
+    async def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        """Write the buffers one after the other from `offset` on.
+
+        May be called concurrently for parts that do not overlap, unless `Limits.in_order`. The buffers stay valid, and
+        unchanged, until this returns, retries included; a call that is cancelled uses them no more once it has raised.
+        """
+
+    @abstractmethod
+    async def finish(self) -> None:
+        """Make the file whole, and durable if the context asked for it."""
+
+    @abstractmethod
+    async def abort(self) -> None:
+        """Leave nothing behind."""
+
+
+class Storage(ABC):
+    """Named files under one root. Paths are relative, with `/` between their parts.
+
+    Errors are ours: `StorageNotFoundError` where a file is not there, `StorageConflictError` where an expectation does
+    not hold, `CorruptSnapshotError` where a file ends before a range does, `StorageError` for the rest; each names the
+    URL.
+    """
+
+    capabilities: Capabilities = Capabilities()
+    limits: Limits = Limits()
+
+    def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
+        """Store the arguments; plugins connect lazily, on first use, on the loop that calls them.
+
+        `options` are the user's `storage_options`: a plugin raises `ValueError` for one that it does not know.
+        """
+        self.url = url
+        self.options = dict(options)
+        self.context = context
+
+    @abstractmethod
+    async def create(self, path: str, size: int) -> FileWriter:
+        """Begin a file of exactly `size` bytes. It may or may not be visible before `finish`."""
+
+    @abstractmethod
+    async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
+        """Fill the buffers exactly with the bytes from `offset` on, or raise.
+
+        With a `token` from `stat`, a file that was replaced since is an error, not a mixture.
+        """
+
+    @abstractmethod
+    async def put(self, path: str, data: bytes, *, expect: Expect = ANYTHING) -> str:
+        """Write a small file atomically; the new token. `expect` is ABSENT, ANYTHING, or the token it must have now."""
+
+    @abstractmethod
+    async def get(self, path: str, *, limit: int | None = None) -> bytes:
+        """A small file's content; more than `limit` bytes is an error before they are read."""
+
+    @abstractmethod
+    async def stat(self, path: str) -> FileStat:
+        """Size, time and token of a file."""
+
+    @abstractmethod
+    async def list(self, prefix: str = "", *, recursive: bool = True) -> list[str]:
+        """The paths of all files that begin with `prefix`, sorted; folders of one level end in `/` if not recursive."""
+
+    @abstractmethod
+    async def delete(self, paths: Sequence[str]) -> None:
+        """Delete files; what is not there is no error. Folders left empty go too."""
+
+    async def commit(self, claim: str, path: str, data: bytes, *, expect: Expect = ABSENT) -> str:
+        """`put(path, data)`, such that it fails if the file `claim` was deleted meanwhile, where the backend can tell.
+
+        The claim is gone afterwards. Backends that rename write the data into the claim and rename that.
+        """
+        token = await self.put(path, data, expect=expect)
+        await self.delete([claim])
+        return token
+
+    async def copy(self, source: str, path: str) -> None:
+        """Copy a file within this storage, without its bytes passing through here: see `server_side_copy`."""
+        raise StorageError(f"{self.url.join(source)}: this storage cannot copy on its own")
+
+    async def sweep(self, prefix: str, older_than: float) -> Sequence[str]:
+        """Drop unfinished uploads below `prefix` that are older than so many seconds; what was dropped."""
+        return []
+
+    async def close(self) -> None:
+        """Give back connections, descriptors and threads."""
+        return
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.url)!r})"
+
+
+def check_path(path: str) -> str:
+    """The path, if it is one that a storage may be given: it can't leave the root, nor name one file in two ways.
+
+    >>> check_path("data/1.bin")
+    'data/1.bin'
+    >>> check_path("data/../../etc/passwd")
+    Traceback (most recent call last):
+    ValueError: 'data/../../etc/passwd': a path in a storage is relative, without empty parts, '.' or '..'
+    """
+    if "\0" in path or not {"", ".", ".."}.isdisjoint(path.split("/")):
+        raise ValueError(f"{path!r}: a path in a storage is relative, without empty parts, '.' or '..'")
+    return path
+
+
+_here = threading.local()
+
+
+def inline() -> bool:
+    """Whether this thread drives a coroutine without a loop."""
+    return getattr(_here, "inline", False)
+
+
+def drive(work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
+    """Run a coroutine to its end in this thread, without a loop: for calls of storages that are `blocking`."""
+    _here.inline = True
+    coroutine = work(*arguments)
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    finally:
+        _here.inline = False
+        coroutine.close()
+    raise RuntimeError(f"{work} waits for a loop, and its storage says that it is blocking")
+
+
+async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Run a function that blocks in the loop's pool of threads.
+
+    A cancellation waits for it: when this returns or raises, no thread uses the arguments any more. Otherwise a
+    buffer that was given back, or a descriptor whose number was given anew, would still be written to.
+    """
+    if inline():
+        return function(*arguments)
+    future = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        while not future.done():
+            with suppress(BaseException):
+                await asyncio.shield(future)
+        raise
+
+
+@contextmanager
+def map_exceptions(url: URL, kinds: Mapping[type[BaseException], type[StorageError]] | None = None) -> Iterator[None]:
+    """Turn a backend's exceptions into ours, naming the URL and keeping the cause.
+
+    Ours pass as they are. `kinds` maps more exceptions, the most special first; `FileNotFoundError` and `OSError`
+    are known.
+
+    >>> with map_exceptions(URL.parse("/data/x")):
+    ...     raise PermissionError(13, "Permission denied")
+    Traceback (most recent call last):
+    snapshot.errors.StorageError: /data/x: Permission denied
+    """
+    table = {**(kinds or {}), FileNotFoundError: StorageNotFoundError, OSError: StorageError}
+    try:
+        yield
+    except SnapshotError:
+        raise
+    except tuple(table) as error:  # type: ignore[misc]  # a tuple made of a table's keys
+        made = next(ours for theirs, ours in table.items() if isinstance(error, theirs))
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+        raised = made(f"{url}: {reason}")
+        if isinstance(error, OSError):
+            raised.errno = error.errno
+        raise raised from error

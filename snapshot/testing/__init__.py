@@ -1,0 +1,29 @@
+"""For tests of plugins and of applications: the storage contract as tests, and storages that fail on purpose.
+
+Needs pytest, as its users do.
+"""
+
+import pytest
+
+pytest.register_assert_rewrite(
+    "snapshot.testing.bulk", "snapshot.testing.conformance", "snapshot.testing.opened", "snapshot.testing.small"
+)
+
+from snapshot.testing.conformance import StorageTests  # noqa: E402 - its asserts are rewritten as it is imported
+from snapshot.testing.storages import TappedStorage, faulty, recording, stalling, tapped  # noqa: E402
+from snapshot.testing.taps import Damage, Fault, Log, Operation, Stall, Tap  # noqa: E402
+
+__all__ = [
+    "StorageTests",
+    "TappedStorage",
+    "tapped",
+    "recording",
+    "faulty",
+    "stalling",
+    "Tap",
+    "Operation",
+    "Log",
+    "Fault",
+    "Damage",
+    "Stall",
+]

@@ -1,0 +1,206 @@
+"""Storages that note, fail, corrupt or wait: any storage, with taps on what goes through it.
+
+    with recording() as log, faulty(on="write", path="data/*", nth=2, error=OSError(28, "No space left on device")):
+        Snapshot.take("recording+faulty+file:///tmp/run", app_state)
+
+A name before a `+` in a URL's scheme is a tap; what follows it is opened as if it stood alone.
+`TappedStorage(storage, tap)` does the same to a storage that is at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from snapshot.registry import open_storage, register, unregister
+from snapshot.storage import (
+    ABSENT,
+    ANYTHING,
+    URL,
+    Buffer,
+    Capabilities,
+    Context,
+    Expect,
+    FileStat,
+    FileWriter,
+    Limits,
+    Storage,
+    map_exceptions,
+)
+from snapshot.testing.parts import aligned
+from snapshot.testing.taps import Damage, Fault, Log, Operation, Stall, Tap
+
+
+class TappedStorage(Storage):
+    """Another storage, whose every operation meets the taps before it is done.
+
+    An exception that a tap raises is translated as a plugin would: an `OSError` arrives as `StorageError`.
+    """
+
+    def __init__(self, inner: Storage, *taps: Tap) -> None:
+        super().__init__(inner.url, inner.options, inner.context)
+        self.inner = inner
+        self.taps = taps
+
+    @property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
+        """The inner storage's, but that a tap may wait for a loop."""
+        return replace(self.inner.capabilities, blocking=False)
+
+    @property
+    def limits(self) -> Limits:  # type: ignore[override]
+        """The inner storage's."""
+        return self.inner.limits
+
+    async def tap(self, name: str, path: str, offset: int = 0, nbytes: int = 0) -> list[Damage]:
+        """Show an operation to the taps; what is to happen to its bytes."""
+        operation = Operation(name, path, offset, nbytes)
+        with map_exceptions(self.url.join(path)):
+            return [damage for tap in self.taps if (damage := await tap.before(operation))]
+
+    async def create(self, path: str, size: int) -> FileWriter:
+        """The writer is tapped, too."""
+        await self.tap("create", path, 0, size)
+        return _TappedWriter(self, path, await self.inner.create(path, size))
+
+    async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
+        """What was read is damaged where it lies."""
+        damages = await self.tap("read_into", path, offset, _nbytes(buffers))
+        await self.inner.read_into(path, offset, buffers, token=token)
+        if damages:
+            spoilt, begin = _spoil(b"".join(buffers), damages), 0
+            for view in (memoryview(buffer) for buffer in buffers):
+                if view.nbytes:
+                    view.cast("B")[:] = spoilt[begin : begin + view.nbytes]
+                begin += view.nbytes
+
+    async def put(self, path: str, data: bytes, *, expect: Expect = ANYTHING) -> str:
+        damages = await self.tap("put", path, 0, len(data))
+        return await self.inner.put(path, _spoil(data, damages), expect=expect)
+
+    async def get(self, path: str, *, limit: int | None = None) -> bytes:
+        damages = await self.tap("get", path)
+        return _spoil(await self.inner.get(path, limit=limit), damages)
+
+    async def stat(self, path: str) -> FileStat:
+        await self.tap("stat", path)
+        return await self.inner.stat(path)
+
+    async def list(self, prefix: str = "", *, recursive: bool = True) -> list[str]:
+        await self.tap("list", prefix)
+        return await self.inner.list(prefix, recursive=recursive)
+
+    async def delete(self, paths: Sequence[str]) -> None:
+        """One operation a path; all of them before the first file is deleted."""
+        for path in paths:
+            await self.tap("delete", path)
+        await self.inner.delete(paths)
+
+    async def commit(self, claim: str, path: str, data: bytes, *, expect: Expect = ABSENT) -> str:
+        damages = await self.tap("commit", path, 0, len(data))
+        return await self.inner.commit(claim, path, _spoil(data, damages), expect=expect)
+
+    async def copy(self, source: str, path: str) -> None:
+        await self.tap("copy", path)
+        await self.inner.copy(source, path)
+
+    async def sweep(self, prefix: str, older_than: float) -> Sequence[str]:
+        await self.tap("sweep", prefix)
+        return await self.inner.sweep(prefix, older_than)
+
+    async def close(self) -> None:
+        """The inner storage is closed even if a tap fails here: a test for that leaks nothing."""
+        try:
+            await self.tap("close", "")
+        finally:
+            await self.inner.close()
+
+
+class _TappedWriter(FileWriter):
+    def __init__(self, storage: TappedStorage, path: str, inner: FileWriter) -> None:
+        self._storage = storage
+        self._path = path
+        self._inner = inner
+
+    async def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        damages = await self._storage.tap("write", self._path, offset, _nbytes(buffers))
+        if damages:
+            buffers = [aligned(_spoil(b"".join(buffers), damages), self._storage.limits.alignment)]
+        await self._inner.write(offset, buffers)
+
+    async def finish(self) -> None:
+        """A file that is to be damaged as a whole is written anew, behind the writer's back."""
+        damages = await self._storage.tap("finish", self._path)
+        await self._inner.finish()
+        if damages:
+            inner = self._storage.inner
+            await inner.put(self._path, _spoil(await inner.get(self._path), damages))
+
+    async def abort(self) -> None:
+        """The inner writer is told even if a tap fails here."""
+        try:
+            await self._storage.tap("abort", self._path)
+        finally:
+            await self._inner.abort()
+
+
+def _nbytes(buffers: Sequence[Buffer]) -> int:
+    return sum(memoryview(buffer).nbytes for buffer in buffers)
+
+
+def _spoil(data: bytes, damages: Sequence[Damage]) -> bytes:
+    for damage in damages:
+        data = damage.of(data)
+    return data
+
+
+@contextmanager
+def tapped(scheme: str, *taps: Tap) -> Iterator[None]:
+    """Inside, `scheme+any://...` opens `any://...` with these taps on it."""
+
+    class Tapped(TappedStorage):
+        """Opened by its URL, as a plugin is."""
+
+        def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
+            inner = URL.parse(url.reveal().partition("+")[2])
+            super().__init__(open_storage(inner, options, context), *taps)
+
+    register(f"{scheme}+", Tapped)
+    try:
+        yield
+    finally:
+        unregister(f"{scheme}+")
+
+
+@contextmanager
+def recording(scheme: str = "recording") -> Iterator[Log]:
+    """A log of what all storages opened as `recording+...` are asked for."""
+    log = Log()
+    with tapped(scheme, log):
+        yield log
+
+
+@contextmanager
+def faulty(scheme: str = "faulty", *, must_happen: bool = True, **fault: Any) -> Iterator[Fault]:
+    """`Fault(**fault)` in all storages opened as `faulty+...`.
+
+    A fault that never happens fails the test, unless `must_happen` is false: such a test would show nothing.
+    """
+    tap = Fault(**fault)
+    with tapped(scheme, tap):
+        yield tap
+    if must_happen and not tap.hits:
+        raise AssertionError(f"{tap} never happened: {tap.met} operations matched")
+
+
+@contextmanager
+def stalling(scheme: str = "stalling", **stall: Any) -> Iterator[Stall]:
+    """`Stall(**stall)` in all storages opened as `stalling+...`; released at the end, so that no test hangs."""
+    tap = Stall(**stall)
+    with tapped(scheme, tap):
+        try:
+            yield tap
+        finally:
+            tap.release()

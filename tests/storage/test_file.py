@@ -1,0 +1,218 @@
+"""Files pass the contract: through the page cache and around it, synced and not; and leave nothing lying about."""
+
+import asyncio
+import os
+import threading
+
+import pytest
+
+from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageError
+from snapshot.registry import open_storage
+from snapshot.storage import ABSENT, URL, Context
+from snapshot.testing import StorageTests
+from snapshot.testing.parts import aligned, fetch, pattern, store
+
+MiB = 1 << 20
+
+
+class TestFile(StorageTests):
+    @pytest.fixture
+    def url(self, tmp_path):
+        return str(tmp_path / "root")
+
+
+class TestFileUrl(StorageTests):
+    @pytest.fixture
+    def url(self, tmp_path):
+        return f"{tmp_path.as_uri()}/a%20folder"
+
+
+class TestFileNotDurable(TestFile):
+    @pytest.fixture
+    def context(self):
+        return Context(durable=False)
+
+
+class TestFileThroughThePageCache(TestFile):
+    @pytest.fixture
+    def context(self):
+        return Context(direct_io="never")
+
+
+class TestFileAroundThePageCache(TestFile):
+    @pytest.fixture
+    def context(self, tmp_path):
+        require_direct(tmp_path)
+        return Context(direct_io="always")
+
+
+def require_direct(folder):
+    """Skip where files cannot be written around the page cache: there is nothing to test."""
+    if not hasattr(os, "O_DIRECT"):
+        pytest.skip("this platform has no O_DIRECT")
+    try:
+        descriptor = os.open(folder / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    except OSError as error:
+        pytest.skip(f"this file system refuses O_DIRECT: {error.strerror}")
+    os.close(descriptor)
+    os.unlink(folder / "probe")
+
+
+def opened(folder, **context):
+    return open_storage(URL.parse(str(folder)), {}, Context(**context))
+
+
+def files_below(folder):
+    return sorted(os.path.join(root, name) for root, _, names in os.walk(folder) for name in names)
+
+
+def test_a_file_is_an_ordinary_file(tmp_path):
+    data = pattern(3 * MiB + 17)
+
+    async def use():
+        storage = opened(tmp_path / "root")
+        await store(storage, "data/file", data, seed=1)
+        await storage.put("small", b"small")
+        await storage.close()
+
+    asyncio.run(use())
+    assert (tmp_path / "root/data/file").read_bytes() == data
+    assert (tmp_path / "root/small").read_bytes() == b"small"
+    assert files_below(tmp_path) == [str(tmp_path / "root/data/file"), str(tmp_path / "root/small")]
+
+
+def test_what_fails_leaves_neither_files_nor_folders(tmp_path):
+    async def use():
+        storage = opened(tmp_path / "new/root")
+        await (await storage.create("data/deep/file", MiB)).abort()
+        with pytest.raises(StorageConflictError):
+            await storage.put("small/file", b"never", expect="a token that nothing has")
+        with pytest.raises(StorageConflictError):
+            await storage.commit("claim", "manifest", b"never")
+        await storage.close()
+
+    asyncio.run(use())
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_root_that_was_there_before_stays(tmp_path):
+    async def use():
+        storage = opened(tmp_path)
+        await storage.put("folder/file", b".")
+        await storage.delete(["folder/file"])
+        await storage.close()
+
+    asyncio.run(use())
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_lost_race_leaves_no_temporary_file(tmp_path):
+    async def use():
+        storage = opened(tmp_path)
+        first = await storage.put("file", b"first", expect=ABSENT)
+        for expect in [ABSENT, first + "0"]:
+            with pytest.raises(StorageConflictError):
+                await storage.put("file", b"second", expect=expect)
+        await storage.put("claim", b"")
+        with pytest.raises(StorageConflictError):
+            await storage.commit("claim", "file", b"third")
+        await storage.delete(["claim"])
+
+    asyncio.run(use())
+    assert files_below(tmp_path) == [str(tmp_path / "file")]
+
+
+def test_threads_that_put_at_once_have_one_winner(tmp_path):
+    ready = threading.Barrier(8)
+    won = []
+
+    def race(number):
+        storage = opened(tmp_path)
+        ready.wait(30)
+        try:
+            asyncio.run(storage.put("file", b"%d" % number, expect=ABSENT))
+        except StorageConflictError:
+            return
+        won.append(number)
+
+    threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(won) == 1
+    assert (tmp_path / "file").read_bytes() == b"%d" % won[0]
+    assert files_below(tmp_path) == [str(tmp_path / "file")]
+
+
+def test_a_file_that_was_cut_off_is_corrupt(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(5 * MiB - 1))
+
+    async def use():
+        storage = opened(tmp_path)
+        with pytest.raises(CorruptSnapshotError):
+            await fetch(storage, "file", 0, [5 * MiB])
+        await storage.close()
+
+    asyncio.run(use())
+
+
+@pytest.mark.parametrize("direct_io", ["never", "always"])
+@pytest.mark.parametrize("size", [MiB, 2 * MiB + 1, 3 * MiB - 4095])
+def test_a_tail_that_fills_no_page_is_cut_off_again(tmp_path, direct_io, size):
+    if direct_io == "always":
+        require_direct(tmp_path)
+    data = pattern(size)
+
+    async def use():
+        storage = opened(tmp_path, direct_io=direct_io)
+        await store(storage, "file", data, seed=3)
+        assert await fetch(storage, "file", 1, [size - 1]) == data[1:]
+        await storage.close()
+
+    asyncio.run(use())
+    assert (tmp_path / "file").read_bytes() == data
+
+
+def test_parts_that_are_not_aligned_are_written_all_the_same(tmp_path):
+    require_direct(tmp_path)
+    data = pattern(4 * MiB)
+
+    async def use():
+        storage = opened(tmp_path, direct_io="always")
+        writer = await storage.create("file", len(data))
+        await writer.write(0, [aligned(data[:MiB])])
+        await writer.write(MiB, [data[MiB : MiB + 5]])
+        await writer.write(MiB + 5, [aligned(data)[MiB + 5 : 2 * MiB], aligned(data[2 * MiB :])])
+        await writer.finish()
+
+    asyncio.run(use())
+    assert (tmp_path / "file").read_bytes() == data
+
+
+def test_a_place_that_cannot_be_written_names_itself_and_the_reason(tmp_path):
+    (tmp_path / "in the way").write_bytes(b"a file")
+
+    async def use():
+        storage = opened(tmp_path / "in the way" / "root")
+        for attempt in [lambda: storage.put("file", b"."), lambda: storage.create("data/file", 1)]:
+            with pytest.raises(StorageError, match=r"in the way/root/.*file: Not a directory"):
+                await attempt()
+
+    asyncio.run(use())
+
+
+def test_a_link_is_not_followed_out_of_the_root(tmp_path):
+    (tmp_path / "outside").write_bytes(b"precious")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root/file").symlink_to(tmp_path / "outside")
+
+    async def use():
+        storage = opened(tmp_path / "root")
+        with pytest.raises(StorageError):
+            await storage.create("file", 1)
+        await storage.put("file", b"replaces the link")
+
+    asyncio.run(use())
+    assert (tmp_path / "outside").read_bytes() == b"precious"
+    assert not (tmp_path / "root/file").is_symlink()

@@ -1,0 +1,133 @@
+"""A scheme finds its plugin: registered here, installed by a third party, or built in."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from snapshot import registry
+from snapshot.errors import MissingExtraError, StorageError
+from snapshot.plugins.file import FileStorage
+from snapshot.plugins.memory import MemoryStorage
+from snapshot.registry import open_storage, plugin_for, register, schemes, unregister
+from snapshot.storage import URL, Context
+
+THIRD_PARTY = """
+from snapshot.plugins.memory import MemoryStorage
+
+class TinyStorage(MemoryStorage):
+    pass
+
+def not_a_storage(): ...
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Installs a distribution whose entry points are the given lines, as pip would lay it out."""
+
+    def install(*lines):
+        (tmp_path / "tiny_storage.py").write_text(THIRD_PARTY)
+        info = tmp_path / "tiny_storage-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-storage\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("\n".join(["[snapshot.storage]", *lines]) + "\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    yield install
+    sys.modules.pop("tiny_storage", None)
+
+
+@pytest.fixture
+def mine() -> Iterator[type[MemoryStorage]]:
+    class Mine(MemoryStorage):
+        pass
+
+    yield Mine
+    for scheme in ["mine", "file", "tiny", "wrap+"]:
+        unregister(scheme)
+
+
+@pytest.mark.parametrize(("text", "plugin"), [("/tmp/run", FileStorage), ("memory://run", MemoryStorage)])
+def test_built_in_schemes_are_known(text, plugin):
+    url = URL.parse(text)
+    assert plugin_for(url) is plugin
+    assert url.scheme in schemes()
+
+
+def test_opening_passes_on_what_was_given(mine):
+    register("mine", mine)
+    context = Context(durable=False)
+    storage = open_storage(URL.parse("mine://run"), {}, context)
+    assert type(storage) is mine
+    assert (storage.url, storage.options, storage.context) == (URL.parse("mine://run"), {}, context)
+
+
+def test_an_installed_plugin_is_found_by_its_entry_point(install):
+    install("tiny = tiny_storage:TinyStorage")
+    assert plugin_for(URL.parse("tiny://run")).__name__ == "TinyStorage"
+    assert "tiny" in schemes()
+
+
+def test_an_installed_package_does_not_replace_a_built_in_plugin(install):
+    install("memory = tiny_storage:TinyStorage")
+    assert plugin_for(URL.parse("memory://run")).__name__ == "MemoryStorage"
+
+
+def test_a_registered_plugin_goes_before_all_others(install, mine):
+    install("tiny = tiny_storage:TinyStorage")
+    for text in ["tiny://run", "/tmp/run"]:
+        before = plugin_for(URL.parse(text))
+        register(URL.parse(text).scheme, mine)
+        assert plugin_for(URL.parse(text)) is mine
+        unregister(URL.parse(text).scheme)
+        assert plugin_for(URL.parse(text)) is before
+
+
+def test_unregistering_what_was_never_registered_is_harmless():
+    unregister("never")
+
+
+def test_a_scheme_that_ends_in_plus_stands_for_all_behind_it(mine):
+    register("wrap+", mine)
+    for text in ["wrap+file:///tmp/run", "wrap+s3://bucket", "wrap+wrap+memory://run"]:
+        assert plugin_for(URL.parse(text)) is mine
+    assert "wrap+" not in schemes()
+    with pytest.raises(StorageError, match="no storage plugin for the scheme 'wrap'"):
+        plugin_for(URL.parse("wrap://run"))
+
+
+def test_an_installed_plugin_that_lacks_what_it_needs_says_so(install):
+    install("tiny = tiny_storage_that_needs_more:TinyStorage")
+    with pytest.raises(MissingExtraError, match="tiny_storage_that_needs_more") as caught:
+        plugin_for(URL.parse("tiny://user:secret@run"))
+    assert isinstance(caught.value.__cause__, ImportError)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["not_a_storage", "THIRD"])
+def test_an_entry_point_that_names_no_storage_is_refused(install, name):
+    install(f"tiny = tiny_storage:{name}")
+    with pytest.raises(StorageError, match=f"tiny = tiny_storage:{name}"):
+        plugin_for(URL.parse("tiny://run"))
+
+
+def test_a_built_in_plugin_that_lacks_its_extra_names_the_cure(monkeypatch):
+    monkeypatch.setitem(registry._BUILT_IN, "cloud", ("snapshot.plugins.no_such_client:CloudStorage", "cloud"))
+    with pytest.raises(MissingExtraError, match=r"pip install 'snapshot-torch\[cloud\]'") as caught:
+        plugin_for(URL.parse("cloud://bucket"))
+    assert isinstance(caught.value, ImportError)
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+@pytest.mark.parametrize(("text", "hint"), [("fil:///tmp/x", "file://"), ("memroy://run", "memory://")])
+def test_an_unknown_scheme_is_an_error_with_the_nearest_one(text, hint):
+    with pytest.raises(StorageError, match=f"did you mean {hint}\\?"):
+        plugin_for(URL.parse(text))
+
+
+def test_a_scheme_like_no_other_lists_those_that_there_are():
+    with pytest.raises(StorageError, match="no storage plugin for the scheme 'zzzzzz'") as caught:
+        plugin_for(URL.parse("zzzzzz://run"))
+    assert "did you mean" not in str(caught.value)
+    assert str(caught.value).endswith(f"known are {', '.join(schemes())}")

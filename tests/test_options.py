@@ -1,0 +1,79 @@
+"""Settings have defaults, the environment overrides them, and what cannot be meant is refused by name."""
+
+import dataclasses
+
+import pytest
+
+from snapshot.options import Settings
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch):
+    for field in dataclasses.fields(Settings):
+        monkeypatch.delenv(f"SNAPSHOT_{field.name.upper()}", raising=False)
+
+
+def test_without_an_environment_the_defaults_are_in_force():
+    assert Settings.current() == Settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "field", "value"),
+    [
+        ("SNAPSHOT_DIRECT_IO", "never", "direct_io", "never"),
+        ("SNAPSHOT_LANES", "3", "lanes", 3),
+        ("SNAPSHOT_ARENA_BYTES", "-1", "arena_bytes", -1),
+        ("SNAPSHOT_PART_BYTES", "1_048_576", "part_bytes", 1 << 20),
+        ("SNAPSHOT_TIMEOUT", "1.5", "timeout", 1.5),
+        ("SNAPSHOT_TIMEOUT", "60", "timeout", 60.0),
+    ],
+)
+def test_a_variable_sets_the_field_that_it_is_named_after(monkeypatch, name, text, field, value):
+    monkeypatch.setenv(name, text)
+    assert Settings.current() == dataclasses.replace(Settings(), **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "what"),
+    [
+        ("SNAPSHOT_LANES", "many", "a whole number"),
+        ("SNAPSHOT_LANES", "1.5", "a whole number"),
+        ("SNAPSHOT_LANES", "", "a whole number"),
+        ("SNAPSHOT_TIMEOUT", "soon", "a number"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_names_the_variable(monkeypatch, name, text, what):
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ValueError, match=f"{name}='{text}' is not {what}"):
+        Settings.current()
+
+
+def test_a_mode_that_is_not_known_names_those_that_are(monkeypatch):
+    monkeypatch.setenv("SNAPSHOT_DIRECT_IO", "sometimes")
+    with pytest.raises(ValueError, match="SNAPSHOT_DIRECT_IO='sometimes' is none of auto, always, never"):
+        Settings.current()
+
+
+def test_every_setting_can_come_from_the_environment(monkeypatch):
+    for field in dataclasses.fields(Settings):
+        monkeypatch.setenv(f"SNAPSHOT_{field.name.upper()}", "never" if field.type == "str" else "1")
+    current = Settings.current()
+    for field in dataclasses.fields(Settings):
+        assert getattr(current, field.name) == ("never" if field.type == "str" else 1)
+
+
+def test_lanes_and_threads_follow_the_cores_within_bounds(monkeypatch):
+    for cores, lanes, threads in [(1, 1, 3), (2, 2, 4), (64, 4, 16)]:
+        monkeypatch.setattr(Settings, "cores", lambda self, cores=cores: cores)
+        assert (Settings().lane_count(), Settings().thread_count()) == (lanes, threads)
+        assert (Settings(lanes=7).lane_count(), Settings(io_threads=9).thread_count()) == (7, 9)
+
+
+def test_there_is_at_least_one_core():
+    assert Settings().cores() >= 1
+
+
+def test_settings_are_values():
+    assert Settings(lanes=2) == Settings(lanes=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings().lanes = 3  # type: ignore[misc]
