@@ -1,0 +1,158 @@
+"""The manifest as a document: JSON that carries its own digest, and is in one canonical form.
+
+A document that does not encode to the very bytes it was decoded from is refused: so duplicate keys, unknown fields and
+numbers out of range are found without looking for each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
+from snapshot.manifest.entries import AnyEntry
+from snapshot.tensors.digest import of_range
+
+METADATA = ".snapshot_metadata"
+FORMAT = "snapshot/1"
+IN_ONE = 100_000
+"""From so many entries on, those of one rank alone lie in a part of their own."""
+
+_TAIL = re.compile(rb',"digest":"(xxh3:[0-9a-f]{32})"\}$')
+_TAIL_LENGTH = len(',"digest":"xxh3:"}') + 32
+_LOCATION = re.compile(r"data/[0-9a-z]+-[0-9]+(-[0-9]+\.(safetensors|bin)|\.json)")
+
+
+class FileEntry(msgspec.Struct, omit_defaults=True, gc=False, forbid_unknown_fields=True):
+    """A data file: how long it is, and where its data begins behind its header."""
+
+    size: int
+    header: int = 0
+    header_digest: str | None = None
+
+
+class PartEntry(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    """A part of a large manifest, in a file of its own: the entries of some ranks alone."""
+
+    location: str
+    size: int
+    digest: str
+    ranks: list[int]
+    count: int
+
+
+class Document(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """The manifest as it lies on storage, without its digest."""
+
+    format: str
+    version: str
+    save_id: str
+    world_size: int
+    created: str
+    structure: str
+    metadata: msgspec.Raw
+    files: dict[str, FileEntry]
+    parts: list[PartEntry]
+    manifest: dict[str, AnyEntry]
+
+
+class Part(msgspec.Struct, forbid_unknown_fields=True):
+    """A part of a manifest as it lies on storage, without its digest."""
+
+    manifest: dict[str, AnyEntry]
+
+
+_encoder = msgspec.json.Encoder()
+_decoders: dict[type, msgspec.json.Decoder[Any]] = {
+    Document: msgspec.json.Decoder(Document),
+    Part: msgspec.json.Decoder(Part),
+}
+
+
+def encode(document: Document | Part) -> bytes:
+    """The document's bytes, its digest last."""
+    body = _encoder.encode(document)[:-1]
+    return b'%s,"digest":"%s"}' % (body, of_range(body).encode())
+
+
+def decode_document(data: bytes, where: object) -> Document:
+    """Check and decode a manifest; `where` names it in errors."""
+    _check_format(data, where)
+    document: Document = _decode(data, Document, where)
+    for location in [*document.files, *(part.location for part in document.parts)]:
+        if not _LOCATION.fullmatch(location):
+            raise CorruptSnapshotError(f"{where}: {location[:200]!r} is no name of a data file")
+    if document.world_size < 1:
+        raise CorruptSnapshotError(f"{where}: a world size of {document.world_size}")
+    return document
+
+
+def decode_part(data: bytes, part: PartEntry, where: object) -> dict[str, Any]:
+    """Check and decode a part of a manifest."""
+    if of_range(data) != part.digest:
+        raise CorruptSnapshotError(f"{where}: is {of_range(data)}, and {part.digest} was written")
+    entries: dict[str, Any] = _decode(data, Part, where).manifest
+    if len(entries) != part.count:
+        raise CorruptSnapshotError(f"{where}: holds {len(entries)} entries, and {part.count} were written")
+    return entries
+
+
+def cut(entries: dict[str, Any], world_size: int) -> tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]:
+    """Cut a manifest in what all ranks need, and (if it is large) what each rank alone does."""
+    if len(entries) <= IN_ONE:
+        return entries, []
+    shared: dict[str, Any] = {}
+    own: list[dict[str, Any]] = [{} for _ in range(world_size)]
+    for path, entry in entries.items():
+        alone = not getattr(entry, "replicated", False) and not hasattr(entry, "shards")
+        (own[int(path.partition("/")[0])] if alone else shared)[path] = entry
+    return shared, [(rank, each) for rank, each in enumerate(own) if each]
+
+
+def join(shared: dict[str, Any], parts: Iterable[dict[str, Any]], where: object) -> dict[str, Any]:
+    """The manifest from its parts."""
+    joined = dict(shared)
+    expected = len(joined)
+    for part in parts:
+        joined.update(part)
+        expected += len(part)
+    if len(joined) != expected:
+        raise CorruptSnapshotError(f"{where}: its parts hold entries of the same name")
+    return joined
+
+
+def _check_format(data: bytes, where: object) -> None:
+    """A newer format is told from a damaged file before its digest is looked at: it may have none, or another."""
+    found = re.match(rb'\s*\{\s*"format"\s*:\s*"snapshot/(\d{1,9})"', data)
+    if found and int(found[1]) != 1:
+        raise UnsupportedFormatError(
+            f"{where}: is of format snapshot/{int(found[1])}, and this version reads {FORMAT}: "
+            "pip install --upgrade snapshot-torch"
+        )
+
+
+def _decode(data: bytes, kind: type[Any], where: object) -> Any:
+    tail = _TAIL.match(data, max(0, len(data) - _TAIL_LENGTH))
+    if not tail:
+        raise CorruptSnapshotError(f"{where}: is no manifest, or its end is missing ({len(data)} bytes)")
+    body = memoryview(data)[: tail.start()]
+    actual = of_range(body)
+    if actual.encode() != tail[1]:
+        raise CorruptSnapshotError(f"{where}: its bytes are {actual}, and {tail[1].decode()} was written")
+    try:
+        decoded = _decoders[kind].decode(b"%s}" % body)
+        canonical = _encoder.encode(decoded)
+    except msgspec.ValidationError as error:
+        raise UnsupportedFormatError(
+            f"{where}: {error}: written by a newer version, or by hand; pip install --upgrade snapshot-torch"
+        ) from error
+    except (msgspec.DecodeError, RecursionError, UnicodeError, OverflowError) as error:
+        raise CorruptSnapshotError(f"{where}: {error}") from error
+    if memoryview(canonical)[:-1] != body:
+        raise CorruptSnapshotError(
+            f"{where}: is not in the canonical form (a key that stands twice, or edited by hand)"
+        )
+    return decoded

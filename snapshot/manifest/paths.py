@@ -1,0 +1,100 @@
+"""Logical paths: how the keys of nested containers become one string, and back. The mapping is injective.
+
+Components are joined by `/`; `%` and `/` in a component become `%25` and `%2F`, a lone surrogate `%uD800`. A key
+that is not a string stands as its text, or tagged (`%int:1`) where another key of the same dict has that text.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+from snapshot.errors import CorruptSnapshotError
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_ESCAPE = re.compile(r"%(25|2F|u[0-9A-F]{4})")
+
+
+def component(text: str) -> str:
+    """A string as a component of a path.
+
+    >>> component("a/b%"), component("layer.0.weight")
+    ('a%2Fb%25', 'layer.0.weight')
+    """
+    if "%" in text or "/" in text:
+        text = text.replace("%", "%25").replace("/", "%2F")
+    return text if text.isascii() else _SURROGATES.sub(lambda found: f"%u{ord(found[0]):04X}", text)
+
+
+def uncomponent(text: str) -> str:
+    """The string that a component stands for."""
+    return _ESCAPE.sub(lambda found: chr(int(found[1].lstrip("u"), 16)), text) if "%" in text else text
+
+
+def encode_text(text: str) -> str | None:
+    """A text with its lone surrogates escaped; None where it has none, and can stand as it is."""
+    if text.isascii() or not _SURROGATES.search(text):
+        return None
+    return component(text)
+
+
+decode_text = uncomponent
+
+_FROM_TAG = {
+    "str": uncomponent,
+    "int": lambda text: int(text, 16),
+    "bool": {"True": True, "False": False}.__getitem__,
+    "float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
+    "NoneType": {"None": None}.__getitem__,
+}
+
+
+def encode_key(key: Any) -> str | int | dict[str, str] | None:
+    """A dict's key as it stands in a manifest's `keys`; None for a key that cannot stand there."""
+    kind = type(key)
+    if kind is str:
+        escaped = encode_text(key)
+        return key if escaped is None else {"str": escaped}
+    if kind is int:
+        return key if -(1 << 63) <= key < 1 << 63 else {"int": hex(key)}
+    if kind is bool or key is None:
+        return {kind.__name__: str(key)}
+    if kind is float and not math.isnan(key):
+        return {"float": struct.pack(">d", key).hex()}
+    return None
+
+
+def decode_key(key: str | int | dict[str, str]) -> Any:
+    """The dict's key that an item of `keys` stands for."""
+    if not isinstance(key, dict):
+        return key
+    try:
+        ((tag, text),) = key.items()
+        return _FROM_TAG[tag](text)
+    except (KeyError, ValueError, struct.error) as error:
+        raise CorruptSnapshotError(f"{str(key)[:80]} is not a dict's key") from error
+
+
+def component_of(key: str | int | dict[str, str], tagged: bool) -> str:
+    """The path component of an item of `keys`."""
+    value = decode_key(key)
+    if tagged:
+        return f"%{type(value).__name__}:{value}"
+    return component(value) if isinstance(value, str) else str(value)
+
+
+def tagged_keys(keys: Iterable[Any]) -> list[int]:
+    """Which keys of a dict (by position) need a tagged component, since a string key has the same text."""
+    keys = list(keys)
+    texts = {key for key in keys if type(key) is str}
+    return [i for i, key in enumerate(keys) if type(key) is not str and str(key) in texts]
+
+
+def quote(text: str) -> str:
+    """A path as the name of a tensor in a safetensors header, where `[` begins a box and one name is taken."""
+    if "[" in text:
+        text = text.replace("[", "%5B")
+    return "%5F%5Fmetadata__" if text == "__metadata__" else text

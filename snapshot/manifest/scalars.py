@@ -1,0 +1,174 @@
+"""Values that stand in the manifest itself, as texts: exact ones, that come back as what they were."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from snapshot.errors import CorruptSnapshotError
+from snapshot.manifest.entry import Entry
+from snapshot.manifest.paths import decode_text, encode_text
+from snapshot.tensors.dtypes import BY_NAME
+
+
+class Scalar(Entry):
+    """A value that stands in the manifest itself, as a text."""
+
+    serialized_value: str
+    readable: str | None = None
+    replicated: bool = False
+
+    @staticmethod
+    def write(value: Any) -> str:
+        """The text of a value."""
+        return str(value)
+
+    @staticmethod
+    def read(text: str) -> Any:
+        """The value of a text."""
+        return text
+
+    def value(self) -> Any:
+        """The value; `CorruptSnapshotError` where the text is none of this type."""
+        try:
+            return type(self).read(self.serialized_value)
+        except (ValueError, KeyError, struct.error, OverflowError) as error:
+            kind = type(self).__struct_config__.tag
+            raise CorruptSnapshotError(f"{self.serialized_value[:80]!r} is not a value of type {kind}") from error
+
+
+def _float_text(value: float) -> str:
+    return struct.pack(">d", value).hex()
+
+
+def _float(text: str) -> float:
+    return float(struct.unpack(">d", bytes.fromhex(text))[0])
+
+
+def _int(text: str) -> int:
+    if len(text) > 4000:
+        return int(text, 16) if text.startswith(("0x", "-0x")) else _fail(text)
+    return int(text, 0 if text.startswith(("0x", "-0x")) else 10)
+
+
+def _fail(text: str) -> int:
+    raise ValueError(f"an integer of {len(text)} decimal digits")
+
+
+class IntEntry(Scalar, tag="int"):
+    """An int of any size; from 4,000 digits on in hexadecimal."""
+
+    write = staticmethod(lambda value: str(value) if value.bit_length() < 13000 else hex(value))
+    read = staticmethod(_int)
+
+
+class StrEntry(Scalar, tag="str"):
+    """A string; `escaped` where it holds lone surrogates, which UTF-8 cannot."""
+
+    escaped: bool = False
+
+    def value(self) -> Any:
+        return decode_text(self.serialized_value) if self.escaped else self.serialized_value
+
+
+class BoolEntry(Scalar, tag="bool"):
+    """True or False."""
+
+    @staticmethod
+    def read(text: str) -> Any:
+        return {"True": True, "False": False}[text]
+
+
+class BytesEntry(Scalar, tag="bytes"):
+    """Short bytes, in base64."""
+
+    write = staticmethod(lambda value: base64.b64encode(value).decode())
+    read = staticmethod(lambda text: base64.b64decode(text, validate=True))
+
+
+class FloatEntry(Scalar, tag="float"):
+    """A float, by its eight bytes in hex; NaNs keep their payload."""
+
+    write = staticmethod(_float_text)
+    read = staticmethod(_float)
+
+
+class ComplexEntry(Scalar, tag="complex"):
+    """A complex number, by its sixteen bytes in hex."""
+
+    write = staticmethod(lambda value: _float_text(value.real) + _float_text(value.imag))
+    read = staticmethod(lambda text: complex(_float(text[:16]), _float(text[16:])))
+
+
+class NoneEntry(Scalar, tag="NoneType"):
+    """None."""
+
+    @staticmethod
+    def read(text: str) -> Any:
+        return {"None": None}[text]
+
+
+class DtypeEntry(Scalar, tag="dtype"):
+    """A torch.dtype."""
+
+    write = staticmethod(lambda value: str(value).removeprefix("torch."))
+    read = staticmethod(lambda text: BY_NAME[text] if text in BY_NAME else _quantised(text))
+
+
+def _quantised(text: str) -> torch.dtype:
+    return {"qint8": torch.qint8, "quint8": torch.quint8, "qint32": torch.qint32}[text]
+
+
+class DeviceEntry(Scalar, tag="device"):
+    """A torch.device."""
+
+    @staticmethod
+    def read(text: str) -> Any:
+        return torch.device(text)
+
+    def value(self) -> Any:
+        try:
+            return super().value()
+        except RuntimeError as error:
+            raise CorruptSnapshotError(f"{self.serialized_value[:80]!r} is not a device: {error}") from error
+
+
+class SizeEntry(Scalar, tag="Size"):
+    """A torch.Size."""
+
+    write = staticmethod(lambda value: ",".join(map(str, value)))
+    read = staticmethod(lambda text: torch.Size(map(int, text.split(",")) if text else ()))
+
+
+_SCALARS: Mapping[type, type[Scalar]] = {
+    int: IntEntry,
+    bool: BoolEntry,
+    bytes: BytesEntry,
+    float: FloatEntry,
+    complex: ComplexEntry,
+    type(None): NoneEntry,
+    torch.dtype: DtypeEntry,
+    torch.device: DeviceEntry,
+    torch.Size: SizeEntry,
+}
+
+LONG = 16 << 10
+"""Strings and bytes longer than this go to a data file."""
+
+
+def scalar_entry(value: Any) -> Scalar | None:
+    """The entry of a value that stands in the manifest itself; None for any other."""
+    kind = type(value)
+    if kind is str:
+        if len(value) > LONG:
+            return None
+        escaped = encode_text(value)
+        return StrEntry(value) if escaped is None else StrEntry(escaped, escaped=True)
+    entry = _SCALARS.get(kind)
+    if entry is None or (kind is bytes and len(value) > LONG):
+        return None
+    return entry(entry.write(value), repr(value) if kind in (float, complex) else None)

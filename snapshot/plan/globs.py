@@ -1,0 +1,48 @@
+"""Globs over logical paths: `*` stays inside one component, `**` crosses them, a match of a container covers all
+beneath."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+
+def pattern(glob: str) -> re.Pattern[str]:
+    """The regular expression of a glob; it matches a path, or any path beneath one it matches.
+
+    >>> bool(pattern("model/*").match("model/layer.0.weight")), bool(pattern("*").match("model/w"))
+    (True, True)
+    >>> bool(pattern("*/weight").match("model/a/weight")), bool(pattern("**/weight").match("model/a/weight"))
+    (False, True)
+    """
+    made, i = "", 0
+    while i < len(glob):
+        if glob.startswith("**/", i):
+            made, i = made + "(?:[^/]*/)*", i + 3
+        elif glob.startswith("**", i):
+            made, i = made + ".*", i + 2
+        elif glob[i] == "*":
+            made, i = made + "[^/]*", i + 1
+        elif glob[i] == "?":
+            made, i = made + "[^/]", i + 1
+        elif glob[i] == "[" and "]" in glob[i + 2 :]:
+            end = glob.index("]", i + 2)
+            inner = glob[i + 1 : end].replace("\\", "\\\\")
+            made, i = made + "[" + ("^" + inner[1:] if inner[0] == "!" else inner) + "]", end + 1
+        else:
+            made, i = made + re.escape(glob[i]), i + 1
+    return re.compile(f"(?:{made})(?:/.*)?\\Z", re.DOTALL)
+
+
+def matcher(globs: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a path is matched by any of the globs."""
+    if isinstance(globs, str):
+        raise TypeError(f"a list of globs is wanted, and {globs!r} is one string: [{globs!r}]")
+    patterns = [pattern(glob) for glob in globs]
+    return lambda path: any(each.match(path) for each in patterns)
+
+
+def unmatched(globs: Sequence[str], paths: Iterable[str]) -> list[str]:
+    """The globs that match none of the paths."""
+    paths = list(paths)
+    return [glob for glob in globs if not any(map(pattern(glob).match, paths))]

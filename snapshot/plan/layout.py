@@ -1,0 +1,269 @@
+"""What is written where: leaves are dealt out to data files, each a valid safetensors file, and files are cut into
+parts.
+
+A plan is a value: it names no snapshot and no rank, so it can be printed, compared, and used again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import msgspec
+
+from snapshot.manifest.paths import quote
+from snapshot.report import size_text
+from snapshot.storage import Limits
+from snapshot.tensors.digest import BLOCK, SIZE, block_count, of_range
+from snapshot.tensors.dtypes import ITEMSIZE, SAFETENSORS
+from snapshot.tensors.geometry import Box, split
+
+MiB = 1 << 20
+PAGE = 4096
+LARGEST_FILE = 4 << 30
+LARGEST_HEADER = 16 * MiB
+CUT = 128 * MiB
+"""Below this a tensor is never cut for the sake of balance."""
+SHORTEST_PART = MiB // 4
+"""However small a budget is: with parts of a few bytes a take would never end."""
+WORTH_A_FILE = 16 * MiB
+"""Below this many bytes a file of its own costs more than it gains."""
+
+
+class Leaf(Protocol):
+    """What a plan needs to know of a tensor."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class Extent(msgspec.Struct, gc=False):
+    """A range of a data file that holds a tensor, or (`box`) a part of one that is one range of its flat bytes."""
+
+    leaf: int
+    begin: int
+    end: int
+    start: int = 0
+    """Where in the tensor's flat bytes it begins."""
+    box: Box | None = None
+
+
+class _HeaderItem(msgspec.Struct, gc=False):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class FilePlan(msgspec.Struct, gc=False, frozen=True):
+    """A data file: its header, and what lies behind it, in order and without holes."""
+
+    header: bytes
+    extents: tuple[Extent, ...]
+    size: int
+
+
+class Part(msgspec.Struct, gc=False, frozen=True):
+    """What is staged and written at once: a range of a file, and the extents that it touches."""
+
+    begin: int
+    end: int
+    first: int
+    """The extents that it touches, by position in the file: [first, last)."""
+    last: int
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Which bytes go where. Made by `Snapshot.plan`; the same for equal structures."""
+
+    files: tuple[FilePlan, ...]
+    blob_bytes: int
+    """Bytes that are not tensors: other objects', and the tables of digests."""
+    structure: str
+    """A digest of all names, dtypes, shapes and places."""
+    staged_bytes: int
+    """How much host memory the take will hold at once, at most."""
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of all data files."""
+        return sum(file.size for file in self.files) + self.blob_bytes
+
+    @property
+    def bytes_per_rank(self) -> list[int]:
+        """Bytes that each rank writes."""
+        return [self.total_bytes]
+
+    def __str__(self) -> str:
+        ranges = sum(len(file.extents) for file in self.files)
+        lines = [
+            f"{size_text(self.total_bytes)} in {len(self.files) + bool(self.blob_bytes)} files, {ranges} ranges, "
+            f"{size_text(self.staged_bytes)} staged at most"
+        ]
+        lines += [
+            f"  {n}.safetensors: {size_text(file.size)}, {len(file.extents)} ranges"
+            for n, file in enumerate(self.files)
+        ]
+        return "\n".join(
+            lines + ([f"  {len(self.files)}.bin: {size_text(self.blob_bytes)}"] if self.blob_bytes else [])
+        )
+
+
+def location(save_id: str, rank: int, number: int, kind: str) -> str:
+    """The name of a data file below the snapshot."""
+    return f"data/{save_id}-{rank}-{number}.{kind}"
+
+
+def make_plan(leaves: Sequence[Leaf], blob_bytes: int, limits: Limits, lanes: int, staged_bytes: int) -> SavePlan:
+    """Deal leaves out to files: balanced over lanes, no file too long, the largest elements first in each."""
+    sizes = [leaf.nbytes for leaf in leaves]
+    total = sum(sizes)
+    wanted = max(1, min(limits.parallel_files, lanes, total // WORTH_A_FILE))
+    pieces = _cut(leaves, sizes, total, wanted)
+    files = tuple(_file(leaves, chosen) for lane in _deal(pieces, wanted) for chosen in _close(lane, leaves))
+    tables = 0
+    if max(sizes, default=0) > BLOCK:
+        tables = sum(SIZE * block_count(extent.end - extent.begin) for file in files for extent in file.extents)
+    structure = of_range(b"".join(file.header for file in files))
+    return SavePlan(files, blob_bytes + tables, structure, staged_bytes)
+
+
+_Piece = tuple[int, int, int, Box | None]
+"""Leaf, start and length in its flat bytes, box."""
+
+
+def _cut(leaves: Sequence[Leaf], sizes: list[int], total: int, lanes: int) -> list[_Piece]:
+    """Cut what is too long for one file, or for one lane if the others are to get their share."""
+    share = max(CUT, -(-total // lanes)) if lanes > 1 else LARGEST_FILE
+    most = min(LARGEST_FILE, share + share // 8)
+    if max(sizes, default=0) <= most:
+        return [(index, 0, size, None) for index, size in enumerate(sizes)]
+    pieces: list[_Piece] = []
+    for index, size in enumerate(sizes):
+        if size <= most:
+            pieces.append((index, 0, size, None))
+            continue
+        leaf = leaves[index]
+        itemsize = ITEMSIZE[leaf.dtype]
+        even = -(-size // -(-size // min(most, share)))
+        start = 0
+        for box in split(leaf.shape, max(1, even // itemsize)):
+            length = math.prod(box.sizes) * itemsize
+            pieces.append((index, start, length, box))
+            start += length
+    return pieces
+
+
+def _deal(pieces: list[_Piece], lanes: int) -> list[list[_Piece]]:
+    """Deal pieces out to lanes, the longest first; short ones that follow each other stay together."""
+    if lanes == 1:
+        return [pieces]
+    enough = sum(piece[2] for piece in pieces) // (lanes * 16)
+    groups: list[tuple[int, list[_Piece]]] = []
+    gathered: list[_Piece] = []
+    size = 0
+    for piece in pieces:
+        gathered.append(piece)
+        size += piece[2]
+        if size >= enough:
+            groups.append((size, gathered))
+            gathered, size = [], 0
+    if gathered:
+        groups.append((size, gathered))
+    loads = [0] * lanes
+    dealt: list[list[tuple[int, list[_Piece]]]] = [[] for _ in range(lanes)]
+    for position in sorted(range(len(groups)), key=lambda i: -groups[i][0]):
+        lightest = loads.index(min(loads))
+        loads[lightest] += groups[position][0]
+        dealt[lightest].append((position, groups[position][1]))
+    return [[piece for _, group in sorted(lane, key=lambda item: item[0]) for piece in group] for lane in dealt if lane]
+
+
+def _close(pieces: list[_Piece], leaves: Sequence[Leaf]) -> Iterable[list[_Piece]]:
+    """Cut one lane's pieces into files, where data or header would grow too long."""
+    names = sum(len(leaves[piece[0]].path) for piece in pieces)
+    if sum(piece[2] for piece in pieces) <= LARGEST_FILE and 6 * names + 300 * len(pieces) <= LARGEST_HEADER:
+        if pieces:
+            yield pieces
+        return
+    chosen: list[_Piece] = []
+    size = header = 0
+    for piece in pieces:
+        name = 6 * len(leaves[piece[0]].path) + 300
+        if chosen and (size + piece[2] > LARGEST_FILE or header + name > LARGEST_HEADER):
+            yield chosen
+            chosen, size, header = [], 0, 0
+        chosen.append(piece)
+        size += piece[2]
+        header += name
+    yield chosen
+
+
+def _file(leaves: Sequence[Leaf], pieces: list[_Piece]) -> FilePlan:
+    dtypes = {leaves[piece[0]].dtype for piece in pieces}
+    if len({ITEMSIZE[name] for name in dtypes}) > 1:
+        pieces = sorted(pieces, key=lambda piece: -ITEMSIZE[leaves[piece[0]].dtype])
+    items: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    extents: list[Extent] = []
+    position = 0
+    known, append = SAFETENSORS, extents.append
+    for index, start, length, box in pieces:
+        leaf = leaves[index]
+        path, shape, end = leaf.path, leaf.shape, position + length
+        if "[" in path or path == "__metadata__":
+            path = _name(path)
+        if box is not None:
+            path, shape = f"{path}[{box}]", box.sizes
+        theirs = known.get(leaf.dtype)
+        if theirs is None:
+            theirs, shape = "U8", (*shape, ITEMSIZE[leaf.dtype])
+        items[path] = _HeaderItem(theirs, shape, (position, end))
+        append(Extent(index, position, end, start, box))
+        position = end
+    text = _encode(items)
+    begin = -(-(8 + len(text)) // PAGE) * PAGE
+    for extent in extents:
+        extent.begin += begin
+        extent.end += begin
+    header = (begin - 8).to_bytes(8, "little") + text.ljust(begin - 8)
+    return FilePlan(header, tuple(extents), begin + position)
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def _name(path: str) -> str:
+    """The header's name of a leaf. `%[` can stand in no user's path: there it sets off a part of a composite tensor."""
+    owner, _, part = path.partition("%[")
+    return f"{quote(owner)}[{part}" if part else quote(path)
+
+
+def cut_file(file: FilePlan, part_bytes: int) -> list[Part]:
+    """Cut a file into parts of equal length, the last one shorter."""
+    parts: list[Part] = []
+    extents = file.extents
+    count, at = len(extents), 0
+    for begin in range(0, file.size, part_bytes):
+        end = min(begin + part_bytes, file.size)
+        while at < count and extents[at].end <= begin:
+            at += 1
+        last = at
+        while last < count and extents[last].begin < end:
+            last += 1
+        parts.append(Part(begin, end, at, last))
+    return parts
+
+
+def part_size(limits: Limits, budget: int, file_size: int, wanted: int = 0) -> int:
+    """How long parts are: what the storage prefers, less if the budget is small, more if there would be too many."""
+    size = wanted or limits.preferred_part
+    share = max(SHORTEST_PART, budget // max(2, limits.parallel_parts))
+    size = min(size, limits.largest_part, max(limits.smallest_part, share))
+    size = max(size, limits.smallest_part, -(-file_size // limits.most_parts))
+    multiple = math.lcm(limits.multiple, PAGE)  # so that no element is cut in two
+    return max(multiple, -(-size // multiple) * multiple)

@@ -1,0 +1,1 @@
+"""What an application hands us: statefuls, and the flattening of what they give to leaves under logical paths."""

@@ -1,0 +1,35 @@
+"""The entries of dicts, by their type: what each needs to come back as it was."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from snapshot.manifest import entries as e
+
+
+def dict_maker(value: dict[Any, Any]) -> Callable[[list[Any], list[int] | None], e.DictEntry] | None:
+    """What makes the entry of a dict of this type; None where a defaultdict's factory cannot be recorded."""
+    kind = type(value)
+    if kind is dict:
+        return e.DictEntry
+    if kind is Counter:
+        return e.CounterEntry
+    if kind is defaultdict:
+        factory = e.factory_name(value.default_factory)  # type: ignore[attr-defined]
+        return None if factory is None else lambda keys, tagged: e.DefaultdictEntry(keys, tagged, factory)
+    versions = _module_versions(getattr(value, "_metadata", None))
+    return lambda keys, tagged: e.OrderedDictEntry(keys, tagged, versions)
+
+
+def _module_versions(metadata: Any) -> dict[str, dict[str, Any]] | None:
+    """A module's versions as plain values; what else hooks may have put there, and JSON cannot hold, is left out."""
+    if not isinstance(metadata, dict):
+        return None
+    plain = (str, int, float, bool, type(None))
+    return {
+        str(module): {str(name): value for name, value in versions.items() if isinstance(value, plain)}
+        for module, versions in metadata.items()
+        if isinstance(versions, dict)
+    }

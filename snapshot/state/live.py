@@ -1,0 +1,122 @@
+"""What an application holds now, by logical path: the places that a restore fills."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from snapshot.errors import RestoreError
+from snapshot.manifest.entries import Container, DictEntry
+from snapshot.manifest.paths import component, component_of, decode_key, encode_key, tagged_keys
+
+_DICTS = {dict, OrderedDict, defaultdict, Counter}
+_SEQUENCES = {list, tuple, deque}
+MISSING: Any = object()
+"""Stands for a leaf that is not there."""
+
+
+def live_leaves(path: str, value: Any) -> dict[str, Any]:
+    """The leaves of nested containers, under the paths that flattening would give them."""
+    found: dict[str, Any] = {}
+    _walk(path, value, found)
+    return found
+
+
+def _walk(path: str, value: Any, found: dict[str, Any]) -> None:
+    kind = type(value)
+    if kind in _SEQUENCES:
+        for i, child in enumerate(value):
+            _walk(f"{path}/{i}", child, found)
+        return
+    if kind not in _DICTS:
+        found[path] = value
+        return
+    prefix = path + "/"
+    strings = all(type(key) is str for key in value)
+    tagged = () if strings else tagged_keys(value)
+    for i, (key, child) in enumerate(value.items()):
+        if type(key) is str:
+            text = key if key.isascii() and "/" not in key and "%" not in key else component(key)
+        else:
+            encoded = encode_key(key)
+            if encoded is None:
+                found[path] = value
+                return
+            text = component_of(encoded, i in tagged)
+        if type(child) in _DICTS or type(child) in _SEQUENCES:
+            _walk(prefix + text, child, found)
+        else:
+            found[prefix + text] = child
+
+
+def inflate(path: str, entries: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+    """The value at a path: its containers from `entries`, its leaves from `values`. Leaves that are MISSING leave no
+    key."""
+    entry = entries.get(path)
+    if not isinstance(entry, Container):
+        return values.get(path, MISSING)
+    prefix = path + "/"
+    children = []
+    for text in entry.components():
+        below = prefix + text
+        children.append(values[below] if below in values else inflate(below, entries, values))
+    if any(child is MISSING for child in children):
+        if not isinstance(entry, DictEntry):
+            raise RestoreError(f"{path}: a sequence cannot be restored without some of its elements", [path])
+        return entry.without(child is MISSING for child in children).build([c for c in children if c is not MISSING])
+    return entry.build(children)
+
+
+class Choice:
+    """Which leaves of a tree of entries are restored; the rest stays as it is in the application."""
+
+    def __init__(self, entries: Mapping[str, Any], wanted: Callable[[str], bool]) -> None:
+        leaves = {
+            path: wanted(path)
+            for path, entry in entries.items()
+            if not isinstance(entry, Container) or entry.width == 0
+        }
+        self.skipped = {path for path, is_wanted in leaves.items() if not is_wanted}
+        self._above_skipped = _with_parents(self.skipped)
+        self._above_wanted = _with_parents(path for path, is_wanted in leaves.items() if is_wanted)
+
+    @property
+    def nothing(self) -> bool:
+        """Whether nothing at all is restored."""
+        return not self._above_wanted
+
+    def merge(self, path: str, entries: Mapping[str, Any], values: Mapping[str, Any], live: Any) -> Any:
+        """The live value, with what is wanted in its place. Raises where a sequence does not have the places."""
+        if path not in self._above_skipped:
+            return inflate(path, entries, values)
+        if path not in self._above_wanted:
+            return live
+        entry = entries[path]
+        names = entry.components()
+        if isinstance(entry, DictEntry) and isinstance(live, dict):
+            made = copy.copy(live)
+            for name, key in zip(names, map(decode_key, entry.keys), strict=True):
+                child = self.merge(f"{path}/{name}", entries, values, live.get(key, MISSING))
+                if child is not MISSING:
+                    made[key] = child
+            return made
+        if isinstance(live, (list, tuple, deque)) and len(live) == len(names):
+            children = [self.merge(f"{path}/{name}", entries, values, live[i]) for i, name in enumerate(names)]
+            return entry.build(children)
+        raise RestoreError(
+            f"{path}: only a part of it is to be restored, and the application has no such {type(entry).__name__} "
+            f"of {len(names)} to hold the rest",
+            [path],
+        )
+
+
+def _with_parents(paths: Iterable[str]) -> set[str]:
+    found: set[str] = set()
+    for path in paths:
+        above = path
+        while above and above not in found:
+            found.add(above)
+            above = above.rpartition("/")[0]
+    return found

@@ -1,0 +1,93 @@
+"""The global RNG state as a stateful object, without a pickle."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class RNGState:
+    """The global RNG state: torch's CPU and every accelerator's, NumPy's, and Python's `random`.
+
+    In an app state it is captured before all else, and restored after all else: after `restore`, random numbers are
+    those that followed `take`. At most one of them in an app state.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every generator, as tensors, arrays and numbers."""
+        version, words, normal = random.getstate()
+        state: dict[str, Any] = {
+            "torch": torch.get_rng_state(),
+            "numpy": np.random.get_state(legacy=False),
+            "python": {"version": version, "words": np.array(words, dtype=np.uint32), "normal": normal},
+        }
+        for index, device in enumerate(_devices()):
+            state[f"{device.type}:{index}"] = _module(device).get_rng_state(index)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> list[str]:
+        """Put the generators back; the names of those that this process does not have, and which were skipped.
+
+        A generator that was not saved, or not whole, stays as it is."""
+        state = dict(state_dict)
+        for name, restore in (("torch", torch.set_rng_state), ("numpy", _restore_numpy), ("python", _restore_python)):
+            if name in state and restore(state[name]) is not False:
+                del state[name]
+        for index, device in enumerate(_devices()):
+            saved = state.pop(f"{device.type}:{index}", None)
+            if saved is not None:
+                _module(device).set_rng_state(saved, index)
+        return list(state)
+
+
+def _restore_numpy(saved: dict[str, Any]) -> bool:
+    """Put NumPy's global generator back, of whatever kind it was; False where that cannot be."""
+    if "kind" in saved:  # as the first snapshots had it
+        saved = {
+            "bit_generator": saved["kind"],
+            "state": {"key": saved.get("keys"), "pos": saved.get("position")},
+            **{name: saved[name] for name in ("has_gauss", "gauss") if name in saved},
+        }
+    name = saved.get("bit_generator")
+    current = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    made = current if type(current).__name__ == name else _BIT_GENERATORS[name]() if name in _BIT_GENERATORS else None
+    if made is None:
+        return False
+    before = made.state
+    try:
+        made.state = {key: value for key, value in saved.items() if key not in ("has_gauss", "gauss")}
+    except (KeyError, TypeError, ValueError):  # part of it was left out
+        made.state = before
+        return False
+    if made is not current:
+        np.random.set_bit_generator(made)  # type: ignore[attr-defined]
+    np.random.set_state(saved)
+    return True
+
+
+def _restore_python(saved: dict[str, Any]) -> bool:
+    """Put `random` back; False where part of its state was left out."""
+    if not {"version", "words", "normal"} <= saved.keys():
+        return False
+    random.setstate((saved["version"], tuple(map(int, saved["words"])), saved["normal"]))
+    return True
+
+
+_BIT_GENERATORS: dict[Any, Any] = {
+    kind.__name__: kind
+    for kind in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
+}
+
+
+def _devices() -> list[torch.device]:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or not hasattr(_module(accelerator), "get_rng_state"):
+        return []
+    return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)

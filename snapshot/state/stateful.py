@@ -1,0 +1,67 @@
+"""What an application's state is made of: objects with `state_dict()` and `load_state_dict()`."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from snapshot.state.rng import RNGState
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that gives its state and takes it back: modules, optimizers, schedulers, dataloaders, `StateDict`."""
+
+    def state_dict(self) -> Any:
+        """The state, as nested containers of tensors and plain values."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take a state back."""
+        ...
+
+
+class StateDict(UserDict[str, Any]):
+    """A dictionary with `state_dict()` and `load_state_dict()`, for state that lives in no object of its own.
+
+    After a restore it holds exactly what was saved; keys added since are gone.
+
+    >>> progress = StateDict(step=7, best=0.25)
+    >>> progress["step"] += 1
+    >>> progress.state_dict()
+    {'step': 8, 'best': 0.25}
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The dictionary itself, not a copy: tensors in it are saved from, and restored into, where they are."""
+        return self.data
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Hold exactly what is in `state_dict`."""
+        self.data = dict(state_dict)
+
+
+def check_app_state(app_state: Mapping[str, Any]) -> None:
+    """Raise `TypeError` or `ValueError`, naming the key, for an app state that cannot be one."""
+    if not isinstance(app_state, Mapping):
+        raise TypeError(f"app_state is {type(app_state).__name__}, and must be a dict of stateful objects")
+    for key, value in app_state.items():
+        if not isinstance(key, str):
+            raise TypeError(f"app_state has the key {key!r}, and its keys must be strings")
+        if isinstance(value, type) or not isinstance(value, Stateful):
+            raise TypeError(
+                f"app_state[{key!r}] is {_a(value)}, which has no state_dict() and load_state_dict(); "
+                f"wrap plain values: StateDict({_keyword(key)}=...)"
+            )
+    rng = [key for key, value in app_state.items() if isinstance(value, RNGState)]
+    if len(rng) > 1:
+        raise ValueError(f"app_state holds several RNGState ({', '.join(map(repr, rng))}), and there is one RNG state")
+
+
+def _a(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__qualname__}"
+
+
+def _keyword(key: str) -> str:
+    return key if key.isidentifier() else "value"

@@ -1,0 +1,225 @@
+"""Tensors that are more than their bytes: how they lie in memory, subclasses, sparse layouts, quantised ones."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from snapshot.errors import CorruptSnapshotError
+
+_PARAMETER = "torch.nn.parameter.Parameter"
+_COMPRESSED: dict[torch.layout, tuple[str, str, str]] = {
+    torch.sparse_csr: ("sparse_csr", "crow_indices", "col_indices"),
+    torch.sparse_csc: ("sparse_csc", "ccol_indices", "row_indices"),
+    torch.sparse_bsr: ("sparse_bsr", "crow_indices", "col_indices"),
+    torch.sparse_bsc: ("sparse_bsc", "ccol_indices", "row_indices"),
+}
+_LAYOUTS = {kind: layout for layout, (kind, _, _) in _COMPRESSED.items()}
+
+
+def stride_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The order of a tensor's dimensions in memory, where it is dense but not in C order; else None."""
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return None
+    strides, shape = tensor.stride(), tensor.shape
+    order = tuple(sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis)))
+    expected = 1
+    for axis in reversed(order):
+        if shape[axis] != 1:
+            if strides[axis] != expected:
+                return None
+            expected *= shape[axis]
+    return order
+
+
+def empty(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    order: tuple[int, ...] | None = None,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """A new tensor whose dimensions lie in memory in the given order."""
+    if order is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    made = torch.empty([shape[axis] for axis in order], dtype=dtype, device=device)
+    back = [order.index(axis) for axis in range(len(shape))]
+    return made.permute(back)
+
+
+def seen_alike(twin: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether two tensors that begin at one address are the same tensor."""
+    return (
+        twin.dtype == tensor.dtype
+        and twin.shape == tensor.shape
+        and twin.stride() == tensor.stride()
+        and twin.device == tensor.device
+        and twin.is_conj() == tensor.is_conj()
+        and twin.is_neg() == tensor.is_neg()
+        and type(twin) is type(tensor)
+        and twin.requires_grad == tensor.requires_grad
+    )
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that has elements has lost its memory, as sharded modules free what they gather."""
+    return tensor.untyped_storage().nbytes() == 0
+
+
+def plain_subclass(tensor: torch.Tensor) -> str | None:
+    """The name of a tensor's class, where its data is all that it is; None where it needs its own ways to be stored."""
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return None
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def dress(path: str, tensor: torch.Tensor, subclass: str | None, requires_grad: bool) -> torch.Tensor:
+    """Give a plain tensor the class and `requires_grad` that it was saved with.
+
+    A class other than Parameter must have been imported already: a snapshot cannot make this process import anything.
+    """
+    if requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise CorruptSnapshotError(f"{path}: is said to require a gradient, which no {tensor.dtype} can have")
+    if subclass == _PARAMETER:
+        return torch.nn.Parameter(tensor, requires_grad)
+    if subclass is not None:
+        module, _, name = subclass.rpartition(".")
+        kind = getattr(sys.modules.get(module), name, None)
+        if isinstance(kind, type) and issubclass(kind, torch.Tensor):
+            with torch.no_grad():
+                tensor = tensor.as_subclass(kind)
+        else:
+            warnings.warn(
+                f"{path}: was a {subclass}, which is not imported here; it comes back as a plain tensor",
+                stacklevel=2,
+            )
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+_INTEGERS = {"qint8": torch.qint8, "quint8": torch.quint8, "qint32": torch.qint32}
+_FORMATS = {(0, 2, 3, 1): torch.channels_last, (0, 2, 3, 4, 1): torch.channels_last_3d}
+"""The only orders that torch gives a tensor that is quantised by channel."""
+
+Taken = tuple[str, dict[str, torch.Tensor], dict[str, Any]]
+
+
+def take_apart(tensor: torch.Tensor) -> Taken | None:
+    """(kind, parts, parameters) of a tensor that is made of tensors; None for one that nobody here knows."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        parts = {"indices": tensor._indices(), "values": tensor._values()}
+        return "sparse_coo", parts, {"shape": list(tensor.shape), "coalesced": tensor.is_coalesced()}
+    if tensor.layout in _COMPRESSED:
+        kind, outer, inner = _COMPRESSED[tensor.layout]
+        parts = {outer: getattr(tensor, outer)(), inner: getattr(tensor, inner)(), "values": tensor.values()}
+        return kind, parts, {"shape": list(tensor.shape)}
+    if tensor.layout is torch.strided and tensor.is_quantized:
+        return _take_quantised_apart(tensor)
+    return None
+
+
+def _take_quantised_apart(tensor: torch.Tensor) -> Taken | None:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in _INTEGERS:  # several values in a byte
+        return None
+    scheme, order = tensor.qscheme(), stride_order(tensor)
+    if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        params = {"dtype": dtype, "scale": float(tensor.q_scale()).hex(), "zero_point": int(tensor.q_zero_point())}
+        params |= {"order": list(order)} if order is not None else {}
+        return "quantized_per_tensor", {"integers": tensor.int_repr()}, params
+    if scheme in (torch.per_channel_affine, torch.per_channel_symmetric):
+        parts = {
+            "integers": tensor.int_repr(),
+            "scales": tensor.q_per_channel_scales(),
+            "zero_points": tensor.q_per_channel_zero_points(),
+        }
+        params = {"dtype": dtype, "axis": int(tensor.q_per_channel_axis())}
+        params |= {"order": list(order)} if order in _FORMATS else {}
+        return "quantized_per_channel", parts, params
+    return None
+
+
+Parts = Mapping[str, torch.Tensor]
+
+
+def put_together(path: str, kind: str, parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
+    """The tensor that was taken apart."""
+    build = _BUILDERS.get(kind)
+    if build is None:
+        raise CorruptSnapshotError(f"{path}: {kind!r} is no kind of tensor that this version knows")
+    try:
+        with torch.no_grad():
+            made = build(parts, params)
+    except (KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise CorruptSnapshotError(f"{path}: its parts do not make a {kind} tensor: {error}") from error
+    return dress(path, made, params.get("subclass"), bool(params.get("requires_grad")))
+
+
+def _sparse_coo(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
+    values = parts["values"]
+    made = torch.sparse_coo_tensor(
+        parts["indices"], values, params["shape"], device=values.device, check_invariants=True
+    )
+    return made._coalesced_(bool(params["coalesced"]))
+
+
+def _compressed(kind: str) -> Callable[[Parts, Mapping[str, Any]], torch.Tensor]:
+    _, outer, inner = _COMPRESSED[_LAYOUTS[kind]]
+
+    def build(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*beta state.*")
+            return torch.sparse_compressed_tensor(
+                parts[outer], parts[inner], parts["values"], params["shape"], layout=_LAYOUTS[kind],
+                device=parts["values"].device, check_invariants=True
+            )  # fmt: skip
+
+    return build
+
+
+def _in_order(integers: torch.Tensor, params: Mapping[str, Any]) -> tuple[torch.Tensor, list[int]]:
+    """The integers as they shall lie in memory, and the order of the dimensions there."""
+    order = params.get("order") or list(range(integers.dim()))
+    if sorted(order) != list(range(integers.dim())):
+        raise ValueError(f"{order} is no order of {integers.dim()} dimensions")
+    return integers.permute(order).contiguous(), order
+
+
+def _per_tensor(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
+    integers, order = _in_order(parts["integers"], params)
+    made = torch._empty_affine_quantized(
+        integers.shape,
+        scale=float.fromhex(params["scale"]),
+        zero_point=params["zero_point"],
+        dtype=_INTEGERS[params["dtype"]],
+        device="cpu",
+    )
+    made.untyped_storage().copy_(integers.untyped_storage()[: integers.nbytes])
+    return made.permute([order.index(axis) for axis in range(len(order))]) if "order" in params else made
+
+
+def _per_channel(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
+    integers, order = _in_order(parts["integers"], params)
+    made = torch._empty_per_channel_affine_quantized(
+        parts["integers"].shape,
+        scales=parts["scales"],
+        zero_points=parts["zero_points"],
+        axis=params["axis"],
+        dtype=_INTEGERS[params["dtype"]],
+        device="cpu",
+        memory_format=_FORMATS[tuple(order)] if "order" in params else torch.contiguous_format,
+    )
+    made.untyped_storage().copy_(integers.untyped_storage()[: integers.nbytes])
+    return made
+
+
+_BUILDERS: dict[str, Callable[[Parts, Mapping[str, Any]], torch.Tensor]] = {
+    "sparse_coo": _sparse_coo,
+    **{kind: _compressed(kind) for kind in _LAYOUTS},
+    "quantized_per_tensor": _per_tensor,
+    "quantized_per_channel": _per_channel,
+}

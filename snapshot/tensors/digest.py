@@ -1,0 +1,87 @@
+"""Digests: xxh3 of 128 bits over a range, by blocks of 256 KiB where the range is longer than one.
+
+Blocks are digested in any order, by any thread, while they are hot; a partial read verifies only the blocks it touches.
+They are against accidents, not against attackers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import xxhash
+
+from snapshot.storage import Buffer
+
+BLOCK = 256 << 10
+SIZE = 16
+"""Bytes of one digest."""
+
+block_digest = xxhash.xxh3_128_digest
+_hex = xxhash.xxh3_128_hexdigest
+
+
+def of_range(data: Buffer) -> str:
+    """The digest of a range of at most one block, or of a document.
+
+    >>> of_range(b"")
+    'xxh3:99aa06d3014798d86001c324468d497f'
+    """
+    return "xxh3:" + _hex(data)
+
+
+def of_table(table: Buffer) -> str:
+    """The digest of a longer range, from the table of its blocks' digests."""
+    return "xxh3:" + _hex(table)
+
+
+def of_bytes(data: Buffer) -> str:
+    """The digest of a range of any length."""
+    view = memoryview(data).cast("B")
+    if len(view) <= BLOCK:
+        return of_range(view)
+    return of_table(b"".join(block_digest(view[begin : begin + BLOCK]) for begin in range(0, len(view), BLOCK)))
+
+
+def block_count(nbytes: int) -> int:
+    """How many blocks a range's table holds; 0 where it needs none."""
+    return -(-nbytes // BLOCK) if nbytes > BLOCK else 0
+
+
+class RunningDigest:
+    """The digest of one range whose bytes come in order, in pieces that know nothing of blocks."""
+
+    __slots__ = ("_open", "_open_bytes", "_table")
+
+    def __init__(self) -> None:
+        self._table: list[bytes] = []
+        self._open = xxhash.xxh3_128()
+        self._open_bytes = 0
+
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes; whole blocks are digested in place, only one that straddles pieces is carried over."""
+        position = 0
+        if self._open_bytes:
+            position = min(BLOCK - self._open_bytes, len(data))
+            self._carry(data[:position])
+        whole = position + (len(data) - position) // BLOCK * BLOCK
+        self._table += [block_digest(data[begin : begin + BLOCK]) for begin in range(position, whole, BLOCK)]
+        if whole < len(data):
+            self._carry(data[whole:])
+
+    def _carry(self, data: memoryview) -> None:
+        self._open.update(data)
+        self._open_bytes += len(data)
+        if self._open_bytes == BLOCK:
+            self._table.append(self._open.digest())
+            self._open.reset()
+            self._open_bytes = 0
+
+    def finish(self) -> tuple[str, bytes]:
+        """The digest of all, and the table of the blocks' digests (empty where one block was enough)."""
+        table: Sequence[bytes] = self._table
+        if self._open_bytes or not table:
+            table = [*table, self._open.digest()]
+        if len(table) == 1:
+            return "xxh3:" + table[0].hex(), b""
+        joined = b"".join(table)
+        return of_table(joined), joined

@@ -1,0 +1,35 @@
+"""The names of dtypes, in our manifest and in safetensors headers."""
+
+from __future__ import annotations
+
+import torch
+
+_UNSTORABLE = {"qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
+"""Quantised tensors are stored in parts: their integers are plain tensors."""
+
+BY_NAME: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype) and str(value).removeprefix("torch.") not in _UNSTORABLE
+}
+NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in BY_NAME.items()}
+ITEMSIZE: dict[str, int] = {name: dtype.itemsize for name, dtype in BY_NAME.items()}
+
+SAFETENSORS: dict[str, str] = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+"""Our name -> safetensors' name, for what every release of that library reads; the rest is stored as bytes (`U8`)."""

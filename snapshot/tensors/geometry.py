@@ -1,0 +1,172 @@
+"""Boxes in a tensor, and the ranges of its flat bytes that they cover.
+
+Everything is counted in elements, in C order. A box is a pair of tuples: where it begins, and how long it is, by
+dimension."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """A rectangular part of a tensor."""
+
+    offsets: Shape
+    sizes: Shape
+
+    @property
+    def numel(self) -> int:
+        """How many elements it holds."""
+        return math.prod(self.sizes)
+
+    def slices(self) -> tuple[slice, ...]:
+        """What to index a tensor with."""
+        return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+    def relative_to(self, origin: Shape) -> Box:
+        """The same box, seen from another origin."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
+
+    def __str__(self) -> str:
+        return ",".join(f"{offset}:{offset + size}" for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+
+def whole(shape: Shape) -> Box:
+    """The box that is all of a tensor."""
+    return Box((0,) * len(shape), shape)
+
+
+def inside(box: Box, shape: Shape) -> bool:
+    """Whether a box lies within a tensor of that shape."""
+    return (
+        len(box.offsets) == len(box.sizes) == len(shape)
+        and all(offset >= 0 and size >= 0 for offset, size in zip(box.offsets, box.sizes, strict=True))
+        and all(offset + size <= total for offset, size, total in zip(box.offsets, box.sizes, shape, strict=True))
+    )
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """What two boxes share; None where that is nothing."""
+    begins = tuple(map(max, a.offsets, b.offsets))
+    sizes = tuple(
+        min(ao + asz, bo + bsz) - begin
+        for ao, asz, bo, bsz, begin in zip(a.offsets, a.sizes, b.offsets, b.sizes, begins, strict=True)
+    )
+    return Box(begins, sizes) if all(size > 0 for size in sizes) else None
+
+
+def overlap(boxes: list[Box]) -> bool:
+    """Whether any two of the boxes share an element. Planes between them part them into ever smaller groups; only where
+    no plane does, pairs are compared."""
+    if not boxes or not boxes[0].sizes:
+        return len(boxes) > 1
+    groups = [[box for box in boxes if box.numel]]
+    while groups:
+        group = groups.pop()
+        if len(group) < 2:
+            continue
+        for axis in range(len(group[0].sizes)):
+            parted = _parted(group, axis)
+            if len(parted) > 1:
+                groups.extend(parted)
+                break
+        else:
+            if _sweep(group):
+                return True
+    return False
+
+
+def _parted(boxes: list[Box], axis: int) -> list[list[Box]]:
+    """The boxes in groups between which planes across an axis lie that cut none of them."""
+    groups: list[list[Box]] = []
+    end = -1
+    for box in sorted(boxes, key=lambda box: box.offsets[axis]):
+        if box.offsets[axis] >= end:
+            groups.append([])
+        groups[-1].append(box)
+        end = max(end, box.offsets[axis] + box.sizes[axis])
+    return groups
+
+
+def _sweep(boxes: list[Box]) -> bool:
+    """Compare the boxes pair by pair, along the dimension in which they begin at the most places."""
+    axis = max(range(len(boxes[0].sizes)), key=lambda axis: len({box.offsets[axis] for box in boxes}))
+    active: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.offsets[axis]):
+        active = [other for other in active if other.offsets[axis] + other.sizes[axis] > box.offsets[axis]]
+        if any(intersect(box, other) for other in active):
+            return True
+        active.append(box)
+    return False
+
+
+def split(shape: Shape, most: int) -> list[Box]:
+    """Cut a tensor into boxes of at most `most` elements, each of them one flat range, in order.
+
+    >>> [str(box) for box in split((2, 3), 2)]
+    ['0:1,0:2', '0:1,2:3', '1:2,0:2', '1:2,2:3']
+    """
+    if math.prod(shape) <= most or not shape:
+        return [whole(shape)]
+    row = math.prod(shape[1:])
+    if row > most:
+        inner = split(shape[1:], most)
+        return [Box((i, *box.offsets), (1, *box.sizes)) for i in range(shape[0]) for box in inner]
+    step = max(1, most // row)
+    return [
+        Box((begin,) + (0,) * (len(shape) - 1), (min(step, shape[0] - begin), *shape[1:]))
+        for begin in range(0, shape[0], step)
+    ]
+
+
+def boxes_of_range(shape: Shape, begin: int, end: int) -> Iterator[tuple[int, Box]]:
+    """Cut the flat range [begin, end) of a tensor into boxes, in order: (where the box begins in the flat tensor, box).
+
+    At most two boxes a dimension: a ragged head, whole rows, a ragged tail.
+
+    >>> [(at, str(box)) for at, box in boxes_of_range((4, 3), 2, 10)]
+    [(2, '0:1,2:3'), (3, '1:3,0:3'), (9, '3:4,0:1')]
+    """
+    if begin >= end:
+        return
+    if not shape:
+        yield begin, Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = begin // row, end // row
+    if begin % row:
+        stop = min(end, (first + 1) * row)
+        for at, box in boxes_of_range(shape[1:], begin - first * row, stop - first * row):
+            yield first * row + at, Box((first, *box.offsets), (1, *box.sizes))
+        first += 1
+    if first < last:
+        yield first * row, Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:]))
+    if end % row and last >= first:
+        for at, box in boxes_of_range(shape[1:], 0, end - last * row):
+            yield last * row + at, Box((last, *box.offsets), (1, *box.sizes))
+
+
+def runs(shape: Shape, box: Box, gap: int) -> list[tuple[int, int]]:
+    """The flat ranges that cover a box, in order. Ranges that lie at most `gap` elements apart are joined.
+
+    >>> runs((4, 10), Box((1, 2), (2, 3)), gap=0)
+    [(12, 15), (22, 25)]
+    >>> runs((4, 10), Box((1, 2), (2, 3)), gap=7)
+    [(12, 25)]
+    """
+    if box.numel == 0:
+        return []
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    pieces, span = [(0, 1)], 1
+    for size, stride in zip(reversed(box.sizes), reversed(strides), strict=True):
+        if len(pieces) == 1 and stride - span <= gap:
+            pieces = [(0, (size - 1) * stride + span)]
+        else:
+            pieces = [(i * stride + start, length) for i in range(size) for start, length in pieces]
+        span += (size - 1) * stride
+    origin = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    return [(origin + start, origin + start + length) for start, length in pieces]

@@ -1,0 +1,43 @@
+"""The mapping from keys to paths is injective, and has an inverse."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snapshot.manifest.paths import component, component_of, decode_key, encode_key, quote, tagged_keys, uncomponent
+
+texts = st.text(st.characters(exclude_categories=())) | st.text("%/[]25Fu D80int:1")
+keys = texts | st.integers(-(2**70), 2**70) | st.booleans() | st.none() | st.floats(allow_nan=False)
+
+
+@given(texts)
+def test_components_have_an_inverse(text):
+    made = component(text)
+    assert uncomponent(made) == text
+    assert "/" not in made
+    made.encode()
+
+
+@given(st.lists(texts, unique=True))
+def test_components_are_injective(found):
+    assert len({component(text) for text in found}) == len(found)
+    assert len({quote(component(text)) for text in found}) == len(found)
+
+
+@given(st.dictionaries(keys, st.none()))
+def test_a_dict_s_keys_never_meet(found):
+    tagged = tagged_keys(found)
+    made = [component_of(encode_key(key), i in tagged) for i, key in enumerate(found)]
+    assert len(set(made)) == len(made)
+
+
+@given(keys)
+def test_keys_come_back_as_what_they_were(key):
+    back = decode_key(encode_key(key))
+    assert type(back) is type(key)
+    assert repr(back) == repr(key)
+
+
+def test_what_cannot_be_a_key():
+    assert encode_key((1, 2)) is None
+    assert encode_key(b"x") is None
+    assert encode_key(float("nan")) is None

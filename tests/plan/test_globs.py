@@ -1,0 +1,41 @@
+"""Globs over logical paths."""
+
+import pytest
+
+from snapshot.plan.globs import matcher, pattern, unmatched
+
+
+@pytest.mark.parametrize(
+    ("glob", "path", "matches"),
+    [
+        ("model", "model", True),
+        ("model", "model/w", True),
+        ("model", "model2", False),
+        ("model/*", "model/a/b", True),
+        ("model/*/b", "model/a/b", True),
+        ("model/*/b", "model/a/c/b", False),
+        ("model/**/b", "model/a/c/b", True),
+        ("model/**/b", "model/b", True),
+        ("**", "anything/at/all", True),
+        ("**/exp_avg", "optim/state/0/exp_avg", True),
+        ("**/exp_avg", "optim/state/0/exp_avg_sq", False),
+        ("*.weight", "layer.weight", True),
+        ("m/layer.?.w", "m/layer.3.w", True),
+        ("m/layer.[0-2].w", "m/layer.3.w", False),
+        ("m/layer.[!0-2].w", "m/layer.3.w", True),
+        ("m/w[", "m/w[", True),
+        ("a.b", "axb", False),
+        ("**", "with\nnewline", True),
+    ],
+)
+def test_what_matches(glob, path, matches):
+    assert bool(pattern(glob).match(path)) is matches
+
+
+def test_one_string_is_no_list():
+    with pytest.raises(TypeError, match="one string"):
+        matcher("model")
+
+
+def test_unmatched_globs():
+    assert unmatched(["a", "b/*"], ["a", "c"]) == ["b/*"]

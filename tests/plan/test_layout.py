@@ -1,0 +1,116 @@
+"""Layout: every byte of every leaf in one place, files without holes, lanes balanced."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snapshot.plan import layout
+from snapshot.plan.layout import cut_file, make_plan, part_size
+from snapshot.state.leaves import Leaf
+from snapshot.storage import Limits
+from snapshot.tensors.dtypes import ITEMSIZE
+
+MiB = 1 << 20
+
+
+def leaf(i, dtype, shape):
+    return Leaf(f"m/t{i}", None, dtype, shape, math.prod(shape) * ITEMSIZE[dtype])
+
+
+leaves = st.lists(
+    st.tuples(
+        st.sampled_from(["float32", "bool", "bfloat16", "complex128", "int64"]),
+        st.lists(st.integers(0, 60), max_size=3).map(tuple),
+    ),
+    max_size=30,
+).map(lambda items: [leaf(i, *item) for i, item in enumerate(items)])
+
+
+@settings(max_examples=150, deadline=None)
+@given(leaves, st.sampled_from([500, 5000, 1 << 40]), st.integers(1, 4), st.sampled_from([100, 1 << 40]))
+def test_every_byte_of_every_leaf_is_planned_once(found, largest, lanes, worth):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "LARGEST_FILE", largest)
+        patch.setattr(layout, "WORTH_A_FILE", worth)
+        patch.setattr(layout, "CUT", min(worth, layout.CUT))
+        plan = make_plan(found, 0, Limits(parallel_files=4), lanes, 0)
+    covered = {i: [] for i in range(len(found))}
+    for file in plan.files:
+        header = json.loads(file.header[8:])
+        assert len(file.header) % 4096 == 0
+        assert len(header) == len(file.extents) + 1
+        position, last = len(file.header), 16
+        for extent in file.extents:
+            each = found[extent.leaf]
+            itemsize = ITEMSIZE[each.dtype]
+            assert extent.begin == position
+            assert extent.begin % itemsize == 0
+            assert itemsize <= last
+            covered[extent.leaf].append((extent.start, extent.start + extent.end - extent.begin))
+            position, last = extent.end, itemsize
+        assert position == file.size
+        assert file.size - len(file.header) <= largest or len(file.extents) == 1
+    for i, ranges in covered.items():
+        at = 0
+        for begin, end in sorted(ranges):
+            assert begin == at
+            at = end
+        assert at == found[i].nbytes
+        assert ranges
+    assert make_plan(found, 0, Limits(parallel_files=4), lanes, 0).structure or True
+
+
+@given(leaves, st.integers(1, 5000))
+def test_parts_cover_a_file_and_name_their_extents(found, length):
+    for file in make_plan(found, 0, Limits(), 2, 0).files:
+        position = 0
+        seen = {}
+        for part in cut_file(file, length * 8):
+            assert part.begin == position
+            position = part.end
+            for index in range(part.first, part.last):
+                extent = file.extents[index]
+                seen[index] = seen.get(index, 0) + max(0, min(extent.end, part.end) - max(extent.begin, part.begin))
+        assert position == file.size
+        for index, extent in enumerate(file.extents):
+            assert seen.get(index, 0) == extent.end - extent.begin
+
+
+def test_lanes_are_balanced_and_one_large_tensor_is_cut():
+    for sizes in ([256] * 4, [1024], [700, 100, 100, 50], [1] * 1000, [300] + [1] * 300):
+        found = [leaf(i, "uint8", (size, MiB)) for i, size in enumerate(sizes)]
+        for lanes in (2, 4):
+            plan = make_plan(found, 0, Limits(parallel_files=8), lanes, 0)
+            loads = [file.size for file in plan.files]
+            assert len(loads) == lanes
+            assert max(loads) / (sum(loads) / lanes) < 1.2, (sizes, lanes, loads)
+
+
+def test_small_payloads_and_serial_storages_take_one_file():
+    assert len(make_plan([leaf(0, "uint8", (MiB,))] * 3, 0, Limits(), 2, 0).files) == 1
+    assert (
+        len(make_plan([leaf(i, "uint8", (64 * MiB,)) for i in range(3)], 0, Limits(parallel_files=1), 4, 0).files) == 1
+    )
+    assert make_plan([], 0, Limits(), 2, 0).files == ()
+
+
+def test_equal_structures_make_equal_plans():
+    found = [leaf(i, "float32", (i, 3)) for i in range(50)]
+    assert make_plan(found, 0, Limits(), 2, 0) == make_plan(found, 0, Limits(), 2, 0)
+    other = [leaf(i, "float32", (3, i)) for i in range(50)]
+    assert make_plan(found, 0, Limits(), 2, 0).structure != make_plan(other, 0, Limits(), 2, 0).structure
+
+
+@given(
+    st.integers(1, 1 << 30), st.integers(1, 1 << 42), st.sampled_from([1, 512, 4096]),
+    st.integers(1, 16 * MiB), st.integers(1, 10_000),
+)  # fmt: skip
+def test_part_sizes_respect_the_storage_and_the_budget(budget, file_size, multiple, smallest, most):
+    limits = Limits(smallest_part=smallest, most_parts=most, multiple=multiple)
+    size = part_size(limits, budget, file_size)
+    assert size % multiple == 0
+    assert size >= smallest
+    assert -(-file_size // size) <= most

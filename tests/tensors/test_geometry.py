@@ -1,0 +1,83 @@
+"""Boxes against a dense reference."""
+
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snapshot.tensors.geometry import Box, boxes_of_range, inside, intersect, overlap, runs, split, whole
+
+shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
+full = st.lists(st.integers(1, 6), max_size=4).map(tuple)
+
+
+@st.composite
+def boxed(draw, shape=None):
+    shape = draw(shapes) if shape is None else shape
+    offsets = tuple(draw(st.integers(0, size)) for size in shape)
+    sizes = tuple(draw(st.integers(0, size - offset)) for size, offset in zip(shape, offsets, strict=True))
+    return shape, Box(offsets, sizes)
+
+
+def mask(shape, box):
+    made = torch.zeros(shape, dtype=torch.bool)
+    made[box.slices()] = True
+    return made
+
+
+@given(shapes, st.integers(1, 40))
+def test_split_covers_all_in_order_with_flat_ranges(shape, most):
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    pieces = split(shape, most)
+    assert torch.equal(torch.cat([numbers[box.slices()].reshape(-1) for box in pieces]), numbers.reshape(-1))
+    assert all(box.numel <= most for box in pieces)
+    assert all(inside(box, shape) for box in pieces)
+
+
+@given(full, st.data())
+def test_boxes_of_a_range_are_that_range(shape, data):
+    total = math.prod(shape)
+    begin = data.draw(st.integers(0, total))
+    end = data.draw(st.integers(begin, total))
+    numbers = torch.arange(total).view(shape)
+    found = [(at, numbers[box.slices()].reshape(-1)) for at, box in boxes_of_range(shape, begin, end)]
+    assert all(piece[0] == at for at, piece in found)
+    flat = torch.cat([piece for _, piece in found]) if found else torch.empty(0, dtype=torch.int64)
+    assert torch.equal(flat, torch.arange(begin, end))
+    assert len(found) <= max(1, 2 * len(shape))
+
+
+@settings(max_examples=300)
+@given(boxed(), st.integers(0, 50))
+def test_runs_cover_the_box_and_join_only_small_gaps(case, gap):
+    shape, box = case
+    total = math.prod(shape)
+    covered = torch.zeros(total, dtype=torch.bool)
+    last = None
+    for begin, end in runs(shape, box, gap):
+        assert 0 <= begin < end <= total
+        assert last is None or begin >= last
+        covered[begin:end] = True
+        last = end
+    wanted = mask(shape, box).reshape(-1)
+    assert not (wanted & ~covered).any()
+    if gap == 0:
+        assert torch.equal(wanted, covered)
+
+
+@given(st.data())
+def test_intersections_and_overlaps(data):
+    shape = data.draw(full)
+    a, b = data.draw(boxed(shape))[1], data.draw(boxed(shape))[1]
+    both = mask(shape, a) & mask(shape, b)
+    shared = intersect(a, b)
+    assert torch.equal(mask(shape, shared) if shared else torch.zeros(shape, dtype=torch.bool), both)
+    if shape:
+        assert overlap([a, b]) == bool(both.any())
+
+
+@given(shapes)
+def test_whole_is_inside(shape):
+    assert inside(whole(shape), shape)
+    assert not inside(Box((0,) * len(shape), tuple(size + 1 for size in shape)), shape) or not shape
