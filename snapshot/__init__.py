@@ -1,0 +1,44 @@
+"""Exact, verified, fast checkpoints of running PyTorch applications."""
+
+from snapshot.errors import (
+    CancelledError,
+    CommitUnknown,
+    CorruptSnapshotError,
+    MissingExtraError,
+    RankError,
+    RestoreError,
+    SnapshotError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    StorageError,
+    UnsafeObjectError,
+    UnsupportedFormatError,
+)
+from snapshot.pending import PendingSnapshot
+from snapshot.report import Progress, RestoreReport, VerifyReport
+from snapshot.snapshot import Snapshot
+from snapshot.state.rng import RNGState
+from snapshot.state.stateful import StateDict, Stateful
+
+__all__ = [
+    "Snapshot",
+    "PendingSnapshot",
+    "Stateful",
+    "StateDict",
+    "RNGState",
+    "RestoreReport",
+    "VerifyReport",
+    "Progress",
+    "SnapshotError",
+    "SnapshotNotFoundError",
+    "SnapshotExistsError",
+    "CorruptSnapshotError",
+    "UnsupportedFormatError",
+    "UnsafeObjectError",
+    "RestoreError",
+    "CommitUnknown",
+    "CancelledError",
+    "RankError",
+    "StorageError",
+    "MissingExtraError",
+]

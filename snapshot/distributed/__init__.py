@@ -1,0 +1,1 @@
+"""Ranks: who takes part, and how they agree."""

@@ -1,0 +1,277 @@
+"""Gathering: entries of a manifest become wants of the reader, and the values that they stand for.
+
+It knows where each byte belongs: straight into a tensor's own memory where that is contiguous host memory of the
+same dtype, else by way of a slot and a copy that strides, casts, or crosses to a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from snapshot.engine.arena import Slot
+from snapshot.engine.reader import Place, Want, want_all
+from snapshot.manifest import entries as e
+from snapshot.manifest.check import Files, check_range, check_tensor
+from snapshot.manifest.entry import Entry
+from snapshot.manifest.scalars import Scalar
+from snapshot.state import arrays
+from snapshot.tensors import composite
+from snapshot.tensors.digest import BLOCK
+from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, NAMES
+from snapshot.tensors.geometry import Box, boxes_of_range, intersect, runs, whole
+from snapshot.tensors.memory import address_of, is_plain
+from snapshot.tensors.objects import load_object
+
+_GAP = 64 << 10
+"""Bytes of a partly wanted range that are rather read than asked around."""
+
+
+class Gather:
+    """Collects what is to be read, for one operation."""
+
+    def __init__(self, files: Files, *, allow_pickle: bool = False) -> None:
+        self.files = files
+        self.wants: list[Want] = []
+        self.objects: list[Want] = []
+        """Wants of objects' bytes: read before any live tensor is touched, since reading one may be refused."""
+        self.values: dict[str, Any] = {}
+        """Path -> value, complete after `finish`."""
+        self._allow_pickle = allow_pickle
+        self._finish: list[Callable[[], None]] = []
+        self._finish_objects: list[Callable[[], None]] = []
+        self._made: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.targets: list[tuple[str, torch.Tensor, tuple[str, int]]] = []
+        """Live tensors that are filled by way of a slot, with where from: others' addresses are in their wants."""
+        self._filled: dict[tuple[str, int], tuple[Any, torch.Tensor]] = {}
+
+    # Values made anew
+
+    def new(self, path: str, entry: Entry, device: torch.device | str = "cpu") -> None:
+        """Make a new value for an entry. Entries that share their bytes (tied weights) share the tensor."""
+        kind = type(entry)
+        if isinstance(entry, Scalar):
+            self.values[path] = entry.value()
+        elif isinstance(entry, e.TENSORS):
+            self._new_tensor(path, entry, device)
+        elif kind is e.NDArrayEntry:
+            self._new_array(path, entry)  # type: ignore[arg-type]
+        elif kind is e.TensorPartsEntry:
+            self._new_parts(path, entry)  # type: ignore[arg-type]
+        elif kind is e.ObjectEntry:
+            self._new_object(path, entry)  # type: ignore[arg-type]
+
+    def _new_tensor(self, path: str, entry: Any, device: torch.device | str) -> None:
+        extra = getattr(entry, "extra", None) or e.PLAIN
+        subclass, requires_grad = extra.subclass, extra.requires_grad
+        first = entry.pieces()[0][1] if entry.nbytes else None
+        key = first and (
+            first.location,
+            first.byte_range,
+            entry.dtype,
+            entry.shape,
+            subclass,
+            requires_grad,
+            str(device),
+        )
+        if key and key in self._made:
+            self.values[path] = self._made[key]
+            return
+        tensor = self._plain(path, entry, device)
+        if subclass is None and not requires_grad:
+            self._keep(path, key, tensor)
+            return
+        self._keep(path, key, composite.dress(path, tensor, subclass, requires_grad))
+
+    def _keep(self, path: str, key: Any, tensor: torch.Tensor) -> None:
+        self.values[path] = tensor
+        if key:
+            self._made[key] = tensor
+
+    def _plain(self, path: str, entry: Any, device: torch.device | str = "cpu") -> torch.Tensor:
+        check_tensor(path, entry, self.files)
+        order = (getattr(entry, "extra", None) or e.PLAIN).stride_order
+        tensor = composite.empty(entry.shape, BY_NAME[entry.dtype], order, device)
+        self.into(path, entry, tensor)
+        return tensor
+
+    def _new_array(self, path: str, entry: e.NDArrayEntry) -> None:
+        tensor = self._plain(path, entry.data)
+
+        def finish() -> None:
+            self.values[path] = arrays.rebuild(path, tensor, entry.dtype, entry.shape, entry.order, entry.scalar)
+
+        arrays.numpy_dtype(path, entry.dtype)
+        self._finish.append(finish)
+
+    def _new_parts(self, path: str, entry: e.TensorPartsEntry) -> None:
+        parts = {name: self._plain(f"{path}[{name}]", part) for name, part in entry.parts.items()}
+
+        def finish() -> None:
+            self.values[path] = composite.put_together(path, entry.kind, parts, entry.params)
+
+        self._finish.append(finish)
+
+    def _new_object(self, path: str, entry: e.ObjectEntry) -> None:
+        check_range(path, entry, self.files)
+        data = bytearray(entry.nbytes)
+        self.objects.append(want_all(path, entry, address_of(memoryview(data))))
+
+        def finish() -> None:
+            self.values[path] = load_object(
+                path, data, entry.serializer, entry.obj_type, allow_pickle=self._allow_pickle
+            )  # fmt: skip
+
+        self._finish_objects.append(finish)
+
+    # Places that are there already
+
+    def in_place(self, path: str, entry: e.TensorEntry, held: Any, exact: bool) -> bool:
+        """Want a range straight in a live tensor's memory, if that is plain and everything agrees: the common case, in
+        the fewest steps. False where more is to be looked at."""
+        kind = type(held)
+        if kind is not torch.Tensor and not (exact and kind is torch.nn.Parameter):
+            return False
+        if held.is_nested or held.shape != entry.shape:
+            return False
+        location, (begin, end) = entry.location, entry.byte_range
+        file = self.files.get(location)
+        if (
+            NAMES.get(held.dtype) != entry.dtype
+            or entry.serializer != "raw"
+            or entry.extra is not None
+            or file is None
+            or held.layout is not torch.strided
+            or held.nbytes != end - begin
+            or not is_plain(held)
+            or not file.header <= begin <= end <= file.size
+            or end - begin > BLOCK
+            or begin == end
+            or (location, begin) in self._filled
+            or not (address := held.data_ptr())
+        ):
+            return False
+        self._filled[location, begin] = entry, held
+        self.wants.append(Want(path, entry, location, begin, end, address, None, True))
+        self.values[path] = held
+        return True
+
+    def into(self, path: str, entry: Any, target: torch.Tensor, *, live: bool = False) -> None:
+        """Fill a tensor of the entry's shape (any dtype, strides, device) with all of it. The entry has been
+        checked."""
+        if not entry.nbytes:
+            return
+        pieces = entry.pieces()
+        first = pieces[0][1]
+        place = (first.location, first.byte_range[0])
+        if live and not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype):
+            self.targets.append((path, target, place))
+        if place in self._filled:
+            if self._again(entry, pieces, target, *self._filled[place]):
+                return
+        else:
+            self._filled[place] = entry, target
+        full = whole(entry.shape)
+        for box, stored in pieces:
+            self._piece(path, stored, box, target, full, live)
+
+    def into_box(self, path: str, entry: Any, box: Box, target: torch.Tensor, *, live: bool = False) -> None:
+        """Fill a tensor of the box's shape with that part of the entry's tensor."""
+        for piece, stored in entry.pieces():
+            self._piece(path, stored, piece, target, box, live)
+
+    def into_array(self, path: str, entry: e.NDArrayEntry, array: np.ndarray[Any, Any]) -> None:
+        """Fill a C-ordered array of the entry's dtype and shape."""
+        check_tensor(path, entry.data, self.files)
+        self.into(path, entry.data, arrays.tensor_over(array).view(BY_NAME[entry.data.dtype]), live=True)
+        self.values[path] = array
+
+    def _again(
+        self,
+        entry: Any,
+        pieces: list[tuple[Box, e.TensorEntry]],
+        target: torch.Tensor,
+        other: Any,
+        source: torch.Tensor,
+    ) -> bool:
+        """A range that is wanted twice is read once: the second place is filled from the first. False where it
+        cannot be."""
+        if other.shape != entry.shape or other.dtype != entry.dtype:
+            return False
+        if [(box, stored.byte_range) for box, stored in other.pieces()] != [(b, s.byte_range) for b, s in pieces]:
+            return False
+        if source.device == target.device and source.data_ptr() == target.data_ptr():
+            return source.stride() == target.stride() and source.dtype == target.dtype
+        if source.dtype != BY_NAME[entry.dtype]:
+            return False  # the first place lost precision in a cast
+        self._finish.append(lambda: _copy(target, source))
+        return True
+
+    def _piece(self, path: str, stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box, live: bool) -> None:
+        """What a stored piece of a tensor shares with a box of it, into a tensor of that box's shape."""
+        shared = intersect(piece, box)
+        if shared is None:
+            return
+        itemsize = ITEMSIZE[stored.dtype]
+        same = BY_NAME[stored.dtype] == target.dtype and is_plain(target)
+        if shared == piece and same:
+            into = runs(box.sizes, shared.relative_to(box.offsets), 0)
+            if len(into) == 1:
+                self.wants.append(want_all(path, stored, target.data_ptr() + into[0][0] * itemsize, None, live))
+                return
+        place = _placer(stored, piece, target, box)
+        if shared == piece:
+            self.wants.append(want_all(path, stored, 0, place, live))
+            return
+        begin, end = stored.byte_range
+        last = -1
+        for first, stop in runs(piece.sizes, shared.relative_to(piece.offsets), _GAP // itemsize):
+            low = begin + first * itemsize // BLOCK * BLOCK
+            high = min(end, begin + -(-stop * itemsize // BLOCK) * BLOCK)
+            low = max(low, last)
+            if low < high:
+                self.wants.append(Want(path, stored, stored.location, low, high, 0, place, live))
+                last = high
+
+    # Afterwards
+
+    def finish_objects(self) -> None:
+        """Decode the objects, whose bytes have been read and verified."""
+        for each in self._finish_objects:
+            each()
+
+    def finish(self) -> None:
+        """Make the values that are made of several reads; all bytes have been read and verified."""
+        for each in self._finish:
+            each()
+
+
+def _placer(stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box) -> Place:
+    """Copies what arrives of a stored piece to where it belongs in a tensor that stands for `box`."""
+    dtype, itemsize = BY_NAME[stored.dtype], ITEMSIZE[stored.dtype]
+    target = target.detach()
+
+    def place(start: int, slot: Slot, at: int, length: int) -> None:
+        first = start // itemsize
+        arrived = slot.tensor[at : at + length].view(dtype)
+        with torch.no_grad():
+            for position, part in boxes_of_range(piece.sizes, first, first + length // itemsize):
+                there = Box(tuple(map(sum, zip(part.offsets, piece.offsets, strict=True))), part.sizes)
+                shared = intersect(there, box)
+                if shared is None:
+                    continue
+                source = arrived[position - first : position - first + math.prod(part.sizes)].view(part.sizes)
+                target[shared.relative_to(box.offsets).slices()].copy_(
+                    source[shared.relative_to(there.offsets).slices()]
+                )
+
+    return place
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.detach().copy_(source.detach())

@@ -1,0 +1,160 @@
+"""The private event loop: one thread for all of a process's I/O, with a small pool for system calls and digests.
+
+Made on first use, and made anew in a forked child. The public API is synchronous: it hands coroutines over and
+waits, so it works in notebooks, in threads, and inside a running event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import os
+import threading
+from collections.abc import Coroutine, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from snapshot.options import Settings
+
+T = TypeVar("T")
+
+
+class _Loop:
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.pool = ThreadPoolExecutor(Settings.current().thread_count(), thread_name_prefix="snapshot-io")
+        self.loop.set_default_executor(self.pool)
+        self.thread = threading.Thread(target=self._run, name="snapshot-loop", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+
+_lock = threading.Lock()
+_current: _Loop | None = None
+
+
+def _loop() -> _Loop:
+    global _current  # noqa: PLW0603 - one loop a process is the point
+    with _lock:
+        if _current is None:
+            _current = _Loop()
+        return _current
+
+
+def _after_fork() -> None:
+    """Threads do not survive a fork: the child makes its own loop, and forgets the parent's work."""
+    global _current, _lock
+    _current, _lock = None, threading.Lock()
+    _unfinished.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class Work(Future[T]):
+    """Work on the loop, to be waited for in any thread but the loop's own.
+
+    Unlike the futures of `run_coroutine_threadsafe`, one that is cancelled is done only when its cleaning is.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._loop = loop
+        self._work = work
+        self._task: asyncio.Task[T] | None = None
+
+    def begin(self) -> None:
+        """Start it. Apart from making it, so that an interruption in between finds something to cancel."""
+        self._loop.call_soon_threadsafe(self._begin)
+
+    def _begin(self) -> None:
+        self._task = self._loop.create_task(self._work)
+        self._task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            super().cancel()
+            self.set_running_or_notify_cancel()
+        elif (error := task.exception()) is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(task.result())
+
+    def cancel(self) -> bool:
+        """Ask the work to end; whether it did not end before."""
+        if self.done():
+            return False
+        self._loop.call_soon_threadsafe(self._cancel)
+        return True
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        elif not self.done():  # it was never begun
+            self._work.close()
+            super().cancel()
+            self.set_running_or_notify_cancel()
+
+
+def start(work: Coroutine[Any, Any, T]) -> Work[T]:
+    """Begin work on the loop."""
+    future = Work(work, _loop().loop)
+    future.begin()
+    return future
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Do work on the loop and wait for it. If the wait is interrupted, the work is cancelled and its cleaning waited
+    for."""
+    if threading.current_thread() is _loop().thread:
+        work.close()
+        raise RuntimeError("a snapshot's blocking call was made on the library's own I/O loop (from a callback?)")
+    future = Work(work, _loop().loop)
+    try:
+        future.begin()
+        return future.result()
+    except BaseException:
+        if not future.done():
+            future.cancel()
+            concurrent.futures.wait([future], timeout=60)
+        raise
+
+
+async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
+    """Do work to its end, however often it is cancelled meanwhile: cleaning up half is worse than being late."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        with contextlib.suppress(BaseException):
+            await asyncio.shield(task)
+    return task.result()
+
+
+_unfinished: set[Future[Any]] = set()
+"""Background work that the interpreter's exit waits for."""
+
+
+def finish_before_exit(future: Future[Any]) -> None:
+    """Let the interpreter's exit wait for background work, instead of losing it."""
+    _unfinished.add(future)
+    future.add_done_callback(_unfinished.discard)
+
+
+def _wait_at_exit() -> None:
+    concurrent.futures.wait(list(_unfinished))
+
+
+# The pool refuses new work from `threading`'s own exit on, which comes before `atexit`: so wait there, where it can
+# be done.
+getattr(threading, "_register_atexit", atexit.register)(_wait_at_exit)

@@ -1,0 +1,154 @@
+"""Reading single objects and whole state dicts, without a live application to put them into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from snapshot.engine.gather import Gather
+from snapshot.engine.loop import run
+from snapshot.engine.operation import Operation
+from snapshot.engine.restore import fetch
+from snapshot.engine.targets import writable
+from snapshot.errors import RestoreError
+from snapshot.events import Meter
+from snapshot.manifest import entries as e
+from snapshot.manifest.check import check_tensor, check_tree, locations_of
+from snapshot.manifest.document import Document
+from snapshot.manifest.paths import component
+from snapshot.manifest.view import nearest
+from snapshot.state import arrays
+from snapshot.state.live import inflate
+from snapshot.tensors.dtypes import BY_NAME
+from snapshot.tensors.geometry import Box
+
+
+def read_object(
+    operation: Operation,
+    document: Document,
+    path: str,
+    obj_out: Any,
+    box: Sequence[slice | int] | None,
+    *,
+    verify: bool,
+    allow_pickle: bool,
+) -> Any:
+    """The object at a path of the manifest."""
+    manifest = document.manifest
+    entry = manifest.get(path)
+    if entry is None:
+        raise RestoreError(f"{operation.url}: holds no {path!r}; {nearest(path, manifest)}", [path])
+    run(operation.expect_files(document, locations_of({path: entry}, document.files)))
+    gather = Gather(document.files, allow_pickle=allow_pickle)
+    if box is not None:
+        return _read_box(operation, document, gather, path, entry, obj_out, box, verify)
+    if isinstance(entry, e.Container):
+        return _read_tree(operation, document, gather, path, verify)
+    if isinstance(obj_out, torch.Tensor) and isinstance(entry, e.TENSORS):
+        _fits(path, entry.shape, entry.dtype, obj_out)
+        check_tensor(path, entry, document.files)
+        gather.into(path, entry, obj_out, live=True)
+        gather.values[path] = obj_out
+    elif isinstance(obj_out, np.ndarray) and type(entry) is e.NDArrayEntry and obj_out.flags.c_contiguous:
+        if not obj_out.flags.writeable:
+            raise RestoreError(f"{path}: obj_out is an array that must not be written to", [path])
+        if obj_out.shape != entry.shape or arrays.numpy_dtype(path, entry.dtype) != obj_out.dtype:
+            raise RestoreError(
+                f"{path}: is {entry.dtype}{list(entry.shape)}, and obj_out {obj_out.dtype.str}{list(obj_out.shape)}",
+                [path],
+            )
+        gather.into_array(path, entry, obj_out)
+    else:
+        gather.new(path, entry)
+    _fetch(operation, document, gather, verify)
+    return gather.values[path]
+
+
+def read_state_dict(operation: Operation, document: Document, key: str, *, allow_pickle: bool) -> Any:
+    """All that was saved under one key of the app state."""
+    path = f"0/{component(key)}"
+    if path not in document.manifest:
+        known = [each[2:] for each in document.manifest if each.count("/") == 1]
+        raise RestoreError(f"{operation.url}: holds no key {key!r}; {nearest(key, known)}", [key])
+    return _read_tree(operation, document, Gather(document.files, allow_pickle=allow_pickle), path, True)
+
+
+def _read_tree(operation: Operation, document: Document, gather: Gather, path: str, verify: bool) -> Any:
+    manifest: Mapping[str, Any] = document.manifest
+    prefix = path + "/"
+    tree = {below: entry for below, entry in manifest.items() if below == path or below.startswith(prefix)}
+    check_tree(path, tree)
+    run(operation.expect_files(document, locations_of(tree, document.files)))
+    for below, entry in tree.items():
+        if not isinstance(entry, e.Container):
+            gather.new(below, entry)
+    _fetch(operation, document, gather, verify)
+    return inflate(path, tree, gather.values)
+
+
+def _read_box(
+    operation: Operation,
+    document: Document,
+    gather: Gather,
+    path: str,
+    entry: Any,
+    obj_out: Any,
+    box: Sequence[slice | int],
+    verify: bool,
+) -> Any:
+    if not isinstance(entry, e.TENSORS):
+        raise RestoreError(f"{path}: only a tensor can be read by a box, and this is {type(entry).__name__}", [path])
+    check_tensor(path, entry, document.files)
+    wanted, dropped = _box(path, entry.shape, box)
+    made = torch.empty(wanted.sizes, dtype=BY_NAME[entry.dtype], device="cpu")
+    shape = [size for axis, size in enumerate(wanted.sizes) if axis not in dropped]
+    if isinstance(obj_out, torch.Tensor):
+        _fits(path, tuple(shape), entry.dtype, obj_out)
+        target = obj_out
+        for axis in sorted(dropped):
+            target = target.unsqueeze(axis)
+        gather.into_box(path, entry, wanted, target, live=True)
+    else:
+        gather.into_box(path, entry, wanted, made)
+    _fetch(operation, document, gather, verify)
+    return obj_out if isinstance(obj_out, torch.Tensor) else made.view(shape)
+
+
+def _box(path: str, shape: tuple[int, ...], box: Sequence[slice | int]) -> tuple[Box, set[int]]:
+    """The box that slices and ints name, and the dimensions that ints drop."""
+    if len(box) > len(shape):
+        raise ValueError(f"{path}: a box of {len(box)} dimensions in a tensor of shape {list(shape)}")
+    offsets, sizes, dropped = list((0,) * len(shape)), list(shape), set()
+    for axis, part in enumerate(box):
+        if isinstance(part, slice):
+            begin, stop, step = part.indices(shape[axis])
+            if step != 1:
+                raise ValueError(f"{path}: a box has no steps, and {part} has")
+            offsets[axis], sizes[axis] = begin, max(0, stop - begin)
+        else:
+            index = part + shape[axis] if part < 0 else part
+            if not 0 <= index < shape[axis]:
+                raise IndexError(f"{path}: index {part} in a dimension of {shape[axis]}")
+            offsets[axis], sizes[axis] = index, 1
+            dropped.add(axis)
+    return Box(tuple(offsets), tuple(sizes)), dropped
+
+
+def _fits(path: str, shape: tuple[int, ...], dtype: str, out: torch.Tensor) -> None:
+    if not writable(out):
+        raise RestoreError(f"{path}: obj_out has elements that share memory, or is of another layout", [path])
+    if tuple(out.shape) != shape or out.dtype != BY_NAME.get(dtype):
+        raise RestoreError(f"{path}: is {dtype}{list(shape)}, and obj_out {out.dtype}{list(out.shape)}", [path])
+
+
+def _fetch(operation: Operation, document: Document, gather: Gather, verify: bool) -> None:
+    meter = Meter("read_object", None)
+    tables = {want.stored.blocks[0] for want in gather.wants if want.stored.blocks}
+    run(operation.expect_files(document, tables & document.files.keys()))
+    fetch(operation, gather.objects, verify, meter)
+    gather.finish_objects()
+    fetch(operation, gather.wants, verify, meter)
+    gather.finish()

@@ -1,0 +1,274 @@
+"""Reading: wanted ranges straight into the memory where they belong, verified on the way.
+
+A want that names an address is read into it; one that does not goes through a slot, and is handed over when it has been
+verified as far as it can be. Every byte of storage is fetched once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from snapshot.engine.arena import Slot
+from snapshot.engine.budget import MemoryBudget
+from snapshot.engine.loop import cancelled, uninterrupted
+from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
+from snapshot.manifest.entries import ObjectEntry, TensorEntry
+from snapshot.plan.reads import ReadPart, plan_reads
+from snapshot.storage import Buffer, Storage, drive, in_thread
+from snapshot.tensors.digest import BLOCK, SIZE, block_digest, of_range, of_table
+from snapshot.tensors.memory import buffer
+
+_counting = threading.Lock()
+HOT = 4 << 20
+"""What a thread reads, and then digests, before the next: short enough to be in a cache still."""
+
+Place = Callable[[int, Slot, int, int], None]
+"""Called with (position in the stored range, slot, position in the slot, length): the bytes are to be copied from
+there."""
+
+
+class Want(msgspec.Struct, gc=False):
+    """A stored range that somebody wants, all of it or (block by block) some."""
+
+    name: str
+    stored: TensorEntry | ObjectEntry
+    location: str
+    begin: int
+    end: int
+    address: int = 0
+    """Where its first byte belongs; 0 if it is to be placed."""
+    place: Place | None = None
+    live: bool = False
+    """Whether it is an application's own tensor that is written to."""
+    check: BlockCheck | None = None
+
+
+def want_all(
+    name: str, stored: TensorEntry | ObjectEntry, address: int = 0, place: Place | None = None, live: bool = False
+) -> Want:
+    """The want of a whole stored range."""
+    begin, end = stored.byte_range
+    return Want(name, stored, stored.location, begin, end, address, place, live)
+
+
+class BlockCheck:
+    """The digests of a long range's blocks, as they come in from several threads.
+
+    With a `table` each block is compared at once; without, all of them make a table when the last one is there.
+    """
+
+    __slots__ = ("bad", "digests", "left", "table")
+
+    def __init__(self, nbytes: int, table: bytes | None) -> None:
+        self.left = nbytes
+        self.table = table
+        self.digests = bytearray(-(-nbytes // BLOCK) * SIZE)
+        self.bad: str | None = None
+
+    def update(self, at: int, data: memoryview) -> None:
+        """Take whole blocks that begin at `at` bytes into the range."""
+        first = at // BLOCK
+        made = b"".join(block_digest(data[begin : begin + BLOCK]) for begin in range(0, len(data), BLOCK))
+        if self.table is None:
+            self.digests[first * SIZE : first * SIZE + len(made)] = made
+        else:
+            expected = self.table[first * SIZE : first * SIZE + len(made)]
+            if made != expected:
+                wrong = next(i for i in range(0, len(made), SIZE) if made[i : i + SIZE] != expected[i : i + SIZE])
+                block = first + wrong // SIZE
+                self.bad = (
+                    f"block {block} (bytes {block * BLOCK} on) is xxh3:{made[wrong : wrong + SIZE].hex()}, "
+                    f"and xxh3:{expected[wrong : wrong + SIZE].hex()} was written"
+                )
+
+
+@dataclass
+class ReadResult:
+    """What a read met."""
+
+    bytes_read: int = 0
+    requests: int = 0
+    faults: list[str] = field(default_factory=list)
+    touched: set[str] = field(default_factory=set)
+
+
+class Reader:
+    """Fetches wants from one storage."""
+
+    def __init__(self, storage: Storage, budget: MemoryBudget, *, verify: bool, wanted_part: int = 0) -> None:
+        self._storage = storage
+        self._budget = budget
+        self._verify = verify
+        limits = storage.limits
+        self._gap = limits.merge_gap
+        self._blocking = storage.capabilities.blocking
+        self._lanes = limits.parallel_parts
+        part = wanted_part or (HOT if self._blocking else min(limits.preferred_part, limits.largest_part))
+        self._part = max(BLOCK, min(part, budget.limit // max(2, limits.parallel_parts)))
+        self._stopped = False
+        self.result = ReadResult()
+
+    async def read(self, wants: Sequence[Want], progress: Callable[[int], None]) -> ReadResult:
+        """Fetch all wants. What does not verify is in the result's `faults`; anything else that goes wrong is
+        raised."""
+        if self._verify:
+            await self._prepare_checks(wants)
+        parts = iter(plan_reads(wants, self._part, self._gap))
+
+        async def lane() -> None:
+            for part in parts:
+                if self._stopped:
+                    return
+                await self._fetch(part, wants)
+                progress(part.end - part.begin)
+
+        if self._blocking:
+            lanes = [asyncio.create_task(in_thread(drive, lane)) for _ in range(self._lanes)]
+        else:
+            lanes = [asyncio.create_task(lane()) for _ in range(self._lanes)]
+        try:
+            await asyncio.gather(*lanes)
+        except BaseException as error:
+            self._stopped = True
+            await uninterrupted(cancelled(lanes))
+            if isinstance(error, (CorruptSnapshotError, StorageNotFoundError)):
+                raise CorruptSnapshotError(
+                    f"{error}{_touched(self.result.touched)}", faults=[str(error)], touched=sorted(self.result.touched)
+                ) from error
+            if self.result.touched:
+                error.add_note(f"live tensors that have been written to: {', '.join(sorted(self.result.touched))}")
+            raise
+        return self.result
+
+    async def _prepare_checks(self, wants: Sequence[Want]) -> None:
+        """Partly wanted ranges are checked block by block, against a table that is read, and checked, first."""
+        tables: list[tuple[Want, bytearray]] = []
+        for want in wants:
+            stored = want.stored
+            begin, end = stored.byte_range
+            if end - begin <= BLOCK or stored.digest is None:
+                continue
+            if (want.begin, want.end) == (begin, end):
+                want.check = BlockCheck(end - begin, None)
+            elif stored.blocks is not None:
+                tables.append((want, bytearray(stored.blocks[2] - stored.blocks[1])))
+        read: dict[tuple[str, int, int], bytes] = {}
+        for want, table in tables:
+            where = want.stored.blocks
+            assert where is not None
+            if where not in read:
+                location, begin, end = where
+                await self._storage.read_into(location, begin, [table])
+                self.result.bytes_read += end - begin
+                self.result.requests += 1
+                if of_table(table) != want.stored.digest:
+                    raise CorruptSnapshotError(
+                        f"{want.name}: its table of digests in {location}[{begin}:{end}] is {of_table(table)}, "
+                        f"and {want.stored.digest} was written"
+                    )
+                read[where] = bytes(table)
+            want.check = BlockCheck(want.stored.nbytes, read[where])
+
+    async def _fetch(self, part: ReadPart, wants: Sequence[Want]) -> None:
+        scratch = _scratch(part, wants)
+        if scratch:
+            async with self._budget.slot(scratch) as slot:
+                await self._read(part, wants, slot)
+        else:
+            await self._read(part, wants, None)
+
+    async def _read(self, part: ReadPart, wants: Sequence[Want], slot: Slot | None) -> None:
+        buffers: list[Buffer] = []
+        shares: list[Buffer] = []
+        places: list[int] = []
+        position, used = part.begin, 0
+        touched = self.result.touched
+        for segment in part.segments:
+            begin, length = segment.begin, segment.end - segment.begin
+            if begin > position:
+                assert slot is not None
+                buffers.append(slot.view[used : used + begin - position])
+                used += begin - position
+            want = wants[segment.want]
+            share: Buffer
+            if want.address:
+                share = buffer(want.address + begin - want.begin, length)
+                if want.live:
+                    touched.add(want.name)
+            else:
+                assert slot is not None
+                used = -(-used // 16) * 16
+                share = slot.view[used : used + length]
+                places.append(used)
+                used += length
+            buffers.append(share)
+            shares.append(share)
+            position = segment.end
+        await self._storage.read_into(part.location, part.begin, buffers)
+        self.result.bytes_read += part.end - part.begin
+        self.result.requests += 1
+        if self._verify or slot is not None:
+            await in_thread(self._arrived, part, wants, shares, slot, places)
+
+    def _arrived(
+        self, part: ReadPart, wants: Sequence[Want], shares: list[Buffer], slot: Slot | None, places: list[int]
+    ) -> None:
+        """Verify what came, and hand over what is to be placed."""
+        verify, placed = self._verify, iter(places)
+        for segment, share in zip(part.segments, shares, strict=True):
+            want = wants[segment.want]
+            stored = want.stored
+            good = True
+            if verify and stored.digest is not None:
+                if want.check is None:
+                    actual = of_range(share)
+                    if actual != stored.digest:
+                        good = self._bad(want, f"is {actual}, and {stored.digest} was written")
+                else:
+                    good = self._check(want, segment.begin, memoryview(share).cast("B"))
+            if not want.address:
+                at = next(placed)
+                if good and want.place is not None and slot is not None:
+                    if want.live:
+                        self.result.touched.add(want.name)
+                    want.place(segment.begin - stored.byte_range[0], slot, at, segment.end - segment.begin)
+
+    def _check(self, want: Want, begin: int, data: memoryview) -> bool:
+        check = want.check
+        assert check is not None
+        check.update(begin - want.stored.byte_range[0], data)
+        if check.table is not None:
+            return check.bad is None or self._bad(want, check.bad)
+        with _counting:
+            check.left -= len(data)
+            complete = check.left == 0
+        if complete:
+            actual = of_table(check.digests)
+            if actual != want.stored.digest:
+                return self._bad(want, f"is {actual}, and {want.stored.digest} was written")
+        return True
+
+    def _bad(self, want: Want, what: str) -> bool:
+        begin, end = want.stored.byte_range
+        self.result.faults.append(f"{want.name}: {want.location}[{begin}:{end}] {what}")
+        return False
+
+
+def _touched(names: set[str]) -> str:
+    return f"; live tensors that have been written to: {', '.join(sorted(names))}" if names else ""
+
+
+def _scratch(part: ReadPart, wants: Sequence[Want]) -> int:
+    """How much of a slot a part needs: what is to be placed (each at a multiple of 16), and gaps."""
+    used, position = 0, part.begin
+    for segment in part.segments:
+        used += max(0, segment.begin - position)
+        if not wants[segment.want].address:
+            used = -(-used // 16) * 16 + segment.end - segment.begin
+        position = segment.end
+    return used

@@ -1,0 +1,61 @@
+"""Whether live tensors can be written in place, and whether two of them would be written over each other."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from snapshot.engine.gather import Gather
+
+
+def shared_memory(gather: Gather) -> list[str]:
+    """Two stored ranges that would land in one live memory cannot both be right."""
+    found: list[tuple[str, str]] = []
+    wants = [want for want in gather.wants if want.live and want.address]
+    begins = np.fromiter((want.address for want in wants), np.uint64, len(wants))
+    ends = begins + np.fromiter((want.end - want.begin for want in wants), np.uint64, len(wants))
+    order = np.argsort(begins, kind="stable")
+    reach = np.maximum.accumulate(ends[order]) if wants else ends
+    for i in np.flatnonzero(begins[order][1:] < reach[:-1]):
+        second = wants[int(order[i + 1])]
+        first = next(wants[int(j)] for j in order[: i + 1] if ends[j] > begins[order[i + 1]])
+        same = first.address == second.address and first.stored.nbytes == second.stored.nbytes
+        if not (same and first.stored.digest is not None and first.stored.digest == second.stored.digest):
+            found.append((first.name, second.name))
+    spans = [
+        (want.address, want.end - want.begin + want.address, want.name, (want.location, want.begin), True)
+        for want in (wants if gather.targets else ())
+    ]
+    for name, target, source in gather.targets:
+        if target.device.type == "cpu":
+            begin = target.data_ptr()
+            steps = sum((n - 1) * stride for n, stride in zip(target.shape, target.stride(), strict=True))
+            end = begin + (steps + 1) * target.element_size()
+            dense = end - begin == target.nbytes
+            spans.append((begin, end, name, source, dense))
+    reached: tuple[int, int, str, tuple[str, int], bool] | None = None
+    for span in sorted(spans):
+        # two strided ones may lie between each other's elements
+        close = reached and span[0] < reached[1] and (span[:2] == reached[:2] or reached[4] or span[4])
+        if reached and close and span[3] != reached[3]:
+            found.append((reached[2], span[2]))
+        reached = span if reached is None or span[1] > reached[1] else reached
+    return [
+        f"{first} and {second}: share memory in the application, and are stored apart in the snapshot"
+        for first, second in dict.fromkeys(found)
+    ]
+
+
+def writable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be written in place: strided, with memory, and no two elements in one place."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or (tensor.nbytes and not tensor.data_ptr()):
+        return False
+    if tensor.is_contiguous():
+        return True
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return False
+            reach += stride * (size - 1)
+    return True

@@ -1,0 +1,101 @@
+"""What is reported while work runs: one line per verb in the log, handlers for events, and progress."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from snapshot.report import Progress
+
+log = logging.getLogger("snapshot")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something happened: `start`, `staged`, `committed`, `restored`, `failed`, `cleaned`."""
+
+    name: str
+    verb: str
+    path: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+Handler = Callable[[Event], None]
+_handlers: list[Handler] = []
+
+
+def add_handler(handler: Handler) -> None:
+    """Call `handler` with every event. What it raises is logged, and fails nothing."""
+    _handlers.append(handler)
+
+
+def remove_handler(handler: Handler) -> None:
+    """Call it no more."""
+    _handlers.remove(handler)
+
+
+def emit(name: str, verb: str, path: str, **fields: Any) -> None:
+    """Tell the handlers; and the log, where it ends a verb."""
+    if name in ("committed", "restored", "deleted", "verified"):
+        log.info("%s %s: %s", verb, path, ", ".join(f"{key} {value}" for key, value in fields.items()))
+    for handler in list(_handlers):
+        try:
+            handler(Event(name, verb, path, fields))
+        except Exception:
+            log.exception("an event handler failed on %s of %s", name, path)
+
+
+ProgressArgument = bool | Callable[[Progress], None] | None
+
+
+class Meter:
+    """Counts bytes as they arrive, from any thread, and shows them if it was asked to."""
+
+    def __init__(self, verb: str, wanted: ProgressArgument) -> None:
+        self.total = 0
+        self._done = self._staged = 0
+        self._began = time.perf_counter()
+        self._lock = threading.Lock()
+        self._callback = wanted if callable(wanted) else None
+        self._bar: Any = None
+        if wanted is True:
+            from tqdm.auto import tqdm
+
+            self._bar = tqdm(desc=verb, unit="B", unit_scale=True, unit_divisor=1024)
+
+    def begin(self, total: int) -> None:
+        """How many bytes there will be."""
+        self.total = total
+        if self._bar is not None:
+            self._bar.reset(total)
+
+    def wrote(self, nbytes: int) -> None:
+        """So many more bytes are where they belong."""
+        with self._lock:
+            self._done += nbytes
+        if self._bar is not None:
+            self._bar.update(nbytes)
+        if self._callback is not None:
+            try:
+                self._callback(self.now())
+            except Exception:
+                log.exception("a progress callback failed, and is called no more")
+                self._callback = None
+
+    def staged(self, nbytes: int) -> None:
+        """So many more bytes are safe from the application."""
+        with self._lock:
+            self._staged += nbytes
+
+    def now(self) -> Progress:
+        """How far it has come."""
+        return Progress(self._done, self.total, self._staged, time.perf_counter() - self._began)
+
+    def close(self) -> None:
+        """Show no more."""
+        if self._bar is not None:
+            self._bar.close()

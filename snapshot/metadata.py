@@ -1,0 +1,52 @@
+"""What a snapshot says of itself as a whole, for users."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from snapshot.errors import CorruptSnapshotError
+from snapshot.manifest.document import Document
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotMetadata:
+    """When, by which version, and with which metadata of the user's a snapshot was taken."""
+
+    format: str
+    version: str
+    """The library's version."""
+    save_id: str
+    """Fresh for every take; the names of its data files begin with it."""
+    world_size: int
+    created: datetime
+    structure: str
+    """A digest of all names, shapes and dtypes: equal for snapshots of the same structure."""
+    metadata: dict[str, Any]
+    """What was given as `metadata` to `take`."""
+    entries: int
+    nbytes: int
+    """Bytes of the data files."""
+
+    @classmethod
+    def of(cls, document: Document) -> SnapshotMetadata:
+        """From the manifest's document."""
+        try:
+            created = datetime.fromisoformat(document.created)
+            metadata = msgspec.json.decode(document.metadata, type=dict[str, Any])
+        except (ValueError, msgspec.DecodeError) as error:
+            raise CorruptSnapshotError(f"the manifest's date or metadata cannot be read: {error}") from error
+        return cls(
+            document.format,
+            document.version,
+            document.save_id,
+            document.world_size,
+            created,
+            document.structure,
+            metadata,
+            len(document.manifest),
+            sum(file.size for file in document.files.values()),
+        )

@@ -1,0 +1,131 @@
+"""A snapshot that is being written while the application goes on."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from snapshot.engine.loop import finish_before_exit
+from snapshot.errors import CancelledError, SnapshotError
+from snapshot.events import Meter, log
+from snapshot.report import Progress
+
+if TYPE_CHECKING:
+    from snapshot.snapshot import Snapshot
+
+
+LIBRARY = ("snapshot-io", "snapshot-loop")
+"""How the names of the library's own threads begin."""
+
+
+class PendingSnapshot:
+    """What `Snapshot.async_take` returns. It is of the moment of that call, whatever happens to the tensors since.
+
+    It is finished at the interpreter's exit if nobody waits for it, and what fails reaches the log.
+    """
+
+    def __init__(self, path: str, work: Future[None], meter: Meter, snapshot: Snapshot) -> None:
+        self.path = path
+        self._work = work
+        self._meter = meter
+        self._snapshot = snapshot
+        self._lock = threading.Lock()
+        self._awaited = False
+        self._pid = os.getpid()
+        finish_before_exit(work)
+        work.add_done_callback(self._log_failure)
+
+    def done(self) -> bool:
+        """Whether it is committed, or has failed."""
+        return self._work.done()
+
+    def wait(self, timeout: float | None = None) -> Snapshot:
+        """Wait for the commit, and return the snapshot; raise what made it fail.
+
+        `TimeoutError` after `timeout` seconds: the snapshot goes on, and may be waited for again.
+        """
+        self._check_thread("wait()")
+        try:
+            self._work.result(timeout)
+        except concurrent.futures.CancelledError as error:
+            raise CancelledError(f"{self.path}: the snapshot was cancelled, and nothing of it is left") from error
+        except TimeoutError as error:
+            if self._work.done():
+                raise
+            raise TimeoutError(f"{self.path}: not committed after {timeout} s ({self.progress()})") from error
+        finally:
+            self._awaited = self._awaited or self._work.done()
+        return self._snapshot
+
+    def staged(self) -> bool:
+        """Whether the application's tensors may change without reaching this snapshot: always, once the call
+        returned."""
+        return True
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Wait until the application's tensors may change. With `staging="blocking"` the call itself has done so."""
+        return
+
+    def progress(self) -> Progress:
+        """How far it has come."""
+        return self._meter.now()
+
+    def add_done_callback(self, function: Callable[[PendingSnapshot], None]) -> None:
+        """Call `function(pending)` when it is done, in a thread of the library; at once if it is."""
+
+        def call(_: Future[None]) -> None:
+            def run() -> None:
+                try:
+                    function(self)
+                except Exception:  # noqa: BLE001 - a callback's fault is never the snapshot's
+                    log.exception("%s: a done callback failed", self.path)
+
+            threading.Thread(target=run, name="snapshot-callback", daemon=True).start()
+
+        self._work.add_done_callback(call)
+
+    def cancel(self) -> bool:
+        """Give it up: nothing of it is left behind. False if it is done already, or just being committed."""
+        if self._work.done():
+            return False
+        self._check_process()
+        self._awaited = True
+        self._work.cancel()
+        if threading.current_thread().name.startswith(LIBRARY):
+            return True  # called by the work itself, from a progress callback: it cannot wait for its own end
+        with contextlib.suppress(concurrent.futures.CancelledError, SnapshotError):
+            self._work.result()
+            return False
+        return True
+
+    def _check_thread(self, call: str) -> None:
+        self._check_process()
+        if threading.current_thread().name.startswith(LIBRARY) and not self._work.done():
+            raise RuntimeError(f"{call} was called by the work that it waits for: not in a progress callback")
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise SnapshotError(
+                f"{self.path}: is written by process {self._pid}, and cannot be waited for in a fork of it"
+            )
+
+    def _log_failure(self, work: Future[None]) -> None:
+        if work.cancelled():
+            return
+        error = work.exception()
+        if error is not None and not self._awaited:
+            log.error("%s: the snapshot failed in the background: %s", self.path, error)
+
+    def __repr__(self) -> str:
+        if not self.done():
+            state = str(self.progress())
+        elif self._work.cancelled():
+            state = "cancelled"
+        else:
+            state = f"failed: {self._work.exception()}" if self._work.exception() else "committed"
+        return f"<PendingSnapshot {self.path}: {state}>"

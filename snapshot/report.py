@@ -1,0 +1,159 @@
+"""What happened, as values that print well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+
+def size_text(nbytes: float) -> str:
+    """A number of bytes as a person writes it.
+
+    >>> size_text(3 << 20), size_text(12)
+    ('3.0 MiB', '12 B')
+    """
+    if nbytes < 1024:
+        return f"{int(nbytes)} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        nbytes /= 1024
+        if nbytes < 1024 or unit == "TiB":
+            break
+    return f"{nbytes:.1f} {unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One entry that was not restored plainly."""
+
+    kind: str
+    """`missing`, `unexpected`, `cast`, `resharded`, `replaced` or `skipped`."""
+    path: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind:<10} {self.path}" + (f": {self.detail}" if self.detail else "")
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """What a restore did: how many entries, at what cost, and a line for each that is not plain."""
+
+    restored: int
+    """Entries that the application has now as they were saved."""
+    bytes_read: int
+    requests: int
+    seconds: dict[str, float]
+    """How the time was spent: open, plan, check, read, place, hand back."""
+    lines: tuple[Line, ...] = ()
+
+    def _of(self, kind: str) -> tuple[Line, ...]:
+        return tuple(line for line in self.lines if line.kind == kind)
+
+    @property
+    def missing(self) -> tuple[Line, ...]:
+        """What the application has and the snapshot has not; it was left as it is."""
+        return self._of("missing")
+
+    @property
+    def unexpected(self) -> tuple[Line, ...]:
+        """What the snapshot has and the application has not; it was left out."""
+        return self._of("unexpected")
+
+    @property
+    def cast(self) -> tuple[Line, ...]:
+        """What was restored in another dtype."""
+        return self._of("cast")
+
+    @property
+    def replaced(self) -> tuple[Line, ...]:
+        """What no longer fitted, and is a new object now."""
+        return self._of("replaced")
+
+    @property
+    def skipped(self) -> tuple[Line, ...]:
+        """What was left out, on request or since it has no place here."""
+        return self._of("skipped")
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    def __iter__(self) -> Iterator[Line]:
+        return iter(self.lines)
+
+    def __str__(self) -> str:
+        total = self.total_seconds
+        rate = f", {size_text(self.bytes_read / total)}/s" if total > 0 else ""
+        spent = ", ".join(f"{name} {value:.3f}" for name, value in self.seconds.items() if value >= 0.0005)
+        head = f"restored {self.restored:,} entries, {size_text(self.bytes_read)} in {total:.3f} s{rate}"
+        lines = [head + (f" ({spent})" if spent else "")]
+        shown = self.lines if len(self.lines) <= 50 else self.lines[:50]
+        lines += [f"  {line}" for line in shown]
+        if len(shown) < len(self.lines):
+            lines.append(f"  ... and {len(self.lines) - len(shown)} more")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a verification found."""
+
+    entries: int
+    bytes_read: int
+    seconds: float
+    faults: tuple[str, ...] = ()
+    """A line per damaged or missing piece; none if all is well."""
+    unverifiable: int = 0
+    """Entries that carry no digest."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is what was written."""
+        return not self.faults
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        head = f"{self.entries:,} entries, {size_text(self.bytes_read)} in {self.seconds:.3f} s: "
+        if self.ok:
+            return head + "every byte is what was written"
+        return head + f"{len(self.faults)} faults\n" + "\n".join(f"  {fault}" for fault in self.faults)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a take or a restore has come."""
+
+    done: int
+    """Bytes that are where they belong."""
+    total: int
+    staged: int = 0
+    """Bytes that no longer depend on the application's memory (of an asynchronous take)."""
+    seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second."""
+        return self.done / self.seconds if self.seconds > 0 else 0.0
+
+    def __str__(self) -> str:
+        share = self.done / self.total if self.total else 1.0
+        return f"{size_text(self.done)} of {size_text(self.total)} ({share:.0%}), {size_text(self.rate)}/s"
+
+
+@dataclass(slots=True)
+class Notes:
+    """Lines, and mismatches, as they are gathered."""
+
+    lines: list[Line] = field(default_factory=list)
+    mismatches: list[str] = field(default_factory=list)
+
+    def add(self, kind: str, path: str, detail: str = "") -> None:
+        self.lines.append(Line(kind, path, detail))
+
+
+def listed(items: Sequence[str], most: int = 20) -> str:
+    """Items below each other, not more than a screen of them."""
+    more = f"\n  ... and {len(items) - most} more" if len(items) > most else ""
+    return "".join(f"\n  {item}" for item in items[:most]) + more

@@ -1,0 +1,418 @@
+"""Snapshot: save the state of a running application, and bring it back."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from snapshot.distributed.group import require_one_rank
+from snapshot.engine import commit
+from snapshot.engine.budget import available_memory
+from snapshot.engine.loop import run, start
+from snapshot.engine.operation import Operation
+from snapshot.engine.quiet import no_collection
+from snapshot.engine.read_object import read_object, read_state_dict
+from snapshot.engine.restore import Restore
+from snapshot.engine.take import Take, collect, make
+from snapshot.engine.verify import verify_files
+from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
+from snapshot.events import Meter, ProgressArgument, emit
+from snapshot.manifest.document import METADATA, Document
+from snapshot.manifest.entry import Entry
+from snapshot.manifest.view import Rename
+from snapshot.metadata import SnapshotMetadata
+from snapshot.options import MiB
+from snapshot.pending import PendingSnapshot
+from snapshot.plan.layout import SavePlan
+from snapshot.report import RestoreReport, VerifyReport
+from snapshot.state.flatten import Prepare
+from snapshot.state.stateful import Stateful, check_app_state
+from snapshot.storage import URL
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+AppState = Mapping[str, Stateful]
+
+
+class Snapshot:
+    """A reference to a snapshot that exists, or that is about to.
+
+    Args:
+        path: A URL (`memory://name`), or a path of the file system.
+        pg: The process group of those who restore.
+        storage_options: What the storage plugin should know; see its documentation.
+        allow_pickle: Read objects that were stored as pickles and that torch's `weights_only` refuses. A pickle can run
+            any code: only for snapshots from whom you trust.
+
+    >>> from snapshot import Snapshot, StateDict
+    >>> progress = StateDict(step=3)
+    >>> snapshot = Snapshot.take("memory://docs/first", {"progress": progress})
+    >>> progress["step"] = 0
+    >>> report = Snapshot("memory://docs/first").restore({"progress": progress})
+    >>> progress["step"]
+    3
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        pg: ProcessGroup | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        allow_pickle: bool = False,
+    ) -> None:
+        self.path = os.fspath(path)
+        self._pg = pg
+        self._url = URL.parse(self.path)
+        self._options = dict(storage_options or {})
+        self._allow_pickle = allow_pickle
+        self._document: Document | None = None
+
+    # Save
+
+    @classmethod
+    def take(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: AppState,
+        pg: ProcessGroup | None = None,
+        replicated: Sequence[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        _custom_tensor_prepare_func: Prepare | None = None,
+        *,
+        overwrite: bool = False,
+        durable: bool = True,
+        exclude: Sequence[str] = (),
+        memory_budget_bytes: int | None = None,
+        check_replicated: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        progress: ProgressArgument = None,
+        timeout: float | None = None,
+        plan: SavePlan | None = None,
+    ) -> Snapshot:
+        """Save the application's state, and return when it is committed.
+
+        CPU tensors are written from their own memory. Nothing is committed unless everything is.
+
+        Args:
+            path: Where to. It must not hold a snapshot already, unless `overwrite`.
+            app_state: Stateful objects by name: modules, optimizers, schedulers, dataloaders, `StateDict`, `RNGState`.
+            pg: The process group of those who take part.
+            replicated: Globs over `<key>/<logical path>` of what is the same on every rank.
+            storage_options: What the storage plugin should know.
+            _custom_tensor_prepare_func: `f(path, tensor, tracing) -> tensor`: what it returns is what is saved. Its
+            dtype
+                may differ, its shape may not.
+            overwrite: Replace a snapshot that is there. The old one stays whole until the new one is.
+            durable: Return only when the snapshot survives a loss of power.
+            exclude: Globs of what is left out.
+            memory_budget_bytes: Host memory for staging; 64 MiB by default.
+            check_replicated: Compare what is replicated over the ranks, too.
+            metadata: Anything that JSON can hold, to be found in `snapshot.metadata.metadata`.
+            progress: True for a bar, or a function that is called with `Progress`.
+            timeout: Seconds without a sign of life after which another rank counts as dead.
+            plan: What `Snapshot.plan` returned for the same structure.
+
+        Raises:
+            SnapshotExistsError: There is a snapshot at `path`; nothing was written.
+            StorageError: The storage failed; nothing is left behind.
+            TypeError: A value of `app_state` is not stateful; nothing was done.
+        """
+        url = _start(path, app_state, pg)
+        work = Take(
+            Operation(url, storage_options, durable=durable, budget=memory_budget_bytes),
+            verb="take", overwrite=overwrite, metadata=metadata, replicated=replicated or (), meter=Meter("take",
+            progress),
+        )  # fmt: skip
+        with work, no_collection():
+            run(work.check())
+            flat = collect(app_state, _custom_tensor_prepare_func, exclude, replicated or ())
+            work.prepare(flat, plan, stage=False)
+            run(work.write())
+        return cls(path, pg, storage_options)
+
+    @classmethod
+    def async_take(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: AppState,
+        pg: ProcessGroup | None = None,
+        replicated: Sequence[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        _custom_tensor_prepare_func: Prepare | None = None,
+        *,
+        overwrite: bool = False,
+        durable: bool = True,
+        exclude: Sequence[str] = (),
+        memory_budget_bytes: int | None = None,
+        check_replicated: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        progress: ProgressArgument = None,
+        timeout: float | None = None,
+        plan: SavePlan | None = None,
+        staging: str = "blocking",
+        worker: str = "thread",
+    ) -> PendingSnapshot:
+        """Save the application's state as it is now, and write it while the application goes on.
+
+        Takes what `take` takes. When the call returns, everything has been copied to staging memory (which is kept for
+        the next call), so whatever happens to the tensors afterwards cannot reach the snapshot. With a
+        `memory_budget_bytes` below the payload, the call also waits until enough has been written for the rest to fit;
+        the default is half of the memory that the host has free.
+
+        Args:
+            staging: `"blocking"`: the copy is complete when the call returns.
+            worker: `"thread"`: a thread of this process writes.
+
+        >>> from snapshot import StateDict
+        >>> pending = Snapshot.async_take("memory://docs/async", {"progress": StateDict(step=3)})
+        >>> pending.wait().metadata.world_size
+        1
+        """
+        _only("staging", staging, "blocking")
+        _only("worker", worker, "thread")
+        url = _start(path, app_state, pg)
+        meter = Meter("async_take", progress)
+        operation = Operation(
+            url, storage_options, durable=durable, budget=memory_budget_bytes,
+            default_budget=max(64 * MiB, available_memory() // 2),
+        )  # fmt: skip
+        work = Take(
+            operation, verb="async_take", overwrite=overwrite, metadata=metadata, replicated=replicated or (),
+            meter=meter
+        )  # fmt: skip
+        snapshot = cls(path, pg, storage_options)  # now: a relative path is of this folder
+        with work, no_collection():
+            checked = start(work.check())
+            flat = collect(app_state, _custom_tensor_prepare_func, exclude, replicated or ())
+            work.prepare(flat, plan, stage=True)
+            future = work.stage_and_start(checked)
+        return PendingSnapshot(os.fspath(path), future, meter, snapshot)
+
+    @classmethod
+    def plan(
+        cls,
+        app_state: AppState,
+        pg: ProcessGroup | None = None,
+        replicated: Sequence[str] | None = None,
+        path: str | os.PathLike[str] = ".",
+        storage_options: Mapping[str, Any] | None = None,
+        _custom_tensor_prepare_func: Prepare | None = None,
+        *,
+        durable: bool = True,
+        exclude: Sequence[str] = (),
+        memory_budget_bytes: int | None = None,
+    ) -> SavePlan:
+        """What a take would write: a dry run that writes nothing. The same plan may be given to `take`.
+
+        >>> import torch
+        >>> from snapshot import StateDict
+        >>> print(Snapshot.plan({"state": StateDict(weight=torch.zeros(256))}, path="memory://x"))
+        5.0 KiB in 1 files, 1 ranges, 0 B staged at most
+          0.safetensors: 5.0 KiB, 1 ranges
+        """
+        url = _start(path, app_state, pg)
+        operation = Operation(url, storage_options, durable=durable, budget=memory_budget_bytes)
+        flat = collect(app_state, _custom_tensor_prepare_func, exclude, replicated or ())
+        return make(flat, operation, staged=False)
+
+    # Load
+
+    def restore(
+        self,
+        app_state: AppState,
+        strict: bool = True,
+        *,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        rename: Rename | None = None,
+        cast: str = "error",
+        verify: bool = True,
+        atomic: bool = False,
+        memory_budget_bytes: int | None = None,
+        read_once: str | bool = "auto",
+        progress: ProgressArgument = None,
+        timeout: float | None = None,
+    ) -> RestoreReport:
+        """Bring the application's state back, in place into the tensors that `state_dict()` gives.
+
+        Names, shapes, dtypes, and the files' presence and sizes are checked before the first byte reaches a live
+        tensor.
+
+        Args:
+            app_state: What was saved, or a part of it.
+            strict: Every name of a module that is missing or unexpected is an error; else it is reported.
+            include: Globs of what is restored; all by default.
+            exclude: Globs of what is not.
+            rename: Names in the snapshot -> names in the application: a dict of paths, or a function.
+            cast: Whether a dtype may differ: `"error"`, `"same_kind"` (as `torch.can_cast` has it) or `"any"`.
+            verify: Check every byte's digest on the way.
+            atomic: Verify every byte before any live tensor is touched: everything is read twice.
+            memory_budget_bytes: Host memory for what cannot be read in place; 64 MiB by default.
+            read_once: Whether ranks share what one of them has read.
+            progress: True for a bar, or a function that is called with `Progress`.
+            timeout: Seconds without a sign of life after which another rank counts as dead.
+
+        Raises:
+            SnapshotNotFoundError: There is no snapshot.
+            RestoreError: It does not fit; `mismatches` lists everything, and nothing was touched.
+            CorruptSnapshotError: A digest or a file's size is wrong; `touched` names the live tensors that were
+            written.
+        """
+        _start(self.path, app_state, self._pg)
+        meter = Meter("restore", progress)
+        operation = self._operation(memory_budget_bytes)
+        try:
+            report = Restore(
+                operation, strict=strict, include=include, exclude=exclude, rename=rename, cast=cast, verify=verify,
+                atomic=atomic, allow_pickle=self._allow_pickle, meter=meter,
+            ).run(app_state)  # fmt: skip
+        except BaseException as error:
+            emit("failed", "restore", str(self._url), error=error)
+            raise
+        finally:
+            run(operation.close())
+            meter.close()
+        emit("restored", "restore", str(self._url), bytes=report.bytes_read, seconds=round(report.total_seconds, 3))
+        return report
+
+    def read_object(
+        self,
+        path: str,
+        obj_out: Any = None,
+        memory_budget_bytes: int | None = None,
+        *,
+        box: Sequence[slice | int] | None = None,
+        verify: bool = True,
+    ) -> Any:
+        """Read one object; a container comes with all that is in it.
+
+        Args:
+            path: Its name in the manifest: `"0/model/layer.0.weight"`.
+            obj_out: A tensor or an array of its shape, which is filled and returned. Ignored for what cannot be filled.
+            memory_budget_bytes: Host memory for what cannot be read in place; 64 MiB by default.
+            box: A slice for each dimension (trailing ones may be left out): only that part is read. An int is a
+                slice of one that drops its dimension.
+            verify: Check the digests of what is read.
+
+        >>> import torch
+        >>> from snapshot import StateDict
+        >>> snapshot = Snapshot.take("memory://docs/read", {"state": StateDict(weight=torch.arange(12).view(4, 3))})
+        >>> snapshot.read_object("0/state/weight", box=[slice(1, 3)])
+        tensor([[3, 4, 5],
+                [6, 7, 8]])
+        """
+        return self._read(
+            memory_budget_bytes,
+            lambda operation, document: read_object(
+                operation, document, path, obj_out, box, verify=verify, allow_pickle=self._allow_pickle
+            ),
+        )
+
+    def get_state_dict_for_key(self, key: str, replicate_from_rank0: bool = False) -> Any:
+        """The state dict that was saved under a key of the app state, made anew. Weights that were tied are tied
+        again."""
+        return self._read(
+            None,
+            lambda operation, document: read_state_dict(operation, document, key, allow_pickle=self._allow_pickle),
+        )
+
+    # Look
+
+    def get_manifest(self) -> dict[str, Entry]:
+        """What is in the snapshot: an entry for each object, by `"<rank>/<logical path>"`. A copy, yours to change."""
+        return copy.deepcopy(dict[str, Entry](self._open().manifest))
+
+    @property
+    def metadata(self) -> SnapshotMetadata:
+        """When, by which version, and with which metadata of your own the snapshot was taken."""
+        return SnapshotMetadata.of(self._open())
+
+    def exists(self) -> bool:
+        """Whether a committed snapshot is here; only that, not whether it is whole."""
+        operation = self._operation(None)
+        try:
+            run(operation.storage.stat(METADATA))
+        except StorageNotFoundError:
+            return False
+        finally:
+            run(operation.close())
+        return True
+
+    def verify(self, *, memory_budget_bytes: int | None = None, progress: ProgressArgument = None) -> VerifyReport:
+        """Read every byte, and compare it with its digest. Live tensors are not involved.
+
+        >>> import torch
+        >>> from snapshot import StateDict
+        >>> snapshot = Snapshot.take("memory://docs/verify", {"state": StateDict(weight=torch.zeros(3))})
+        >>> bool(snapshot.verify())
+        True
+        """
+        operation = self._operation(memory_budget_bytes)
+        meter = Meter("verify", progress)
+        try:
+            report = verify_files(operation, meter)
+        finally:
+            run(operation.close())
+            meter.close()
+        emit("verified", "verify", str(self._url), ok=report.ok, bytes=report.bytes_read)
+        return report
+
+    # Remove
+
+    def delete(self) -> None:
+        """Remove the snapshot: the manifest first, so that what an interruption leaves is no snapshot. Also removes
+        what interrupted takes left here; nothing else in the folder is touched."""
+        operation = self._operation(None)
+
+        try:
+            run(commit.remove(operation.storage))
+        finally:
+            run(operation.close())
+        self._document = None
+        emit("deleted", "delete", str(self._url))
+
+    def _operation(self, budget: int | None) -> Operation:
+        return Operation(self._url, self._options, budget=budget)
+
+    def _open(self) -> Document:
+        """The manifest. A snapshot never changes, so it is read once; `restore` reads it anew."""
+        if self._document is None:
+            operation = self._operation(None)
+            try:
+                self._document = run(operation.open())
+            finally:
+                run(operation.close())
+        return self._document
+
+    def _read(self, budget: int | None, read: Callable[[Operation, Document], Any]) -> Any:
+        """Read by the manifest that is known; if the snapshot was replaced since, by the new one."""
+        known = self._open()
+        operation = self._operation(budget)
+        try:
+            return read(operation, known)
+        except CorruptSnapshotError:
+            self._document = run(operation.open())
+            if self._document.save_id == known.save_id:
+                raise
+            return read(operation, self._document)
+        finally:
+            run(operation.close())
+
+    def __repr__(self) -> str:
+        return f"Snapshot({str(self._url)!r})"
+
+
+def _start(path: str | os.PathLike[str], app_state: AppState, pg: ProcessGroup | None) -> URL:
+    """Check what can be checked before anything is done."""
+    check_app_state(app_state)
+    require_one_rank(pg)
+    return URL.parse(os.fspath(path))
+
+
+def _only(name: str, value: str, known: str) -> None:
+    if value != known:
+        raise ValueError(f"{name}={value!r}: this version knows {known!r} only")

@@ -1,0 +1,152 @@
+"""The private loop: work ends before its future does, and what is interrupted is cleaned."""
+
+import asyncio
+import concurrent.futures
+import gc
+import logging
+import threading
+
+import pytest
+import torch
+
+from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot.engine.loop import run, start, uninterrupted
+from snapshot.engine.quiet import no_collection
+from snapshot.events import Event, add_handler, remove_handler
+from snapshot.storage import drive, in_thread
+
+
+def test_a_cancelled_work_is_done_only_when_its_cleaning_is():
+    began, cleaned = threading.Event(), []
+
+    async def work():
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            cleaned.append(True)
+
+    future = start(work())
+    assert began.wait(10)
+    assert future.cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result(10)
+    assert cleaned == [True]
+    assert future.cancelled()
+    assert not future.cancel()
+
+
+def test_what_must_not_be_interrupted_is_not():
+    async def main():
+        ended = []
+
+        async def cleaning():
+            for _ in range(3):
+                await asyncio.sleep(0)
+            ended.append(True)
+
+        task = asyncio.create_task(uninterrupted(cleaning()))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert ended == [True]
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_thread_is_waited_for():
+    async def main():
+        inside, go, ended = threading.Event(), threading.Event(), []
+
+        def function():
+            inside.set()
+            go.wait(10)
+            ended.append(True)
+
+        task = asyncio.create_task(in_thread(function))
+        while not inside.is_set():
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+        go.set()
+        await asyncio.gather(task, return_exceptions=True)
+        assert ended == [True]
+        assert task.cancelled()
+
+    asyncio.run(main())
+
+
+def test_driving_without_a_loop():
+    async def fine(x):
+        return await in_thread(lambda: x + 1)
+
+    async def waits():
+        await asyncio.sleep(1)
+
+    assert drive(fine, 2) == 3
+    with pytest.raises(RuntimeError):
+        drive(waits)
+    assert drive(fine, 2) == 3
+
+
+def test_blocking_calls_on_the_loop_itself_are_refused():
+    async def inside():
+        Snapshot.take("memory://inside", {"s": StateDict(x=1)}, overwrite=True)
+
+    with pytest.raises(RuntimeError, match="I/O loop"):
+        run(inside())
+
+
+def test_the_collector_rests_and_comes_back():
+    assert gc.isenabled()
+    with no_collection():
+        assert not gc.isenabled()
+        with no_collection():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with no_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    with pytest.raises(SnapshotError):
+        Snapshot("memory://none").restore({"s": StateDict()})
+    assert gc.isenabled()
+
+
+def test_events_reach_handlers_whose_faults_fail_nothing(caplog):
+    seen = []
+
+    def bad(event):
+        raise RuntimeError("mine")
+
+    add_handler(bad)
+    add_handler(seen.append)
+    try:
+        with caplog.at_level(logging.INFO, "snapshot"):
+            snapshot = Snapshot.take("memory://events", {"s": StateDict(x=torch.ones(3))}, overwrite=True)
+            snapshot.restore({"s": StateDict()})
+            with pytest.raises(SnapshotError):
+                snapshot.restore({"t": StateDict()})
+    finally:
+        remove_handler(bad)
+        remove_handler(seen.append)
+    assert [event.name for event in seen if isinstance(event, Event)] == ["start", "committed", "restored", "failed"]
+    assert "take memory://events" in caplog.text
+
+
+def test_a_progress_bar_and_a_failing_callback(capsys):
+    def bad(progress):
+        raise RuntimeError("mine")
+
+    state = {"s": StateDict(x=torch.ones(1000))}
+    snapshot = Snapshot.take("memory://bar", state, overwrite=True, progress=True)
+    snapshot.restore(state, progress=bad)
+    assert "take" in capsys.readouterr().err

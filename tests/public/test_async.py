@@ -1,0 +1,260 @@
+"""async_take: of the moment of the call, whatever happens afterwards; and the life of what is pending."""
+
+import gc
+import logging
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from snapshot import CancelledError, Snapshot, SnapshotExistsError, StateDict, StorageError
+from snapshot.testing import faulty, stalling
+
+
+def state(value=1.0):
+    return {"s": StateDict(big=torch.full((300_000,), value), small=torch.full((3,), value), n=int(value))}
+
+
+def test_what_changes_after_the_call_does_not_reach_the_snapshot():
+    live = state(1.0)
+    with stalling(on="write") as stall:
+        pending = Snapshot.async_take("stalling+memory://async", live, overwrite=True)
+        live["s"]["big"].fill_(7)
+        live["s"]["small"].fill_(7)
+        live["s"]["n"] = 7
+        del live["s"]["big"]
+        gc.collect()
+        stall.wait_reached()
+        assert not pending.done()
+        assert pending.staged()
+        pending.wait_staged()
+        stall.release()
+        snapshot = pending.wait(30)
+    assert pending.done()
+    back = Snapshot("memory://async").get_state_dict_for_key("s")
+    assert back["big"].eq(1).all()
+    assert back["small"].eq(1).all()
+    assert back["n"] == 1
+    assert snapshot.exists is not None
+
+
+def test_strided_numpy_and_scalar_values_are_of_the_moment_too():
+    import numpy as np
+
+    base, array, inner = torch.zeros(10, 10), np.zeros(5), {"list": [1, 2]}
+    with stalling(on="put") as stall:
+        pending = Snapshot.async_take(
+            "stalling+memory://odd", {"s": StateDict(t=base.t()[2:], a=array, d=inner)}, overwrite=True
+        )
+        base.fill_(1)
+        array[:] = 1
+        inner["list"].append(3)
+        stall.release()
+        pending.wait(30)
+    back = Snapshot("memory://odd").get_state_dict_for_key("s")
+    assert back["t"].eq(0).all()
+    assert (back["a"] == 0).all()
+    assert back["d"] == {"list": [1, 2]}
+
+
+def test_several_in_flight_and_repeated_paths(tmp_path):
+    live = state()
+    pending = []
+    for i in range(5):
+        live["s"]["big"].fill_(float(i))
+        pending.append(Snapshot.async_take(tmp_path / str(i), live))
+    for i, each in enumerate(pending):
+        snapshot = each.wait(60)
+        assert snapshot.get_state_dict_for_key("s")["big"].eq(i).all()
+    for i in range(3):
+        live["s"]["big"].fill_(float(i))
+        Snapshot.async_take(tmp_path / "same", live, overwrite=True).wait()
+        assert Snapshot(tmp_path / "same").get_state_dict_for_key("s")["big"].eq(i).all()
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_budget_smaller_than_the_payload(tmp_path, durable):
+    live = {"s": StateDict(**{f"t{i}": torch.full((1 << 20,), float(i)) for i in range(20)})}
+    for name, one in (("many", False), ("one", True)):
+        if one:
+            live = {"s": StateDict(t=torch.arange(20.0 * (1 << 20)))}
+        pending = Snapshot.async_take(tmp_path / name, live, memory_budget_bytes=16 << 20, durable=durable)
+        for value in live["s"].values():
+            value.zero_()
+        pending.wait(60)
+        back = Snapshot(tmp_path / name).get_state_dict_for_key("s")
+        if one:
+            assert torch.equal(back["t"], torch.arange(20.0 * (1 << 20)))
+        else:
+            assert all(back[f"t{i}"].eq(i).all() for i in range(20))
+
+
+def test_a_failure_under_a_small_budget_reaches_the_caller(tmp_path):
+    live = {"s": StateDict(t=torch.ones(20 << 20))}
+    with faulty(on="write", nth=2, error=StorageError("broken")), pytest.raises(StorageError, match="broken"):
+        Snapshot.async_take(f"faulty+file://{tmp_path}/s", live, memory_budget_bytes=16 << 20).wait()
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_failure_is_raised_by_wait_leaves_nothing_and_is_logged(tmp_path, caplog):
+    with caplog.at_level(logging.ERROR, "snapshot"), faulty(on="finish", error=StorageError("broken")):
+        pending = Snapshot.async_take(f"faulty+file://{tmp_path}/s", state())
+        called = threading.Event()
+        pending.add_done_callback(lambda done: called.set())
+        assert called.wait(30)
+    with pytest.raises(StorageError, match="broken"):
+        pending.wait()
+    with pytest.raises(StorageError, match="broken"):
+        pending.wait()
+    assert "broken" in caplog.text
+    assert "broken" in repr(pending)
+    assert not (tmp_path / "s").exists()
+    Snapshot.async_take(tmp_path / "s", state()).wait()
+    assert Snapshot(tmp_path / "s").verify().ok
+
+
+def test_cancel_leaves_nothing(tmp_path):
+    with stalling(on="finish") as stall:
+        pending = Snapshot.async_take(f"stalling+file://{tmp_path}/s", state())
+        stall.wait_reached()
+        assert pending.cancel()
+        with pytest.raises(CancelledError, match="cancelled"):
+            pending.wait(30)
+    assert pending.done()
+    assert "cancelled" in repr(pending)
+    Snapshot.take(tmp_path / "s", state())
+    assert Snapshot(tmp_path / "s").verify().ok
+    done = Snapshot.async_take(tmp_path / "t", state())
+    done.wait()
+    assert not done.cancel()
+    assert Snapshot(tmp_path / "t").exists()
+
+
+def test_waiting_with_a_timeout_may_go_on():
+    with stalling(on="commit") as stall:
+        pending = Snapshot.async_take("stalling+memory://slow", state(), overwrite=True)
+        with pytest.raises(TimeoutError, match=r"not committed after 0\.01"):
+            pending.wait(0.01)
+        progress = pending.progress()
+        assert 0 <= progress.done <= progress.total
+        assert progress.staged == progress.total
+        stall.release()
+        pending.wait(30)
+    assert pending.progress().done == pending.progress().total
+    assert "committed" in repr(pending)
+
+
+def test_callbacks_are_called_with_the_pending_snapshot_and_may_fail(caplog):
+    seen, both = [], threading.Semaphore(0)
+
+    def bad(_):
+        both.release()
+        raise RuntimeError("mine")
+
+    def good(pending):
+        seen.append((pending, pending.wait().metadata.world_size))
+        both.release()
+
+    pending = Snapshot.async_take("memory://callbacks", state(), overwrite=True)
+    pending.add_done_callback(bad)
+    pending.add_done_callback(good)
+    assert both.acquire(timeout=30)
+    assert both.acquire(timeout=30)
+    assert seen == [(pending, 1)]
+    pending.wait()
+
+
+def test_an_existing_snapshot_is_found_by_the_call_itself():
+    Snapshot.take("memory://there", state(), overwrite=True)
+    with pytest.raises(SnapshotExistsError):
+        Snapshot.async_take("memory://there", state())
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "raise RuntimeError('mine')"])
+def test_an_unawaited_snapshot_is_finished_at_exit(tmp_path, end):
+    script = f"""
+import torch
+from snapshot import Snapshot, StateDict
+Snapshot.async_take({str(tmp_path / "s")!r}, {{"s": StateDict(x=torch.arange(8_000_000))}})
+{end}
+"""
+    subprocess.run([sys.executable, "-c", script], check=False, cwd="/", stderr=subprocess.DEVNULL, timeout=60)
+    assert Snapshot(tmp_path / "s").verify().ok
+
+
+def test_what_failed_at_exit_is_logged(tmp_path):
+    script = f"""
+import torch, os
+from snapshot import Snapshot, StateDict, StorageError
+from snapshot.testing import Fault, tapped
+with tapped("faulty", Fault(on="finish", error=StorageError("broken at the end"))):
+    pending = Snapshot.async_take("faulty+file://{tmp_path}/s", {{"s": StateDict(x=torch.arange(100_000))}})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, cwd="/", capture_output=True, text=True, timeout=60
+    )
+    assert "broken at the end" in done.stderr
+    assert not (tmp_path / "s").exists()
+
+
+def test_other_stagings_and_workers_are_refused_by_name():
+    with pytest.raises(ValueError, match="staging='overlaped'"):
+        Snapshot.async_take("memory://x", state(), staging="overlaped")
+    with pytest.raises(ValueError, match="worker"):
+        Snapshot.async_take("memory://x", state(), worker="fork")
+
+
+def test_inside_a_running_event_loop():
+    import asyncio
+
+    async def main():
+        pending = Snapshot.async_take("memory://loop", state(), overwrite=True)
+        snapshot = pending.wait()
+        Snapshot.take("memory://loop2", state(), overwrite=True)
+        return snapshot.metadata.entries
+
+    assert asyncio.run(main()) == 4
+
+
+def test_from_several_threads():
+    errors = []
+
+    def work(i):
+        try:
+            live = state(float(i))
+            for _ in range(5):
+                Snapshot.take(f"memory://thread{i}", live, overwrite=True)
+                live["s"]["big"].zero_()
+                Snapshot(f"memory://thread{i}").restore(live)
+                assert live["s"]["big"].eq(i).all()
+        except BaseException as error:  # noqa: BLE001 - shown by the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_takes_snapshots_of_its_own(tmp_path):
+    script = f"""
+import os, torch
+from snapshot import Snapshot, StateDict
+torch.set_num_threads(1)
+Snapshot.take({str(tmp_path / "parent")!r}, {{"s": StateDict(x=torch.ones(1000))}})
+pending = Snapshot.async_take({str(tmp_path / "pending")!r}, {{"s": StateDict(x=torch.ones(4_000_000))}})
+child = os.fork()
+if child == 0:
+    Snapshot.take({str(tmp_path / "child")!r}, {{"s": StateDict(x=torch.ones(1000))}})
+    os._exit(0 if Snapshot({str(tmp_path / "child")!r}).verify() else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+pending.wait()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd="/", timeout=60)
+    for name in ("parent", "pending", "child"):
+        assert Snapshot(tmp_path / name).verify().ok

@@ -1,0 +1,506 @@
+"""What was saved comes back equal: value, type, container, key type and order, dtype, shape, memory format."""
+
+import collections
+import math
+import re
+import struct
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from snapshot import Snapshot, StateDict
+from snapshot.tensors.dtypes import BY_NAME
+
+# what torch itself can hold no values of: shells of one to seven bits
+STORABLE = sorted(name for name in BY_NAME if not re.fullmatch(r"bits.*|u?int[1-7]", name))
+
+
+def round_trip(value, path="memory://exact"):
+    """What `value` is after it was saved, and read back without a template."""
+    Snapshot.take(path, {"state": StateDict(value=value)}, overwrite=True)
+    return Snapshot(path).get_state_dict_for_key("state")["value"]
+
+
+def same(a, b):  # noqa: PLR0911 - a line per kind
+    """Equal in type and in every bit."""
+    if isinstance(a, torch.Tensor):
+        return (
+            type(a) is type(b)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.layout == b.layout
+            and a.requires_grad == b.requires_grad
+            and bits(a) == bits(b)
+        )
+    if isinstance(a, (np.ndarray, np.generic)):
+        return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(map(typed, a)) == list(map(typed, b)) and all(map(same, a.values(), b.values()))
+    if isinstance(a, (list, tuple, collections.deque)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float):
+        return struct.pack("d", a) == struct.pack("d", b)
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    return a == b
+
+
+def typed(key):
+    return type(key), key
+
+
+def bits(tensor):
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        return None
+    if tensor.is_quantized:
+        return tensor.int_repr().numpy().tobytes()
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    return plain.view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def noise(shape, dtype):
+    """A tensor of random bytes; bools are bools."""
+    count = math.prod(shape) * dtype.itemsize
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8)
+    return raw.view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", STORABLE)
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2), (5, 7)], ids=str)
+def test_every_dtype_and_shape(name, shape):
+    tensor = noise(shape, BY_NAME[name])
+    back = round_trip(tensor)
+    assert same(tensor, back)
+
+
+@pytest.mark.parametrize("name", STORABLE)
+def test_every_dtype_is_restored_in_place(name):
+    saved = noise((5, 7), BY_NAME[name])
+    state = StateDict(t=saved.clone())
+    Snapshot.take("memory://exact", {"state": state}, overwrite=True)
+    live = state["t"]
+    live.view(torch.uint8).zero_()
+    report = Snapshot("memory://exact").restore({"state": state})
+    assert state["t"] is live
+    assert bits(live) == bits(saved)
+    assert not report.lines
+
+
+def views():
+    base = torch.randn(6, 8)
+    z = torch.randn(4, 5, dtype=torch.complex64)
+    return {
+        "transposed": base.t(),
+        "strided": base[::2, 1::3],
+        "expanded": torch.randn(4, 1).expand(4, 5),
+        "expanded scalar": torch.tensor(3.0).expand(3, 2),
+        "row of a larger storage": base[2],
+        "flipped": torch.flip(base, (0,)),
+        "conjugate": z.conj(),
+        "negative": z.conj().imag,
+        "negative of one element": z[:1, 0].conj().imag,
+        "conjugate of one element": z[:1, 0].conj(),
+        "conjugate, transposed": z.conj().t(),
+        "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "channels last 3d": torch.randn(2, 3, 4, 5, 2).to(memory_format=torch.channels_last_3d),
+        "permuted": torch.randn(2, 3, 4).permute(2, 0, 1),
+        "imaginary part": z.imag,
+    }
+
+
+@pytest.mark.parametrize("name", sorted(views()))
+def test_views_come_back_equal(name):
+    view = views()[name]
+    assert same(view, round_trip(view))
+
+
+@pytest.mark.parametrize("name", ["channels last", "channels last 3d", "permuted", "transposed"])
+def test_dense_memory_formats_are_kept(name):
+    view = views()[name]
+    assert round_trip(view).stride() == view.stride()
+
+
+@pytest.mark.parametrize("name", sorted(set(views()) - {"expanded", "expanded scalar"}))
+def test_views_are_filled_in_place(name):
+    live = views()[name]
+    saved = live.clone()
+    state = StateDict(t=live)
+    Snapshot.take("memory://exact", {"state": state}, overwrite=True)
+    live.zero_()
+    Snapshot("memory://exact").restore({"state": state})
+    assert state["t"] is live
+    assert torch.equal(live, saved)
+
+
+def test_a_strided_tensor_fills_only_its_own_elements():
+    base = torch.zeros(6, 8)
+    state = StateDict(t=base[::2, 1::3])
+    Snapshot.take("memory://exact", {"state": StateDict(t=torch.ones(3, 3))}, overwrite=True)
+    Snapshot("memory://exact").restore({"state": state})
+    assert base.sum() == 9
+    assert base[::2, 1::3].sum() == 9
+
+
+def test_a_live_tensor_whose_elements_share_memory_is_replaced_and_reported():
+    state = StateDict(t=torch.zeros(4, 1).expand(4, 5))
+    Snapshot.take("memory://exact", {"state": StateDict(t=torch.arange(20.0).view(4, 5))}, overwrite=True)
+    report = Snapshot("memory://exact").restore({"state": state})
+    assert torch.equal(state["t"], torch.arange(20.0).view(4, 5))
+    assert [line.path for line in report.replaced] == ["state/t"]
+
+
+@pytest.mark.filterwarnings("ignore:.*quant.*:UserWarning", "ignore:.*quant.*:DeprecationWarning")
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32])
+def test_quantised_tensors(dtype):
+    plain = torch.randn(4, 6)
+    for tensor in (
+        torch.quantize_per_tensor(plain, 0.1, 3, dtype),
+        torch.quantize_per_channel(plain, torch.rand(6) + 0.1, torch.zeros(6, dtype=torch.int64), 1, dtype),
+        torch.quantize_per_tensor(torch.empty(0, 3), 0.1, 3, dtype),
+    ):
+        back = round_trip(tensor)
+        assert same(tensor, back)
+        assert torch.equal(tensor.dequantize(), back.dequantize())
+        assert tensor.qscheme() == back.qscheme()
+
+
+@pytest.mark.filterwarnings("ignore:.*beta state.*:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc])
+def test_compressed_sparse_tensors(layout):
+    dense = torch.tensor([[0, 1, 0, 2], [3, 0, 0, 0], [0, 0, 0, 0], [4.0, 5, 6, 7]])
+    blocks = (2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+    tensor = dense.to_sparse(layout=layout, blocksize=blocks)
+    back = round_trip(tensor)
+    assert back.layout == layout
+    assert torch.equal(back.to_dense(), dense)
+
+
+def test_sparse_coo_tensors_coalesced_or_not():
+    indices = torch.tensor([[0, 0, 1], [2, 2, 0]])
+    loose = torch.sparse_coo_tensor(indices, torch.tensor([1.0, 2, 3]), (2, 3), check_invariants=True)
+    for tensor in (loose, loose.coalesce(), torch.sparse_coo_tensor(size=(2, 3), check_invariants=True)):
+        back = round_trip(tensor)
+        assert back.is_coalesced() == tensor.is_coalesced()
+        assert torch.equal(back._indices(), tensor._indices())
+        assert torch.equal(back._values(), tensor._values())
+
+
+def test_parameters_and_requires_grad():
+    for value in (
+        torch.nn.Parameter(torch.randn(3)),
+        torch.nn.Parameter(torch.arange(3), requires_grad=False),
+        torch.randn(3, requires_grad=True),
+        torch.nn.Buffer(torch.randn(3)),
+    ):
+        back = round_trip(value)
+        assert same(value, back)
+
+
+class Marked(torch.Tensor):
+    """A subclass that is plain data."""
+
+
+def test_plain_subclasses():
+    value = torch.randn(3).as_subclass(Marked)
+    back = round_trip(value)
+    assert type(back) is Marked
+    assert torch.equal(back.as_subclass(torch.Tensor), value.as_subclass(torch.Tensor))
+
+
+def test_tied_weights_are_stored_once_and_tied_again():
+    weight = torch.randn(1000)
+    state = {"a": weight, "b": weight, "c": {"d": weight}, "view": weight[:500], "reshaped": weight.view(10, 100)}
+    Snapshot.take("memory://exact", {"state": StateDict(value=state)}, overwrite=True)
+    snapshot = Snapshot("memory://exact")
+    assert snapshot.metadata.nbytes < 4096 + 4000 + 2000 + 4000 + 1
+    back = snapshot.get_state_dict_for_key("state")["value"]
+    assert back["a"] is back["b"] is back["c"]["d"]
+    assert same(back, state)
+
+
+def test_overlapping_views_are_stored_apart():
+    base = torch.arange(10.0)
+    back = round_trip({"a": base[:6], "b": base[4:]})
+    back["a"].zero_()
+    assert torch.equal(back["b"], base[4:])
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(12.0).reshape(3, 4),
+        np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+        np.arange(12, dtype=">i4"),
+        np.arange(20)[::-3],
+        np.array([], dtype=np.float16),
+        np.zeros((3, 0)),
+        np.array(5.0),
+        np.float32(2.5),
+        np.bool_(True),
+        np.int64(-7),
+        np.array(["ab", "c"]),
+        np.array([b"x", b"yz"]),
+        np.array(["2020-01-01", "NaT"], dtype="datetime64[D]"),
+        np.timedelta64(5, "s"),
+        np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")]),
+        np.array([(1, [2.5, 1])], dtype=[("a", "i4"), ("b", "f8", (2,))]),
+        np.array([1 + 2j]),
+        np.array([1, 2], dtype=np.longdouble),
+        np.broadcast_to(np.arange(3), (2, 3)),
+    ],
+    ids=lambda array: f"{array.dtype}{array.shape}",
+)
+def test_numpy_arrays_and_scalars_without_a_pickle(array):
+    back = round_trip(array)
+    assert same(array, back)
+    if isinstance(array, np.ndarray) and array.ndim > 1 and array.flags.f_contiguous:
+        assert back.flags.f_contiguous == array.flags.f_contiguous
+
+
+def test_numpy_arrays_are_filled_in_place():
+    live = np.arange(5.0)
+    state = StateDict(a=live)
+    Snapshot.take("memory://exact", {"state": state}, overwrite=True)
+    live[:] = 0
+    Snapshot("memory://exact").restore({"state": state})
+    assert state["a"] is live
+    assert live.tolist() == [0, 1, 2, 3, 4]
+
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=True)
+    | st.complex_numbers(allow_nan=True)
+    | st.text(st.characters(exclude_categories=()), max_size=20)
+    | st.binary(max_size=20)
+    | st.sampled_from([torch.float32, torch.device("cpu"), torch.device("cuda", 3), torch.Size([2, 3]), torch.Size([])])
+)
+keys = (
+    st.text(st.characters(exclude_categories=()), max_size=8)
+    | st.integers(-(2**70), 2**70)
+    | st.booleans()
+    | st.none()
+    | st.floats(allow_nan=False)
+    | st.sampled_from(["", "/", "%", "%2F", "..", ".", "%int:1", "1", "True", "None", "[0]", "[0:1]", "²"])
+    | st.sampled_from(["🎉" * 90, "\ud800", "%uD800"])
+)  # fmt: skip
+
+
+def containers(children):
+    return (
+        st.lists(children, max_size=4)
+        | st.lists(children, max_size=4).map(tuple)
+        | st.dictionaries(keys, children, max_size=5)
+        | st.dictionaries(keys, children, max_size=4).map(collections.OrderedDict)
+        | st.lists(children, max_size=3).map(lambda items: collections.deque(items, maxlen=5))
+        | st.dictionaries(keys, children, max_size=3).map(lambda items: collections.defaultdict(list, items))
+    )
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.recursive(scalars, containers, max_leaves=12))
+def test_nested_containers_keep_types_keys_and_order(value):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        back = round_trip(value)
+    assert same(value, back)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(keys, st.integers(0, 9).map(lambda n: torch.full((n,), n)), min_size=2, max_size=6))
+def test_names_never_collide(value):
+    assert same(value, round_trip(value))
+
+
+def test_sets_counters_and_other_containers():
+    for value in (
+        {1, "a", None, (1, 2)},
+        frozenset([1, frozenset([2])]),
+        collections.Counter("abca"),
+        collections.deque([1], maxlen=None),
+        collections.defaultdict(None, a=1),
+        collections.defaultdict(int, {True: 1}),
+    ):
+        back = round_trip(value)
+        assert same(value, back)
+        if isinstance(value, collections.defaultdict):
+            assert back.default_factory is value.default_factory
+
+
+def test_empty_containers_stay():
+    assert same(round_trip({"a": {}, "b": [], "c": (), "d": set()}), {"a": {}, "b": [], "c": (), "d": set()})
+
+
+def test_long_values_stand_in_data_files():
+    value = {"s": "é" * 100_000, "b": bytes(range(256)) * 2000, "a": bytearray(b"x" * 20_000), "big": 7**20_000}
+    back = round_trip(value)
+    assert same(back, value)
+    assert Snapshot("memory://exact").verify().ok
+
+
+def test_nan_payloads_are_kept():
+    odd = struct.unpack("d", struct.pack("Q", 0x7FF8DEADBEEF0001))[0]
+    assert same(round_trip(odd), odd)
+    assert same(round_trip(-0.0), -0.0)
+
+
+def test_deep_nesting_is_refused_kindly():
+    deep = []
+    for _ in range(600):
+        deep = [deep]
+    with pytest.raises(Exception, match="nested more than 500"):
+        round_trip(deep)
+    loop = []
+    loop.append(loop)
+    with pytest.raises(Exception, match="holds itself"):
+        round_trip(loop)
+
+
+def test_nothing_is_pickled_for_torch_s_own_objects():
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.LazyLinear(2)
+    )
+    model(torch.randn(2, 3, 8, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Snapshot.take("memory://exact", {"model": model}, overwrite=True)
+        for name in optimizers():
+            optimizer = stepped(name)
+            Snapshot.take("memory://exact", {"optimizer": optimizer}, overwrite=True)
+        for scheduler in schedulers():
+            Snapshot.take("memory://exact", {"scheduler": scheduler}, overwrite=True)
+
+
+def optimizers():
+    return [
+        name
+        for name in dir(torch.optim)
+        if isinstance(getattr(torch.optim, name), type)
+        and issubclass(getattr(torch.optim, name), torch.optim.Optimizer)
+        and name not in ("Optimizer", "SparseAdam")
+    ]
+
+
+def stepped(name, steps=2, **options):
+    """An optimizer that has made a step or two over a small model's parameters."""
+    torch.manual_seed(1)
+    parameters = [torch.nn.Parameter(torch.randn(4, 3)), torch.nn.Parameter(torch.randn(3, 4))]
+    kind = getattr(torch.optim, name)
+    optimizer = kind(parameters, **({"lr": 0.01} | options))
+    for _ in range(steps):
+        step(optimizer)
+    return optimizer
+
+
+def step(optimizer):
+    def closure():
+        optimizer.zero_grad()
+        loss = sum((p**2).sum() for group in optimizer.param_groups for p in group["params"])
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def schedulers():
+    s = torch.optim.lr_scheduler
+
+    def fresh():
+        return torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
+
+    o = fresh()
+    made = [
+        s.StepLR(fresh(), 2), s.MultiStepLR(fresh(), [2, 4, 4]), s.ConstantLR(fresh()), s.LinearLR(fresh()),
+        s.ExponentialLR(fresh(), 0.9), s.CosineAnnealingLR(fresh(), 10), s.PolynomialLR(fresh()),
+        s.ReduceLROnPlateau(fresh()), s.CyclicLR(fresh(), 0.1, 0.2), s.OneCycleLR(fresh(), 0.1, total_steps=10),
+        s.CosineAnnealingWarmRestarts(fresh(), 3), s.LambdaLR(fresh(), lambda epoch: 0.9**epoch),
+        s.MultiplicativeLR(fresh(), lambda epoch: 0.9),
+        s.SequentialLR(o, [s.ConstantLR(o), s.ExponentialLR(o, 0.9)], [2]),
+    ]  # fmt: skip
+    o = fresh()
+    return [*made, s.ChainedScheduler([s.ConstantLR(o), s.ExponentialLR(o, 0.9)])]
+
+
+@pytest.mark.parametrize("name", optimizers())
+def test_a_fresh_optimizer_continues_bit_identically(name):
+    trained = stepped(name)
+    weights = StateDict(weights=[p.detach().clone() for p in trained.param_groups[0]["params"]])
+    Snapshot.take("memory://exact", {"optimizer": trained}, overwrite=True)
+    for _ in range(3):
+        step(trained)
+    fresh = stepped(name, steps=0)
+    with torch.no_grad():
+        for parameter, saved in zip(fresh.param_groups[0]["params"], weights["weights"], strict=True):
+            parameter.copy_(saved)
+    Snapshot("memory://exact").restore({"optimizer": fresh})
+    for _ in range(3):
+        step(fresh)
+    for a, b in zip(trained.param_groups[0]["params"], fresh.param_groups[0]["params"], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_optimizer_state_keeps_its_dtype_where_torch_would_cast():
+    parameter = torch.nn.Parameter(torch.randn(4, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    optimizer.state[parameter]["momentum_buffer"] = torch.randn(4, dtype=torch.float32)
+    saved = optimizer.state[parameter]["momentum_buffer"].clone()
+    Snapshot.take("memory://exact", {"o": optimizer}, overwrite=True)
+    fresh = torch.optim.SGD([torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))], lr=0.1, momentum=0.9)
+    Snapshot("memory://exact").restore({"o": fresh})
+    (state,) = fresh.state.values()
+    assert state["momentum_buffer"].dtype == torch.float32
+    assert torch.equal(state["momentum_buffer"], saved)
+
+
+def test_schedulers_come_back():
+    for scheduler in schedulers():
+        saved = {k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"}
+        Snapshot.take("memory://exact", {"s": scheduler}, overwrite=True)
+        back = Snapshot("memory://exact").get_state_dict_for_key("s")
+        assert same({k: v for k, v in back.items() if k != "lr_lambdas"}, saved)
+        Snapshot("memory://exact").restore({"s": scheduler})
+
+
+def test_a_module_s_versions_are_kept():
+    model = torch.nn.BatchNorm1d(3)
+    Snapshot.take("memory://exact", {"m": model}, overwrite=True)
+    back = Snapshot("memory://exact").get_state_dict_for_key("m")
+    assert back._metadata == model.state_dict()._metadata
+    assert list(back) == list(model.state_dict())
+
+
+def test_a_nan_key_and_other_odd_dicts_are_pickled_with_a_warning():
+    for value in ({math.nan: 1}, {(1, 2): torch.ones(2)}, {b"x": 1}):
+        with pytest.warns(UserWarning, match="stored as pickles"):
+            back = round_trip(value)
+        assert [repr(k) for k in back] == [repr(k) for k in value]
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+class Custom:
+    def __init__(self):
+        self.x = 1
+
+
+def test_objects_are_pickled_with_a_warning_and_read_back_only_if_allowed():
+    from snapshot import UnsafeObjectError
+
+    state = StateDict(point=Point(1, 2), custom=Custom())
+    with pytest.warns(UserWarning, match="state/point"):
+        Snapshot.take("memory://exact", {"state": state}, overwrite=True)
+    with pytest.raises(UnsafeObjectError, match="allow_pickle=True"):
+        Snapshot("memory://exact").read_object("0/state/custom")
+    assert Snapshot("memory://exact", allow_pickle=True).read_object("0/state/point") == Point(1, 2)
+    Snapshot("memory://exact", allow_pickle=True).restore({"state": state})
+    assert state["custom"].x == 1

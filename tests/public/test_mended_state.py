@@ -1,0 +1,278 @@
+"""Corners of what a state may hold: ties, exclusions, freed memory, odd dtypes and layouts, other generators."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from snapshot import CorruptSnapshotError, RNGState, Snapshot, SnapshotError, StateDict
+from snapshot.manifest.entries import TensorEntry
+from snapshot.state import arrays
+from snapshot.state.flatten import Flattened
+from snapshot.tensors import composite
+from snapshot.tensors.geometry import Box, overlap
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{message}:UserWarning")
+    for message in (".*quantize_per_tensor", "TypedStorage", ".*beta state")
+]
+
+URL = "memory://mended"
+
+
+def take(state, **options):
+    return Snapshot.take(URL, {"s": StateDict(**state)}, overwrite=True, **options)
+
+
+def back(**state):
+    return take(state).get_state_dict_for_key("s")
+
+
+def places(snapshot, *names):
+    manifest = snapshot.get_manifest()
+    found = [manifest[f"0/s/{name}"] for name in names]
+    found = [getattr(each, "data", each) for each in found]
+    return {(each.location, each.byte_range) for each in found}
+
+
+def test_a_bytearray_is_copied_at_once():
+    held = bytearray(b"before")
+    flat = Flattened()
+    flat.add("s", {"x": held})
+    held[:] = b"behind"
+    assert (flat.blobs[0].data, flat.blobs[0].serializer) == (b"before", "bytearray")
+    assert flat.blobs[0].obj_type == "builtins.bytearray"
+
+
+def test_ties_hold_under_a_prepare_function():
+    net = torch.nn.Module()
+    net.a = net.b = torch.nn.Linear(3, 3, bias=False)
+    asked = []
+
+    def half(path, tensor, tracing):
+        asked.append(path)
+        return tensor.half()
+
+    snapshot = Snapshot.take(URL, {"s": net}, overwrite=True, _custom_tensor_prepare_func=half)
+    assert asked == ["s/a.weight"]
+    assert len(places(snapshot, "a.weight", "b.weight")) == 1
+
+
+def test_what_remains_of_three_ties_is_one():
+    tensor = torch.ones(4)
+    parameter = torch.nn.Parameter(torch.ones(5))
+    state = dict.fromkeys("abc", tensor) | dict.fromkeys("xyz", parameter)
+    snapshot = take(state, exclude=["s/a", "s/x"])
+    assert len(places(snapshot, "b", "c")) == len(places(snapshot, "y", "z")) == 1
+    assert list(snapshot.get_state_dict_for_key("s")) == ["b", "c", "y", "z"]
+
+
+def test_what_is_excluded_is_not_looked_at():
+    class Odd:
+        pass
+
+    state = {"x": 1, "lock": threading.Lock(), "deep": {"odd": Odd(), 1: torch.ones(2), "1": 3}}
+    snapshot = take(state, exclude=["s/lock", "s/deep/odd", "s/deep/1", "**/odd"])
+    assert list(snapshot.get_state_dict_for_key("s")) == ["x", "deep"]
+    assert list(snapshot.get_state_dict_for_key("s")["deep"]) == [1]
+    take(state, exclude=["s/lock", "s/deep", "s/deep/odd"])
+    with pytest.warns(UserWarning, match="'s/none' matches nothing"):
+        take(state, exclude=["s/lock", "s/deep", "s/none"])
+
+
+def test_one_array_under_two_names_is_stored_once():
+    array = np.arange(6.0).reshape(2, 3)
+    state = StateDict(a=array, b=array, turned=array.T)
+    snapshot = Snapshot.take(URL, {"s": state}, overwrite=True)
+    assert len(places(snapshot, "a", "b")) == 1
+    assert len(places(snapshot, "a", "turned")) == 2
+    array[:] = 0
+    snapshot.restore({"s": state})
+    assert np.array_equal(state["a"], np.arange(6.0).reshape(2, 3))
+    assert np.array_equal(state["b"], state["a"])
+    assert np.array_equal(state["turned"], np.arange(6.0).reshape(2, 3).T)
+
+
+@pytest.mark.parametrize("kind", ["plain", "view", "far", "parameter", "turned", "sparse", "quantised"])
+def test_freed_memory_is_an_error(kind):
+    tensor = torch.ones(2, 3)
+    freed = tensor
+    if kind == "view":
+        tensor = tensor[1:]
+    elif kind == "far":
+        freed = torch.ones(1 << 12, 1 << 12)
+        tensor = freed[-1]
+    elif kind == "parameter":
+        tensor = torch.nn.Parameter(tensor)
+    elif kind == "turned":
+        tensor = tensor.t()
+    elif kind == "sparse":
+        tensor = tensor.to_sparse()
+        freed = tensor._values()
+    elif kind == "quantised":
+        tensor = freed = quantised(tensor)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(SnapshotError, match=r"s/t.*freed"):
+        take({"t": tensor})
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+def test_attributes_that_are_lost_are_named():
+    tensor = torch.ones(3).as_subclass(Tagged)
+    take({"t": tensor})
+    tensor.label = "mine"
+    with pytest.warns(UserWarning, match=r"s/t .*Tagged: label"):
+        take({"t": tensor})
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.label = "mine"
+    take({"p": parameter, "b": torch.nn.Buffer(torch.ones(3))})
+
+
+def quantised(tensor, dtype=torch.qint8, axis=None):
+    if axis is None:
+        return torch.quantize_per_tensor(tensor, 0.1, 1, dtype)
+    size = tensor.shape[axis]
+    return torch.quantize_per_channel(
+        tensor, torch.full((size,), 0.1), torch.zeros(size, dtype=torch.int64), axis, dtype
+    )
+
+
+def test_quantised_tensors_keep_how_they_lie_in_memory():
+    images = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    state = {
+        "last": quantised(images),
+        "turned": quantised(torch.randn(4, 5)).t(),
+        "channels": quantised(images, axis=1),
+        "plain": quantised(torch.randn(4, 5), axis=0),
+    }
+    for name, found in back(**state).items():
+        assert found.stride() == state[name].stride(), name
+        assert torch.equal(found.int_repr(), state[name].int_repr())
+        assert torch.equal(found.dequantize(), state[name].dequantize())
+
+
+def test_several_quantised_values_in_a_byte_are_pickled():
+    tensor = torch.quantize_per_channel(torch.randn(4, 6), torch.ones(4), torch.zeros(4), 0, torch.quint4x2)
+    with pytest.warns(UserWarning, match="stored as pickles"):
+        snapshot = take({"t": tensor})
+    found = snapshot.get_state_dict_for_key("s")["t"]
+    assert found.dtype == torch.quint4x2
+    assert torch.equal(found.dequantize(), tensor.dequantize())
+
+
+@pytest.mark.parametrize("name", [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)])
+def test_dtypes_that_torch_cannot_copy_are_saved_in_c_order_only(name):
+    tensor = torch.arange(6, dtype=torch.uint8).view(2, 3).view(getattr(torch, name))
+    assert torch.equal(back(t=tensor)["t"].view(torch.uint8), tensor.view(torch.uint8))
+    with pytest.raises(SnapshotError, match=r"s/t: .*C order"):
+        take({"t": tensor.t()})
+
+
+@pytest.mark.parametrize("name", ["bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"])
+def test_bits_come_back_from_any_order(name):
+    tensor = torch.arange(12, dtype=torch.uint8).view(2, 6).view(getattr(torch, name))
+    found = back(t=tensor.t())["t"]
+    assert found.stride() == tensor.t().stride()
+    assert torch.equal(found.t().view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_a_default_device_changes_nothing():
+    state = {
+        "t": torch.ones(2),
+        "empty": np.zeros((0, 2), "U3"),
+        "array": np.arange(3),
+        "sparse": torch.eye(3).to_sparse(),
+        "rows": torch.eye(3).to_sparse_csr(),
+        "q": quantised(torch.ones(2)),
+    }
+    with torch.device("meta"):
+        found = back(**state)
+    assert all(found[name].device.type == "cpu" for name in ["t", "sparse", "rows", "q"])
+    assert found["empty"].shape == (0, 2)
+    assert np.array_equal(found["array"], state["array"])
+    assert torch.equal(found["sparse"].to_dense(), torch.eye(3))
+    assert torch.equal(found["rows"].to_dense(), torch.eye(3))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "scalar"),
+    [
+        ("<f8", (-1, -1), False),
+        ("<f8", (-1,), False),
+        ("<f4", (1,), False),
+        ("<V3", (2,), False),
+        ("<f8", (0, -3), False),
+        ("<f8", (1,), True),
+        ("<f8", (1,) * 70, False),
+    ],
+)
+def test_a_hostile_array_is_corrupt(dtype, shape, scalar):
+    with pytest.raises(CorruptSnapshotError, match="s/a"):
+        arrays.rebuild("s/a", torch.zeros(8, dtype=torch.uint8), dtype, shape, "C", scalar)
+
+
+def test_elements_without_bytes_take_no_memory():
+    made = arrays.rebuild("s/a", torch.zeros(0, dtype=torch.uint8), "|V0", (1 << 40,), "C", False)
+    assert (made.shape, made.itemsize) == ((1 << 40,), 0)
+
+
+@pytest.mark.parametrize("subclass", [None, "torch.nn.parameter.Parameter"])
+def test_an_integer_that_requires_a_gradient_is_corrupt(subclass):
+    with pytest.raises(CorruptSnapshotError, match=r"s/t: .*gradient"):
+        composite.dress("s/t", torch.ones(2, dtype=torch.int64), subclass, True)
+
+
+@pytest.mark.parametrize("name", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
+@pytest.mark.parametrize("other", [False, True])
+def test_any_generator_of_numpy_comes_back(name, other):
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(getattr(np.random, name)(7))
+        np.random.standard_normal(3)
+        snapshot = Snapshot.take(URL, {"rng": RNGState()}, overwrite=True)
+        wanted = np.random.standard_normal(5).tolist()
+        if other:
+            np.random.set_bit_generator(np.random.PCG64(1) if name == "MT19937" else np.random.MT19937(1))
+        report = snapshot.restore({"rng": RNGState()})
+        assert not report.skipped
+        assert np.random.standard_normal(5).tolist() == wanted
+    finally:
+        np.random.set_bit_generator(before)
+
+
+def test_generators_that_were_not_saved_stay_as_they_are():
+    state = RNGState().state_dict()
+    assert RNGState().load_state_dict({}) == []
+    assert RNGState().load_state_dict({"numpy": {"bit_generator": "Unknown"}, "python": {}}) == ["numpy", "python"]
+    assert RNGState().load_state_dict({"numpy": {"bit_generator": "MT19937"}}) == ["numpy"]
+    after = np.random.standard_normal(2).tolist()
+    old = np.random.get_state()
+    RNGState().load_state_dict(state)
+    assert np.random.standard_normal(2).tolist() == after
+    legacy = dict(zip(["kind", "keys", "position", "has_gauss", "gauss"], old, strict=True))
+    following = np.random.standard_normal(2).tolist()
+    RNGState().load_state_dict({"numpy": legacy})
+    assert np.random.standard_normal(2).tolist() == following
+    snapshot = Snapshot.take(URL, {"rng": RNGState()}, overwrite=True, exclude=["rng/numpy"])
+    snapshot.restore({"rng": RNGState()})
+
+
+def test_many_boxes_are_compared_quickly():
+    begin = time.perf_counter()
+    strips = [Box((0, i), (9, 1)) for i in range(3000)]
+    assert not overlap(strips)
+    assert overlap([*strips, Box((3, 1500), (1, 1))])
+    assert not overlap([Box((i, j), (1, 1)) for i in range(55) for j in range(55)])
+    pinwheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
+    assert not overlap(pinwheel)
+    assert overlap([*pinwheel, Box((1, 1), (1, 1))])
+    assert time.perf_counter() - begin < 1
+
+
+def test_plain_tensors_are_plain_entries():
+    assert type(take({"t": torch.ones(2)}).get_manifest()["0/s/t"]) is TensorEntry

@@ -1,0 +1,193 @@
+"""Restoring a part: what is not asked for stays as it is, what cannot work is known before anything is touched."""
+
+import collections
+
+import numpy as np
+import pytest
+import torch
+
+from snapshot import RestoreError, Snapshot, StateDict
+
+URL = "memory://partial"
+
+
+def take(**values):
+    return Snapshot.take(URL, {"s": StateDict(**values)}, overwrite=True)
+
+
+@pytest.mark.parametrize("how", [{"include": ["s/x"]}, {"exclude": ["s/hist", "s/d", "s/empty"]}])
+def test_what_is_left_out_stays_whole(how):
+    take(x=1, hist=[1, 2], d={"a": 1}, empty={})
+    live = StateDict(x=0, hist=[7, 8, 9], d={"b": 2}, extra=5, empty={"c": 3})
+    report = Snapshot(URL).restore({"s": live}, **how)
+    assert dict(live) == {"x": 1, "hist": [7, 8, 9], "d": {"b": 2}, "extra": 5, "empty": {"c": 3}}
+    assert {line.path for line in report.skipped} == {"s/hist/0", "s/hist/1", "s/d/a", "s/empty"}
+
+
+def test_parts_of_containers():
+    take(d={"a": 1, "b": {"c": 2, "d": 3}}, pair=(1, torch.ones(2)))
+    live = StateDict(d={"a": 0, "b": collections.OrderedDict(c=0, d=0, e=0)}, pair=(0, torch.zeros(2)))
+    Snapshot(URL).restore({"s": live}, include=["s/d/b/c", "s/pair/1"])
+    assert live["d"] == {"a": 0, "b": {"c": 2, "d": 0, "e": 0}}
+    assert live["pair"][0] == 0
+    assert live["pair"][1].tolist() == [1, 1]
+
+
+def test_a_sequence_that_cannot_hold_a_part_is_found_before_anything_is_touched():
+    take(a=torch.ones(3), hist=[1, 2])
+    live = StateDict(a=torch.zeros(3), hist=[])
+    with pytest.raises(RestoreError, match="s/hist: only a part"):
+        Snapshot(URL).restore({"s": live}, include=["s/a", "s/hist/0"])
+    assert live["a"].sum() == 0
+
+
+def test_an_optimizer_keeps_its_moments_where_they_are_left_out():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([weight], lr=0.5)
+    Snapshot.take(URL, {"o": optimizer}, overwrite=True)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    with pytest.warns(UserWarning, match="'o/stat' matches nothing"):
+        Snapshot(URL).restore({"o": optimizer}, include=["o/param_groups"], exclude=["o/stat"])
+    assert optimizer.state[weight]["exp_avg"].abs().sum() > 0
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_an_include_that_matches_nothing_is_an_error():
+    take(x=1)
+    with pytest.raises(RestoreError, match="'s/typo' matches nothing"):
+        Snapshot(URL).restore({"s": StateDict(x=0)}, include=["s/typo"])
+
+
+def test_rename_keeps_the_type_of_keys():
+    a, b = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([a, b], lr=0.1, momentum=0.9)
+    a.grad = torch.full((2,), 3.0)
+    optimizer.step()
+    Snapshot.take(URL, {"o": optimizer, "s": StateDict(d={1: "x"})}, overwrite=True)
+    fresh = torch.optim.SGD([a, b], lr=0.1, momentum=0.9)
+    state = StateDict()
+    Snapshot(URL).restore({"o": fresh, "s": state}, rename={"o/state/0": "o/state/1", "s/d/1": "s/d/2"})
+    assert fresh.state[b]["momentum_buffer"].tolist() == [3, 3]
+    assert a not in fresh.state
+    assert state["d"] == {2: "x"}
+
+
+def test_a_module_s_kinds_are_checked_before_anything_is_touched():
+    class Odd(torch.nn.Linear):
+        def __init__(self, value):
+            super().__init__(2, 2)
+            self.value = value
+
+        def state_dict(self, *args, **kwargs):
+            return {**super().state_dict(*args, **kwargs), "odd": self.value}
+
+    for value in (3, "x", {"a": torch.ones(2)}, [torch.ones(2)], np.ones(3), torch.eye(3).to_sparse()):
+        Snapshot.take(URL, {"m": Odd(value)}, overwrite=True)
+        live = Odd(torch.zeros(2))
+        before = live.weight.detach().clone()
+        with pytest.raises(RestoreError, match="m/odd"):
+            Snapshot(URL).restore({"m": live})
+        assert torch.equal(live.weight, before)
+
+
+def test_something_that_is_no_optimizer_s_state_is_found_before_anything_is_touched():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    Snapshot.take(URL, {"o": StateDict(state={0: {"momentum_buffer": torch.zeros(3)}})}, overwrite=True)
+    with pytest.raises(RestoreError, match="no optimizer's parameter groups"):
+        Snapshot(URL).restore({"o": optimizer})
+    assert optimizer.state[weight]["momentum_buffer"].sum() == 3
+
+
+def test_nested_optimizer_state_keeps_its_dtype():
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.state[weight] = {"hist": [torch.full((2,), 0.1)], "d": {"x": torch.full((2,), 0.1)}, "n": 3}
+    Snapshot.take(URL, {"o": optimizer}, overwrite=True)
+    fresh = torch.optim.SGD([weight], lr=0.1)
+    Snapshot(URL).restore({"o": fresh})
+    assert fresh.state[weight]["hist"][0].dtype == torch.float32
+    assert torch.equal(fresh.state[weight]["d"]["x"], torch.full((2,), 0.1))
+
+
+def test_groups_with_a_shared_tensor_learning_rate():
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    groups = [{"params": [weights[0]], "lr": torch.tensor(0.1)}, {"params": [weights[1]], "lr": torch.tensor(0.2)}]
+    Snapshot.take(URL, {"o": torch.optim.Adam(groups)}, overwrite=True)
+    fresh = torch.optim.Adam([{"params": [weight]} for weight in weights], lr=torch.tensor(0.5))
+    Snapshot(URL).restore({"o": fresh})
+    assert [group["lr"].item() for group in fresh.param_groups] == pytest.approx([0.1, 0.2])
+
+
+def test_live_tensors_without_memory_or_with_shared_elements():
+    freed = torch.ones(1000)
+    freed.untyped_storage().resize_(0)
+    windows = torch.zeros(5).as_strided((3, 3), (1, 1))
+    take(freed=torch.arange(1000.0), windows=torch.arange(9.0).view(3, 3))
+    live = StateDict(freed=freed, windows=windows)
+    report = Snapshot(URL).restore({"s": live})
+    assert torch.equal(live["freed"], torch.arange(1000.0))
+    assert torch.equal(live["windows"], torch.arange(9.0).view(3, 3))
+    assert {line.path for line in report.replaced} == {"s/freed", "s/windows"}
+    with pytest.raises(RestoreError, match="share memory"):
+        Snapshot(URL).read_object("0/s/windows", torch.zeros(5).as_strided((3, 3), (1, 1)))
+
+
+def test_a_matrix_and_its_column_that_were_apart():
+    take(full=torch.zeros(4, 4), col=torch.ones(4))
+    base = torch.full((4, 4), 7.0)
+    with pytest.raises(RestoreError, match="share memory"):
+        Snapshot(URL).restore({"s": StateDict(full=base, col=base[:, 0])})
+    assert base.eq(7).all()
+
+
+def test_equal_bytes_may_go_to_one_memory():
+    weight = torch.nn.Parameter(torch.arange(6.0))
+    state = {"m": torch.nn.ParameterDict({"w": weight}), "s": StateDict(w=weight)}
+    Snapshot.take(URL, state, overwrite=True)
+    with torch.no_grad():
+        weight.zero_()
+    Snapshot(URL).restore(state)
+    assert torch.equal(weight.detach(), torch.arange(6.0))
+
+
+def test_read_only_arrays_are_not_written():
+    take(n=np.arange(3))
+    frozen = bytes(24)
+    with pytest.raises(RestoreError, match="must not be written"):
+        Snapshot(URL).read_object("0/s/n", np.frombuffer(frozen, np.int64))
+    assert frozen == bytes(24)
+
+
+def test_structured_arrays_are_filled():
+    array = np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")])
+    take(n=array)
+    out = np.zeros(1, dtype=array.dtype)
+    assert Snapshot(URL).read_object("0/s/n", out) is out
+    assert out.tolist() == array.tolist()
+
+
+def test_a_parameter_over_a_plain_tensor_is_replaced_and_reported():
+    take(p=torch.nn.Parameter(torch.ones(2)), n=3)
+    live = StateDict(p=torch.zeros(2), n=torch.zeros(1))
+    report = Snapshot(URL).restore({"s": live})
+    assert type(live["p"]) is torch.nn.Parameter
+    assert live["n"] == 3
+    assert {line.path for line in report.replaced} == {"s/p", "s/n"}
+
+
+def test_metadata_holds_no_nan():
+    with pytest.raises(TypeError, match="JSON"):
+        Snapshot.take(URL, {"s": StateDict()}, overwrite=True, metadata={"loss": float("inf")})
+
+
+def test_a_default_device_changes_nothing():
+    snapshot = take(t=torch.arange(6.0).view(2, 3), a=np.zeros((0, 2)))
+    with torch.device("meta"):
+        assert snapshot.read_object("0/s/t", box=[0]).tolist() == [0, 1, 2]
+        assert snapshot.get_state_dict_for_key("s")["a"].shape == (0, 2)
+        assert snapshot.read_object("0/s/t").tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -1,0 +1,94 @@
+"""Faults that other checkpoint libraries were shown to have, each as a test of ours.
+
+Those that concern one process and have no better place; the rest stand beside what they are about.
+"""
+
+import os
+import time
+
+import pytest
+import torch
+
+from snapshot import RestoreError, Snapshot, StateDict
+from snapshot.testing import recording
+
+
+def test_each_byte_is_read_once_however_many_keys():
+    state = {f"key{i}": StateDict(x=torch.full((5000,), float(i))) for i in range(8)}
+    with recording() as log:
+        Snapshot.take("recording+memory://keys", state, overwrite=True)
+        log.clear()
+        Snapshot("recording+memory://keys").restore(state)
+        assert log.nbytes("read_into") <= 8 * 20_000 + 4096
+        assert len(log.of("get")) == 1
+
+
+def test_many_keys_of_few_tensors_are_quick():
+    state = {f"key{i}": StateDict(**{f"t{j}": torch.ones(4) for j in range(50)}) for i in range(100)}
+    best = 9.0
+    for _ in range(3):
+        began = time.perf_counter()
+        Snapshot.take("memory://quick", state, overwrite=True)
+        Snapshot("memory://quick").restore(state)
+        best = min(best, time.perf_counter() - began)
+    assert best < 5  # a peer takes minutes
+
+
+def test_names_that_look_like_chunks_do_not_overwrite_each_other(monkeypatch, tmp_path):
+    from snapshot.plan import layout
+
+    monkeypatch.setattr(layout, "LARGEST_FILE", 4000)
+    values = {
+        "a": torch.randn(3000),
+        "a_0": torch.randn(3000),
+        "a_1000": torch.randn(3000),
+        "a[0:1000]": torch.randn(1000),
+    }
+    Snapshot.take(tmp_path, {"s": StateDict(**values)})
+    back = Snapshot(tmp_path).get_state_dict_for_key("s")
+    assert all(torch.equal(back[name], value) for name, value in values.items())
+
+
+def test_a_path_that_was_used_before_can_be_used_again(tmp_path):
+    for i in range(3):
+        Snapshot.async_take(tmp_path / "s", {"s": StateDict(x=torch.full((10,), i))}, overwrite=True).wait()
+        assert Snapshot(tmp_path / "s").read_object("0/s/x").eq(i).all()
+        assert len(os.listdir(tmp_path / "s" / "data")) == 1
+
+
+def test_a_dtype_is_never_cast_in_silence():
+    Snapshot.take("memory://cast", {"m": torch.nn.Linear(2, 2)}, overwrite=True)
+    with pytest.raises(RestoreError, match="bfloat16"):
+        Snapshot("memory://cast").restore({"m": torch.nn.Linear(2, 2, dtype=torch.bfloat16)})
+
+
+def test_an_int_costs_few_bytes():
+    small = Snapshot.take("memory://small", {"s": StateDict(a=1)}, overwrite=True)
+    with recording() as log:
+        Snapshot.take("recording+memory://ints", {"s": StateDict(**{f"k{i}": i for i in range(101)})}, overwrite=True)
+        assert log.nbytes("commit") < 101 * 100 + 1000
+    assert small.metadata.nbytes == 0
+
+
+def test_bfloat16_and_a_lone_zero_element_tensor():
+    values = {"b": torch.randn(5).bfloat16(), "e": torch.empty(0), "e2": torch.empty(2, 0, dtype=torch.bool)}
+    Snapshot.take("memory://bf16", {"s": StateDict(**values)}, overwrite=True)
+    live = StateDict(b=torch.zeros(5).bfloat16(), e=torch.empty(0), e2=torch.empty(2, 0, dtype=torch.bool))
+    report = Snapshot("memory://bf16").restore({"s": live})
+    assert torch.equal(live["b"], values["b"])
+    assert not report.lines
+
+
+def test_tied_weights_take_their_bytes_once(tmp_path):
+    embedding = torch.nn.Embedding(1000, 100)
+    head = torch.nn.Linear(100, 1000, bias=False)
+    head.weight = embedding.weight
+    Snapshot.take(tmp_path, {"model": torch.nn.ModuleList([embedding, head])})
+    assert sum(file.stat().st_size for file in (tmp_path / "data").iterdir()) < 400_000 + 3 * 4096
+
+
+def test_storage_options_reach_the_plugin():
+    with pytest.raises(ValueError, match="colour"):
+        Snapshot.take("memory://options", {"s": StateDict(x=1)}, storage_options={"colour": "red"})
+    with pytest.raises(ValueError, match="colour"):
+        Snapshot("memory://options", None, {"colour": "red"}).exists()

@@ -1,0 +1,158 @@
+"""Takes, deletes and cancellations at the worst moment: a snapshot that is there is whole."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot.engine import commit
+from snapshot.testing import stalling
+
+
+def state(value):
+    return {"s": StateDict(x=torch.full((1000,), float(value)))}
+
+
+def value_of(path):
+    return Snapshot(path).read_object("0/s/x")[0].item()
+
+
+def whole(path):
+    assert Snapshot(path).verify().ok
+
+
+@pytest.mark.parametrize("operation", ["commit", "list", "delete"])
+def test_a_cancel_during_or_after_the_commit_takes_nothing_back(tmp_path, operation):
+    Snapshot.take(tmp_path, state(1))
+    with stalling(on=operation) as stall:
+        pending = Snapshot.async_take(f"stalling+file://{tmp_path}", state(2), overwrite=True)
+        stall.wait_reached()
+        cancelled = []
+        thread = threading.Thread(target=lambda: cancelled.append(pending.cancel()))
+        thread.start()
+        thread.join(0.1)
+        stall.release()
+        thread.join(30)
+    assert cancelled == [False]
+    pending.wait(30)
+    assert value_of(tmp_path) == 2
+    whole(tmp_path)
+
+
+def test_a_clean_spares_what_another_take_has_committed(tmp_path, monkeypatch):
+    real, other = commit.ours, []
+
+    async def slow(storage):
+        found = await real(storage)
+        if not other:
+            other.append(True)
+            thread = threading.Thread(target=lambda: Snapshot.take(tmp_path, state(2), overwrite=True))
+            import asyncio
+
+            await asyncio.get_running_loop().run_in_executor(None, lambda: (thread.start(), thread.join()))
+            found = await real(storage)
+        return found
+
+    monkeypatch.setattr(commit, "ours", slow)
+    Snapshot.take(tmp_path, state(1))
+    whole(tmp_path)
+    assert value_of(tmp_path) == 2
+
+
+def test_a_delete_leaves_no_manifest_without_its_data(tmp_path):
+    path = f"stalling+file://{tmp_path}/s"
+    Snapshot.take(tmp_path / "s", state(1))
+    script = f"""
+import torch
+from snapshot import Snapshot
+Snapshot({str(tmp_path / "s")!r}).delete()
+"""
+    with stalling(on="commit") as stall:
+        pending = Snapshot.async_take(path, state(2), overwrite=True)
+        stall.wait_reached()
+        subprocess.run([sys.executable, "-c", script], check=True, cwd="/", timeout=60)
+        stall.release()
+        with pytest.raises(SnapshotError, match="cleaned this one away"):
+            pending.wait(30)
+    assert not Snapshot(tmp_path / "s").exists()
+    assert not (tmp_path / "s").exists()
+
+
+def test_claims_left_by_a_crash_are_cleaned(tmp_path):
+    Snapshot.take(tmp_path, state(1))
+    for name in (".take-0123456789ab", ".take-0123456789ab.00ff00.tmp"):
+        (tmp_path / name).touch()
+    Snapshot.take(tmp_path, state(2), overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == [".snapshot_metadata", "data"]
+
+
+def test_reading_goes_on_with_a_snapshot_that_was_replaced(tmp_path):
+    Snapshot.take(tmp_path, state(1))
+    snapshot = Snapshot(tmp_path)
+    snapshot.get_manifest()
+    Snapshot.take(tmp_path, state(2), overwrite=True)
+    assert snapshot.read_object("0/s/x")[0] == 2
+    assert snapshot.get_state_dict_for_key("s")["x"][0] == 2
+
+
+def test_a_relative_path_is_of_the_folder_of_the_call(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pending = Snapshot.async_take("rel", state(1))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert pending.wait().exists()
+    with pytest.raises(ValueError, match="empty path"):
+        Snapshot("")
+
+
+def test_cancel_and_wait_from_a_progress_callback():
+    box, seen = [], []
+
+    def progress(now):
+        if box and not seen:
+            with pytest.raises(RuntimeError, match="progress callback"):
+                box[0].wait()
+            seen.append(box[0].cancel())
+
+    with stalling(on="create") as stall:
+        live = {"s": StateDict(x=torch.ones(5_000_000))}
+        box.append(Snapshot.async_take("stalling+memory://callback", live, progress=progress))
+        stall.release()
+        with pytest.raises(SnapshotError, match="cancelled"):
+            box[0].wait(30)
+    assert seen == [True]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_cannot_wait_for_its_parent_s_snapshot(tmp_path):
+    script = f"""
+import os, torch
+from snapshot import Snapshot, SnapshotError, StateDict
+pending = Snapshot.async_take({str(tmp_path / "s")!r}, {{"s": StateDict(x=torch.ones(4_000_000))}})
+child = os.fork()
+if child == 0:
+    try:
+        pending.wait()
+    except SnapshotError as error:
+        os._exit(0 if "fork" in str(error) else 1)
+    os._exit(2)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+pending.wait()
+raise SystemExit(code)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, cwd="/", timeout=60)
+
+
+@pytest.mark.parametrize("budget", [1, 64, 100_000, 1_000_000, 33_333_333])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128])
+def test_any_budget_makes_progress_with_any_element(budget, dtype):
+    tensor = torch.arange(600_000).to(dtype).view(300_000, 2)[:, 0]
+    for take in (Snapshot.take, lambda *a, **k: Snapshot.async_take(*a, **k).wait()):
+        take("memory://budget", {"s": StateDict(t=tensor)}, memory_budget_bytes=budget, overwrite=True)
+        live = StateDict(t=torch.zeros(300_000, 2, dtype=dtype)[:, 1])
+        Snapshot("memory://budget").restore({"s": live}, memory_budget_bytes=budget)
+        assert torch.equal(live["t"], tensor)

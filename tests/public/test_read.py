@@ -1,0 +1,231 @@
+"""read_object, boxes, state dicts and manifests: reading without a live application."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snapshot import RestoreError, Snapshot, StateDict
+from snapshot.plan import layout
+from snapshot.testing import recording
+
+URL = "memory://read"
+
+
+def take(**values):
+    return Snapshot.take(URL, {"s": StateDict(**values)}, overwrite=True)
+
+
+def test_objects_of_every_kind():
+    snapshot = take(t=torch.arange(6.0).view(2, 3), n=3, text="x", nested={"a": [1, torch.ones(2)]}, none=None)
+    assert torch.equal(snapshot.read_object("0/s/t"), torch.arange(6.0).view(2, 3))
+    assert snapshot.read_object("0/s/n") == 3
+    assert snapshot.read_object("0/s/none") is None
+    nested = snapshot.read_object("0/s/nested")
+    assert nested["a"][0] == 1
+    assert nested["a"][1].tolist() == [1, 1]
+    assert list(snapshot.read_object("0/s")) == ["t", "n", "text", "nested", "none"]
+
+
+def test_obj_out_is_filled_and_returned():
+    snapshot = take(t=torch.arange(6.0).view(2, 3), a=np.arange(4), n=3, h=torch.ones(3))
+    for out in (
+        torch.zeros(2, 3),
+        torch.zeros(3, 2).t(),
+        torch.zeros(2, 6)[:, ::2],
+        torch.nn.Parameter(torch.zeros(2, 3)),
+    ):
+        assert snapshot.read_object("0/s/t", out) is out
+        assert torch.equal(out.detach(), torch.arange(6.0).view(2, 3))
+    array = np.zeros(4, dtype=np.int64)
+    assert snapshot.read_object("0/s/a", array) is array
+    assert array.tolist() == [0, 1, 2, 3]
+    assert snapshot.read_object("0/s/n", torch.zeros(1)) == 3
+    for wrong in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64)):
+        with pytest.raises(RestoreError, match="obj_out"):
+            snapshot.read_object("0/s/t", wrong)
+        assert wrong.eq(0).all()
+    with pytest.raises(RestoreError, match="obj_out"):
+        snapshot.read_object("0/s/a", np.zeros(3))
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 16 << 20, None])
+def test_a_budget_keeps_shape_and_value(budget):
+    tensor = torch.randn(1000, 1500)
+    snapshot = take(t=tensor)
+    for out in (None, torch.zeros(1000, 1500), torch.zeros(1500, 1000).t()):
+        back = snapshot.read_object("0/s/t", out, memory_budget_bytes=budget)
+        assert back.shape == (1000, 1500)
+        assert torch.equal(back, tensor)
+
+
+def test_reading_leaks_no_descriptors(tmp_path):
+    snapshot = Snapshot.take(tmp_path / "s", {"s": StateDict(t=torch.ones(1000))})
+    snapshot.read_object("0/s/t")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        snapshot.read_object("0/s/t", memory_budget_bytes=1 << 20)
+        Snapshot(tmp_path / "s").get_manifest()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_one_row_of_a_large_tensor_reads_little():
+    tensor = torch.arange(16 << 20, dtype=torch.int32).view(4096, 4096)
+    with recording() as log:
+        snapshot = Snapshot.take("recording+memory://rows", {"s": StateDict(t=tensor)}, overwrite=True)
+        snapshot.get_manifest()
+        log.clear()
+        row = snapshot.read_object("0/s/t", box=[2500])
+        assert torch.equal(row, tensor[2500])
+        assert log.nbytes("read_into") <= 1 << 20
+        assert len(log.of("read_into")) <= 4
+        log.clear()
+        snapshot.read_object("0/s/t", box=[2500], verify=False)
+        assert log.nbytes("read_into") <= 1 << 20
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_box_of_any_tensor(data):
+    shape = tuple(data.draw(st.lists(st.integers(0, 40), max_size=3)))
+    tensor = torch.arange(int(np.prod(shape)), dtype=torch.int32).view(shape)
+    cut = data.draw(st.sampled_from([None, 64, 1000]))
+    original = layout.LARGEST_FILE
+    layout.LARGEST_FILE = cut or original
+    try:
+        snapshot = take(t=tensor)
+    finally:
+        layout.LARGEST_FILE = original
+    box = []
+    for size in shape[: data.draw(st.integers(0, len(shape)))]:
+        if size and data.draw(st.booleans()):
+            box.append(data.draw(st.integers(-size, size - 1)))
+        else:
+            a, b = (data.draw(st.none() | st.integers(-size - 1, size + 1)) for _ in range(2))
+            box.append(slice(a, b))
+    expected = tensor[tuple(box)] if box else tensor
+    back = snapshot.read_object("0/s/t", box=box)
+    assert back.shape == expected.shape
+    assert torch.equal(back, expected)
+    out = torch.zeros(expected.shape, dtype=torch.int32)
+    assert snapshot.read_object("0/s/t", out, box=box) is out
+    assert torch.equal(out, expected)
+
+
+def test_boxes_of_large_tensors_are_verified_by_block(tmp_path):
+    tensor = torch.randn(1 << 20)
+    snapshot = Snapshot.take(tmp_path, {"s": StateDict(t=tensor)})
+    entry = snapshot.get_manifest()["0/s/t"]
+    with open(tmp_path / entry.location, "r+b") as file:
+        file.seek(entry.byte_range[0] + 3 * (256 << 10) + 17)
+        file.write(b"\x55\xaa\x55")
+    good = snapshot.read_object("0/s/t", box=[slice(0, 3 * (64 << 10))])
+    assert torch.equal(good, tensor[: 3 * (64 << 10)])
+    with pytest.raises(ValueError, match="block 3"):
+        snapshot.read_object("0/s/t", box=[slice(3 * (64 << 10) + 9, 3 * (64 << 10) + 10)])
+    with open(tmp_path / entry.blocks[0], "r+b") as file:
+        file.seek(entry.blocks[1])
+        file.write(b"\x00\x01")
+    with pytest.raises(ValueError, match="table of digests"):
+        snapshot.read_object("0/s/t", box=[slice(0, 5)])
+    assert any("digests" in fault for fault in snapshot.verify().faults)
+
+
+def test_bad_boxes():
+    snapshot = take(t=torch.ones(3, 4), n=3)
+    with pytest.raises(ValueError, match="no steps"):
+        snapshot.read_object("0/s/t", box=[slice(0, 3, 2)])
+    with pytest.raises(IndexError, match="index 3"):
+        snapshot.read_object("0/s/t", box=[3])
+    with pytest.raises(ValueError, match="3 dimensions"):
+        snapshot.read_object("0/s/t", box=[0, 0, 0])
+    with pytest.raises(RestoreError, match="only a tensor"):
+        snapshot.read_object("0/s/n", box=[0])
+
+
+def test_a_cut_tensor_reads_whole_and_restores(monkeypatch):
+    monkeypatch.setattr(layout, "LARGEST_FILE", 5000)
+    tensor = torch.randn(60, 50)
+    tied = {"a": tensor, "b": tensor, "p": torch.nn.Parameter(tensor.clone())}
+    snapshot = take(**tied)
+    assert type(snapshot.get_manifest()["0/s/a"]).__name__ == "ChunkedTensorEntry"
+    back = snapshot.get_state_dict_for_key("s")
+    assert back["a"] is back["b"]
+    assert torch.equal(back["a"], tensor)
+    assert type(back["p"]) is torch.nn.Parameter
+    for live in (torch.zeros(60, 50), torch.zeros(50, 60).t(), torch.zeros(60, 100)[:, ::2]):
+        state = StateDict(a=live, b=live, p=torch.nn.Parameter(torch.zeros(60, 50)))
+        report = Snapshot(URL).restore({"s": state})
+        assert torch.equal(live, tensor)
+        assert torch.equal(state["p"].detach(), tensor)
+        assert not report.lines
+    assert snapshot.verify().ok
+
+
+def test_the_manifest_is_a_copy():
+    snapshot = take(t=torch.ones(3))
+    first = snapshot.get_manifest()
+    first["0/s/t"].dtype = "float64"
+    first.clear()
+    assert snapshot.get_manifest()["0/s/t"].dtype == "float32"
+
+
+def test_metadata():
+    snapshot = Snapshot.take(URL, {"s": StateDict(x=1)}, overwrite=True, metadata={"loss": 1.5})
+    found = snapshot.metadata
+    assert found.metadata == {"loss": 1.5}
+    assert found.world_size == 1
+    assert found.format == "snapshot/1"
+    assert found.entries == 2
+    assert found.created.tzinfo is not None
+
+
+def test_a_plan_is_a_dry_run_that_can_be_taken_with(tmp_path):
+    state = {"s": StateDict(t=torch.ones(1000), u=torch.ones(5, dtype=torch.int8), text="x" * 20_000)}
+    plan = Snapshot.plan(state, path=tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+    assert "0.safetensors" in str(plan)
+    Snapshot.take(tmp_path / "s", state, plan=plan)
+    stored = sum(file.stat().st_size for file in (tmp_path / "s" / "data").iterdir())
+    assert stored == plan.total_bytes == sum(plan.bytes_per_rank)
+    assert Snapshot(tmp_path / "s").metadata.structure == plan.structure
+    with pytest.raises(ValueError, match="plan was made for"):
+        Snapshot.take(tmp_path / "t", {"s": StateDict(t=torch.ones(1001))}, plan=plan)
+    assert not (tmp_path / "t").exists()
+
+
+def test_exclude_and_replicated():
+    net = torch.nn.Linear(3, 2)
+    state = {"net": net, "s": StateDict(a={"x": torch.ones(2), "y": torch.ones(2)}, b=[1, 2], tied=net.weight.detach())}
+    snapshot = Snapshot.take(URL, state, overwrite=True, exclude=["net/weight", "s/a/x"], replicated=["net"])
+    assert list(snapshot.get_state_dict_for_key("net")) == ["bias"]
+    back = snapshot.get_state_dict_for_key("s")
+    assert list(back["a"]) == ["y"]
+    assert torch.equal(back["tied"], net.weight)
+    assert snapshot.get_manifest()["0/net/bias"].replicated
+    with pytest.raises(ValueError, match="element of a sequence"):
+        Snapshot.take(URL, state, overwrite=True, exclude=["s/b/0"])
+    with pytest.warns(UserWarning, match=r"'nett/\*' matches nothing"):
+        Snapshot.take(URL, state, overwrite=True, exclude=["nett/*"])
+    with pytest.warns(UserWarning, match="'x' matches nothing"):
+        Snapshot.take(URL, state, overwrite=True, replicated=["x"])
+    with pytest.raises(TypeError, match="one string"):
+        Snapshot.take(URL, state, overwrite=True, exclude="net/weight")
+
+
+def test_the_prepare_function_s_result_is_what_is_saved():
+    seen = []
+
+    def prepare(path, tensor, tracing):
+        seen.append((path, tracing))
+        return tensor.to(torch.bfloat16)
+
+    weight = torch.randn(3, 4)
+    Snapshot.take(URL, {"s": StateDict(w=weight, n=1)}, _custom_tensor_prepare_func=prepare, overwrite=True)
+    assert seen == [("s/w", False)]
+    assert torch.equal(Snapshot(URL).read_object("0/s/w"), weight.to(torch.bfloat16))
+    with pytest.raises(ValueError, match="not the shape"):
+        Snapshot.take(URL, {"s": StateDict(w=weight)}, None, None, None, lambda p, t, _: t[:1], overwrite=True)
