@@ -1,0 +1,171 @@
+"""`snapshot bench`: how fast we are on this machine, beside the bare hardware and beside what else there is.
+
+A library that claims speed should let anyone check the claim where it matters: on their own machine and storage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from snapshot.cli.bench_cases import BULK, CASES, DEFAULT, Case
+from snapshot.cli.bench_place import Place, describe, place
+from snapshot.cli.bench_report import OPERATIONS, READING, Table
+from snapshot.cli.bench_run import Step, measure
+from snapshot.cli.bench_systems import PEERS, SYSTEMS, installed
+from snapshot.cli.interrupts import unwinding
+from snapshot.cli.status import ExitStatus
+
+Verbs = Any
+"""What `add_subparsers` returns: argparse has no public name for it."""
+
+
+def add(verbs: Verbs) -> None:
+    """Describe the verb's arguments."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        "bench",
+        help="measure saving and restoring beside raw I/O and other libraries",
+        description="Measure saving and restoring beside raw I/O of the same bytes, and beside other libraries.",
+        epilog="Cases: " + "; ".join(f"{case.name}: {case.about}" for case in CASES.values()) + ".",
+    )
+    parser.add_argument(
+        "url", nargs="?", default=".", metavar="URL", help="where to save (default: the current folder)"
+    )
+    parser.add_argument(
+        "--case",
+        type=Names("case", CASES),
+        default=DEFAULT,
+        metavar="LIST",
+        help=f"all, or some of {', '.join(CASES)} (default: {','.join(DEFAULT)})",
+    )
+    parser.add_argument(
+        "--only",
+        type=Names("operation", OPERATIONS),
+        default=tuple(OPERATIONS),
+        metavar="LIST",
+        help=f"all, or some of {', '.join(OPERATIONS)} (default: all)",
+    )
+    parser.add_argument(
+        "--peers",
+        type=Names("peer", PEERS),
+        default=PEERS,
+        metavar="LIST",
+        help=f"all, none, or some of {', '.join(PEERS)} (default: all that are installed)",
+    )
+    parser.add_argument("--scale", type=_positive, default=1.0, metavar="F", help="scale the bytes by F (default: 1)")
+    parser.add_argument(
+        "--rounds", type=_count, default=5, metavar="N", help="counted repetitions of each (default: 5)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure what was asked for, and print it."""
+    with unwinding(), place(arguments.url) as where:
+        host = describe(where)
+        cold = where.local and host["file_system"] not in ("tmpfs", "ramfs")
+        steps = _steps(arguments, where, cold)
+        if not steps:
+            raise ValueError("nothing to measure here: no case that was asked for has an operation that was asked for")
+        for step in steps:
+            where.check_room(step.room(arguments.scale), f"{step.case.name}: {OPERATIONS[step.operation]}")
+        if not arguments.json:
+            print(_header(host, arguments), flush=True)
+        tables = []
+        for number, step in enumerate(steps, 1):
+            _progress(f"{number}/{len(steps)} {step.case.name}: {OPERATIONS[step.operation]} ...")
+            table = measure(step, where, arguments.scale, arguments.rounds)
+            tables.append(table)
+            _progress("")
+            if not arguments.json:
+                print(f"\n{table.as_text()}", flush=True)
+    if arguments.json:
+        print(_json(host, arguments, tables))
+    else:
+        print(f"\n{READING}")
+    return ExitStatus.FOUND if any(table.failed for table in tables) else ExitStatus.OK
+
+
+def _steps(arguments: argparse.Namespace, where: Place, cold: bool) -> list[Step]:
+    """What is measured; nothing is cold where there is no device below the page cache."""
+    return [
+        _step(CASES[name], operation, arguments.peers, where)
+        for name in arguments.case
+        for operation in CASES[name].operations
+        if operation in arguments.only and (cold or operation != "cold")
+    ]
+
+
+def _step(case: Case, operation: str, peers: tuple[str, ...], where: Place) -> Step:
+    """Who takes part, and why others do not."""
+    if not where.local:
+        return Step(case, operation, ("snapshot",), ("raw baselines and peers, which need a file system",))
+    if operation not in BULK:
+        return Step(case, operation, ("json", "snapshot"), ())
+    systems, left_out = ["raw", "snapshot"], []
+    for peer in peers:
+        if not installed(peer):
+            left_out.append(f"{peer}: not installed")
+        elif operation == "async" and not SYSTEMS[peer].in_background:
+            left_out.append(f"{peer}: has no asynchronous save")
+        elif peer in case.slow_peers and peers == PEERS:
+            left_out.append(f"{peer}: takes minutes here; --peers {peer} measures it")
+        else:
+            systems.append(peer)
+    return Step(case, operation, tuple(systems), tuple(left_out))
+
+
+def _header(host: dict[str, Any], arguments: argparse.Namespace) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in host["versions"].items())
+    return (
+        f"snapshot bench: {arguments.rounds} rounds at scale {arguments.scale:g}, after one that is not counted\n"
+        f"on {host['where']} ({host['file_system']}), {host['cores']} cores, "
+        f"{host['memory_bytes'] / 2**30:.0f} GiB of memory, load {host['load']:g}, "
+        f"Linux {host['kernel']}, {host['when']}\n"
+        f"Python {host['python']}, {versions}"
+    )
+
+
+def _json(host: dict[str, Any], arguments: argparse.Namespace, tables: list[Table]) -> str:
+    settings = {"scale": arguments.scale, "rounds": arguments.rounds}
+    return json.dumps({"host": host, "settings": settings, "tables": [table.as_json() for table in tables]}, indent=2)
+
+
+def _progress(text: str) -> None:
+    """Say on a terminal what is under way; the next table overwrites it."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+class Names:
+    """Reads a list of names: `all`, `none`, or names with commas between."""
+
+    def __init__(self, what: str, known: Any) -> None:
+        self.what = what
+        self.known = tuple(known)
+
+    def __call__(self, text: str) -> tuple[str, ...]:
+        if text in ("all", "none"):
+            return self.known if text == "all" else ()
+        names = tuple(dict.fromkeys(text.split(",")))
+        for name in names:
+            if name not in self.known:
+                raise argparse.ArgumentTypeError(f"no {self.what} {name!r}; there are {', '.join(self.known)}")
+        return names
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value

@@ -1,0 +1,163 @@
+"""What `snapshot bench` saves and restores: a few shapes of state, made from a fixed seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+MiB = 1 << 20
+SEED = 20_240_229
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A state, as each system would be handed it. All three views hold the same live tensors."""
+
+    app_state: dict[str, Any]
+    """Modules, optimizers, or plain dicts of tensors: whoever saves wraps the dicts in its own kind of `StateDict`."""
+    tensors: dict[str, torch.Tensor]
+    """Every tensor by a name of its own: for formats that know no nesting, and for the raw baselines."""
+
+    def nested(self) -> dict[str, Any]:
+        """The state dicts, for systems that are handed those."""
+        return {key: each if isinstance(each, dict) else each.state_dict() for key, each in self.app_state.items()}
+
+    def nbytes(self) -> int:
+        """How many bytes the tensors hold."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def digest(self) -> str:
+        """A digest of all tensors' bytes: tells whether a restore brought back what was saved."""
+
+        hashed = xxhash.xxh3_128()
+        for tensor in self.tensors.values():
+            hashed.update(tensor.detach().reshape(-1).numpy().data)
+        return hashed.hexdigest()
+
+    def wipe(self) -> None:
+        """Set all tensors to zero, in place: their pages stay resident, and nothing of the state is left."""
+        for tensor in self.tensors.values():
+            tensor.detach().zero_()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One shape of state. `scale` is what the user gave: it scales the bytes."""
+
+    name: str
+    about: str
+    nbytes: Callable[[float], int]
+    """How large it is, nearly: enough to tell whether there is room."""
+    make: Callable[[float], Payload]
+    operations: tuple[str, ...]
+    """What is measured with it."""
+    slow_peers: tuple[str, ...] = ()
+    """Peers that take minutes here: measured only if they are named."""
+
+
+BULK = ("take", "durable", "restore", "cold", "async")
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(SEED)
+
+
+def _random(count: int, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    generator = _generator()
+    return {f"t{index:05}": torch.rand(shape, generator=generator) for index in range(count)}
+
+
+def _plain(key: str, tensors: dict[str, torch.Tensor]) -> Payload:
+    return Payload({key: tensors}, {f"{key}.{name}": tensor for name, tensor in tensors.items()})
+
+
+def _large(scale: float) -> Payload:
+    return _plain("state", _random(4, (max(1, int(64 * MiB * scale)),)))
+
+
+def _count(full: int, scale: float) -> int:
+    return max(1, int(full * scale))
+
+
+def _small(scale: float) -> Payload:
+    return _plain("state", _random(_count(10_000, scale), (1024,)))
+
+
+def _manifest(scale: float) -> Payload:
+    return _plain("state", _random(_count(99_998, scale), (1,)))  # the root and the dict are entries too
+
+
+def _keys(scale: float) -> Payload:
+    keys = _count(100, scale)
+    tensors = _random(keys * 50, (16,))
+    names = list(tensors)
+    app_state = {f"key{k:03}": {name: tensors[name] for name in names[k * 50 : (k + 1) * 50]} for k in range(keys)}
+    return Payload(app_state, tensors)
+
+
+LAYERS = 12
+WIDTH = 768
+VOCABULARY = 8_192
+
+
+def _width(scale: float) -> int:
+    return max(1, round(WIDTH * math.sqrt(scale) / 12)) * 12
+
+
+def _train(scale: float) -> Payload:
+    width = _width(scale)
+    with torch.device("meta"):  # so that no time goes into an initialisation that is overwritten
+        layer = nn.TransformerEncoderLayer(width, 12, 4 * width, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+        model = nn.ModuleDict(
+            {"embedding": nn.Embedding(_count(VOCABULARY, math.sqrt(scale)), width), "encoder": encoder}
+        )
+    model.to_empty(device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    generator = _generator()
+    for parameter in model.parameters():
+        parameter.data.uniform_(-0.05, 0.05, generator=generator)
+        parameter.grad = parameter.data  # any gradient makes the moments; this one costs no memory
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+    for index, moments in optimizer.state_dict()["state"].items():
+        tensors |= {f"optim.{index}.{name}": value for name, value in moments.items()}
+    return Payload({"model": model, "optim": optimizer}, tensors)
+
+
+def _train_bytes(scale: float) -> int:
+    width = _width(scale)
+    return (LAYERS * (12 * width + 13) + _count(VOCABULARY, math.sqrt(scale))) * width * 4 * 3
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("large", "4 float32 tensors of 256 MiB", lambda s: int(1024 * MiB * s), _large, BULK),
+        Case("small", "10,000 float32 tensors of 4 KiB", lambda s: _count(10_000, s) * 4096, _small, BULK),
+        Case("train", "a transformer of 12 layers with AdamW's moments, about 1 GiB", _train_bytes, _train, BULK),
+        Case(
+            "manifest",
+            "opening a manifest of 100,000 entries",
+            lambda s: _count(99_998, s) * 512,
+            _manifest,
+            ("open",),
+        ),
+        Case(
+            "keys",
+            "100 keys in the app state, 50 tensors of 64 bytes in each",
+            lambda s: _count(100, s) * 50 * 4096,
+            _keys,
+            ("take", "restore"),
+            slow_peers=("torchsnapshot",),
+        ),
+    )
+}
+DEFAULT = ("large", "small", "train")

@@ -1,0 +1,63 @@
+"""A signal may come at any moment, and whatever was made by then is removed."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from snapshot.cli.interrupts import held, unwinding
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)  # to our own main thread: handled before the next line
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"),
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (signal.SIGHUP, SystemExit)],
+)
+def test_a_signal_unwinds_the_stack(number: int, raised: type[BaseException]) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(raised), unwinding():
+        send(number)
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_waits_until_what_was_made_is_noted() -> None:
+    noted = []
+
+    def make() -> None:
+        with unwinding(), held():
+            with held():
+                send(signal.SIGTERM)
+                noted.append("inner")
+            noted.append("outer")
+
+    with pytest.raises(SystemExit) as stopped:
+        make()
+    assert noted == ["inner", "outer"]
+    assert stopped.value.code == 143
+
+
+def test_a_second_signal_does_not_interrupt_the_cleaning() -> None:
+    cleaned = []
+
+    @contextmanager
+    def cleaning() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            send(signal.SIGINT)
+            cleaned.append(True)
+
+    with pytest.raises(KeyboardInterrupt), unwinding(), cleaning():
+        send(signal.SIGINT)
+    assert cleaned == [True]
+
+
+def test_a_use_after_one_that_was_struck_can_be_struck_again() -> None:
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt), unwinding():
+            send(signal.SIGINT)
