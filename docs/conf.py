@@ -1,0 +1,43 @@
+"""How the documentation is built: `python -m sphinx -W -b html docs docs/_build`."""
+
+from importlib import metadata  # and not `version` from it: Sphinx takes that name for a setting
+
+project = "snapshot"
+author = "the snapshot authors"
+copyright = "the snapshot authors"
+try:
+    release = metadata.version("snapshot-torch")
+except metadata.PackageNotFoundError:  # built from a checkout that was never installed
+    release = "unreleased"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+default_role = "code"  # docstrings mark code with single backticks, as Markdown does
+
+html_theme = "furo"
+html_title = "snapshot"
+
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True, "undoc-members": False}
+python_maximum_signature_line_length = 100
+napoleon_numpy_docstring = False
+
+COLON = "\ue000"
+
+
+def hide_colons(app, what, name, obj, options, lines):
+    """Napoleon takes what stands before a colon in an attribute's docstring for its type. Ours are plain sentences."""
+    if what in ("attribute", "data", "property"):
+        lines[:] = [line.replace(":", COLON) for line in lines]
+
+
+def show_colons(app, what, name, obj, options, lines):
+    lines[:] = [line.replace(COLON, ":") for line in lines]
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", hide_colons, priority=400)  # napoleon is at 500
+    app.connect("autodoc-process-docstring", show_colons, priority=600)
