@@ -146,14 +146,14 @@ class Take:
         self._flat = flat
         self._plan = made
         copies = stage or self._storage.limits.alignment > 1
-        self._source = Source(flat.leaves, copies=copies, parallel=stage)
-        self._writer_arguments = (self._storage, self._source, self._operation.budget, self._meter.wrote)
+        source = Source(flat.leaves, copies=copies, parallel=stage)
+        budget, part_bytes = self._operation.budget, self._operation.settings.part_bytes
+        self._writer = Writer(self._storage, source, budget, self._meter.wrote, part_bytes)
         self._meter.begin(made.total_bytes)
 
     def stage_and_start(self, checked: Future[None]) -> Future[None]:
         """Stage everything, and begin to write: afterwards, or as soon as the budget is used up."""
-        staging = Staging(Writer(*self._writer_arguments, self._operation.settings.part_bytes), self._source,
-                          self._operation.budget, self._plan.files)  # fmt: skip
+        staging = Staging(self._writer, self._operation.budget, self._plan.files)
         self._staging = staging
         work: list[Future[None]] = []
 
@@ -208,9 +208,8 @@ class Take:
     async def _write_files(self) -> bytes:
         """Write the data files; the manifest that describes them."""
         files = self._plan.files
-        writer = Writer(*self._writer_arguments, self._operation.settings.part_bytes)
         locations = [location(self._save_id, RANK, n, "safetensors") for n in range(len(files))]
-        written = await writer.write(files, locations, self._staging)
+        written = await self._writer.write(files, locations, self._staging)
         document, chunks = await in_thread(self._describe, written)
         if chunks:
             await write_small(

@@ -40,7 +40,7 @@ class Writer:
         self, storage: Storage, source: Source, budget: MemoryBudget, progress: Progress, wanted_part: int = 0
     ) -> None:
         self._storage = storage
-        self._source = source
+        self.source = source
         self._budget = budget
         self._progress = progress
         self._wanted_part = wanted_part
@@ -142,7 +142,7 @@ class Writer:
             staged = await staging.get(number, position)
             await in_thread(lambda: digests.update(part, staged.shares(file, part)))
             return staged
-        needed = self._source.needs_slot(file, part)
+        needed = self.source.needs_slot(file, part)
         if not needed:
             return await in_thread(self._stage, file, part, 0, digests)
         size = arena_size(needed)
@@ -154,9 +154,9 @@ class Writer:
             raise
 
     def _stage(self, file: FilePlan, part: Part, needed: int, digests: FileDigests) -> Staged:
-        slot = arena().take(needed, pinned=self._source.pinned) if needed else None
+        slot = arena().take(needed, pinned=self.source.pinned) if needed else None
         try:
-            staged = self._source.stage(file, part, slot, self._budget)
+            staged = self.source.stage(file, part, slot, self._budget)
             digests.update(part, staged.shares(file, part))
         except BaseException:
             if slot is not None:
@@ -185,8 +185,8 @@ class Staging:
     training's thread for memory bandwidth; what does not fit is staged as writes give memory back.
     """
 
-    def __init__(self, writer: Writer, source: Source, budget: MemoryBudget, files: Sequence[FilePlan]) -> None:
-        self._source = source
+    def __init__(self, writer: Writer, budget: MemoryBudget, files: Sequence[FilePlan]) -> None:
+        self._source = writer.source
         self._budget = budget
         self._files = files
         self._parts = [writer.parts(file) for file in files]
@@ -196,11 +196,6 @@ class Staging:
         self._error: BaseException | None = None
         self.begin: Callable[[], None] | None = None
         """Called once, when writing has to begin so that staging can go on."""
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes of the slots that all parts take."""
-        return sum(arena_size(part.end - part.begin) for parts in self._parts for part in parts)
 
     def stage_all(self) -> None:
         """Stage every part, round robin over the files; returns when the last one is in host memory."""

@@ -48,11 +48,7 @@ copy_short.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 copy_short.restype = None
 
 SHORT = 32 << 10
-
-
-def move(to: int, source: int, nbytes: int) -> None:
-    """Copy bytes between addresses, the cheapest way for their number."""
-    (copy_short if nbytes <= SHORT else copy)(to, source, nbytes)
+"""Up to so many bytes `copy_short` is the cheaper one."""
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
