@@ -1,0 +1,195 @@
+"""What each rank of a mesh holds of a tensor, told by integers alone: so that whoever plans or tests needs neither
+processes nor torch, and so that no box depends on what a torch version happens to offer."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from snapshot.tensors.geometry import Box, Shape
+
+Interval = tuple[int, int]
+"""Where a run of indices begins, and where it ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Along this dimension of the mesh, all ranks hold the same."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Along this dimension of the mesh, ranks share a dimension of the tensor, as `torch.chunk` would cut it.
+
+    With `strides`, the dimension is cut into that many equal ranges first, and each rank gets its share of every one of
+    them: so another dimension of the mesh can hand out whole ranges.
+    """
+
+    dim: int
+    strides: int = 1
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.strides == 1 else f"_S({self.dim},{self.strides})"
+
+
+Placement = Copy | Split
+Placements = tuple[Placement, ...]
+
+
+class Held(NamedTuple):
+    """What a rank holds of a tensor."""
+
+    shape: Shape
+    """Of its local tensor."""
+    boxes: tuple[tuple[Box, Box], ...]
+    """Where each part lies in the whole tensor, and where in the local one. None of them is empty."""
+
+
+@functools.lru_cache(maxsize=4096)
+def held(
+    shape: Shape,
+    mesh_shape: Shape,
+    placements: Placements,
+    coordinate: Shape,
+    order: tuple[int, ...] | None = None,
+) -> Held:
+    """What the rank at a coordinate of the mesh holds.
+
+    The dimensions of the mesh cut from left to right, each what the ones before it left. With an `order` of the mesh's
+    dimensions (see `nesting`), they cut in that order instead, and all as if they had no strides.
+
+    >>> shape, boxes = held((6,), (2,), (Split(0, strides=2),), (0,))
+    >>> shape, [f"{box} is {local}" for box, local in boxes]
+    ((4,), ['0:2 is 0:2', '3:5 is 2:4'])
+    """
+    if not len(mesh_shape) == len(placements) == len(coordinate):
+        raise ValueError(f"a mesh of shape {mesh_shape} has no {len(placements)} placements, or not at {coordinate}")
+    axes: list[list[Interval]] = [[(0, size)] for size in shape]
+    for mesh_dim in range(len(mesh_shape)) if order is None else order:
+        placement = placements[mesh_dim]
+        if isinstance(placement, Split):
+            strides = placement.strides if order is None else 1
+            axes[placement.dim] = _share(axes[placement.dim], strides, mesh_shape[mesh_dim], coordinate[mesh_dim])
+    located = [_located(axis) for axis in axes]
+    boxes = []
+    for part in itertools.product(*located):
+        sizes = tuple(size for _, _, size in part)
+        boxes.append((Box(tuple(at for at, _, _ in part), sizes), Box(tuple(at for _, at, _ in part), sizes)))
+    return Held(tuple(sum(size for _, _, size in axis) for axis in located), tuple(boxes))
+
+
+def everywhere(
+    shape: Shape, mesh_shape: Shape, placements: Placements, order: tuple[int, ...] | None = None
+) -> Iterator[tuple[Shape, Held]]:
+    """What each coordinate of the mesh holds, in the mesh's order."""
+    for coordinate in itertools.product(*map(range, mesh_shape)):
+        yield coordinate, held(shape, mesh_shape, placements, coordinate, order)
+
+
+def peers(mesh_ranks: Sequence[int], mesh_shape: Shape, placements: Placements, coordinate: Shape) -> tuple[int, ...]:
+    """The ranks that hold the very same boxes as the one at a coordinate, itself included, in the mesh's order.
+    `mesh_ranks` are all of the mesh's, flat.
+
+    >>> peers([0, 1, 2, 3], (2, 2), (Copy(), Split(0)), (0, 1))
+    (1, 3)
+    """
+    same = (
+        range(size) if isinstance(placement, Copy) else (at,)
+        for size, placement, at in zip(mesh_shape, placements, coordinate, strict=True)
+    )
+    steps = [math.prod(mesh_shape[axis + 1 :]) for axis in range(len(mesh_shape))]
+    return tuple(
+        mesh_ranks[sum(at * step for at, step in zip(other, steps, strict=True))] for other in itertools.product(*same)
+    )
+
+
+def nesting(mesh_shape: Shape, placements: Placements) -> tuple[int, ...] | None:
+    """The order in which the mesh's dimensions would cut, were strides only the traces of dimensions further right that
+    had cut before: what FSDP makes of a tensor that is parallel already. None where the strides tell of no such order.
+
+    Where everything divides evenly, cutting in this order comes to the same as cutting from left to right.
+
+    >>> nesting((4, 2), (Split(0, strides=2), Split(0)))
+    (1, 0)
+    """
+    orders: dict[int, list[int]] = {}
+    for mesh_dim in reversed(range(len(mesh_shape))):
+        placement = placements[mesh_dim]
+        if isinstance(placement, Copy):
+            continue
+        order = orders.setdefault(placement.dim, [])
+        before = itertools.accumulate((mesh_shape[other] for other in order), lambda a, b: a * b, initial=1)
+        position = next((i for i, ranges in enumerate(before) if ranges == placement.strides), None)
+        if position is None:
+            return None
+        order.insert(position, mesh_dim)
+    return tuple(itertools.chain.from_iterable(orders.values()))
+
+
+def strided(mesh_shape: Shape, placements: Placements, order: tuple[int, ...]) -> Placements:
+    """The placements with the strides that tell of an order: what `nesting` reads.
+
+    >>> strided((4, 2), (Split(0), Split(0)), (1, 0))
+    (Split(dim=0, strides=2), Split(dim=0, strides=1))
+    """
+    made = list(placements)
+    for i, mesh_dim in enumerate(order):
+        placement = placements[mesh_dim]
+        if isinstance(placement, Split):
+            earlier = (other for other in order[:i] if other > mesh_dim and _cuts(placements[other], placement.dim))
+            made[mesh_dim] = Split(placement.dim, math.prod(mesh_shape[other] for other in earlier))
+    return tuple(made)
+
+
+def _cuts(placement: Placement, dim: int) -> bool:
+    return isinstance(placement, Split) and placement.dim == dim
+
+
+def _share(axis: list[Interval], strides: int, parts: int, index: int) -> list[Interval]:
+    """One rank's share of the indices of an axis, which are counted as if they followed each other."""
+    length = sum(end - begin for begin, end in axis)
+    shares: list[Interval] = []
+    for stride in range(strides):
+        first, last = _chunk(length, strides, stride)
+        begin, end = _chunk(last - first, parts, index)
+        shares += _among(axis, first + begin, first + end)
+    return shares
+
+
+def _chunk(length: int, parts: int, index: int) -> Interval:
+    """Where a chunk of a length lies: all are as long as the first, but for the last ones, which get what is left."""
+    step = -(-length // parts)
+    return min(length, step * index), min(length, step * (index + 1))
+
+
+def _among(axis: list[Interval], begin: int, end: int) -> Iterator[Interval]:
+    """What the range [begin, end) of the indices of an axis comes to, where they are counted as if they followed each
+    other."""
+    at = 0
+    for low, high in axis:
+        first, last = max(begin - at, 0), min(end - at, high - low)
+        if first < last:
+            yield low + first, low + last
+        at += high - low
+
+
+def _located(axis: list[Interval]) -> list[tuple[int, int, int]]:
+    """(where it begins in the tensor, where in the local one, how long it is) of each run of indices, joined to the one
+    before it where it follows it."""
+    runs: list[tuple[int, int, int]] = []
+    at = 0
+    for begin, end in axis:
+        size = end - begin
+        if size and runs and sum(runs[-1][::2]) == begin:
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + size)
+        elif size:
+            runs.append((begin, at, size))
+        at += size
+    return runs
