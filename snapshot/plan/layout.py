@@ -19,7 +19,7 @@ from snapshot.report import size_text
 from snapshot.storage import Limits
 from snapshot.tensors.digest import BLOCK, SIZE, block_count, of_range
 from snapshot.tensors.dtypes import ITEMSIZE, SAFETENSORS
-from snapshot.tensors.geometry import Box, split
+from snapshot.tensors.geometry import Box, split, whole
 
 MiB = 1 << 20
 PAGE = 4096
@@ -40,6 +40,8 @@ class Leaf(Protocol):
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    origin: tuple[int, ...] | None
+    """Where it begins in the tensor that it is a box of, if it is one."""
 
 
 class Extent(msgspec.Struct, gc=False):
@@ -88,6 +90,8 @@ class SavePlan:
     """A digest of all names, dtypes, shapes and places."""
     staged_bytes: int
     """How much host memory the take will hold at once, at most."""
+    loads: tuple[int, ...] = ()
+    """Bytes of tensors that each rank writes, where there are several."""
 
     @cached_property
     def total_bytes(self) -> int:
@@ -96,8 +100,8 @@ class SavePlan:
 
     @property
     def bytes_per_rank(self) -> list[int]:
-        """Bytes that each rank writes."""
-        return [self.total_bytes]
+        """Bytes that each rank writes; of several ranks, without their files' headers."""
+        return list(self.loads) or [self.total_bytes]
 
     def __str__(self) -> str:
         ranges = sum(len(file.extents) for file in self.files)
@@ -105,6 +109,13 @@ class SavePlan:
             f"{size_text(self.total_bytes)} in {len(self.files) + bool(self.blob_bytes)} files, {ranges} ranges, "
             f"{size_text(self.staged_bytes)} staged at most"
         ]
+        if len(self.loads) > 1:
+            lines[0] = "this rank: " + lines[0]
+            most, mean = max(self.loads), sum(self.loads) / len(self.loads)
+            lines.append(
+                f"  all {len(self.loads)} ranks: {size_text(sum(self.loads))}, {size_text(most)} at most on one, "
+                f"{most / mean if mean else 1:.2f} of the mean"
+            )
         lines += [
             f"  {n}.safetensors: {size_text(file.size)}, {len(file.extents)} ranges"
             for n, file in enumerate(self.files)
@@ -119,7 +130,14 @@ def location(save_id: str, rank: int, number: int, kind: str) -> str:
     return f"data/{save_id}-{rank}-{number}.{kind}"
 
 
-def make_plan(leaves: Sequence[Leaf], blob_bytes: int, limits: Limits, lanes: int, staged_bytes: int) -> SavePlan:
+def make_plan(
+    leaves: Sequence[Leaf],
+    blob_bytes: int,
+    limits: Limits,
+    lanes: int,
+    staged_bytes: int,
+    loads: tuple[int, ...] = (),
+) -> SavePlan:
     """Deal leaves out to files: balanced over lanes, no file too long, the largest elements first in each."""
     sizes = [leaf.nbytes for leaf in leaves]
     total = sum(sizes)
@@ -130,7 +148,7 @@ def make_plan(leaves: Sequence[Leaf], blob_bytes: int, limits: Limits, lanes: in
     if max(sizes, default=0) > BLOCK:
         tables = sum(SIZE * block_count(extent.end - extent.begin) for file in files for extent in file.extents)
     structure = of_range(b"".join(file.header for file in files))
-    return SavePlan(files, blob_bytes + tables, structure, staged_bytes)
+    return SavePlan(files, blob_bytes + tables, structure, staged_bytes, loads)
 
 
 _Piece = tuple[int, int, int, Box | None]
@@ -218,7 +236,9 @@ def _file(leaves: Sequence[Leaf], pieces: list[_Piece]) -> FilePlan:
         if "[" in path or path == "__metadata__":
             path = _name(path)
         if box is not None:
-            path, shape = f"{path}[{box}]", box.sizes
+            shape = box.sizes
+        if box is not None or leaf.origin is not None:
+            path = f"{path}[{_placed(leaf, box)}]"
         theirs = known.get(leaf.dtype)
         if theirs is None:
             theirs, shape = "U8", (*shape, ITEMSIZE[leaf.dtype])
@@ -232,6 +252,12 @@ def _file(leaves: Sequence[Leaf], pieces: list[_Piece]) -> FilePlan:
         extent.end += begin
     header = (begin - 8).to_bytes(8, "little") + text.ljust(begin - 8)
     return FilePlan(header, tuple(extents), begin + position)
+
+
+def _placed(leaf: Leaf, box: Box | None) -> Box:
+    """A piece of a leaf, as a box of the tensor that the leaf is a box of."""
+    box = box or whole(leaf.shape)
+    return box if leaf.origin is None else Box(tuple(map(sum, zip(box.offsets, leaf.origin, strict=True))), box.sizes)
 
 
 _encode = msgspec.json.Encoder().encode
