@@ -57,7 +57,7 @@ class CancelledError(SnapshotError):
 class RankError(SnapshotError):
     """Raised on every rank when one rank failed; names the rank and its exception."""
 
-    def __init__(self, message: str, *, rank: int) -> None:
+    def __init__(self, message: str, *, rank: int = -1) -> None:
         super().__init__(message)
         self.rank = rank
 

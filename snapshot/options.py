@@ -29,7 +29,8 @@ class Settings:
     """Memory for staging and bouncing, where a call gives no budget of its own; 0: half of what the host has free for
     an asynchronous take, 64 MiB for all else."""
     arena_bytes: int = -1
-    """How much staging memory is kept between snapshots; -1: a quarter of the host's memory."""
+    """How much staging memory is kept between snapshots; -1: a quarter of the host's memory,
+    shared by the processes of a job."""
     manifest_bytes: int = 1 << 30
     """A manifest larger than this is refused when it is read."""
     timeout: float = 600.0
@@ -53,6 +54,12 @@ class Settings:
         if made.direct_io not in ("auto", "always", "never"):
             raise ValueError(f"SNAPSHOT_DIRECT_IO={made.direct_io!r} is none of auto, always, never")
         return made
+
+    @staticmethod
+    def processes() -> int:
+        """How many processes of one job share this host, as far as their launcher says."""
+        text = os.environ.get("LOCAL_WORLD_SIZE", "")
+        return max(1, int(text)) if text.isdecimal() else 1
 
     def cores(self) -> int:
         """The cores that this process may use."""

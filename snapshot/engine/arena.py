@@ -100,7 +100,7 @@ def arena() -> Arena:
             from snapshot.engine.budget import total_memory
 
             wanted = Settings.current().arena_bytes
-            _arena = Arena(total_memory() // 4 if wanted < 0 else wanted)
+            _arena = Arena(total_memory() // 4 // Settings.processes() if wanted < 0 else wanted)
         return _arena
 
 

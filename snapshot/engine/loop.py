@@ -12,7 +12,7 @@ import concurrent.futures
 import contextlib
 import os
 import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -111,9 +111,11 @@ def start(work: Coroutine[Any, Any, T]) -> Work[T]:
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Do work on the loop and wait for it. If the wait is interrupted, the work is cancelled and its cleaning waited
     for."""
-    if threading.current_thread() is _loop().thread:
+    try:
+        refuse_on_loop()
+    except RuntimeError:
         work.close()
-        raise RuntimeError("a snapshot's blocking call was made on the library's own I/O loop (from a callback?)")
+        raise
     future = Work(work, _loop().loop)
     try:
         future.begin()
@@ -123,6 +125,12 @@ def run(work: Coroutine[Any, Any, T]) -> T:
             future.cancel()
             concurrent.futures.wait([future], timeout=60)
         raise
+
+
+def refuse_on_loop() -> None:
+    """Raise where a wait for the loop would be a wait for itself."""
+    if threading.current_thread() is _loop().thread:
+        raise RuntimeError("a snapshot's blocking call was made on the library's own I/O loop (from a callback?)")
 
 
 async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -139,6 +147,20 @@ async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
         with contextlib.suppress(BaseException):
             await asyncio.shield(task)
     return task.result()
+
+
+async def in_own_thread(work: Callable[..., T], *args: Any) -> T:
+    """Do blocking work that may wait for long, for other ranks: the pool's few threads are not for that."""
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(work(*args))
+        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=call, name="snapshot-io-wait", daemon=True).start()
+    return await asyncio.shield(asyncio.wrap_future(future))
 
 
 _unfinished: set[Future[Any]] = set()
