@@ -17,7 +17,9 @@ from snapshot.errors import (
 from snapshot.pending import PendingSnapshot
 from snapshot.report import Progress, RestoreReport, VerifyReport
 from snapshot.snapshot import Snapshot
+from snapshot.state.model import ModelState
 from snapshot.state.rng import RNGState
+from snapshot.state.shards import Sharded
 from snapshot.state.stateful import StateDict, Stateful
 
 __all__ = [
@@ -26,6 +28,8 @@ __all__ = [
     "Stateful",
     "StateDict",
     "RNGState",
+    "Sharded",
+    "ModelState",
     "RestoreReport",
     "VerifyReport",
     "Progress",

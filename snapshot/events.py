@@ -56,6 +56,7 @@ class Meter:
     """Counts bytes as they arrive, from any thread, and shows them if it was asked to."""
 
     def __init__(self, verb: str, wanted: ProgressArgument) -> None:
+        self.verb = verb
         self.total = 0
         self._done = self._staged = 0
         self._began = time.perf_counter()

@@ -65,6 +65,11 @@ class RestoreReport:
         return self._of("cast")
 
     @property
+    def resharded(self) -> tuple[Line, ...]:
+        """What was saved in another layout than it has now."""
+        return self._of("resharded")
+
+    @property
     def replaced(self) -> tuple[Line, ...]:
         """What no longer fitted, and is a new object now."""
         return self._of("replaced")

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from snapshot.distributed.group import require_one_rank
+from snapshot.distributed.call import Call
+from snapshot.distributed.group import ranks_of
 from snapshot.engine import commit
 from snapshot.engine.budget import available_memory
 from snapshot.engine.loop import run, start
+from snapshot.engine.opening import expectation, open_restore, open_take, path_of
 from snapshot.engine.operation import Operation
+from snapshot.engine.portion import portion_of
 from snapshot.engine.quiet import no_collection
 from snapshot.engine.read_object import read_object, read_state_dict
 from snapshot.engine.restore import Restore
-from snapshot.engine.take import Take, collect, make
+from snapshot.engine.take import begin, make
 from snapshot.engine.verify import verify_files
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
 from snapshot.events import Meter, ProgressArgument, emit
@@ -23,7 +27,7 @@ from snapshot.manifest.document import METADATA, Document
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.view import Rename
 from snapshot.metadata import SnapshotMetadata
-from snapshot.options import MiB
+from snapshot.options import MiB, Settings
 from snapshot.pending import PendingSnapshot
 from snapshot.plan.layout import SavePlan
 from snapshot.report import RestoreReport, VerifyReport
@@ -104,8 +108,7 @@ class Snapshot:
             replicated: Globs over `<key>/<logical path>` of what is the same on every rank.
             storage_options: What the storage plugin should know.
             _custom_tensor_prepare_func: `f(path, tensor, tracing) -> tensor`: what it returns is what is saved. Its
-            dtype
-                may differ, its shape may not.
+                dtype may differ, its shape may not.
             overwrite: Replace a snapshot that is there. The old one stays whole until the new one is.
             durable: Return only when the snapshot survives a loss of power.
             exclude: Globs of what is left out.
@@ -121,18 +124,18 @@ class Snapshot:
             StorageError: The storage failed; nothing is left behind.
             TypeError: A value of `app_state` is not stateful; nothing was done.
         """
-        url = _start(path, app_state, pg)
-        work = Take(
-            Operation(url, storage_options, durable=durable, budget=memory_budget_bytes),
-            verb="take", overwrite=overwrite, metadata=metadata, replicated=replicated or (), meter=Meter("take",
-            progress),
-        )  # fmt: skip
-        with work, no_collection():
-            run(work.check())
-            flat = collect(app_state, _custom_tensor_prepare_func, exclude, replicated or ())
-            work.prepare(flat, plan, stage=False)
-            run(work.write())
-        return cls(path, pg, storage_options)
+        with Call(ranks_of(pg), "take", _timeout(timeout)) as call, no_collection():
+            work, opening = begin(
+                call, path, app_state, Meter("take", _shown(progress, pg)), replicated, overwrite, metadata,
+                lambda url: Operation(url, storage_options, durable=durable, budget=memory_budget_bytes),
+            )  # fmt: skip
+            with work:
+                if call.alone:
+                    work.expect = run(expectation(work.operation, overwrite=overwrite))
+                portion = portion_of(call, app_state, _custom_tensor_prepare_func, exclude, opening, check_replicated)
+                work.prepare(portion, plan, stage=False)
+                run(work.write())
+        return cls(path_of(path, opening), pg, storage_options)
 
     @classmethod
     def async_take(
@@ -172,25 +175,24 @@ class Snapshot:
         >>> pending.wait().metadata.world_size
         1
         """
-        _only("staging", staging, "blocking")
-        _only("worker", worker, "thread")
-        url = _start(path, app_state, pg)
-        meter = Meter("async_take", progress)
-        operation = Operation(
-            url, storage_options, durable=durable, budget=memory_budget_bytes,
-            default_budget=max(64 * MiB, available_memory() // 2),
-        )  # fmt: skip
-        work = Take(
-            operation, verb="async_take", overwrite=overwrite, metadata=metadata, replicated=replicated or (),
-            meter=meter
-        )  # fmt: skip
-        snapshot = cls(path, pg, storage_options)  # now: a relative path is of this folder
-        with work, no_collection():
-            checked = start(work.check())
-            flat = collect(app_state, _custom_tensor_prepare_func, exclude, replicated or ())
-            work.prepare(flat, plan, stage=True)
-            future = work.stage_and_start(checked)
-        return PendingSnapshot(os.fspath(path), future, meter, snapshot)
+        meter = Meter("async_take", _shown(progress, pg))
+        with Call(ranks_of(pg), "async_take", _timeout(timeout)) as call, no_collection():
+            _only("staging", staging, "blocking")
+            _only("worker", worker, "thread")
+            default = max(64 * MiB, available_memory() // 2 // Settings.processes())
+            work, opening = begin(
+                call, path, app_state, meter, replicated, overwrite, metadata,
+                lambda url: Operation(
+                    url, storage_options, durable=durable, budget=memory_budget_bytes, default_budget=default
+                ),
+            )  # fmt: skip
+            with work:
+                checked = start(expectation(work.operation, overwrite=overwrite)) if call.alone else None
+                portion = portion_of(call, app_state, _custom_tensor_prepare_func, exclude, opening, check_replicated)
+                work.prepare(portion, plan, stage=True)
+                snapshot = cls(path_of(path, opening), pg, storage_options)  # now: a relative path is of this folder
+                future = work.stage_and_start(checked)
+        return PendingSnapshot(snapshot.path, future, meter, snapshot)
 
     @classmethod
     def plan(
@@ -214,10 +216,20 @@ class Snapshot:
         5.0 KiB in 1 files, 1 ranges, 0 B staged at most
           0.safetensors: 5.0 KiB, 1 ranges
         """
-        url = _start(path, app_state, pg)
-        operation = Operation(url, storage_options, durable=durable, budget=memory_budget_bytes)
-        flat = collect(app_state, _custom_tensor_prepare_func, exclude, replicated or ())
-        return make(flat, operation, staged=False)
+        with Call(ranks_of(pg), "plan", _timeout(None)) as call:
+            check_app_state(app_state)
+            operation, opening = open_take(
+                call, URL.parse(os.fspath(path)), "plan", replicated or (),
+                lambda url: Operation(url, storage_options, durable=durable, budget=memory_budget_bytes),
+                claim=False,
+            )  # fmt: skip
+            try:
+                portion = portion_of(call, app_state, _custom_tensor_prepare_func, exclude, opening, False)
+                made = make(portion, operation, staged=False)
+            finally:
+                run(operation.close())
+            call.close()
+        return made
 
     # Load
 
@@ -262,19 +274,28 @@ class Snapshot:
             CorruptSnapshotError: A digest or a file's size is wrong; `touched` names the live tensors that were
             written.
         """
-        _start(self.path, app_state, self._pg)
-        meter = Meter("restore", progress)
-        operation = self._operation(memory_budget_bytes)
+        meter = Meter("restore", _shown(progress, self._pg))
         try:
-            report = Restore(
-                operation, strict=strict, include=include, exclude=exclude, rename=rename, cast=cast, verify=verify,
-                atomic=atomic, allow_pickle=self._allow_pickle, meter=meter,
-            ).run(app_state)  # fmt: skip
+            with Call(ranks_of(self._pg), "restore", _timeout(timeout)) as call:
+                check_app_state(app_state)
+                began = time.perf_counter()
+                operation, document = open_restore(
+                    call, self._url, "restore",
+                    lambda url: Operation(url, self._options, budget=memory_budget_bytes),
+                )  # fmt: skip
+                try:
+                    report = Restore(
+                        call, operation, document, strict=strict, include=include, exclude=exclude, rename=rename,
+                        cast=cast, verify=verify, atomic=atomic, read_once=read_once,
+                        opened=time.perf_counter() - began, allow_pickle=self._allow_pickle, meter=meter,
+                    ).run(app_state)  # fmt: skip
+                finally:
+                    run(operation.close())
+                call.close()
         except BaseException as error:
             emit("failed", "restore", str(self._url), error=error)
             raise
         finally:
-            run(operation.close())
             meter.close()
         emit("restored", "restore", str(self._url), bytes=report.bytes_read, seconds=round(report.total_seconds, 3))
         return report
@@ -313,11 +334,15 @@ class Snapshot:
         )
 
     def get_state_dict_for_key(self, key: str, replicate_from_rank0: bool = False) -> Any:
-        """The state dict that was saved under a key of the app state, made anew. Weights that were tied are tied
-        again."""
+        """The state dict that this rank saved under a key of the app state, made anew; with `replicate_from_rank0` that
+        of rank 0. Weights that were tied are tied again, tensors that were sharded are whole."""
+        number = 0 if replicate_from_rank0 else ranks_of(self._pg).rank
+
         return self._read(
             None,
-            lambda operation, document: read_state_dict(operation, document, key, allow_pickle=self._allow_pickle),
+            lambda operation, document: read_state_dict(
+                operation, document, key, number, allow_pickle=self._allow_pickle
+            ),
         )
 
     # Look
@@ -406,11 +431,13 @@ class Snapshot:
         return f"Snapshot({str(self._url)!r})"
 
 
-def _start(path: str | os.PathLike[str], app_state: AppState, pg: ProcessGroup | None) -> URL:
-    """Check what can be checked before anything is done."""
-    check_app_state(app_state)
-    require_one_rank(pg)
-    return URL.parse(os.fspath(path))
+def _timeout(given: float | None) -> float:
+    return Settings.current().timeout if given is None else given
+
+
+def _shown(progress: ProgressArgument, pg: ProcessGroup | None) -> ProgressArgument:
+    """One bar for all ranks is enough."""
+    return None if progress is True and ranks_of(pg).rank else progress
 
 
 def _only(name: str, value: str, known: str) -> None:

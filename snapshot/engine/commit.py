@@ -14,7 +14,7 @@ from snapshot.events import emit, log
 from snapshot.manifest.document import METADATA
 from snapshot.storage import Storage
 
-_DATA = re.compile(r"data/([0-9a-z]+)-[0-9]+(?:-[0-9]+\.(?:safetensors|bin)|\.json)")
+_DATA = re.compile(r"data/([0-9a-z]+)-[0-9]+(?:-[0-9]+\.(?:safetensors|bin|json)|\.json)")
 _CLAIM = re.compile(r"\.take-([0-9a-z]+)(?:\.[0-9a-f]+\.tmp)?")
 _SAVE_ID = re.compile(rb'"save_id":"([0-9a-z]+)"')
 
@@ -43,6 +43,13 @@ def save_id_of(path: str) -> str | None:
     """Whose file this is; None for what is none of ours."""
     found = _DATA.fullmatch(path) or _CLAIM.fullmatch(path)
     return found[1] if found else None
+
+
+def is_of(path: str, save_id: str, rank: int | None) -> bool:
+    """Whether a file is of a take, and of one of its ranks, or of any."""
+    return save_id_of(path) == save_id and (
+        rank is None or path.startswith((f"data/{save_id}-{rank}-", f"data/{save_id}-{rank}."))
+    )
 
 
 async def ours(storage: Storage) -> list[str]:

@@ -31,11 +31,17 @@ _GAP = 64 << 10
 """Bytes of a partly wanted range that are rather read than asked around."""
 
 
+class Uncovered(Exception):
+    """Raised where shards are wanted that stand in parts of the manifest which were not read yet."""
+
+
 class Gather:
     """Collects what is to be read, for one operation."""
 
-    def __init__(self, files: Files, *, allow_pickle: bool = False) -> None:
+    def __init__(self, files: Files, *, allow_pickle: bool = False, partial: bool = False) -> None:
         self.files = files
+        self.partial = partial
+        """Whether entries may lack shards, which stand in parts of the manifest that were not read yet."""
         self.wants: list[Want] = []
         self.objects: list[Want] = []
         """Wants of objects' bytes: read before any live tensor is touched, since reading one may be refused."""
@@ -47,6 +53,7 @@ class Gather:
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
         self.targets: list[tuple[str, torch.Tensor, tuple[str, int]]] = []
         """Live tensors that are filled by way of a slot, with where from: others' addresses are in their wants."""
+        self._boxes: set[tuple[Any, ...]] = set()
         self._filled: dict[tuple[str, int], tuple[Any, torch.Tensor]] = {}
 
     # Values made anew
@@ -93,7 +100,7 @@ class Gather:
             self._made[key] = tensor
 
     def _plain(self, path: str, entry: Any, device: torch.device | str = "cpu") -> torch.Tensor:
-        check_tensor(path, entry, self.files)
+        check_tensor(path, entry, self.files, partial=self.partial)
         order = (getattr(entry, "extra", None) or e.PLAIN).stride_order
         tensor = composite.empty(entry.shape, BY_NAME[entry.dtype], order, device)
         self.into(path, entry, tensor)
@@ -163,9 +170,11 @@ class Gather:
     def into(self, path: str, entry: Any, target: torch.Tensor, *, live: bool = False) -> None:
         """Fill a tensor of the entry's shape (any dtype, strides, device) with all of it. The entry has been
         checked."""
-        if not entry.nbytes:
+        if not math.prod(entry.shape):
             return
         pieces = entry.pieces()
+        if not pieces:
+            raise Uncovered
         first = pieces[0][1]
         place = (first.location, first.byte_range[0])
         if live and not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype):
@@ -175,14 +184,29 @@ class Gather:
                 return
         else:
             self._filled[place] = entry, target
-        full = whole(entry.shape)
-        for box, stored in pieces:
-            self._piece(path, stored, box, target, full, live)
+        self._pieces(path, pieces, target, whole(entry.shape), live)
 
     def into_box(self, path: str, entry: Any, box: Box, target: torch.Tensor, *, live: bool = False) -> None:
         """Fill a tensor of the box's shape with that part of the entry's tensor."""
-        for piece, stored in entry.pieces():
-            self._piece(path, stored, piece, target, box, live)
+        if not box.numel:
+            return
+        if live:
+            place = path, box, target.data_ptr()
+            if not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype):
+                self.targets.append((path, target, (f"{path}[{box}]", 0)))
+            if place in self._boxes:
+                return
+            self._boxes.add(place)
+        self._pieces(path, entry.pieces(), target, box, live)
+
+    def _pieces(
+        self, path: str, pieces: list[tuple[Box, e.TensorEntry]], target: torch.Tensor, box: Box, live: bool
+    ) -> None:
+        found = 0
+        for piece, stored in pieces:
+            found += self._piece(path, stored, piece, target, box, live)
+        if found != box.numel and self.partial:
+            raise Uncovered
 
     def into_array(self, path: str, entry: e.NDArrayEntry, array: np.ndarray[Any, Any]) -> None:
         """Fill a C-ordered array of the entry's dtype and shape."""
@@ -211,22 +235,23 @@ class Gather:
         self._finish.append(lambda: _copy(target, source))
         return True
 
-    def _piece(self, path: str, stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box, live: bool) -> None:
-        """What a stored piece of a tensor shares with a box of it, into a tensor of that box's shape."""
+    def _piece(self, path: str, stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box, live: bool) -> int:
+        """What a stored piece of a tensor shares with a box of it, into a tensor of that box's shape; how much that
+        is."""
         shared = intersect(piece, box)
         if shared is None:
-            return
+            return 0
         itemsize = ITEMSIZE[stored.dtype]
         same = BY_NAME[stored.dtype] == target.dtype and is_plain(target)
         if shared == piece and same:
             into = runs(box.sizes, shared.relative_to(box.offsets), 0)
             if len(into) == 1:
                 self.wants.append(want_all(path, stored, target.data_ptr() + into[0][0] * itemsize, None, live))
-                return
+                return shared.numel
         place = _placer(stored, piece, target, box)
         if shared == piece:
             self.wants.append(want_all(path, stored, 0, place, live))
-            return
+            return shared.numel
         begin, end = stored.byte_range
         last = -1
         for first, stop in runs(piece.sizes, shared.relative_to(piece.offsets), _GAP // itemsize):
@@ -236,6 +261,7 @@ class Gather:
             if low < high:
                 self.wants.append(Want(path, stored, stored.location, low, high, 0, place, live))
                 last = high
+        return shared.numel
 
     # Afterwards
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from snapshot.engine.budget import MemoryBudget
@@ -13,7 +14,8 @@ from snapshot.errors import (
     StorageNotFoundError,
     UnsupportedFormatError,
 )
-from snapshot.manifest.document import METADATA, Document, decode_document, decode_part, join
+from snapshot.manifest.document import METADATA, Document, PartEntry, decode_document, decode_part
+from snapshot.manifest.merge import merge
 from snapshot.options import MiB, Settings
 from snapshot.registry import open_storage
 from snapshot.storage import URL, Context, Storage
@@ -40,8 +42,8 @@ class Operation:
         context = Context(durable, self.budget, self.settings.direct_io, self.settings.lane_count())
         self.storage: Storage = open_storage(url, options, context)
 
-    async def open(self) -> Document:
-        """The snapshot's manifest, all of its parts."""
+    async def open(self, rank: int | None = None) -> Document:
+        """The snapshot's manifest, with all of its parts, or with those that one rank needs first."""
         try:
             data = await self.storage.get(METADATA, limit=self.settings.manifest_bytes)
         except StorageNotFoundError as error:
@@ -52,17 +54,27 @@ class Operation:
         if not data.lstrip()[:1] == b"{" or b'"format"' not in data[:256]:
             raise _foreign(data, where)
         document = decode_document(data, where)
-        if document.parts:
-            parts = []
-            for part in document.parts:
-                held = await self._part(part.location)
-                parts.append(decode_part(held, part, self.storage.url.join(part.location)))
-            document.manifest = join(document.manifest, parts, where)
+        first = rank if rank is None or rank < document.world_size else 0
+        await self.load(document, [part for part in document.parts if first is None or first in part.ranks])
         return document
 
-    async def _part(self, location: str) -> bytes:
+    async def load(self, document: Document, parts: Sequence[PartEntry]) -> None:
+        """Read parts of a manifest, and add what is in them. Each only once."""
+        at_once = asyncio.Semaphore(16)
+
+        async def read(part: PartEntry) -> bytes:
+            async with at_once:
+                return await self._part(part)
+
+        for part, held in zip(parts, await asyncio.gather(*map(read, parts)), strict=True):
+            merge(
+                document.manifest, decode_part(held, part, self.storage.url.join(part.location)).manifest, part.location
+            )
+            document.parts.remove(part)
+
+    async def _part(self, part: PartEntry) -> bytes:
         try:
-            return await self.storage.get(location, limit=self.settings.manifest_bytes)
+            return await self.storage.get(part.location, limit=self.settings.manifest_bytes)
         except StorageNotFoundError as error:
             raise CorruptSnapshotError(f"{error}: a part of the manifest is missing") from error
 

@@ -19,7 +19,7 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.check import check_tensor, check_tree, locations_of
 from snapshot.manifest.document import Document
 from snapshot.manifest.paths import component
-from snapshot.manifest.view import nearest
+from snapshot.manifest.view import nearest, rank_view
 from snapshot.state import arrays
 from snapshot.state.live import inflate
 from snapshot.tensors.dtypes import BY_NAME
@@ -37,16 +37,14 @@ def read_object(
     allow_pickle: bool,
 ) -> Any:
     """The object at a path of the manifest."""
-    manifest = document.manifest
-    entry = manifest.get(path)
-    if entry is None:
-        raise RestoreError(f"{operation.url}: holds no {path!r}; {nearest(path, manifest)}", [path])
+    tree = _tree(operation, document, path)
+    entry = tree[path]
     run(operation.expect_files(document, locations_of({path: entry}, document.files)))
     gather = Gather(document.files, allow_pickle=allow_pickle)
     if box is not None:
         return _read_box(operation, document, gather, path, entry, obj_out, box, verify)
     if isinstance(entry, e.Container):
-        return _read_tree(operation, document, gather, path, verify)
+        return _read_tree(operation, document, gather, path, tree, verify)
     if isinstance(obj_out, torch.Tensor) and isinstance(entry, e.TENSORS):
         _fits(path, entry.shape, entry.dtype, obj_out)
         check_tensor(path, entry, document.files)
@@ -67,19 +65,49 @@ def read_object(
     return gather.values[path]
 
 
-def read_state_dict(operation: Operation, document: Document, key: str, *, allow_pickle: bool) -> Any:
-    """All that was saved under one key of the app state."""
-    path = f"0/{component(key)}"
-    if path not in document.manifest:
-        known = [each[2:] for each in document.manifest if each.count("/") == 1]
-        raise RestoreError(f"{operation.url}: holds no key {key!r}; {nearest(key, known)}", [key])
-    return _read_tree(operation, document, Gather(document.files, allow_pickle=allow_pickle), path, True)
+def read_state_dict(operation: Operation, document: Document, key: str, rank: int, *, allow_pickle: bool) -> Any:
+    """All that a rank saved under one key of the app state; for a rank that was not there, what all ranks shared."""
+    saved = document.world_size
+    if rank >= saved:
+        view = rank_view(document.manifest, rank, saved, rank + 1)
+        for below, why in view.withheld.items():
+            if below.startswith(component(key) + "/"):
+                raise RestoreError(
+                    f"{operation.url}: {below} {why}, and rank {rank} was not there; replicate_from_rank0=True gives "
+                    "what rank 0 had",
+                    [below],
+                )
+        rank = 0
+    path = f"{rank}/{component(key)}"
+    keys = (each.split("/") for each in document.manifest if each.count("/") == 1)
+    known = [name for number, name in keys if number == str(rank)]
+    try:
+        tree = _tree(operation, document, path)
+    except RestoreError:
+        raise RestoreError(f"{operation.url}: holds no key {key!r}; {nearest(key, known)}", [key]) from None
+    return _read_tree(operation, document, Gather(document.files, allow_pickle=allow_pickle), path, tree, True)
 
 
-def _read_tree(operation: Operation, document: Document, gather: Gather, path: str, verify: bool) -> Any:
+def _tree(operation: Operation, document: Document, path: str) -> dict[str, Any]:
+    """The entries at a path and beneath it, as the path's rank sees them: what all share may stand under another."""
     manifest: Mapping[str, Any] = document.manifest
+    number, _, logical = path.partition("/")
+    entry = manifest.get(path)
+    if entry is not None and not isinstance(entry, e.Container):
+        return {path: entry}
+    if document.world_size > 1 and number.isdecimal() and int(number) < document.world_size:
+        view = rank_view(manifest, int(number), document.world_size, document.world_size)
+        entries = {**view.elsewhere, **view.entries} if logical not in view.entries else view.entries
+        manifest = {f"{number}/{below}": each for below, each in entries.items()}
     prefix = path + "/"
-    tree = {below: entry for below, entry in manifest.items() if below == path or below.startswith(prefix)}
+    if path not in manifest:
+        raise RestoreError(f"{operation.url}: holds no {path!r}; {nearest(path, manifest)}", [path])
+    return {below: each for below, each in manifest.items() if below == path or below.startswith(prefix)}
+
+
+def _read_tree(
+    operation: Operation, document: Document, gather: Gather, path: str, tree: dict[str, Any], verify: bool
+) -> Any:
     check_tree(path, tree)
     run(operation.expect_files(document, locations_of(tree, document.files)))
     for below, entry in tree.items():

@@ -117,7 +117,7 @@ class Reader:
         """Fetch all wants. What does not verify is in the result's `faults`; anything else that goes wrong is
         raised."""
         if self._verify:
-            await self._prepare_checks(wants)
+            await self.prepare_checks(wants)
         parts = iter(plan_reads(wants, self._part, self._gap))
 
         async def lane() -> None:
@@ -145,7 +145,7 @@ class Reader:
             raise
         return self.result
 
-    async def _prepare_checks(self, wants: Sequence[Want]) -> None:
+    async def prepare_checks(self, wants: Sequence[Want]) -> None:
         """Partly wanted ranges are checked block by block, against a table that is read, and checked, first."""
         tables: list[tuple[Want, bytearray]] = []
         for want in wants:
@@ -223,20 +223,22 @@ class Reader:
         for segment, share in zip(part.segments, shares, strict=True):
             want = wants[segment.want]
             stored = want.stored
-            good = True
-            if verify and stored.digest is not None:
-                if want.check is None:
-                    actual = of_range(share)
-                    if actual != stored.digest:
-                        good = self._bad(want, f"is {actual}, and {stored.digest} was written")
-                else:
-                    good = self._check(want, segment.begin, memoryview(share).cast("B"))
+            good = not verify or self.good(want, segment.begin, share)
             if not want.address:
                 at = next(placed)
                 if good and want.place is not None and slot is not None:
                     if want.live:
                         self.result.touched.add(want.name)
                     want.place(segment.begin - stored.byte_range[0], slot, at, segment.end - segment.begin)
+
+    def good(self, want: Want, begin: int, share: Buffer) -> bool:
+        """Whether a want's bytes from `begin` on are what was written, as far as that can be told by now."""
+        if not self._verify or want.stored.digest is None:
+            return True
+        if want.check is not None:
+            return self._check(want, begin, memoryview(share).cast("B"))
+        actual = of_range(share)
+        return actual == want.stored.digest or self._bad(want, f"is {actual}, and {want.stored.digest} was written")
 
     def _check(self, want: Want, begin: int, data: memoryview) -> bool:
         check = want.check

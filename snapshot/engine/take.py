@@ -1,133 +1,93 @@
-"""One take, step by step: collect, plan, stage, write, commit."""
+"""One take, step by step: agree, collect, plan, stage, write, commit."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-import secrets
+import os
 import time
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from snapshot.distributed.call import Call, Undecided
 from snapshot.engine import commit
-from snapshot.engine.loop import run, start, uninterrupted
+from snapshot.engine.describe import Described, describe, filled, join, kept, told
+from snapshot.engine.loop import cancelled, in_own_thread, refuse_on_loop, run, start, uninterrupted
+from snapshot.engine.opening import Opening, open_take
 from snapshot.engine.operation import Operation
+from snapshot.engine.portion import Portion
+from snapshot.engine.sharing import keep
 from snapshot.engine.staging import Source
-from snapshot.engine.writer import Staging, Writer, Written, write_small
-from snapshot.errors import SnapshotError, SnapshotExistsError, StorageConflictError, StorageNotFoundError
-from snapshot.events import Meter, emit
-from snapshot.manifest import entries as e
-from snapshot.manifest.document import FORMAT, METADATA, Document, FileEntry, Part, PartEntry, cut, encode
-from snapshot.manifest.paths import component
-from snapshot.plan.globs import matcher, unmatched
+from snapshot.engine.writer import Staging, Writer, write_small
+from snapshot.errors import (
+    CommitUnknown,
+    CorruptSnapshotError,
+    RankError,
+    SnapshotError,
+    SnapshotExistsError,
+    StorageConflictError,
+    StorageError,
+    StorageNotFoundError,
+)
+from snapshot.events import Meter, emit, log
+from snapshot.manifest.document import METADATA, Part, PartEntry, decode_part, encode
+from snapshot.plan.agree import total
+from snapshot.plan.globs import matcher
 from snapshot.plan.layout import SavePlan, location, make_plan
-from snapshot.report import listed
-from snapshot.state.flatten import Flattened, Prepare
-from snapshot.state.rng import RNGState
-from snapshot.storage import ABSENT, Expect, in_thread
-from snapshot.tensors.digest import SIZE, RunningDigest, block_count, of_bytes, of_range
+from snapshot.state.stateful import check_app_state
+from snapshot.storage import ABSENT, URL, Expect, in_thread
+from snapshot.tensors.digest import SIZE, block_count, of_range
 
-try:
-    VERSION = version("snapshot-torch")
-except PackageNotFoundError:  # run from a checkout that was never installed
-    VERSION = "0+unknown"
-
-RANK, WORLD = 0, 1
+T = TypeVar("T")
+AT_ONCE = 64
+"""How many ranks' words the leader reads side by side."""
+LOOK = 0.5
+"""Seconds between two looks at whether another rank has failed, while this one writes."""
 
 
-def collect(
-    app_state: Mapping[str, Any], prepare: Prepare | None, exclude: Sequence[str], replicated: Sequence[str]
-) -> Flattened:
-    """Call each `state_dict()` and flatten what it gives. The RNG state is captured first, and put back after all."""
-    flat = Flattened(prepare, matcher(exclude) if exclude else None)
-    rng = {key: value.state_dict() for key, value in app_state.items() if isinstance(value, RNGState)}
-    try:
-        for key in sorted(app_state):
-            state = rng[key] if key in rng else app_state[key].state_dict()
-            flat.add(component(key), state)
-    finally:
-        for key, state in rng.items():
-            app_state[key].load_state_dict(state)
-    for glob in unmatched(replicated, flat.entries) if replicated else ():
-        warnings.warn(f"replicated: the glob {glob!r} matches nothing in the app state", stacklevel=4)
-    for glob in unmatched(exclude, [*flat.entries, *flat.excluded]) if exclude else ():
-        warnings.warn(f"exclude: the glob {glob!r} matches nothing in the app state", stacklevel=4)
-    if flat.pickled:
-        warnings.warn(
-            f"stored as pickles, since nothing else can hold them; reading them back may need allow_pickle=True:"
-            f"{listed(flat.pickled)}",
-            stacklevel=4,
-        )
-    if flat.lossy:
-        warnings.warn(
-            f"stored without the attributes that Python code gave them; only data and class come back:"
-            f"{listed(flat.lossy)}",
-            stacklevel=4,
-        )
-    return flat
-
-
-def make(flat: Flattened, operation: Operation, *, staged: bool) -> SavePlan:
+def make(portion: Portion, operation: Operation, *, staged: bool) -> SavePlan:
     """What is written where."""
-    blobs = sum(len(blob.data) + SIZE * block_count(len(blob.data)) for blob in flat.blobs)
+    blobs = sum(len(blob.data) + SIZE * block_count(len(blob.data)) for blob in portion.blobs)
     limits = operation.storage.limits
-    total = sum(leaf.nbytes for leaf in flat.leaves)
+    total = sum(leaf.nbytes for leaf in portion.leaves)
     at_once = total if staged else limits.preferred_part * limits.parallel_parts if limits.alignment > 1 else 0
-    return make_plan(
-        flat.leaves, blobs, limits, operation.settings.lane_count(), min(at_once, operation.budget.limit, total)
-    )
+    at_once = min(at_once, operation.budget.limit, total)
+    loads = tuple(portion.loads) if len(portion.loads) > 1 else ()
+    return make_plan(portion.leaves, blobs, limits, operation.settings.lane_count(), at_once, loads)
+
+
+class Done(msgspec.Struct, array_like=True):
+    """What a rank says when all of its own is on storage: which bytes describe it."""
+
+    told: tuple[int, str]
+    """Size and digest of what it tells the leader."""
+    kept: tuple[int, str, int]
+    """Size, digest and number of the entries that stay in a part of its own."""
+    filled: tuple[bytes, bytes] = (b"", b"")
+    """Where they do: its part in the sums over all shards."""
 
 
 class Take:
-    """A take under way."""
+    """A take under way, on this rank."""
 
-    def __init__(
-        self,
-        operation: Operation,
-        *,
-        verb: str,
-        overwrite: bool,
-        metadata: Mapping[str, Any] | None,
-        replicated: Sequence[str],
-        meter: Meter,
-    ) -> None:
-        self._operation = operation
+    def __init__(self, call: Call, operation: Operation, opening: Opening, metadata: msgspec.Raw, meter: Meter) -> None:
+        self._call = call
+        self.operation = self._operation = operation
         self._storage = operation.storage
-        self._verb = verb
-        self._overwrite = overwrite
-        self._replicated = replicated
+        self._verb = meter.verb
         self._meter = meter
-        self._save_id = secrets.token_hex(6)
+        self._save_id = opening.save_id
+        self.expect: Expect = opening.expect
+        """What the commit expects to stand at the path."""
+        self._claimed = opening.claimed
         self._began = time.perf_counter()
-        try:
-            json.dumps(metadata, allow_nan=False)  # JSON has no NaN, and msgspec would make it null
-            self._metadata = msgspec.Raw(msgspec.json.encode(dict(metadata or {})))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise TypeError(f"metadata must be what JSON can hold: {error}") from error
-        capabilities = self._storage.capabilities
-        if not (capabilities.write and capabilities.atomic_put):
-            raise SnapshotError(f"{operation.url}: this storage cannot be written to")
+        self._metadata = metadata
         self._staging: Staging | None = None
         self._writing = False
-        self._expect: Expect = ABSENT
-
-    async def check(self) -> None:
-        """Refuse to write over a snapshot, before anything is written."""
-        try:
-            standing = await self._storage.stat(METADATA)
-        except StorageNotFoundError:
-            return
-        if not self._overwrite:
-            raise SnapshotExistsError(
-                f"{self._operation.url}: holds a snapshot already; take to another path, or with overwrite=True"
-            )
-        self._expect = standing.token
 
     def __enter__(self) -> Take:
         return self
@@ -136,22 +96,27 @@ class Take:
         """What fails before writing began leaves only the storage to be closed."""
         if error is not None and not self._writing:
             self._meter.close()
+            self._call.fail(error)
+            commit.leave(self._save_id)
+            if self._claimed:
+                with contextlib.suppress(SnapshotError):
+                    run(self._storage.delete([commit.claim_path(self._save_id)]))
             run(self._operation.close())
 
-    def prepare(self, flat: Flattened, plan: SavePlan | None, *, stage: bool) -> None:
+    def prepare(self, portion: Portion, plan: SavePlan | None, *, stage: bool) -> None:
         """Plan, or check the plan that was given. `stage`: everything will be copied, by the caller's thread."""
-        made = make(flat, self._operation, staged=stage)
+        made = make(portion, self._operation, staged=stage)
         if plan is not None and plan.structure != made.structure:
             raise ValueError("the plan was made for other names, shapes or dtypes, or for another storage")
-        self._flat = flat
+        self._portion = portion
         self._plan = made
         copies = stage or self._storage.limits.alignment > 1
-        source = Source(flat.leaves, copies=copies, parallel=stage)
+        source = Source(portion.leaves, copies=copies, parallel=stage)
         budget, part_bytes = self._operation.budget, self._operation.settings.part_bytes
         self._writer = Writer(self._storage, source, budget, self._meter.wrote, part_bytes)
         self._meter.begin(made.total_bytes)
 
-    def stage_and_start(self, checked: Future[None]) -> Future[None]:
+    def stage_and_start(self, checked: Future[Expect] | None) -> Future[None]:
         """Stage everything, and begin to write: afterwards, or as soon as the budget is used up."""
         staging = Staging(self._writer, self._operation.budget, self._plan.files)
         self._staging = staging
@@ -159,7 +124,8 @@ class Take:
 
         def begin() -> None:
             if not work:
-                checked.result()
+                if checked is not None:
+                    self.expect = checked.result()
                 self._writing = True
                 work.append(start(self.write()))
 
@@ -173,6 +139,9 @@ class Take:
                 work[0].cancel()
                 wait(work, timeout=60)
             staging.release()
+            cause = work[0].exception() if work and work[0].done() and not work[0].cancelled() else None
+            if isinstance(error, asyncio.CancelledError) and cause is not None:
+                raise cause from None  # what the writing failed of is more than that it was stopped
             raise
         self._meter.staged(self._plan.total_bytes)
         emit("staged", self._verb, str(self._operation.url), bytes=self._plan.total_bytes)
@@ -186,157 +155,198 @@ class Take:
         self._writing = True
         emit("start", self._verb, str(self._operation.url), bytes=self._plan.total_bytes)
         commit.enter(self._save_id)
-        claim = commit.claim_path(self._save_id)
         try:
-            await self._storage.put(claim, b"", expect=ABSENT)
-            data = await self._write_files()
-            await uninterrupted(self._commit(claim, data))
-            await uninterrupted(commit.clean(self._storage, self._save_id))
+            if self._call.rank == 0 and not self._claimed:
+                await self._storage.put(commit.claim_path(self._save_id), b"", expect=ABSENT)
+            described, done = await self._while_all_go_on(self._write_files())
+            await self._finish(described, done)
+            keep(self._call, self._portion.shared)
+        except CommitUnknown as error:
+            emit("failed", self._verb, str(self._operation.url), error=error)
+            raise
         except BaseException as error:
-            if await uninterrupted(self._abort()):
+            if self._staging is not None:
+                self._staging.stop(error)
+            gone = await uninterrupted(in_own_thread(self._call.fail, error))
+            if await uninterrupted(self._abort(gone)):
                 emit("failed", self._verb, str(self._operation.url), error=error)
             else:
                 error.add_note("the snapshot was committed all the same, but may not survive a loss of power")
+            if isinstance(error, StorageError):  # it may come of what another rank's failure cleaned away
+                first = await uninterrupted(in_own_thread(self._first_fault))
+                if isinstance(first, RankError) and first.rank != self._call.rank:
+                    raise first from error
             raise
         finally:
             commit.leave(self._save_id)
+            await uninterrupted(in_own_thread(self._call.close))
             await uninterrupted(self._operation.close())
             self._meter.close()
         seconds = time.perf_counter() - self._began
         emit("committed", self._verb, str(self._operation.url), bytes=self._plan.total_bytes, seconds=round(seconds, 3))
 
-    async def _write_files(self) -> bytes:
-        """Write the data files; the manifest that describes them."""
-        files = self._plan.files
-        locations = [location(self._save_id, RANK, n, "safetensors") for n in range(len(files))]
-        written = await self._writer.write(files, locations, self._staging)
-        document, chunks = await in_thread(self._describe, written)
-        if chunks:
-            await write_small(
-                self._storage, location(self._save_id, RANK, len(files), "bin"), chunks, self._meter.wrote
-            )
-        for where, data in await in_thread(self._split, document):
-            await write_small(self._storage, where, [data], lambda _: None)
-        return await in_thread(encode, document)
+    def _first_fault(self) -> SnapshotError | None:
+        with contextlib.suppress(SnapshotError, Undecided):
+            return self._call.given_up()
+        return None
 
-    def _describe(self, written: Sequence[Written]) -> tuple[Document, list[bytes | bytearray]]:
-        """The manifest, and the content of the `.bin` file that it points into."""
-        flat = self._flat
-        entries = flat.entries
-        binary = location(self._save_id, RANK, len(written), "bin")
-        chunks: list[bytes | bytearray] = []
-        position = 0
-
-        def append(data: bytes | bytearray) -> tuple[int, int]:
-            nonlocal position
-            chunks.append(data)
-            position += len(data)
-            return position - len(data), position
-
-        for blob in flat.blobs:
-            data_range = append(blob.data)
-            table = _table(blob.data)
-            blocks = (binary, *append(table)) if table else None
-            digest = of_range(table) if table else of_bytes(blob.data)
-            entries[blob.path] = e.ObjectEntry(binary, data_range, blob.serializer, blob.obj_type, digest, blocks)
-        boxes: dict[int, list[e.Shard]] = {}
-        leaves = flat.leaves
-        for each in written:
-            where = each.location
-            for index, (extent, digest) in enumerate(zip(each.file.extents, each.digests, strict=True)):
-                leaf = leaves[extent.leaf]
-                table = each.tables.get(index, b"")
-                stored = e.TensorEntry(
-                    where,
-                    (extent.begin, extent.end),
-                    leaf.dtype,
-                    leaf.shape if extent.box is None else extent.box.sizes,
-                    digest,
-                    (binary, *append(table)) if table else None,
-                )
-                if extent.box is not None:
-                    boxes.setdefault(extent.leaf, []).append(e.Shard(extent.box.offsets, extent.box.sizes, stored))
-                elif leaf.wrap is not None:
-                    leaf.wrap(leaf.path, stored)
-                else:
-                    entries[leaf.path] = stored
-        for number, shards in boxes.items():
-            leaf = leaves[number]
-            shards.sort(key=lambda shard: shard.offsets)
-            chunked = e.ChunkedTensorEntry(leaf.dtype, leaf.shape, shards)
-            if leaf.wrap is not None:
-                leaf.wrap(leaf.path, chunked)
-            else:
-                entries[leaf.path] = chunked
-        for path, owner in flat.ties.items():
-            entries[path] = entries[owner]
-        self._mark_replicated(entries)
-        files = {
-            each.location: FileEntry(each.file.size, len(each.file.header), of_range(each.file.header))
-            for each in written
-        }
-        if chunks:
-            files[binary] = FileEntry(position)
-        manifest: dict[str, Any] = {f"{RANK}/{path}": entry for path, entry in entries.items()}
-        created = datetime.now(UTC).isoformat(timespec="seconds")
-        return (
-            Document(
-                FORMAT,
-                VERSION,
-                self._save_id,
-                WORLD,
-                created,
-                self._plan.structure,
-                self._metadata,
-                files,
-                [],
-                manifest,
-            ),
-            chunks,
-        )
-
-    def _mark_replicated(self, entries: Mapping[str, Any]) -> None:
-        if self._replicated:
-            matches = matcher(self._replicated)
-            for path, entry in entries.items():
-                if hasattr(entry, "replicated") and matches(path):
-                    entry.replicated = True
-
-    def _split(self, document: Document) -> list[tuple[str, bytes]]:
-        """Put what each rank alone needs of a large manifest into files of their own."""
-        document.manifest, parts = cut(document.manifest, WORLD)
-        made = []
-        for rank, entries in parts:
-            data = encode(Part(entries))
-            where = f"data/{self._save_id}-{rank}.json"
-            document.parts.append(PartEntry(where, len(data), of_range(data), [rank], len(entries)))
-            made.append((where, data))
-        return made
-
-    async def _commit(self, claim: str, data: bytes) -> None:
+    async def _while_all_go_on(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do work, and stop if another rank has failed meanwhile."""
+        if self._call.alone:
+            return await work
+        task = asyncio.create_task(work)
         try:
-            await self._storage.commit(claim, METADATA, data, expect=self._expect)
+            while not (await asyncio.wait([task], timeout=LOOK))[0]:
+                error = await in_own_thread(self._call.given_up)
+                if error is not None:
+                    raise error
+        except BaseException:
+            await uninterrupted(cancelled([task]))
+            raise
+        return task.result()
+
+    async def _write_files(self) -> tuple[Described, Done]:
+        """Write the data files, and what describes them, for the leader to read."""
+        rank, save_id = self._call.rank, self._save_id
+        files = self._plan.files
+        locations = [location(save_id, rank, n, "safetensors") for n in range(len(files))]
+        binary = location(save_id, rank, len(files), "bin")
+        written = await self._writer.write(files, locations, self._staging)
+        described = await in_thread(describe, self._portion, written, binary)
+        if described.chunks:
+            await write_small(self._storage, binary, described.chunks, self._meter.wrote)
+        part = await in_thread(kept, described)
+        if part:
+            await write_small(self._storage, self._kept(rank), [part], lambda _: None)
+        tells = await in_thread(told, described) if rank else b""
+        if tells:
+            await write_small(self._storage, self._told(rank), [tells], lambda _: None)
+        sums = filled(described) if described.cut else (b"", b"")
+        return described, Done((len(tells), of_range(tells)), (len(part), of_range(part), len(described.own)), sums)
+
+    def _told(self, rank: int) -> str:
+        """What a rank tells the leader: gone when the manifest is there."""
+        return f"data/{self._save_id}-{rank}-0.json"
+
+    def _kept(self, rank: int) -> str:
+        """A rank's part of a large manifest."""
+        return f"data/{self._save_id}-{rank}.json"
+
+    # Commit
+
+    async def _finish(self, described: Described, done: Done) -> None:
+        """All ranks have written: the leader commits, and all wait for that."""
+        if self._call.alone:
+            await uninterrupted(self._commit(described, [done]))
+            return
+        self._call.posted = True
+        exchange = asyncio.ensure_future(
+            in_own_thread(
+                self._call.exchange, done, lambda all_: run(uninterrupted(self._commit(described, all_))), Done, bool
+            )
+        )
+        try:
+            await asyncio.shield(exchange)
+        except asyncio.CancelledError as error:  # of this rank, not of the exchange: unless it is too late, give it up
+            await uninterrupted(in_own_thread(self._call.fail, error))
+            with contextlib.suppress(SnapshotError, Undecided):
+                await uninterrupted(_awaited(exchange))
+                return  # it was too late
+            raise
+        except Undecided as error:
+            await self._look(error)
+
+    async def _look(self, lost: Undecided) -> None:
+        """The leader was lost after all had written: whether it committed can only be seen on storage."""
+        if await commit.standing(self._storage) != self._save_id:
+            raise CommitUnknown(
+                f"{self._operation.url}: {lost}, after its decision to commit; the snapshot may still appear: look "
+                "again later (Snapshot(path).exists())"
+            ) from lost
+        log.warning("%s: %s, but the snapshot is committed", self._operation.url, lost)
+
+    async def _commit(self, described: Described, done: Sequence[Done]) -> bool:
+        """Make all parts one manifest, and commit it. Afterwards clean up."""
+        if total(each.filled[0] for each in done) != total(each.filled[1] for each in done):
+            raise CorruptSnapshotError("all ranks together did not write every shard once")
+        parts = [PartEntry(self._kept(rank), *each.kept[:2], [rank], each.kept[2]) for rank, each in enumerate(done)]
+        at_once = asyncio.Semaphore(AT_ONCE)
+        limit = self._operation.settings.manifest_bytes
+
+        async def tells(rank: int) -> Part:
+            where = self._told(rank)
+            try:
+                async with at_once:
+                    data = await self._storage.get(where, limit=limit)
+            except StorageNotFoundError as error:
+                raise SnapshotError(
+                    f"{error}: rank {rank} wrote it, and rank 0 does not see it; all ranks must share one storage"
+                ) from error
+            return decode_part(data, PartEntry(where, *done[rank].told, [rank], -1), where)
+
+        others = await asyncio.gather(*map(tells, range(1, len(done))))
+        document = await in_thread(join, described, self._save_id, self._metadata, self._plan.structure, parts, others)
+        data = await in_thread(encode, document)
+        await in_own_thread(self._call.commit)
+        try:
+            await self._storage.commit(commit.claim_path(self._save_id), METADATA, data, expect=self.expect)
         except StorageConflictError as error:
             raise SnapshotExistsError(
                 f"{self._operation.url}: another take was faster, or cleaned this one away; nothing of this one is "
                 f"left ({error})"
             ) from error
+        if others:
+            with contextlib.suppress(SnapshotError):
+                await self._storage.delete([self._told(rank) for rank in range(1, len(done))])
+        await commit.clean(self._storage, self._save_id)
+        return True
 
-    async def _abort(self) -> bool:
-        """Take back what was written, unless it was committed all the same; whether it was not.
+    async def _abort(self, gone: bool) -> bool:
+        """Take back what this rank wrote, unless it was committed all the same; whether it was not.
 
         A fault in that is no more than a leftover, which the next take cleans.
         """
+        if not self._call.alone and not gone and self._call.rank:
+            return True  # the leader's word was first: what is there is the leader's to remove
         if await commit.standing(self._storage) == self._save_id:
             return False
         with contextlib.suppress(SnapshotError):
-            mine = [path for path in await commit.ours(self._storage) if commit.save_id_of(path) == self._save_id]
-            await self._storage.delete([*mine, commit.claim_path(self._save_id)])
+            rank = None if self._call.rank == 0 else self._call.rank
+            mine = [path for path in await commit.ours(self._storage) if commit.is_of(path, self._save_id, rank)]
+            claim = [commit.claim_path(self._save_id)] if self._call.rank == 0 else []
+            await self._storage.delete([*mine, *claim])
         return True
 
 
-def _table(data: bytes | bytearray) -> bytes:
-    """The digests of a blob's blocks; nothing where one is enough."""
-    running = RunningDigest()
-    running.update(memoryview(data))
-    return running.finish()[1]
+async def _awaited(future: asyncio.Future[T]) -> T:
+    return await future
+
+
+def as_json(metadata: Mapping[str, Any] | None) -> msgspec.Raw:
+    """The user's metadata as it stands in the manifest; `TypeError` for what JSON cannot hold."""
+    try:
+        json.dumps(metadata, allow_nan=False)  # JSON has no NaN, and msgspec would make it null
+        return msgspec.Raw(msgspec.json.encode(dict(metadata or {})))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"metadata must be what JSON can hold: {error}") from error
+
+
+def begin(
+    call: Call,
+    path: str | os.PathLike[str],
+    app_state: Mapping[str, Any],
+    meter: Meter,
+    replicated: Sequence[str] | None,
+    overwrite: bool,
+    metadata: Mapping[str, Any] | None,
+    opener: Callable[[URL], Operation],
+) -> tuple[Take, Opening]:
+    """Check what can be checked before anything is done, and agree with the other ranks on what is begun."""
+    refuse_on_loop()
+    check_app_state(app_state)
+    note = as_json(metadata)
+    matcher(replicated or ())
+    operation, opening = open_take(
+        call, URL.parse(os.fspath(path)), meter.verb, replicated or (), opener, overwrite=overwrite, claim=True
+    )
+    return Take(call, operation, opening, note, meter), opening

@@ -7,7 +7,6 @@ numbers out of range are found without looking for each.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -59,10 +58,15 @@ class Document(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     manifest: dict[str, AnyEntry]
 
 
-class Part(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a manifest as it lies on storage, without its digest."""
+class Part(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """A part of a manifest as it lies on storage, without its digest: what one rank tells the leader, who makes the
+    manifest of it; and of a large one each rank's own entries, which stay where they are."""
 
     manifest: dict[str, AnyEntry]
+    """Its own entries, and the shards that it wrote."""
+    shared: dict[str, AnyEntry] = {}
+    """What it wrote of that which is the same on all ranks."""
+    files: dict[str, FileEntry] = {}
 
 
 _encoder = msgspec.json.Encoder()
@@ -90,38 +94,14 @@ def decode_document(data: bytes, where: object) -> Document:
     return document
 
 
-def decode_part(data: bytes, part: PartEntry, where: object) -> dict[str, Any]:
+def decode_part(data: bytes, part: PartEntry, where: object) -> Part:
     """Check and decode a part of a manifest."""
     if of_range(data) != part.digest:
         raise CorruptSnapshotError(f"{where}: is {of_range(data)}, and {part.digest} was written")
-    entries: dict[str, Any] = _decode(data, Part, where).manifest
-    if len(entries) != part.count:
-        raise CorruptSnapshotError(f"{where}: holds {len(entries)} entries, and {part.count} were written")
-    return entries
-
-
-def cut(entries: dict[str, Any], world_size: int) -> tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]:
-    """Cut a manifest in what all ranks need, and (if it is large) what each rank alone does."""
-    if len(entries) <= IN_ONE:
-        return entries, []
-    shared: dict[str, Any] = {}
-    own: list[dict[str, Any]] = [{} for _ in range(world_size)]
-    for path, entry in entries.items():
-        alone = not getattr(entry, "replicated", False) and not hasattr(entry, "shards")
-        (own[int(path.partition("/")[0])] if alone else shared)[path] = entry
-    return shared, [(rank, each) for rank, each in enumerate(own) if each]
-
-
-def join(shared: dict[str, Any], parts: Iterable[dict[str, Any]], where: object) -> dict[str, Any]:
-    """The manifest from its parts."""
-    joined = dict(shared)
-    expected = len(joined)
-    for part in parts:
-        joined.update(part)
-        expected += len(part)
-    if len(joined) != expected:
-        raise CorruptSnapshotError(f"{where}: its parts hold entries of the same name")
-    return joined
+    decoded: Part = _decode(data, Part, where)
+    if part.count >= 0 and len(decoded.manifest) != part.count:
+        raise CorruptSnapshotError(f"{where}: holds {len(decoded.manifest)} entries, and {part.count} were written")
+    return decoded
 
 
 def _check_format(data: bytes, where: object) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Union
 
 import msgspec
+import numpy as np
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.manifest.entry import Entry
@@ -59,6 +60,7 @@ class Container(Entry):
 
 class _Sequence(Container):
     length: int
+    replicated: bool = False
     make: ClassVar[Callable[[Sequence[Any]], Any]]
 
     @property
@@ -120,6 +122,7 @@ class DictEntry(Container, tag="dict"):
     keys: list[Key]
     tagged: list[int] | None = None
     """Which keys stand under a tagged component, since another key of this dict has the same text."""
+    replicated: bool = False
 
     def make(self, items: list[tuple[Any, Any]]) -> Any:
         """The dict itself, from its items."""
@@ -265,16 +268,61 @@ class ChunkedTensorEntry(_Boxes, tag="ChunkedTensor"):
     extra: Extra | None = None
 
 
+class Mesh(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    """Ranks at equal steps in each dimension, one dimension within the next, as in nearly all meshes: short, however
+    many they are."""
+
+    begin: int
+    shape: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    def __contains__(self, rank: int) -> bool:
+        rest = rank - self.begin
+        for size, step in sorted(zip(self.shape, self.steps, strict=False), key=lambda each: -each[1]):
+            rest -= min(rest // step, size - 1) * step if rest >= 0 and step > 0 else 0
+        return rest == 0
+
+    @staticmethod
+    def of(ranks: Any) -> Mesh | list[Any]:
+        """A mesh from lists in lists; these themselves where it is none of this kind."""
+        array = np.asarray(ranks)
+        steps = tuple(
+            int(array.take(1, axis).flat[0] - array.flat[0]) if size > 1 else 1 for axis, size in enumerate(array.shape)
+        )
+        made = array.flat[0] + sum(
+            (index * step for index, step in zip(np.indices(array.shape), steps, strict=True)), np.zeros(array.shape)
+        )
+        reach, within = 1, True
+        for size, step in sorted(zip(array.shape, steps, strict=True), key=lambda each: each[1]):
+            within = within and (size == 1 or step >= reach)
+            reach = max(reach, step * size)
+        if array.size == 0 or not within or not np.array_equal(made, array):
+            return ranks  # type: ignore[no-any-return]
+        return Mesh(int(array.flat[0]), tuple(array.shape), steps)
+
+
 class ShardedTensorEntry(_Boxes, tag="ShardedTensor"):
     """A tensor whose boxes lay on several ranks."""
 
     shards: list[Shard]
+    mesh: Mesh | list[Any] | None = None
+    """The ranks that held it, where all of them knew."""
+
+    def held_by(self, rank: int) -> bool:
+        """Whether a rank is one of them."""
+        rest: list[Any] = [] if self.mesh is None else [self.mesh]
+        while rest:
+            each = rest.pop()
+            if isinstance(each, list):
+                rest += each
+            elif each == rank or (isinstance(each, Mesh) and rank in each):
+                return True
+        return False
 
 
 class DTensorEntry(ShardedTensorEntry, tag="DTensor"):
-    """A DTensor, with the mesh of ranks and the placements that it had."""
+    """A DTensor, with the placements that it had over its mesh."""
 
-    mesh: Any = None
     placements: list[str] | None = None
 
 
@@ -286,6 +334,7 @@ class NDArrayEntry(Entry, tag="ndarray"):
     shape: tuple[int, ...]
     order: str = "C"
     scalar: bool = False
+    replicated: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -298,6 +347,7 @@ class TensorPartsEntry(Entry, tag="TensorParts"):
     kind: str
     parts: dict[str, TensorEntry | ChunkedTensorEntry]
     params: dict[str, Any]
+    replicated: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -5,42 +5,134 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError, RestoreError
-from snapshot.manifest.entries import Container, DictEntry, OrderedDictEntry
-from snapshot.manifest.paths import decode_key, tagged_keys, uncomponent
+from snapshot.manifest.entries import Container, DictEntry, OrderedDictEntry, ShardedTensorEntry
+from snapshot.manifest.paths import decode_key, encode_key, tagged_keys, uncomponent
 
 
-def rank_view(manifest: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
-    """The entries that concern a rank: its own, and the replicated and sharded ones of all."""
-    prefix = f"{rank}/"
-    cut = len(prefix)
-    if world_size == 1 and rank == 0:
-        view = {path[cut:]: entry for path, entry in manifest.items() if path.startswith(prefix)}
-        if len(view) != len(manifest):
+@dataclass(slots=True)
+class View:
+    """What one rank sees: entries under logical paths, without a rank."""
+
+    entries: dict[str, Any]
+    """Its own, and what it had with all others."""
+    elsewhere: dict[str, Any] = field(default_factory=dict)
+    """Sharded and replicated entries that other ranks had, and this one did not: they may be asked for by name."""
+    withheld: dict[str, str] = field(default_factory=dict)
+    """Leaves that this rank cannot have -> why not."""
+    gone: list[str] = field(default_factory=list)
+    """Leaves of ranks that are not there any more, under the manifest's paths."""
+    unknown: list[str] = field(default_factory=list)
+    """Names that were to be renamed, and that this rank does not see."""
+
+
+def rank_view(manifest: Mapping[str, Any], rank: int, saved: int, now: int) -> View:
+    """What rank `rank` of `now` sees of a snapshot of `saved` ranks.
+
+    Its own entries, and the replicated and sharded ones of all. A rank that was not there gets rank 0's containers,
+    with only what is shared in them. What the only rank of a snapshot held is the same on all of them.
+    """
+    if saved == 1:
+        entries = {path[2:]: entry for path, entry in manifest.items() if path.startswith("0/")}
+        if len(entries) != len(manifest):
             raise CorruptSnapshotError("the manifest of one rank holds entries of others")
-        return view
-    own = prefix if rank < world_size else "0/"
-    view = {}
+        return View(entries)
+    view = View({})
+    prefix, cut = f"{rank}/", len(str(rank)) + 1
+    sharded: dict[str, list[tuple[int, Any]]] = {}
     for path, entry in manifest.items():
-        shared = getattr(entry, "replicated", False) or hasattr(entry, "shards")
-        if path.startswith(own):
-            if rank < world_size or shared or isinstance(entry, Container):
-                view[path[len(own) :]] = entry
-        elif shared and path.startswith("0/"):
-            view.setdefault(path[2:], entry)
+        number, _, logical = path.partition("/")
+        if isinstance(entry, ShardedTensorEntry):
+            sharded.setdefault(logical, []).append((_number(path, number, saved), entry))
+        elif getattr(entry, "replicated", False):
+            view.entries.setdefault(logical, entry)
+        elif path.startswith(prefix):
+            view.entries[path[cut:]] = entry
+        elif rank >= saved and number == "0":
+            if isinstance(entry, Container):
+                view.entries[logical] = entry
+            else:
+                view.withheld[logical] = "belongs to rank 0 alone"
+        elif _number(path, number, saved) >= now and not isinstance(entry, Container):
+            view.gone.append(path)
+    _choose(view, sharded, rank)
+    _prune(view, rank, saved)
     return view
+
+
+def _number(path: str, number: str, saved: int) -> int:
+    if not number.isdecimal() or int(number) >= saved:
+        raise CorruptSnapshotError(f"{path[:200]!r} is an entry of no rank: there were {saved}")
+    return int(number)
+
+
+def _choose(view: View, sharded: Mapping[str, list[tuple[int, Any]]], rank: int) -> None:
+    """Of sharded tensors of one name (each stage of a pipeline may have one), take the one that this rank had."""
+    for path, found in sharded.items():
+        mine = [entry for number, entry in found if number == rank or entry.held_by(rank)]
+        if not mine and path in view.entries:
+            continue  # this rank had something of its own under that name
+        if len(found) > 1 and not mine:
+            view.withheld[path] = f"is another tensor on each of the ranks {', '.join(str(n) for n, _ in found)}"
+        else:
+            view.entries[path] = mine[0] if mine else found[0][1]
+
+
+def _prune(view: View, rank: int, saved: int) -> None:
+    """Leave in the containers what this rank has, and in the view what its containers name."""
+    named: set[str] = set()
+    for path, entry in list(view.entries.items()):
+        if not isinstance(entry, Container):
+            continue
+        components = entry.components()
+        here = [f"{path}/{name}" for name in components]
+        named.update(here)
+        if rank >= saved and isinstance(entry, DictEntry) and not all(below in view.entries for below in here):
+            for below in here:
+                if below not in view.entries:
+                    view.withheld.setdefault(below, "belongs to other ranks alone")
+            view.entries[path] = entry.without(below not in view.entries for below in here)
+    for path in [path for path in view.entries if path not in named and "/" in path]:
+        view.elsewhere[path] = view.entries.pop(path)
+
+
+def adopt(entries: dict[str, Any], path: str, entry: Any) -> None:
+    """Add an entry to a rank's, and its name to the dict that it belongs to."""
+    entries[path] = entry
+    while "/" in path:
+        above, _, name = path.rpartition("/")
+        parent = entries.get(above)
+        if parent is None:
+            parent = DictEntry([])
+        if not isinstance(parent, DictEntry) or name in parent.components():
+            return
+        key = uncomponent(name)
+        entries[above] = msgspec.structs.replace(parent, keys=[*parent.keys, encode_key(key)])
+        if parent.keys:
+            return
+        path = above
+
+
+def leave_out(entries: dict[str, Any], path: str) -> None:
+    """Take a leaf out of a rank's entries, and its name out of the dict that it belongs to."""
+    del entries[path]
+    above, _, name = path.rpartition("/")
+    parent = entries[above]
+    entries[above] = parent.without(each == name for each in parent.components())
 
 
 def by_key(view: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """A view's entries, by the app state's key (encoded) that they belong to."""
     grouped: dict[str, dict[str, Any]] = {}
-    prefix, group = "\0", {}
+    prefix = ""
+    group: dict[str, Any] | None = None
     for path, entry in view.items():
-        if not path.startswith(prefix):
+        if group is None or not path.startswith(prefix):
             key = path.partition("/")[0]
             prefix = key + "/"
             group = grouped.setdefault(key, {})
@@ -54,12 +146,22 @@ Rename = Mapping[str, str] | Callable[[str], str]
 _INT = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 
-def renamed(view: Mapping[str, Any], rename: Rename) -> dict[str, Any]:
-    """A view whose leaves and containers stand under other names; the containers' keys follow.
+def renamed_view(view: View, rename: Rename) -> View:
+    """A view under other names."""
+    known = {**view.elsewhere, **view.entries}
+    unknown = [] if callable(rename) else [name for name in rename if name not in known]
+    hints = [f"rename: {name} is not in the snapshot; {nearest(name, known)}" for name in unknown]
+    change = rename if callable(rename) else _by_mapping(rename)
+    elsewhere = {change(path): entry for path, entry in view.elsewhere.items()}
+    withheld = {change(path): why for path, why in view.withheld.items()}
+    return View(renamed(view.entries, change), elsewhere, withheld, view.gone, hints)
+
+
+def renamed(view: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """Entries whose leaves and containers stand under other names; the containers' keys follow.
 
     A mapping renames exact paths, and whole containers with all that is beneath them.
     """
-    change = rename if callable(rename) else _by_mapping(rename, view)
     made: dict[str, Any] = {}
     ints = {
         f"{path}/{name}"
@@ -100,12 +202,7 @@ def renamed(view: Mapping[str, Any], rename: Rename) -> dict[str, Any]:
     return made
 
 
-def _by_mapping(rename: Mapping[str, str], view: Mapping[str, Any]) -> Callable[[str], str]:
-    unknown = [name for name in rename if name not in view]
-    if unknown:
-        hints = [f"{name}: {nearest(name, view)}" for name in unknown]
-        raise RestoreError(f"rename names what the snapshot does not hold: {'; '.join(hints)}", hints)
-
+def _by_mapping(rename: Mapping[str, str]) -> Callable[[str], str]:
     def change(path: str) -> str:
         prefix = path
         while prefix:

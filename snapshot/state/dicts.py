@@ -18,9 +18,9 @@ def dict_maker(value: dict[Any, Any]) -> Callable[[list[Any], list[int] | None],
         return e.CounterEntry
     if kind is defaultdict:
         factory = e.factory_name(value.default_factory)  # type: ignore[attr-defined]
-        return None if factory is None else lambda keys, tagged: e.DefaultdictEntry(keys, tagged, factory)
+        return None if factory is None else lambda keys, tagged: e.DefaultdictEntry(keys, tagged, factory=factory)
     versions = _module_versions(getattr(value, "_metadata", None))
-    return lambda keys, tagged: e.OrderedDictEntry(keys, tagged, versions)
+    return lambda keys, tagged: e.OrderedDictEntry(keys, tagged, module_versions=versions)
 
 
 def _module_versions(metadata: Any) -> dict[str, dict[str, Any]] | None:

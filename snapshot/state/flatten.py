@@ -26,6 +26,7 @@ from snapshot.state import arrays
 from snapshot.state.dicts import dict_maker
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.state.live import live_leaves
+from snapshot.state.shards import Sharded, Shards, sharded
 from snapshot.tensors import composite
 from snapshot.tensors.dtypes import NAMES
 from snapshot.tensors.memory import is_plain
@@ -52,6 +53,8 @@ class Flattened:
         self.entries: dict[str, Entry | None] = {}
         self.leaves: list[Leaf] = []
         self.blobs: list[Blob] = []
+        self.shards: dict[str, Shards] = {}
+        """Tensors of which this process may hold only some boxes."""
         self.ties: dict[str, str] = {}
         """Path -> the path of the leaf that is the very same memory, seen the same way."""
         self.pickled: list[str] = []
@@ -63,6 +66,7 @@ class Flattened:
         self._prepared_of: dict[int, list[tuple[torch.Tensor, str]]] = {}
         self._arrays: dict[Any, tuple[str, Any]] = {}
         self._seen: dict[int, Leaf | list[Leaf]] = {}
+        self._boxes: dict[Any, str] = {}
         self._shapes: dict[torch.Size, tuple[int, ...]] = {}
 
     def add(self, path: str, value: Any) -> None:
@@ -164,7 +168,8 @@ class Flattened:
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes:
             _refuse_freed(path, tensor)
-        leaf = Leaf(path, tensor, dtype, tuple(tensor.shape), nbytes, is_plain(tensor), wrap)
+        note = f"{order} {subclass} {requires_grad}" if order or subclass or requires_grad else ""
+        leaf = Leaf(path, tensor, dtype, tuple(tensor.shape), nbytes, is_plain(tensor), wrap, note=note)
         if nbytes and self._tied(leaf, tensor.data_ptr()):
             return
         self.leaves.append(leaf)
@@ -174,6 +179,8 @@ class Flattened:
 
     def _tensor_like(self, path: str, tensor: torch.Tensor) -> None:
         """A subclass of Tensor: stored as its data with the name of its class, if data is all that it is."""
+        if type(tensor) is not torch.nn.Parameter and self._sharded(path, tensor):
+            return
         subclass = composite.plain_subclass(tensor)
         if subclass is None:
             self._object(path, tensor)
@@ -192,6 +199,37 @@ class Flattened:
             self._composite(path, tensor.as_subclass(torch.Tensor), subclass)
             return
         self._described(path, tensor, dtype, subclass)
+
+    def _sharded(self, path: str, value: Any) -> bool:
+        """Whether a value is a part of a tensor that other ranks hold the rest of; if so, it is described."""
+        shards = sharded(path, value)
+        if shards is None:
+            return False
+        if self._prepare is not None:
+            shards = self._prepared_shards(path, value, shards)
+        self.entries[path] = None
+        self.shards[path] = shards
+        places = tuple(
+            (piece.box, piece.tensor.data_ptr(), piece.tensor.stride(), piece.tensor.device)
+            for piece in shards.pieces
+            if piece.tensor.numel()
+        )
+        if places and not shards.open:
+            owner = self._boxes.setdefault((shards.kind, shards.layout, shards.dtype, shards.shape, places), path)
+            if owner != path:
+                self.ties[path] = owner
+        return True
+
+    def _prepared_shards(self, path: str, value: Any, shards: Shards) -> Shards:
+        if isinstance(value, Sharded):
+            tensor = self._prepared(path, value.tensor)
+            return sharded(path, Sharded(tensor, value.global_shape, value.offsets, value.replica)) or shards
+        if not isinstance(value, torch.Tensor):
+            return shards
+        prepared = sharded(path, self._prepared(path, value))
+        if prepared is None:
+            raise SnapshotError(f"{path}: is sharded, and _custom_tensor_prepare_func made a plain tensor of it")
+        return prepared
 
     def _prepared_before(self, path: str, tensor: torch.Tensor) -> bool:
         """Whether the very same tensor was prepared under another name; if so, this is a tie of that."""
@@ -232,21 +270,27 @@ class Flattened:
         entry = e.TensorPartsEntry(kind, {}, params)
         self.entries[path] = entry
         for name, part in parts.items():
-            self._part(path, name, part, entry.parts)
+            self._part(path, name, part, entry.parts, f"{kind} {params}")
 
     def _part(
-        self, path: str, name: str, tensor: torch.Tensor, into: dict[str, e.TensorEntry | e.ChunkedTensorEntry]
+        self,
+        path: str,
+        name: str,
+        tensor: torch.Tensor,
+        into: dict[str, e.TensorEntry | e.ChunkedTensorEntry],
+        note: str,
     ) -> None:
         tensor = tensor.detach()
         if tensor.numel():
             _refuse_freed(path, tensor)
         dtype = NAMES[tensor.dtype]
 
-        def wrap(_: str, stored: e.TensorEntry | e.ChunkedTensorEntry) -> None:
+        def wrap(_: str, stored: e.TensorEntry | e.ChunkedTensorEntry, name: str = name) -> None:
             into[name] = stored
 
         shape, plain = tuple(tensor.shape), is_plain(tensor)
-        self.leaves.append(Leaf(f"{path}%[{name}]", tensor, dtype, shape, tensor.nbytes, plain, wrap))
+        name = f"{path}%[{name}]"
+        self.leaves.append(Leaf(name, tensor, dtype, shape, tensor.nbytes, plain, wrap, splits=False, note=note))
 
     def _array(self, path: str, value: np.ndarray[Any, Any] | np.generic, depth: int) -> None:
         described = arrays.describe(value)
@@ -265,12 +309,14 @@ class Flattened:
         def wrap(path: str, stored: e.TensorEntry | e.ChunkedTensorEntry) -> None:
             self.entries[path] = e.NDArrayEntry(stored, dtype, shape, order, isinstance(value, np.generic))
 
-        self.leaves.append(Leaf(path, tensor, NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, True, wrap))
+        dtype_name, size = NAMES[tensor.dtype], tuple(tensor.shape)
+        note = f"{type(value).__name__} {dtype} {shape} {order}"
+        self.leaves.append(Leaf(path, tensor, dtype_name, size, tensor.nbytes, True, wrap, splits=False, note=note))
 
     def _sequence(self, path: str, value: Any, depth: int) -> None:
         self._deeper(path, depth)
         if type(value) is deque:
-            self.entries[path] = e.DequeEntry(len(value), value.maxlen)
+            self.entries[path] = e.DequeEntry(len(value), maxlen=value.maxlen)
         else:
             self.entries[path] = _SEQUENCES[type(value)](len(value))
         visitors, excluded = _VISITORS, self._excluded
@@ -369,6 +415,8 @@ class Flattened:
 
     def _object(self, path: str, value: Any) -> None:
         """What nothing else can hold is pickled, and named in a warning."""
+        if self._sharded(path, value):
+            return
         held = io.BytesIO()
         try:
             with warnings.catch_warnings():

@@ -6,13 +6,15 @@ the dtypes that were saved; everything else gets back exactly what it gave, whol
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from snapshot.manifest.entries import DictEntry, ListEntry
+from snapshot.manifest.entries import Container, DictEntry, ListEntry
 from snapshot.state.live import live_leaves
+from snapshot.state.model import ModelState
 from snapshot.state.rng import RNGState
 
 
@@ -35,6 +37,18 @@ class Kind:
     def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
         """Why the stateful cannot take this state, as far as only it knows."""
         return []
+
+    def adopts(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
+        """Which of the entries that other ranks had belong here as well."""
+        return []
+
+    def unexpected(self, entries: Mapping[str, Any]) -> list[str]:
+        """Which entries have names that mean nothing here, though names matter."""
+        return []
+
+    def like(self, path: str, shape: tuple[int, ...]) -> Any | None:
+        """A live tensor of the layout that a new one of this shape should have."""
+        return None
 
     def device(self, path: str, shape: tuple[int, ...]) -> torch.device | str:
         """Where a new tensor belongs."""
@@ -64,6 +78,8 @@ class ModuleKind(Kind):
     exact = True
 
     def hand_back(self, state: Any, strict: bool) -> list[str]:
+        if type(state) is dict:
+            state = OrderedDict(state)
         if not hasattr(state, "_metadata") and hasattr(self.state, "_metadata"):
             state._metadata = self.state._metadata  # names were changed: the versions stand under names of its own
         self.stateful.load_state_dict(state, strict=strict)
@@ -117,6 +133,10 @@ class OptimizerKind(Kind):
             return None
         return self._by_index.get(parts[2])
 
+    def like(self, path: str, shape: tuple[int, ...]) -> Any | None:
+        parameter = self._parameter(path)
+        return parameter if parameter is not None and tuple(parameter.shape) == shape and shape else None
+
     def device(self, path: str, shape: tuple[int, ...]) -> torch.device | str:
         parameter = self._parameter(path)
         return parameter.device if parameter is not None and tuple(parameter.shape) == shape and shape else "cpu"
@@ -134,6 +154,29 @@ class OptimizerKind(Kind):
         return []
 
 
+class ModelStateKind(Kind):
+    """A model and its optimizer under names that do not depend on how they are parallelised."""
+
+    exact = True
+
+    def adopts(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
+        return [path for path in self.live if path not in entries and path in elsewhere]
+
+    def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
+        """The model's names, which torch would compare only after tensors were written."""
+        prefix = f"{self.key}/model/"
+        here = {path for path in self.live if path.startswith(prefix)}
+        there = {
+            path for path, entry in entries.items() if path.startswith(prefix) and not isinstance(entry, Container)
+        }
+        return [f"{path}: is in the application, not in the snapshot" for path in sorted(here - there)]
+
+    def unexpected(self, entries: Mapping[str, Any]) -> list[str]:
+        prefix = f"{self.key}/model/"
+        leaves = (path for path, entry in entries.items() if not isinstance(entry, Container))
+        return sorted(path for path in leaves if path.startswith(prefix) and path not in self.live)
+
+
 def kind_of(key: str, stateful: Any) -> Kind:
     """What kind of stateful this is, with what it holds now."""
     if isinstance(stateful, RNGState):
@@ -142,6 +185,8 @@ def kind_of(key: str, stateful: Any) -> Kind:
         return ModuleKind(key, stateful)
     if isinstance(stateful, torch.optim.Optimizer):
         return OptimizerKind(key, stateful)
+    if isinstance(stateful, ModelState):
+        return ModelStateKind(key, stateful)
     return Kind(key, stateful)
 
 

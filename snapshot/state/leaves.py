@@ -8,6 +8,8 @@ import msgspec
 import torch
 
 from snapshot.manifest import entries as e
+from snapshot.tensors.geometry import Box
+from snapshot.tensors.memory import is_plain
 
 Wrap = Callable[[str, e.TensorEntry | e.ChunkedTensorEntry], None]
 
@@ -24,6 +26,33 @@ class Leaf(msgspec.Struct, gc=False):
     """Whether its own memory is what will be written: contiguous, on the host, and neither conjugate nor negative."""
     wrap: Wrap | None = None
     """Called with the stored range's entry, where that is not itself the manifest's entry for `path`."""
+    splits: bool = True
+    """Whether several ranks may write parts of it."""
+    note: str = ""
+    """What there is to it besides dtype, shape and bytes: ranks that differ in that do not hold the same."""
+    origin: tuple[int, ...] | None = None
+    """Where it begins in the tensor that it is a box of; None for what is a tensor of its own."""
+    whole: Leaf | None = None
+    """The tensor that it is a box of."""
+
+    def copy_for(self, path: str) -> Leaf:
+        """The same tensor under another path, stored apart."""
+        return Leaf(
+            path, self.tensor, self.dtype, self.shape, self.nbytes, self.plain, self.wrap, self.splits, self.note
+        )
+
+    def part(self, box: Box) -> Leaf:
+        """A box of it, to be stored apart."""
+        whole, origin = self.whole or self, self.origin or (0,) * len(box.offsets)
+        there = Box(tuple(map(sum, zip(origin, box.offsets, strict=True))), box.sizes)
+        return Leaf.of(whole, there, self.tensor.detach()[box.slices()])
+
+    @staticmethod
+    def of(whole: Leaf, box: Box, tensor: torch.Tensor) -> Leaf:
+        """A box of a tensor, which `tensor` holds."""
+        return Leaf(
+            whole.path, tensor, whole.dtype, box.sizes, tensor.nbytes, is_plain(tensor), origin=box.offsets, whole=whole
+        )
 
 
 class Blob(msgspec.Struct, gc=False):

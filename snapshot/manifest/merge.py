@@ -1,0 +1,45 @@
+"""Merging: what the ranks say each of its own becomes one manifest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from snapshot.errors import CorruptSnapshotError
+from snapshot.manifest.entries import ChunkedTensorEntry, ShardedTensorEntry
+
+
+def merge(into: dict[str, Any], entries: Mapping[str, Any], whose: object) -> None:
+    """Add one rank's entries: parts of one tensor come together, all else must have one owner."""
+    for path, entry in entries.items():
+        held = into.setdefault(path, entry)
+        if held is not entry:
+            ours, theirs = _shards(held), _shards(entry)
+            if ours is None or theirs is None or _head(held) != _head(entry):
+                raise CorruptSnapshotError(
+                    f"{path}: {whose} describes it, and another part of the manifest does so too"
+                )
+            ours += theirs
+
+
+def expect_whole(entries: Mapping[str, Any]) -> None:
+    """Raise unless the parts of every tensor are as many elements as it has; and put them in order."""
+    for path, entry in entries.items():
+        shards = _shards(entry)
+        if shards is not None:
+            shards.sort(key=lambda shard: shard.offsets)
+            found, expected = sum(math.prod(shard.sizes) for shard in shards), math.prod(entry.shape)
+            if found != expected:
+                raise CorruptSnapshotError(f"{path}: all ranks together wrote {found:,} of its {expected:,} elements")
+
+
+def _shards(entry: Any) -> list[Any] | None:
+    if isinstance(entry, ChunkedTensorEntry):
+        return entry.chunks
+    return entry.shards if isinstance(entry, ShardedTensorEntry) else None
+
+
+def _head(entry: Any) -> tuple[Any, ...]:
+    more = (getattr(entry, name, None) for name in ("replicated", "mesh", "placements"))
+    return type(entry), entry.dtype, tuple(entry.shape), *more

@@ -1,0 +1,83 @@
+"""A model and its optimizer under the names that torch's `distributed.checkpoint.state_dict` gives them: the same for
+every parallelism, so that what one of them saved another can restore."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from snapshot.errors import SnapshotError
+
+
+class ModelState:
+    """A model, with its optimizer or several, as one stateful.
+
+    Parameters, and the optimizer's state of each, stand under the parameter's full name in the unwrapped model,
+    whatever wraps it: `DistributedDataParallel`, FSDP, tensor parallelism, a compiled module. So a snapshot restores
+    into another parallelism and another number of ranks.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer, or several.
+        options: A `torch.distributed.checkpoint.state_dict.StateDictOptions`; as it is by default, every rank gives its
+            own shards, which is what a snapshot wants.
+
+    >>> import torch
+    >>> from snapshot import ModelState
+    >>> model = torch.nn.Linear(2, 1)
+    >>> state = ModelState(model, torch.optim.Adam(model.parameters()))
+    >>> sorted(state.state_dict())
+    ['model', 'optim']
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+        options: Any = None,
+    ) -> None:
+        self.model = model
+        if optimizer is None:
+            self.optimizers: list[torch.optim.Optimizer] = []
+        elif isinstance(optimizer, torch.optim.Optimizer):
+            self.optimizers = [optimizer]
+        else:
+            self.optimizers = list(optimizer)
+        self.options = options
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's state under `model`, the optimizers' under `optim`. Fresh optimizers are given their state by it,
+        so that there is a place for what is restored."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+
+        if self.options is not None and self.options.full_state_dict and self.options.cpu_offload and _several():
+            raise SnapshotError(
+                "ModelState: with full_state_dict and cpu_offload torch gives rank 0 the state, and all others none; "
+                "leave out both: every rank saves its own shards, and nothing has to be gathered"
+            )
+        if not self.optimizers:
+            return {"model": get_model_state_dict(self.model, options=self.options)}
+        model, optim = get_state_dict(self.model, self.optimizers, options=self.options)
+        return {"model": model, "optim": optim}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take a state back, of this parallelism: `Snapshot.restore` has brought it into that."""
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
+
+        if not self.optimizers:
+            set_model_state_dict(self.model, state_dict["model"], options=self.options)
+            return
+        set_state_dict(
+            self.model,
+            self.optimizers,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optim"],
+            options=self.options,
+        )
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
