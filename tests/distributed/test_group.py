@@ -1,34 +1,30 @@
-"""One rank takes snapshots as if there were no process group; several are refused, not mixed up."""
+"""Groups of ranks as people make them: of one, of all, of some; and processes that were started as any job's are."""
 
 import subprocess
 import sys
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from snapshot import Snapshot, SnapshotError, StateDict
+
 SCRIPT = """
 import sys, torch, torch.distributed as dist
-from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot import Snapshot, StateDict
 rank, size = int(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=size)
-state = {"s": StateDict(x=torch.ones(3) * rank)}
-if size == 1:
-    Snapshot.take(sys.argv[4], state)
-    Snapshot(sys.argv[4]).restore(state)
-else:
-    try:
-        Snapshot.take(sys.argv[4], state)
-    except SnapshotError as error:
-        assert "2 ranks" in str(error), error
-    else:
-        sys.exit("no error")
-    mine, _ = dist.new_subgroups(1)
-    Snapshot.take(f"{sys.argv[4]}-{rank}", state, mine)
-    state["s"]["x"].zero_()
-    Snapshot(f"{sys.argv[4]}-{rank}", mine).restore(state)
-    assert state["s"]["x"].eq(rank).all()
+state = {"s": StateDict(x=torch.ones(3) * rank, both=torch.ones(900))}
+Snapshot.async_take(sys.argv[4], state, replicated=["s/both"]).wait()
+state["s"]["x"].zero_(), state["s"]["both"].zero_()
+Snapshot(sys.argv[4]).restore(state)
+assert state["s"]["x"].eq(rank).all() and state["s"]["both"].eq(1).all()
 dist.destroy_process_group()
 """
 
 
-def run(size, tmp_path):
+@pytest.mark.parametrize("size", [1, 2])
+def test_processes_of_their_own(tmp_path, size):
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     ranks = [
         subprocess.Popen([*command, str(rank), str(size), tmp_path / "store", tmp_path / "s"]) for rank in range(size)
@@ -36,9 +32,36 @@ def run(size, tmp_path):
     assert [rank.wait(90) for rank in ranks] == [0] * size
 
 
-def test_a_group_of_one(tmp_path):
-    run(1, tmp_path)
+def _apart(path):
+    mine, _ = dist.new_subgroups(1)
+    rank = dist.get_rank()
+    state = {"s": StateDict(x=torch.ones(300) * rank)}
+    Snapshot.take(f"{path}-{rank}", state, mine)
+    state["s"]["x"].zero_()
+    Snapshot(f"{path}-{rank}", mine).restore(state)
+    assert state["s"]["x"].eq(rank).all()
+    return Snapshot(f"{path}-{rank}", mine).metadata.world_size
 
 
-def test_a_group_of_two(tmp_path):
-    run(2, tmp_path)
+def test_each_rank_may_have_a_snapshot_of_its_own(two, folder):
+    assert two.run(_apart, f"{folder}/s") == [1, 1]
+
+
+def _some(path):
+    members = dist.new_group([1, 2, 3])
+    rank = dist.get_rank()
+    state = {"s": StateDict(x=torch.full((300,), float(rank)), same=torch.ones(5000))}
+    if rank == 0:
+        with pytest.raises(SnapshotError, match="member"):
+            Snapshot.take(path, state, members)
+        return None
+    Snapshot.take(path, state, members, replicated=["s/same"])
+    state["s"]["x"].zero_()
+    Snapshot(path, members).restore(state)
+    assert state["s"]["x"].eq(rank).all()
+    return sorted(Snapshot(path).get_manifest())
+
+
+def test_a_group_need_not_hold_the_first_rank(four, folder):
+    _, *entries = four.run(_some, f"{folder}/s")
+    assert entries[0] == ["0/s", "0/s/same", "0/s/x", "1/s/x", "2/s/x"]

@@ -1,0 +1,119 @@
+"""Other numbers of ranks on the way back, and what belongs to one rank alone."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from snapshot import RestoreError, RNGState, Snapshot, StateDict
+
+
+def _save(path, replicated):
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    state = StateDict(step=5, lr=[0.1, 0.2], small=torch.arange(4), big=torch.arange(1000.0), name="run")
+    mine = StateDict(position=rank, step=5)
+    Snapshot.take(path, {"s": state, "mine": mine, "rng": RNGState()}, replicated=replicated)
+
+
+def _load(path, keys):
+    app = {"s": StateDict(), "mine": StateDict(), "rng": RNGState()}
+    app = {key: app[key] for key in keys}
+    report = Snapshot(path).restore(app)
+    return {key: dict(value) for key, value in app.items() if key != "rng"}, [str(line).split() for line in report]
+
+
+def test_new_ranks_get_what_all_shared(four, two, folder):
+    two.run(_save, f"{folder}/s", ["s/big"])
+    got = four.run(_load, f"{folder}/s", ["s", "mine", "rng"])
+    for rank, (app, lines) in enumerate(got):
+        assert app["s"]["step"] == 5
+        assert app["s"]["lr"] == [0.1, 0.2]
+        assert app["s"]["name"] == "run"
+        assert app["s"]["small"].equal(torch.arange(4))
+        assert app["s"]["big"].equal(torch.arange(1000.0))
+        assert app["mine"].get("position") == (rank if rank < 2 else None)
+        assert app["mine"]["step"] == 5
+        skipped = [["skipped", "rng:"], ["skipped", "mine/position:"]] if rank >= 2 else []
+        assert sorted(line[:2] for line in lines) == sorted(skipped)
+
+
+def test_fewer_ranks_are_told_what_is_left(four, two, folder):
+    four.run(_save, f"{folder}/s", ["s/big"])
+    (_, first), (app, second) = two.run(_load, f"{folder}/s", ["s", "mine"])
+    assert app["mine"]["position"] == 1
+    assert sorted(line[:2] for line in first) == [["skipped", "2/mine:"], ["skipped", "3/mine:"]]
+    assert second == []
+
+
+def test_a_tensor_of_each_rank_alone_is_left_out_of_a_new_rank_s_dict(four, two, folder):
+    two.run(_save, f"{folder}/s", None)
+    for rank, (app, lines) in enumerate(four.run(_load, f"{folder}/s", ["s"])):
+        assert ("big" in app["s"]) == (rank < 2)
+        assert [line[:2] for line in lines] == ([] if rank < 2 else [["skipped", "s/big:"]])
+
+
+def _module(path, wrap, restore):
+    torch.manual_seed(0 if not restore else dist.get_rank() + 3)
+    model = nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30))
+    if wrap:
+        model = nn.parallel.DistributedDataParallel(model)
+    if restore:
+        Snapshot(path).restore({"model": model})
+    else:
+        model(torch.randn(8, 40) + dist.get_rank())
+        Snapshot.take(path, {"model": model})
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_ddp_is_replicated_without_being_asked(four, two, folder):
+    saved = four.run(_module, f"{folder}/s", True, False)
+    entries = Snapshot(f"{folder}/s").get_manifest()
+    assert all(path.startswith("0/") for path in entries)
+    restored = two.run(_module, f"{folder}/s", True, True)
+    for name, value in saved[0].items():
+        assert all(each[name].equal(value) for each in restored), name
+
+
+def test_a_module_that_is_not_replicated_is_an_error_on_new_ranks(four, two, folder):
+    two.run(_module, f"{folder}/s", False, False)
+    outcomes = four.outcomes(_module, f"{folder}/s", False, True)
+    for error in outcomes[2:]:
+        assert isinstance(error, RestoreError)
+        assert "belongs to rank 0 alone" in str(error)
+    assert [type(error).__name__ for error in outcomes[:2]] == ["RankError"] * 2
+
+
+def test_a_snapshot_of_one_rank_is_for_all(two, folder):
+    state = StateDict(x=torch.arange(3000), step=1)
+    Snapshot.take(f"{folder}/s", {"s": state, "mine": StateDict(position=0)})
+    for app, _ in two.run(_load, f"{folder}/s", ["s", "mine"]):
+        assert app["s"]["x"].equal(torch.arange(3000))
+
+
+def _once(path, once, restore):
+    torch.manual_seed(1)
+    state = StateDict(
+        **{f"w{i}": torch.randn(300_000) for i in range(5)},
+        odd=torch.randn(1000, 100).t(),
+        own=torch.full((50,), dist.get_rank()),
+        half=torch.ones(3, dtype=torch.bfloat16),
+    )
+    if not restore:
+        Snapshot.take(path, {"s": state}, replicated=["s/w*", "s/odd", "s/half"])
+        return None
+    expected = {name: value.clone() for name, value in state.items()}
+    for value in state.values():
+        value.zero_()
+    report = Snapshot(path).restore({"s": state}, read_once=once)
+    for name, value in expected.items():
+        assert state[name].equal(value), name
+    return report.bytes_read
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_what_all_want_is_read_once(four, folder, once):
+    four.run(_once, f"{folder}/s", None, False)
+    read = four.run(_once, f"{folder}/s", once, True)
+    one = 5 * 300_000 * 4 + 400_000
+    assert sum(read) < 1.01 * one + 10_000 if once else sum(read) > 4 * one
