@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,47 @@ def test_the_example_forgets_nothing_that_matters(quickstart: ModuleType, tmp_pa
     resumed = Snapshot(tmp_path / "broken" / f"step-{quickstart.STEPS}").read_object("0/progress/losses")
     assert resumed[:30] == whole[:30]
     assert resumed[30:] != whole[30:]
+
+
+def torchrun(world: int, example: str, *arguments: object) -> list[str]:
+    """What an example prints on so many ranks, in lines. The port is any that is free."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    return output([*launch, ROOT / "examples" / example, *map(str, arguments)])
+
+
+def output(command: list[str | Path]) -> list[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_data_parallel_training_resumes_to_the_same_losses_on_every_rank(tmp_path: Path) -> None:
+    whole = torchrun(2, "ddp.py", tmp_path, "--steps", 6)
+    shutil.rmtree(tmp_path / "step-6")
+    resumed = torchrun(2, "ddp.py", tmp_path, "--steps", 6)
+    assert resumed[0] == "resumed from step-3"
+    assert [line.partition(":")[0] for line in whole] == [f"step {step}" for step in range(1, 7)]
+    assert resumed[1:] == whole[3:]  # to the last of nine digits
+    snapshot = Snapshot(tmp_path / "step-6")
+    assert snapshot.metadata.world_size == 2
+    own = {path.split("/")[1] for path in snapshot.get_manifest() if path.startswith("1/")}
+    assert own == {"rng"}  # all else is the same on both, and stands once
+
+
+def test_fsdp2_training_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    assert torchrun(2, "fsdp2.py", tmp_path, "--steps", 5)[-1].endswith(", saved")
+    resumed = torchrun(1, "fsdp2.py", tmp_path, "--steps", 10)
+    assert resumed[0].startswith("resumed at step 5; ")
+    assert "0 tensors" not in resumed[0]
+    assert resumed[1].startswith("step 10: ")
+    assert Snapshot(tmp_path / "latest").metadata.world_size == 1
+
+
+def test_what_three_ranks_saved_two_restore_and_one_process_reads(tmp_path: Path) -> None:
+    assert torchrun(3, "reshard.py", tmp_path) == ["saved by 3 ranks"]
+    restored = torchrun(2, "reshard.py", tmp_path)
+    assert restored[0] == "saved by 3 ranks, restored by 2:"
+    assert restored[-1].split() == ["resharded", "state/weight:", "from", "shards", "of", "another", "layout"]
+    read = output([sys.executable, ROOT / "examples" / "reshard.py", str(tmp_path)])
+    assert read == ["read (10000, 64), and row 4321 of it: 276544 to 276607"]

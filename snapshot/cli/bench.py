@@ -12,9 +12,11 @@ from typing import Any
 
 from snapshot.cli.bench_cases import BULK, CASES, DEFAULT, Case
 from snapshot.cli.bench_place import Place, describe, place
+from snapshot.cli.bench_ranks import simulate
 from snapshot.cli.bench_report import OPERATIONS, READING, Table
 from snapshot.cli.bench_run import Step, measure
 from snapshot.cli.bench_systems import PEERS, SYSTEMS, installed
+from snapshot.cli.bench_world import compare
 from snapshot.cli.interrupts import unwinding
 from snapshot.cli.status import ExitStatus
 
@@ -59,11 +61,20 @@ def add(verbs: Verbs) -> None:
         "--rounds", type=_count, default=5, metavar="N", help="counted repetitions of each (default: 5)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
+    several = parser.add_mutually_exclusive_group()
+    several.add_argument(
+        "--world", type=_several, metavar="N", help="measure what N ranks do together, beside one alone, and no case"
+    )
+    several.add_argument(
+        "--ranks", type=_worlds, metavar="LIST", help="measure what planning costs with so many ranks, and no case"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure what was asked for, and print it."""
+    if arguments.world or arguments.ranks:
+        return _run_ranks(arguments)
     with unwinding(), place(arguments.url) as where:
         host = describe(where)
         cold = where.local and host["file_system"] not in ("tmpfs", "ramfs")
@@ -87,6 +98,25 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"\n{READING}")
     return ExitStatus.FOUND if any(table.failed for table in tables) else ExitStatus.OK
+
+
+def _run_ranks(arguments: argparse.Namespace) -> int:
+    """Measure what several ranks do: real ones, or the planning of simulated ones."""
+    asked = "--world" if arguments.world else "--ranks"
+    if arguments.json:
+        raise ValueError(f"{asked} prints a table only; leave out --json")
+    if (arguments.case, arguments.only, arguments.peers) != (DEFAULT, tuple(OPERATIONS), PEERS):
+        raise ValueError(f"{asked} measures something of its own; leave out --case, --only and --peers")
+    with unwinding():
+        if arguments.ranks:
+            for line in simulate(arguments.ranks):
+                print(line, flush=True)
+            return ExitStatus.OK
+        with place(arguments.url) as where:
+            print(_header(describe(where), arguments), flush=True)
+            for line in compare(where, arguments.world, arguments.scale, arguments.rounds):
+                print(line, flush=True)
+    return ExitStatus.OK
 
 
 def _steps(arguments: argparse.Namespace, where: Place, cold: bool) -> list[Step]:
@@ -169,3 +199,14 @@ def _count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
+
+
+def _several(text: str) -> int:
+    value = int(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError(f"{text} is not above 1")
+    return value
+
+
+def _worlds(text: str) -> tuple[int, ...]:
+    return tuple(map(_several, text.split(",")))

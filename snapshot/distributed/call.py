@@ -167,6 +167,8 @@ class Call:
         watch = Watch(self._store, self.timeout, self.world)
         pause, longest = 0.0003, max(0.004, self.world / 20_000)
         while not done():
+            if not self._open:
+                raise Undecided("the call is over")  # for this rank, which was interrupted: nobody waits here any more
             self._heard = time.monotonic()
             fault = self._fault()
             if fault is not None:

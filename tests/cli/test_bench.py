@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot.cli import bench_cache, bench_raw, main
+from snapshot.cli import bench_cache, bench_ranks, bench_raw, main
 from snapshot.cli.bench_cases import CASES
 
 TINY = ["--case", "small", "--scale", "0.001", "--rounds", "1"]
@@ -76,6 +76,64 @@ def test_a_storage_that_is_no_file_system_has_no_raw_baselines(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+def test_several_ranks_write_one_replica_together_and_read_it_once(tmp_path: Path) -> None:
+    done = bench(tmp_path, "--world", "2", "--scale", "0.01", "--rounds", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {line[:44].strip(): line[44:].split() for line in done.stdout.splitlines() if line.startswith("  ")}
+    model = CASES["train"].nbytes(0.01) / 2**20
+    for name, copies in (
+        ("take, one rank alone", 1),
+        ("take, 2 ranks", 1),
+        ("restore, one rank alone", 1),
+        ("restore, 2 ranks, read_once=True", 1),
+        ("restore, 2 ranks, read_once=False", 2),
+    ):
+        seconds, ratio, size, unit, moved, *balance = rows[name]
+        assert float(seconds) > 0
+        assert float(ratio) == 1 or "alone" not in name
+        assert unit == "MiB"
+        assert float(size) == pytest.approx(copies * model, rel=0.05)
+        assert float(moved) == pytest.approx(copies, rel=0.02)
+        assert [float(each) for each in balance] == (
+            [] if "restore" in name else [pytest.approx(1, abs=0.05 if "2" in name else 0)]
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_ends_ends_the_measurement(tmp_path: Path) -> None:
+    arguments = ["--world", "2", "--scale", "0.001", "--rounds", "100000"]
+    with subprocess.Popen(
+        command(*arguments), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        try:
+            assert running.stdout
+            assert "snapshot bench" in running.stdout.readline()
+            ranks: list[psutil.Process] = []
+            while len(ranks) < 2:  # of the processes that it starts, one watches over shared resources
+                assert running.poll() is None
+                children = psutil.Process(running.pid).children()
+                ranks = [child for child in children if "spawn_main" in " ".join(_command_line(child))]
+            ranks[1].kill()
+            _, errors = running.communicate(timeout=60)
+        finally:
+            running.kill()
+    assert running.returncode == 2, errors
+    assert "ended with exit status -9" in errors
+    assert not any(rank.is_running() for rank in ranks)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_costs_of_planning_are_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench_ranks, "ENTRIES", 50)
+    assert main(["bench", "--ranks", "2,4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("|") and line.endswith("|") for line in lines)
+    assert len({line.count("|") for line in lines}) == 1
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    assert {row[1] for row in rows} == {"2", "4"}
+    assert len(rows) == 2 * len({row[0] for row in rows})
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interruption_leaves_neither_files_nor_processes(tmp_path: Path, number: int, status: int) -> None:
     arguments = ["--case", "small", "--scale", "0.001", "--rounds", "100000", "--only", "take", "--peers", "none"]
@@ -109,6 +167,14 @@ def _command_line(process: psutil.Process) -> list[str]:
         (["--scale", "1e9"], "free; give a smaller --scale"),
         (["--case", "keys", "--only", "async"], "nothing to measure"),
         (["nowhere://at/all"], "no storage plugin for the scheme 'nowhere'"),
+        (["--world", "1"], "1 is not above 1"),
+        (["--world", "2", "--json"], "--world prints a table only"),
+        (["--world", "2", "--ranks", "2"], "not allowed with argument"),
+        (["--world", "2", "--scale", "1e9"], "free; give a smaller --scale"),
+        (["--world", "100000", "--scale", "0.1"], "of memory; give a smaller --scale"),
+        (["memory://bench", "--world", "2"], "ranks need a storage that all of them see"),
+        (["--ranks", "2,few"], "invalid _worlds value"),
+        (["--ranks", "2", "--case", "small"], "leave out --case, --only and --peers"),
     ],
 )
 def test_what_cannot_run_is_status_2_with_its_reason(
