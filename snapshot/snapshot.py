@@ -164,7 +164,7 @@ class Snapshot:
         Takes what `take` takes. When the call returns, everything has been copied to staging memory (which is kept for
         the next call), so whatever happens to the tensors afterwards cannot reach the snapshot. With a
         `memory_budget_bytes` below the payload, the call also waits until enough has been written for the rest to fit;
-        the default is half of the memory that the host has free.
+        the default is half of the memory that the host has free, shared by the processes of a job.
 
         Args:
             staging: `"blocking"`: the copy is complete when the call returns.

@@ -54,7 +54,6 @@ class Cost(NamedTuple):
     """Seconds on any other rank to find out what it writes and where, on average."""
     again: float
     """The same when the last take had the same structure."""
-    slowest: float
     document: int
     """Bytes of the manifest that every rank reads."""
     part: int
@@ -242,7 +241,7 @@ class _Simulation:
         self.leader += time.perf_counter() - began
         mean = sum(seconds) / len(seconds)
         return Cost(
-            self.kind, self.world, entries, self.leader, mean, sum(again) / len(again), max(seconds), len(document),
+            self.kind, self.world, entries, self.leader, mean, sum(again) / len(again), len(document),
             sum(sizes) // len(sizes),
         )  # fmt: skip
 

@@ -66,6 +66,10 @@ class Alike:
         """Those of the paths that count as the same without looking at their bytes."""
         return frozenset(filter(self.forced, paths)) if self._any else frozenset()
 
+    def private(self, path: str) -> bool:
+        """Whether it is never shared."""
+        return path.partition("/")[0] in self.own
+
     def said(self, path: str) -> bool:
         """Whether a glob covers it."""
         return self._globs(path)

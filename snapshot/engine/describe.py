@@ -19,11 +19,10 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.document import FORMAT, Document, FileEntry, Part, PartEntry, encode
 from snapshot.manifest.merge import expect_whole, merge
 from snapshot.plan.agree import as_sum, layout_digest
+from snapshot.plan.layout import placed
 from snapshot.report import listed
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.tensors.digest import RunningDigest, of_bytes, of_range
-from snapshot.tensors.geometry import Box
-from snapshot.tensors.geometry import whole as full
 
 try:
     VERSION = version("snapshot-torch")
@@ -87,7 +86,8 @@ def describe(portion: Portion, written: Sequence[Written], where: str) -> Descri
                 (binary.location, *binary.append(table)) if table else None,
             )
             if extent.box is not None or leaf.whole is not None:
-                pieces.setdefault(id(leaf.whole or leaf), []).append(_shard(leaf, extent.box, stored))
+                box = placed(leaf, extent.box)
+                pieces.setdefault(id(leaf.whole or leaf), []).append(e.Shard(box.offsets, box.sizes, stored))
             elif leaf.wrap is not None:
                 leaf.wrap(leaf.path, stored)
             else:
@@ -137,12 +137,6 @@ def _gather(leaves: Sequence[Leaf], pieces: Mapping[int, list[e.Shard]], entries
             whole.wrap(whole.path, chunked)
         else:
             entries[whole.path] = chunked
-
-
-def _shard(leaf: Leaf, box: Box | None, stored: e.TensorEntry) -> e.Shard:
-    box = box or full(leaf.shape)
-    offsets = box.offsets if leaf.origin is None else tuple(map(sum, zip(box.offsets, leaf.origin, strict=True)))
-    return e.Shard(offsets, box.sizes, stored)
 
 
 def _table(data: bytes | bytearray) -> bytes:

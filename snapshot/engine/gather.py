@@ -286,7 +286,7 @@ def _placer(stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box) -
         arrived = slot.tensor[at : at + length].view(dtype)
         with torch.no_grad():
             for position, part in boxes_of_range(piece.sizes, first, first + length // itemsize):
-                there = Box(tuple(map(sum, zip(part.offsets, piece.offsets, strict=True))), part.sizes)
+                there = part.within(piece.offsets)
                 shared = intersect(there, box)
                 if shared is None:
                     continue

@@ -50,9 +50,8 @@ class Portion:
         common: dict[str, list[Leaf]] = {}
         by_path = {leaf.path: leaf for leaf in flat.leaves}
         for leaf in flat.leaves:
-            owner = leaf.path.partition("%[")[0]
-            if owner in paths:
-                common.setdefault(owner, []).append(leaf)
+            if leaf.entry in paths:
+                common.setdefault(leaf.entry, []).append(leaf)
             else:
                 self.leaves.append(leaf)
         for path, owner in list(flat.ties.items()):

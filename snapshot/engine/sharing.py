@@ -26,7 +26,7 @@ from snapshot.report import listed
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Leaf
 from snapshot.state.shards import Piece, Shards
-from snapshot.tensors.digest import SIZE, of_range
+from snapshot.tensors.digest import digests, of_range
 from snapshot.tensors.dtypes import ITEMSIZE, NAMES
 from snapshot.tensors.geometry import split
 from snapshot.tensors.memory import buffer, is_plain
@@ -72,8 +72,6 @@ class Candidates:
     """Path -> a digest of what must be equal."""
     names: dict[str, bytes] = field(default_factory=dict)
     """Path of a value that was said to be replicated -> a digest of its name alone."""
-    forced: set[str] = field(default_factory=set)
-    """What the globs name, and what is inferred."""
     structure: str = ""
 
     def sketch(self, paths: frozenset[str]) -> bytes:
@@ -95,11 +93,10 @@ def candidates(flat: Flattened, alike: Alike) -> Candidates:
     leaves = _by_path(flat)
     blobs = {blob.path: blob for blob in flat.blobs}
     for path, entry in flat.entries.items():
-        if path in flat.shards or path.partition("/")[0] in alike.own:
+        if path in flat.shards or alike.private(path):
             structure.append(path)
             continue
         wanted = alike.forced(path)
-        found.forced.update([path] if wanted else ())
         if isinstance(entry, Scalar):
             kind = type(entry).__name__
             found.items[path] = _digest(f"{path}\0{kind}\0{entry.serialized_value}".encode())
@@ -134,7 +131,7 @@ def _by_path(flat: Flattened) -> dict[str, list[Leaf]]:
     """The leaves of each entry: several where a tensor is made of tensors."""
     leaves: dict[str, list[Leaf]] = {}
     for leaf in flat.leaves:
-        leaves.setdefault(leaf.path.partition("%[")[0], []).append(leaf)
+        leaves.setdefault(leaf.entry, []).append(leaf)
     return leaves
 
 
@@ -189,7 +186,7 @@ def agree_on(call: Call, flat: Flattened, alike: Alike) -> Shared:
     else:
         raise SnapshotError("the ranks cannot agree on what they share: their states change while they are saved")
     if basis != answer.structure:
-        _warn(flat, found, paths, [path for path in flat.shards if alike.said(path)])
+        _warn(flat, alike, paths)
     return Shared(
         answer.structure,
         paths,
@@ -242,8 +239,7 @@ def _ask(
         if not shards.open and call.ranks.among(shards.ranks or ()):
             details.layouts[path] = _layout(flat, path, shards), list(_numbers(call, path, shards))
     settlement = call.exchange(details, lambda all_: a.settle(all_, answer.speakers), a.Details, a.Settlement)
-    items = settlement.items
-    common = {items[at : at + SIZE] for at in range(0, len(items), SIZE)}
+    common = set(digests(settlement.items))
     differ = [path for path, name in found.names.items() if name in common and found.items[path] not in common]
     if differ:
         raise SnapshotError(
@@ -300,7 +296,7 @@ def holders(call: Call, piece: Piece) -> tuple[int, ...]:
 
 def own_bytes(call: Call, flat: Flattened, paths: frozenset[str], spare: frozenset[tuple[str, int]]) -> int:
     """Bytes that only this rank can write, and its share of what some others could."""
-    total = sum(leaf.nbytes for leaf in flat.leaves if leaf.path.partition("%[")[0] not in paths)
+    total = sum(leaf.nbytes for leaf in flat.leaves if leaf.entry not in paths)
     total += sum(len(blob.data) for blob in flat.blobs if blob.path not in paths)
     for path, shards in flat.shards.items():
         for number, piece in enumerate(shards.pieces):
@@ -314,8 +310,17 @@ def _entries(flat: Flattened, paths: frozenset[str], *, leader: bool) -> int:
     return pieces + len(flat.entries) - (0 if leader else len(paths))
 
 
-def _warn(flat: Flattened, found: Candidates, paths: frozenset[str], sharded: list[str]) -> None:
-    left = [path for path in found.forced if path not in paths and not isinstance(flat.entries[path], e.Container)]
+def _warn(flat: Flattened, alike: Alike, paths: frozenset[str]) -> None:
+    left = [
+        path
+        for path, entry in flat.entries.items()
+        if path not in paths
+        and alike.forced(path)
+        and not alike.private(path)
+        and path not in flat.shards
+        and not isinstance(entry, e.Container)
+    ]
+    sharded = [path for path in flat.shards if alike.said(path)]
     if left:
         warnings.warn(
             "replicated: does not count, since not all ranks hold it with the same dtype and shape, so each rank's own "
@@ -338,7 +343,7 @@ def check_alike(call: Call, flat: Flattened, shared: Shared) -> None:
     leaves = _by_path(flat)
     for path in shared.paths - shared.leading:
         for leaf in leaves.get(flat.ties.get(path, path), ()):
-            mine[path + leaf.path[len(leaf.path.partition("%[")[0]) :].replace("%[", "[")] = leaf_digest(leaf)
+            mine[path + leaf.path.removeprefix(leaf.entry).replace("%[", "[")] = leaf_digest(leaf)
     for path, shards in flat.shards.items():
         for piece in shards.pieces:
             if len(holders(call, piece)) > 1:

@@ -53,9 +53,9 @@ def make(portion: Portion, operation: Operation, *, staged: bool) -> SavePlan:
     """What is written where."""
     blobs = sum(len(blob.data) + SIZE * block_count(len(blob.data)) for blob in portion.blobs)
     limits = operation.storage.limits
-    total = sum(leaf.nbytes for leaf in portion.leaves)
-    at_once = total if staged else limits.preferred_part * limits.parallel_parts if limits.alignment > 1 else 0
-    at_once = min(at_once, operation.budget.limit, total)
+    payload = sum(leaf.nbytes for leaf in portion.leaves)
+    at_once = payload if staged else limits.preferred_part * limits.parallel_parts if limits.alignment > 1 else 0
+    at_once = min(at_once, operation.budget.limit, payload)
     loads = tuple(portion.loads) if len(portion.loads) > 1 else ()
     return make_plan(portion.leaves, blobs, limits, operation.settings.lane_count(), at_once, loads)
 
@@ -76,7 +76,7 @@ class Take:
 
     def __init__(self, call: Call, operation: Operation, opening: Opening, metadata: msgspec.Raw, meter: Meter) -> None:
         self._call = call
-        self.operation = self._operation = operation
+        self.operation = operation
         self._storage = operation.storage
         self._verb = meter.verb
         self._meter = meter
@@ -101,24 +101,24 @@ class Take:
             if self._claimed:
                 with contextlib.suppress(SnapshotError):
                     run(self._storage.delete([commit.claim_path(self._save_id)]))
-            run(self._operation.close())
+            run(self.operation.close())
 
     def prepare(self, portion: Portion, plan: SavePlan | None, *, stage: bool) -> None:
         """Plan, or check the plan that was given. `stage`: everything will be copied, by the caller's thread."""
-        made = make(portion, self._operation, staged=stage)
+        made = make(portion, self.operation, staged=stage)
         if plan is not None and plan.structure != made.structure:
             raise ValueError("the plan was made for other names, shapes or dtypes, or for another storage")
         self._portion = portion
         self._plan = made
         copies = stage or self._storage.limits.alignment > 1
         source = Source(portion.leaves, copies=copies, parallel=stage)
-        budget, part_bytes = self._operation.budget, self._operation.settings.part_bytes
+        budget, part_bytes = self.operation.budget, self.operation.settings.part_bytes
         self._writer = Writer(self._storage, source, budget, self._meter.wrote, part_bytes)
         self._meter.begin(made.total_bytes)
 
     def stage_and_start(self, checked: Future[Expect] | None) -> Future[None]:
         """Stage everything, and begin to write: afterwards, or as soon as the budget is used up."""
-        staging = Staging(self._writer, self._operation.budget, self._plan.files)
+        staging = Staging(self._writer, self.operation.budget, self._plan.files)
         self._staging = staging
         work: list[Future[None]] = []
 
@@ -144,7 +144,7 @@ class Take:
                 raise cause from None  # what the writing failed of is more than that it was stopped
             raise
         self._meter.staged(self._plan.total_bytes)
-        emit("staged", self._verb, str(self._operation.url), bytes=self._plan.total_bytes)
+        emit("staged", self._verb, str(self.operation.url), bytes=self._plan.total_bytes)
         return work[0]
 
     async def write(self) -> None:
@@ -153,7 +153,7 @@ class Take:
         From the commit on nothing can be interrupted: a snapshot that is there must not be taken back.
         """
         self._writing = True
-        emit("start", self._verb, str(self._operation.url), bytes=self._plan.total_bytes)
+        emit("start", self._verb, str(self.operation.url), bytes=self._plan.total_bytes)
         commit.enter(self._save_id)
         try:
             if self._call.rank == 0 and not self._claimed:
@@ -162,14 +162,14 @@ class Take:
             await self._finish(described, done)
             keep(self._call, self._portion.shared)
         except CommitUnknown as error:
-            emit("failed", self._verb, str(self._operation.url), error=error)
+            emit("failed", self._verb, str(self.operation.url), error=error)
             raise
         except BaseException as error:
             if self._staging is not None:
                 self._staging.stop(error)
             gone = await uninterrupted(in_own_thread(self._call.fail, error))
             if await uninterrupted(self._abort(gone)):
-                emit("failed", self._verb, str(self._operation.url), error=error)
+                emit("failed", self._verb, str(self.operation.url), error=error)
             else:
                 error.add_note("the snapshot was committed all the same, but may not survive a loss of power")
             if isinstance(error, StorageError):  # it may come of what another rank's failure cleaned away
@@ -180,10 +180,10 @@ class Take:
         finally:
             commit.leave(self._save_id)
             await uninterrupted(in_own_thread(self._call.close))
-            await uninterrupted(self._operation.close())
+            await uninterrupted(self.operation.close())
             self._meter.close()
         seconds = time.perf_counter() - self._began
-        emit("committed", self._verb, str(self._operation.url), bytes=self._plan.total_bytes, seconds=round(seconds, 3))
+        emit("committed", self._verb, str(self.operation.url), bytes=self._plan.total_bytes, seconds=round(seconds, 3))
 
     def _first_fault(self) -> SnapshotError | None:
         with contextlib.suppress(SnapshotError, Undecided):
@@ -260,10 +260,10 @@ class Take:
         """The leader was lost after all had written: whether it committed can only be seen on storage."""
         if await commit.standing(self._storage) != self._save_id:
             raise CommitUnknown(
-                f"{self._operation.url}: {lost}, after its decision to commit; the snapshot may still appear: look "
+                f"{self.operation.url}: {lost}, after its decision to commit; the snapshot may still appear: look "
                 "again later (Snapshot(path).exists())"
             ) from lost
-        log.warning("%s: %s, but the snapshot is committed", self._operation.url, lost)
+        log.warning("%s: %s, but the snapshot is committed", self.operation.url, lost)
 
     async def _commit(self, described: Described, done: Sequence[Done]) -> bool:
         """Make all parts one manifest, and commit it. Afterwards clean up."""
@@ -271,7 +271,7 @@ class Take:
             raise CorruptSnapshotError("all ranks together did not write every shard once")
         parts = [PartEntry(self._kept(rank), *each.kept[:2], [rank], each.kept[2]) for rank, each in enumerate(done)]
         at_once = asyncio.Semaphore(AT_ONCE)
-        limit = self._operation.settings.manifest_bytes
+        limit = self.operation.settings.manifest_bytes
 
         async def tells(rank: int) -> Part:
             where = self._told(rank)
@@ -292,7 +292,7 @@ class Take:
             await self._storage.commit(commit.claim_path(self._save_id), METADATA, data, expect=self.expect)
         except StorageConflictError as error:
             raise SnapshotExistsError(
-                f"{self._operation.url}: another take was faster, or cleaned this one away; nothing of this one is "
+                f"{self.operation.url}: another take was faster, or cleaned this one away; nothing of this one is "
                 f"left ({error})"
             ) from error
         if others:

@@ -33,7 +33,7 @@ from snapshot.plan.reads import ReadPart, plan_reads
 from snapshot.report import listed
 from snapshot.state.kinds import Kind
 from snapshot.storage import in_thread
-from snapshot.tensors.digest import BLOCK, SIZE, of_range
+from snapshot.tensors.digest import BLOCK, digests, of_range
 from snapshot.tensors.memory import buffer, copy
 
 PART = 8 << 20
@@ -93,19 +93,19 @@ def agree_on_reads(call: Call, gather: Gather, match: Match, kinds: Iterable[Kin
         return frozenset()
     wants = [*gather.objects, *gather.wants] if once else []
     ranges = {Range(want.location, want.begin, want.end) for want in wants}
-    digests = {_digest(repr(each).encode()): each for each in ranges}
-    ready = Ready(once, of_range(b"".join(sorted(digests))), list(match.unexpected), match.unknown)
+    named = {_digest(repr(each).encode()): each for each in ranges}
+    ready = Ready(once, of_range(b"".join(sorted(named))), list(match.unexpected), match.unknown)
     go = call.exchange(ready, _go, Ready, Go)
     if go.names or (go.once and len(go.speakers) > 1):
         wishes = Wishes()
         if go.once and call.rank in go.speakers:
-            wishes.wants = b"".join(digests)
+            wishes.wants = b"".join(named)
         if go.names:
             wishes.names = b"".join(_digest(path.encode()) for kind in kinds for path in kind.live)
             wishes.unexpected = list(match.unexpected)
         common = call.exchange(wishes, lambda all_: _common(all_, go.speakers), Wishes, bytes)
         if go.once and len(go.speakers) > 1:
-            ranges = {digests[key] for key in _pieces(common)}
+            ranges = {named[key] for key in digests(common)}
     if not go.once or sum(each.end - each.begin for each in ranges) < WORTH:
         return frozenset()
     return frozenset(ranges)
@@ -127,18 +127,14 @@ def _heads(ready: Ready) -> set[str]:
 
 def _common(all_: list[Wishes], speakers: Sequence[int]) -> bytes:
     """What all who differ want. A name that no rank has a use for is an error, as it is on one rank."""
-    names = set().union(*(_pieces(wishes.names) for wishes in all_))
+    names = set().union(*(digests(wishes.names) for wishes in all_))
     left = {path: None for wishes in all_ for path in wishes.unexpected if _digest(path.encode()) not in names}
     if left:
         mismatches = [f"{path}: is in the snapshot, not in the application of any rank" for path in left]
         raise RestoreError(
             f"does not fit the application, and nothing was touched:{listed(mismatches, 100)}", mismatches
         )
-    return b"".join(sorted(set.intersection(*({*_pieces(all_[rank].wants)} for rank in speakers))))
-
-
-def _pieces(digests: bytes) -> list[bytes]:
-    return [digests[at : at + SIZE] for at in range(0, len(digests), SIZE)]
+    return b"".join(sorted(set.intersection(*({*digests(all_[rank].wants)} for rank in speakers))))
 
 
 def divided(wants: Sequence[Want], common: Ranges) -> tuple[list[Want], list[Want]]:

@@ -15,7 +15,7 @@ import msgspec
 from snapshot.errors import SnapshotError
 from snapshot.manifest import document
 from snapshot.report import listed
-from snapshot.tensors.digest import SIZE, of_range
+from snapshot.tensors.digest import digests, of_range
 from snapshot.tensors.geometry import Box, inside, overlap
 
 FIRST = ""
@@ -73,7 +73,7 @@ def agree(records: Sequence[Record]) -> Agreement:
     first = records[0]
     known = first.basis in (FIRST, ASKED) or first.basis == structure
     shared = known and all(each.agreed == first.agreed and each.basis == first.basis for each in records)
-    again = set.intersection(*(set(_pieces(record.left)) for record in records))  # not shared before, and equal now
+    again = set.intersection(*(set(digests(record.left)) for record in records))  # not shared before, and equal now
     layouts = total(each.have for each in records) != total(each.expected for each in records)
     boxes = any(record.boxes for record in records)
     settled = shared and not layouts and not boxes and not again
@@ -140,13 +140,9 @@ def settle(details: Sequence[Details], speakers: Sequence[int]) -> Settlement:
     _check_layouts(details)
     common: set[bytes] | None = None
     for rank in speakers:
-        found = set(_pieces(details[rank].items))
+        found = set(digests(details[rank].items))
         common = found if common is None else common & found
     return Settlement(b"".join(sorted(common or ())), _spare(details))
-
-
-def _pieces(digests: bytes) -> list[bytes]:
-    return [digests[at : at + SIZE] for at in range(0, len(digests), SIZE)]
 
 
 def _check_layouts(details: Sequence[Details]) -> None:

@@ -238,7 +238,7 @@ def _file(leaves: Sequence[Leaf], pieces: list[_Piece]) -> FilePlan:
         if box is not None:
             shape = box.sizes
         if box is not None or leaf.origin is not None:
-            path = f"{path}[{_placed(leaf, box)}]"
+            path = f"{path}[{placed(leaf, box)}]"
         theirs = known.get(leaf.dtype)
         if theirs is None:
             theirs, shape = "U8", (*shape, ITEMSIZE[leaf.dtype])
@@ -254,10 +254,10 @@ def _file(leaves: Sequence[Leaf], pieces: list[_Piece]) -> FilePlan:
     return FilePlan(header, tuple(extents), begin + position)
 
 
-def _placed(leaf: Leaf, box: Box | None) -> Box:
+def placed(leaf: Leaf, box: Box | None) -> Box:
     """A piece of a leaf, as a box of the tensor that the leaf is a box of."""
     box = box or whole(leaf.shape)
-    return box if leaf.origin is None else Box(tuple(map(sum, zip(box.offsets, leaf.origin, strict=True))), box.sizes)
+    return box if leaf.origin is None else box.within(leaf.origin)
 
 
 _encode = msgspec.json.Encoder().encode

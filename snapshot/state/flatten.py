@@ -285,12 +285,12 @@ class Flattened:
             _refuse_freed(path, tensor)
         dtype = NAMES[tensor.dtype]
 
-        def wrap(_: str, stored: e.TensorEntry | e.ChunkedTensorEntry, name: str = name) -> None:
+        def wrap(_: str, stored: e.TensorEntry | e.ChunkedTensorEntry) -> None:
             into[name] = stored
 
         shape, plain = tuple(tensor.shape), is_plain(tensor)
-        name = f"{path}%[{name}]"
-        self.leaves.append(Leaf(name, tensor, dtype, shape, tensor.nbytes, plain, wrap, splits=False, note=note))
+        below = f"{path}%[{name}]"
+        self.leaves.append(Leaf(below, tensor, dtype, shape, tensor.nbytes, plain, wrap, splits=False, note=note))
 
     def _array(self, path: str, value: np.ndarray[Any, Any] | np.generic, depth: int) -> None:
         described = arrays.describe(value)

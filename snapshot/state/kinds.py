@@ -138,8 +138,8 @@ class OptimizerKind(Kind):
         return parameter if parameter is not None and tuple(parameter.shape) == shape and shape else None
 
     def device(self, path: str, shape: tuple[int, ...]) -> torch.device | str:
-        parameter = self._parameter(path)
-        return parameter.device if parameter is not None and tuple(parameter.shape) == shape and shape else "cpu"
+        parameter = self.like(path, shape)
+        return "cpu" if parameter is None else parameter.device
 
     def hand_back(self, state: Any, strict: bool) -> list[str]:
         """Torch casts state to its parameter's dtype; what was saved in another one is put back as it was."""

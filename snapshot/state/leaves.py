@@ -35,6 +35,11 @@ class Leaf(msgspec.Struct, gc=False):
     whole: Leaf | None = None
     """The tensor that it is a box of."""
 
+    @property
+    def entry(self) -> str:
+        """The path of the entry that it belongs to: a tensor may be made of several."""
+        return self.path.partition("%[")[0]
+
     def copy_for(self, path: str) -> Leaf:
         """The same tensor under another path, stored apart."""
         return Leaf(
@@ -44,8 +49,7 @@ class Leaf(msgspec.Struct, gc=False):
     def part(self, box: Box) -> Leaf:
         """A box of it, to be stored apart."""
         whole, origin = self.whole or self, self.origin or (0,) * len(box.offsets)
-        there = Box(tuple(map(sum, zip(origin, box.offsets, strict=True))), box.sizes)
-        return Leaf.of(whole, there, self.tensor.detach()[box.slices()])
+        return Leaf.of(whole, box.within(origin), self.tensor.detach()[box.slices()])
 
     @staticmethod
     def of(whole: Leaf, box: Box, tensor: torch.Tensor) -> Leaf:

@@ -42,6 +42,11 @@ def of_bytes(data: Buffer) -> str:
     return of_table(b"".join(block_digest(view[begin : begin + BLOCK]) for begin in range(0, len(view), BLOCK)))
 
 
+def digests(joined: bytes) -> list[bytes]:
+    """Digests that stand one after the other."""
+    return [joined[at : at + SIZE] for at in range(0, len(joined), SIZE)]
+
+
 def block_count(nbytes: int) -> int:
     """How many blocks a range's table holds; 0 where it needs none."""
     return -(-nbytes // BLOCK) if nbytes > BLOCK else 0

@@ -31,6 +31,10 @@ class Box(NamedTuple):
         """The same box, seen from another origin."""
         return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
 
+    def within(self, origin: Shape) -> Box:
+        """The same box, in what its own origin lies in at `origin`: the other way round."""
+        return Box(tuple(a + b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
+
     def __str__(self) -> str:
         return ",".join(f"{offset}:{offset + size}" for offset, size in zip(self.offsets, self.sizes, strict=True))
 
