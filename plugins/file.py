@@ -72,7 +72,7 @@ class FileStorage(Storage):
         self._dirty: set[str] = set()
         self._root_was_there: bool | None = None
 
-    capabilities = Capabilities(blocking=True)
+    capabilities = Capabilities(guarded_commit=True, blocking=True)
 
     @property
     def limits(self) -> Limits:  # type: ignore[override]

@@ -66,7 +66,7 @@ os.register_at_fork(after_in_child=_after_fork)
 class MemoryStorage(Storage):
     """`memory://name` or `memory://name/below/it`. No `storage_options`."""
 
-    capabilities = Capabilities(durable=False, server_side_copy=True)
+    capabilities = Capabilities(durable=False, server_side_copy=True, guarded_commit=True)
     limits = Limits(parallel_files=1)
 
     def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:

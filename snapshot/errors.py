@@ -69,6 +69,9 @@ class MissingExtraError(SnapshotError, ImportError):
 class StorageError(SnapshotError, OSError):
     """Raised when a storage refuses or fails; names the URL, and keeps the backend's exception as its cause."""
 
+    uncertain = False
+    """Whether what was asked for may have been done all the same, or may still be: its answer never came."""
+
 
 class StorageNotFoundError(StorageError, FileNotFoundError):
     """Raised when a file is not there."""

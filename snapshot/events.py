@@ -16,7 +16,11 @@ log = logging.getLogger("snapshot")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something happened: `start`, `staged`, `committed`, `restored`, `failed`, `cleaned`."""
+    """Something happened: `start`, `staged`, `committed`, `restored`, `verified`, `deleted`, `failed`, `cleaned`.
+
+    And on the way: `retry`, whose verb is a request and whose path is its file, with `attempt`, `error` and `pause` (in
+    seconds); `swept`, with the number of `uploads` that were dropped.
+    """
 
     name: str
     verb: str

@@ -27,7 +27,7 @@ class Settings:
     """How many bytes go in one request; 0: what the storage prefers."""
     memory_budget_bytes: int = 0
     """Memory for staging and bouncing, where a call gives no budget of its own; 0: half of what the host has free for
-    an asynchronous take, shared by the processes of a job, 64 MiB for all else."""
+    an asynchronous take, shared by the processes of a job; for all else 64 MiB on files, 256 MiB elsewhere."""
     arena_bytes: int = -1
     """How much staging memory is kept between snapshots; -1: a quarter of the host's memory,
     shared by the processes of a job."""

@@ -112,7 +112,7 @@ class Snapshot:
             overwrite: Replace a snapshot that is there. The old one stays whole until the new one is.
             durable: Return only when the snapshot survives a loss of power.
             exclude: Globs of what is left out.
-            memory_budget_bytes: Host memory for staging; 64 MiB by default.
+            memory_budget_bytes: Host memory for staging; by default 64 MiB on files, 256 MiB elsewhere.
             check_replicated: Compare what is replicated over the ranks, too.
             metadata: Anything that JSON can hold, to be found in `snapshot.metadata.metadata`.
             progress: True for a bar, or a function that is called with `Progress`.
@@ -263,7 +263,8 @@ class Snapshot:
             cast: Whether a dtype may differ: `"error"`, `"same_kind"` (as `torch.can_cast` has it) or `"any"`.
             verify: Check every byte's digest on the way.
             atomic: Verify every byte before any live tensor is touched: everything is read twice.
-            memory_budget_bytes: Host memory for what cannot be read in place; 64 MiB by default.
+            memory_budget_bytes: Host memory for what cannot be read in place; by default 64 MiB from
+                files, 256 MiB elsewhere.
             read_once: Whether ranks share what one of them has read.
             progress: True for a bar, or a function that is called with `Progress`.
             timeout: Seconds without a sign of life after which another rank counts as dead.
@@ -314,7 +315,8 @@ class Snapshot:
         Args:
             path: Its name in the manifest: `"0/model/layer.0.weight"`.
             obj_out: A tensor or an array of its shape, which is filled and returned. Ignored for what cannot be filled.
-            memory_budget_bytes: Host memory for what cannot be read in place; 64 MiB by default.
+            memory_budget_bytes: Host memory for what cannot be read in place; by default 64 MiB from
+                files, 256 MiB elsewhere.
             box: A slice for each dimension (trailing ones may be left out): only that part is read. An int is a
                 slice of one that drops its dimension.
             verify: Check the digests of what is read.

@@ -11,7 +11,7 @@ import mmap
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,8 @@ Buffer = Any
 
 _SECRET_WITH_SLASH = re.compile(r"[^/:@]+:(?!\d*(?:/|$))[^@]*@")
 """`name:secret@` where the secret has a `/`, which should be written `%2F`, but people paste keys as they are."""
+_NAMES = {"abfs", "abfss", "sftp", "ssh", "ftp"}
+"""Schemes where what stands before an `@` is a container or a user; elsewhere it may be a token."""
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*(?:::[A-Za-z][A-Za-z0-9+.\-]*)*)://")
 
 
@@ -71,16 +73,22 @@ class URL:
             return f"file://{quote(self.location)}"
         return f"{self.scheme}://{self.location}" + (f"?{self.query}" if self.query else "")
 
-    def __str__(self) -> str:
-        if self.scheme == "file":
-            return self.location
+    def apart(self) -> tuple[str, str]:
+        """What stands before the `@` of a host or bucket, and all that follows it; an `@` in a path is of the path."""
         end = self.location.partition("/")[0].rfind("@")
         if end < 0 and (pasted := _SECRET_WITH_SLASH.match(self.location)):
             end = pasted.end() - 1
-        user, rest = self.location[: max(end, 0)], self.location[max(end, 0) :]
+        return self.location[: max(end, 0)], self.location[end + 1 :]
+
+    def __str__(self) -> str:
+        if self.scheme == "file":
+            return self.location
+        user, rest = self.apart()
+        if len(user) + len(rest) < len(self.location):
+            rest = f"@{rest}"
         if user:
             name, colon, _ = user.partition(":")
-            user = f"{name}:***" if colon else "***"
+            user = f"{name}:***" if colon else user if self.scheme in _NAMES else "***"
         return f"{self.scheme}://{user}{rest}" + ("?***" if self.query else "")
 
     def __repr__(self) -> str:
@@ -104,6 +112,9 @@ class Capabilities:
     concurrent: bool = True
     """Several files may be read and written at once."""
     server_side_copy: bool = False
+    guarded_commit: bool = False
+    """`commit` fails if its claim was deleted meanwhile: then a cleaner that deletes a claim stops that take. Elsewhere
+    claims that are younger than a day are left alone."""
     blocking: bool = False
     """Its calls wait for nothing but `in_thread`: then a thread of the engine's may make many of them in a row, without
     the loop, and digest bytes while they are in its caches. Bulk calls only: `create`, a writer's, `read_into`."""
@@ -122,7 +133,7 @@ class Limits:
     alignment: int = 1
     """The addresses of the buffers are multiples of this; above 1, callers pass one staged buffer a part."""
     in_order: bool = False
-    """Parts come one after the other, from the first on."""
+    """Writes begin in the order of their offsets; with `parts_per_file` of 1 they do not overlap, either."""
     preferred_part: int = 8 << 20
     parallel_parts: int = 4
     """How many parts may be under way at once, over all files."""
@@ -141,11 +152,31 @@ class Memory(Protocol):
         """A context manager (asynchronous) over a page-aligned, writable memoryview of at least `nbytes` bytes."""
         ...
 
+    def count(self, nbytes: int) -> Any:
+        """A context manager (asynchronous) for the time in which a client holds so many bytes of its own making."""
+        ...
+
 
 class _Unbounded:
     @asynccontextmanager
     async def borrow(self, nbytes: int) -> AsyncIterator[memoryview]:
         yield memoryview(mmap.mmap(-1, max(nbytes, 1)))
+
+    @asynccontextmanager
+    async def count(self, nbytes: int) -> AsyncIterator[None]:
+        yield
+
+
+class Clients(Protocol):
+    """Where storages share what is dear to make: connections, and clients with their credentials."""
+
+    async def get(self, key: Hashable, make: Callable[[], Awaitable[tuple[T, Callable[[], Awaitable[object]]]]]) -> T:
+        """What `make` made for this key, now or before; it also gives the function that closes it."""
+        ...
+
+    async def release(self, key: Hashable) -> None:
+        """One that called `get` needs it no more."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +186,8 @@ class Context:
     durable: bool = True
     """Whether `finish` and `put` must survive the loss of power."""
     memory: Memory = field(default_factory=_Unbounded)
+    clients: Clients | None = None
+    """Where there are none, each storage makes and closes its own."""
     direct_io: str = "auto"
     """`auto`, `always` or `never`: whether bulk bytes go around the page cache (where there is one)."""
     lanes: int = 2
@@ -193,7 +226,7 @@ class FileWriter(ABC):
 
     @abstractmethod
     async def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        """Write the buffers one after the other from `offset` on.
+        """Write the buffers one after the other from `offset` on. All parts of a file but the last are equally long.
 
         May be called concurrently for parts that do not overlap, unless `Limits.in_order`. The buffers stay valid, and
         unchanged, until this returns, retries included; a call that is cancelled uses them no more once it has raised.
@@ -262,10 +295,12 @@ class Storage(ABC):
     async def commit(self, claim: str, path: str, data: bytes, *, expect: Expect = ABSENT) -> str:
         """`put(path, data)`, such that it fails if the file `claim` was deleted meanwhile, where the backend can tell.
 
-        The claim is gone afterwards. Backends that rename write the data into the claim and rename that.
+        The claim is gone afterwards, if it can be deleted: what could not is no reason to say that nothing was
+        committed. Backends that rename write the data into the claim and rename that.
         """
         token = await self.put(path, data, expect=expect)
-        await self.delete([claim])
+        with suppress(StorageError):
+            await self.delete([claim])
         return token
 
     async def copy(self, source: str, path: str) -> None:
@@ -336,6 +371,15 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
             with suppress(BaseException):
                 await asyncio.shield(future)
         raise
+
+
+async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
+    """Do work to its end, however often it is cancelled meanwhile: cleaning up half is worse than being late."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        with suppress(BaseException):
+            await asyncio.shield(task)
+    return task.result()
 
 
 @contextmanager

@@ -145,6 +145,16 @@ class MemoryBudget:
             yield slot.view
 
     @asynccontextmanager
+    async def count(self, nbytes: int) -> AsyncIterator[None]:
+        """The same for memory that a client makes itself."""
+        held = self._reserve or self
+        await held.acquire(nbytes)
+        try:
+            yield
+        finally:
+            held.release(nbytes)
+
+    @asynccontextmanager
     async def slot(self, nbytes: int) -> AsyncIterator[Slot]:
         """A slot of the arena out of this budget."""
         await self.acquire(nbytes)

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 
-from snapshot.errors import SnapshotError, SnapshotNotFoundError, StorageNotFoundError
+from snapshot.errors import SnapshotError, SnapshotNotFoundError, StorageConflictError, StorageNotFoundError
 from snapshot.events import emit, log
 from snapshot.manifest.document import METADATA
-from snapshot.storage import Storage
+from snapshot.storage import ABSENT, ANYTHING, Expect, Storage
 
 _DATA = re.compile(r"data/([0-9a-z]+)-[0-9]+(?:-[0-9]+\.(?:safetensors|bin|json)|\.json)")
 _CLAIM = re.compile(r"\.take-([0-9a-z]+)(?:\.[0-9a-f]+\.tmp)?")
 _SAVE_ID = re.compile(rb'"save_id":"([0-9a-z]+)"')
+
+DAY = 24 * 3600.0
+"""Seconds after which a claim counts as that of an interrupted take, where a commit does not notice that it is gone."""
 
 _active: set[str] = set()
 _lock = threading.Lock()
@@ -25,6 +29,27 @@ _lock = threading.Lock()
 def claim_path(save_id: str) -> str:
     """The file that says that a take is running, or was interrupted."""
     return f".take-{save_id}"
+
+
+async def lay_claim(storage: Storage, save_id: str) -> None:
+    """Say that a take is running. Its name is nobody else's, so that nothing is lost where no condition can be set."""
+    expect = ABSENT if storage.capabilities.conditional_put else ANYTHING
+    await storage.put(claim_path(save_id), b"", expect=expect)
+
+
+async def condition(storage: Storage, expect: Expect) -> Expect:
+    """What a commit may ask of the storage. Where that compares nothing, compare here: who looks at the very same
+    moment sees the same, and both may commit."""
+    if storage.capabilities.conditional_put or expect is ANYTHING:
+        return expect
+    try:
+        stands: Expect = (await storage.stat(METADATA)).token
+    except StorageNotFoundError:
+        stands = ABSENT
+    if stands != expect:
+        found = "is gone" if stands is ABSENT else "is there already" if expect is ABSENT else "was replaced"
+        raise StorageConflictError(f"{storage.url.join(METADATA)}: {found}")
+    return ANYTHING
 
 
 def enter(save_id: str) -> None:
@@ -59,10 +84,10 @@ async def ours(storage: Storage) -> list[str]:
 
 
 async def standing(storage: Storage) -> str | None:
-    """The save id of the snapshot that stands here; None where none does, or it cannot be told."""
+    """The save id of the snapshot that stands here; None where none of ours does. Raises what keeps it from looking."""
     try:
         found = _SAVE_ID.search((await storage.get(METADATA))[:1000])
-    except SnapshotError:
+    except StorageNotFoundError:
         return None
     return found[1].decode() if found else None
 
@@ -70,14 +95,39 @@ async def standing(storage: Storage) -> str | None:
 async def _remove_claims(storage: Storage, found: list[str]) -> list[str]:
     """Remove the claims among what was found, but for those of this process; the rest that may be removed.
 
-    Once its claim is gone a take cannot commit any more; so what is not committed afterwards never will be.
+    Once its claim is gone a take cannot commit any more; so what is not committed afterwards never will be. Where the
+    storage cannot promise that, a claim that is younger than a day may be of a take that is still running.
     """
     with _lock:
         found = [path for path in found if save_id_of(path) not in _active]
     claims = [path for path in found if path.startswith(".take-")]
+    if claims and not storage.capabilities.guarded_commit:
+        young = {save_id_of(claim) for claim in claims if await _young(storage, claim)}
+        found = [path for path in found if save_id_of(path) not in young]
+        claims = [claim for claim in claims if save_id_of(claim) not in young]
     if claims:
         await storage.delete(claims)
+        await _sweep(storage, {save_id for claim in claims if (save_id := save_id_of(claim))})
     return [path for path in found if not path.startswith(".take-")]
+
+
+async def _young(storage: Storage, claim: str) -> bool:
+    try:
+        return (await storage.stat(claim)).mtime > time.time() - DAY
+    except StorageNotFoundError:
+        return False
+
+
+async def _sweep(storage: Storage, save_ids: set[str]) -> None:
+    """Drop the uploads that takes which were killed a day ago did not finish: theirs, and nobody else's."""
+    try:
+        for save_id in save_ids:
+            for prefix in (f"data/{save_id}-", f"data/.{save_id}-", f".{claim_path(save_id)}"):
+                swept = await storage.sweep(prefix, DAY)
+                if swept:
+                    emit("swept", "take", str(storage.url), uploads=len(swept))
+    except SnapshotError as error:  # a permission of its own on many stores; what is left costs space, no more
+        log.info("%s: unfinished uploads could not be looked for: %s", storage.url, error)
 
 
 async def clean(storage: Storage, keep: str) -> None:

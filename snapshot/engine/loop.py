@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
-import contextlib
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from snapshot.engine.clients import SharedClients
 from snapshot.options import Settings
 
 T = TypeVar("T")
@@ -26,6 +26,7 @@ class _Loop:
         self.loop = asyncio.new_event_loop()
         self.pool = ThreadPoolExecutor(Settings.current().thread_count(), thread_name_prefix="snapshot-io")
         self.loop.set_default_executor(self.pool)
+        self.clients = SharedClients()
         self.thread = threading.Thread(target=self._run, name="snapshot-loop", daemon=True)
         self.thread.start()
 
@@ -44,6 +45,11 @@ def _loop() -> _Loop:
         if _current is None:
             _current = _Loop()
         return _current
+
+
+def clients() -> SharedClients:
+    """What storages share, as long as this loop runs."""
+    return _loop().clients
 
 
 def _after_fork() -> None:
@@ -140,15 +146,6 @@ async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
-    """Do work to its end, however often it is cancelled meanwhile: cleaning up half is worse than being late."""
-    task = asyncio.ensure_future(work)
-    while not task.done():
-        with contextlib.suppress(BaseException):
-            await asyncio.shield(task)
-    return task.result()
-
-
 async def in_own_thread(work: Callable[..., T], *args: Any) -> T:
     """Do blocking work that may wait for long, for other ranks: the pool's few threads are not for that."""
     future: Future[T] = Future()
@@ -175,6 +172,8 @@ def finish_before_exit(future: Future[Any]) -> None:
 
 def _wait_at_exit() -> None:
     concurrent.futures.wait(list(_unfinished))
+    if _current is not None:
+        concurrent.futures.wait([asyncio.run_coroutine_threadsafe(_current.clients.close(), _current.loop)], timeout=5)
 
 
 # The pool refuses new work from `threading`'s own exit on, which comes before `atexit`: so wait there, where it can

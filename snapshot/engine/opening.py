@@ -71,7 +71,7 @@ def open_take(
             opening.expect = run(expectation(operation, overwrite=overwrite))
             commit.enter(opening.save_id)
             opening.claimed = True
-            run(operation.storage.put(commit.claim_path(opening.save_id), b"", expect=ABSENT))
+            run(commit.lay_claim(operation.storage, opening.save_id))
         common = [glob for glob in hellos[0].globs if all(glob in hello.globs for hello in hellos)]
         return Answer(hellos[0].path, opening.save_id, common)
 

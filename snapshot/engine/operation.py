@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from snapshot.engine.budget import MemoryBudget
+from snapshot.engine.loop import clients
 from snapshot.errors import (
     CorruptSnapshotError,
     SnapshotNotFoundError,
@@ -14,11 +15,14 @@ from snapshot.errors import (
     StorageNotFoundError,
     UnsupportedFormatError,
 )
-from snapshot.manifest.document import METADATA, Document, PartEntry, decode_document, decode_part
+from snapshot.events import emit
+from snapshot.manifest.document import METADATA, Document, Part, PartEntry, decode_document, decode_part
 from snapshot.manifest.merge import merge
 from snapshot.options import MiB, Settings
-from snapshot.registry import open_storage
+from snapshot.registry import open_storage, plugin_for
 from snapshot.storage import URL, Context, Storage
+
+T = TypeVar("T")
 
 
 class Operation:
@@ -31,50 +35,67 @@ class Operation:
         *,
         durable: bool = True,
         budget: int | None = None,
-        default_budget: int = 64 * MiB,
+        default_budget: int = 0,
     ) -> None:
         self.url = url
         self.settings = Settings.current()
-        limit = budget if budget is not None else self.settings.memory_budget_bytes or default_budget
+        # What is far away is worth more requests side by side, and each holds what must be copied.
+        near = getattr(
+            plugin_for(url).capabilities, "blocking", False
+        )  # of those that depend on the URL, it is not known
+        usual = 64 * MiB if near else 256 * MiB
+        limit = budget if budget is not None else self.settings.memory_budget_bytes or default_budget or usual
         if limit <= 0:
             raise ValueError(f"memory_budget_bytes is {limit}, and must be more than 0")
         self.budget = MemoryBudget(limit)
-        context = Context(durable, self.budget, self.settings.direct_io, self.settings.lane_count())
+        context = Context(durable, self.budget, clients(), self.settings.direct_io, self.settings.lane_count())
         self.storage: Storage = open_storage(url, options, context)
 
     async def open(self, rank: int | None = None) -> Document:
         """The snapshot's manifest, with all of its parts, or with those that one rank needs first."""
         try:
-            data = await self.storage.get(METADATA, limit=self.settings.manifest_bytes)
+            document = await self.twice(METADATA, self._manifest)
         except StorageNotFoundError as error:
             raise SnapshotNotFoundError(
                 f"{self.url}: there is no snapshot here, or it was never finished ({METADATA} is missing)"
             ) from error
-        where = self.storage.url.join(METADATA)
-        if not data.lstrip()[:1] == b"{" or b'"format"' not in data[:256]:
-            raise _foreign(data, where)
-        document = decode_document(data, where)
         first = rank if rank is None or rank < document.world_size else 0
         await self.load(document, [part for part in document.parts if first is None or first in part.ranks])
         return document
+
+    async def _manifest(self) -> Document:
+        data = await self.storage.get(METADATA, limit=self.settings.manifest_bytes)
+        where = self.storage.url.join(METADATA)
+        if not data.lstrip()[:1] == b"{" or b'"format"' not in data[:256]:
+            raise _foreign(data, where)
+        return decode_document(data, where)
+
+    async def twice(self, path: str, read: Callable[[], Awaitable[T]]) -> T:
+        """Read something; and once more if it is damaged, and may have been so on the way only."""
+        try:
+            return await read()
+        except CorruptSnapshotError as error:
+            if self.storage.capabilities.blocking:
+                raise
+            emit("retry", "read", str(self.storage.url.join(path)), attempt=1, error=str(error), pause=0.0)
+            return await read()
 
     async def load(self, document: Document, parts: Sequence[PartEntry]) -> None:
         """Read parts of a manifest, and add what is in them. Each only once."""
         at_once = asyncio.Semaphore(16)
 
-        async def read(part: PartEntry) -> bytes:
+        async def read(part: PartEntry) -> Part:
             async with at_once:
-                return await self._part(part)
+                return await self.twice(part.location, lambda: self._part(part))
 
         for part, held in zip(parts, await asyncio.gather(*map(read, parts)), strict=True):
-            merge(
-                document.manifest, decode_part(held, part, self.storage.url.join(part.location)).manifest, part.location
-            )
+            merge(document.manifest, held.manifest, part.location)
             document.parts.remove(part)
 
-    async def _part(self, part: PartEntry) -> bytes:
+    async def _part(self, part: PartEntry) -> Part:
         try:
-            return await self.storage.get(part.location, limit=self.settings.manifest_bytes)
+            data = await self.storage.get(part.location, limit=self.settings.manifest_bytes)
+            return decode_part(data, part, self.storage.url.join(part.location))
         except StorageNotFoundError as error:
             raise CorruptSnapshotError(f"{error}: a part of the manifest is missing") from error
 
@@ -86,20 +107,22 @@ class Operation:
 
     async def missing_files(self, document: Document, locations: set[str]) -> dict[str, str]:
         """A line for each file that is not there, or not as long as it was."""
-        faults = {}
-        for location in sorted(locations):
+        at_once = asyncio.Semaphore(16)
+
+        async def fault(location: str) -> str | None:
             expected = document.files[location].size
             try:
-                found = (await self.storage.stat(location)).size
+                async with at_once:
+                    found = (await self.storage.stat(location)).size
             except StorageNotFoundError:
-                faults[location] = f"{location} is missing"
-                continue
+                return f"{location} is missing"
             except StorageError as error:
-                faults[location] = str(error)
-                continue
-            if found != expected:
-                faults[location] = f"{location} has {found:,} bytes, and {expected:,} were written"
-        return faults
+                return str(error)
+            return None if found == expected else f"{location} has {found:,} bytes, and {expected:,} were written"
+
+        ordered = sorted(locations)
+        found = await asyncio.gather(*map(fault, ordered))
+        return {location: line for location, line in zip(ordered, found, strict=True) if line}
 
     async def close(self) -> None:
         """Give the storage's resources back."""

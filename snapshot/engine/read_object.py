@@ -39,7 +39,8 @@ def read_object(
     """The object at a path of the manifest."""
     tree = _tree(operation, document, path)
     entry = tree[path]
-    run(operation.expect_files(document, locations_of({path: entry}, document.files)))
+    if box is None:
+        run(operation.expect_files(document, locations_of({path: entry}, document.files)))
     gather = Gather(document.files, allow_pickle=allow_pickle)
     if box is not None:
         return _read_box(operation, document, gather, path, entry, obj_out, box, verify)
@@ -174,8 +175,9 @@ def _fits(path: str, shape: tuple[int, ...], dtype: str, out: torch.Tensor) -> N
 
 def _fetch(operation: Operation, document: Document, gather: Gather, verify: bool) -> None:
     meter = Meter("read_object", None)
-    tables = {want.stored.blocks[0] for want in gather.wants if want.stored.blocks}
-    run(operation.expect_files(document, tables & document.files.keys()))
+    partial = [want for want in gather.wants if (want.begin, want.end) != tuple(want.stored.byte_range)]
+    needed = {want.location for want in partial} | {want.stored.blocks[0] for want in partial if want.stored.blocks}
+    run(operation.expect_files(document, needed & document.files.keys()))
     fetch(operation, gather.objects, verify, meter)
     gather.finish_objects()
     fetch(operation, gather.wants, verify, meter)

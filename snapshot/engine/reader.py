@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from snapshot.engine.arena import Slot
 from snapshot.engine.budget import MemoryBudget
-from snapshot.engine.loop import cancelled, uninterrupted
+from snapshot.engine.loop import cancelled
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
+from snapshot.events import emit
 from snapshot.manifest.entries import ObjectEntry, TensorEntry
 from snapshot.plan.reads import ReadPart, plan_reads
-from snapshot.storage import Buffer, Storage, drive, in_thread
+from snapshot.storage import Buffer, Storage, drive, in_thread, uninterrupted
 from snapshot.tensors.digest import BLOCK, SIZE, block_digest, of_range, of_table
 from snapshot.tensors.memory import buffer
 
@@ -87,6 +89,15 @@ class BlockCheck:
                 )
 
 
+class _Table(msgspec.Struct, gc=False):
+    """Where a table of digests lies, and what was read of it."""
+
+    location: str
+    begin: int
+    end: int
+    held: bytearray
+
+
 @dataclass
 class ReadResult:
     """What a read met."""
@@ -109,13 +120,29 @@ class Reader:
         self._blocking = storage.capabilities.blocking
         self._lanes = limits.parallel_parts
         part = wanted_part or (HOT if self._blocking else min(limits.preferred_part, limits.largest_part))
-        self._part = max(BLOCK, min(part, budget.limit // max(2, limits.parallel_parts)))
+        # Threads take their slots one after the other; requests that need none should not be short for those that do.
+        self._part = max(BLOCK, min(part, budget.limit // (max(2, limits.parallel_parts) if self._blocking else 2)))
         self._stopped = False
+        self._bad: list[Want] = []
         self.result = ReadResult()
 
     async def read(self, wants: Sequence[Want], progress: Callable[[int], None]) -> ReadResult:
         """Fetch all wants. What does not verify is in the result's `faults`; anything else that goes wrong is
         raised."""
+        await self._all(wants, progress)
+        await self.again()
+        return self.result
+
+    async def again(self) -> None:
+        """Read once more what did not verify: over a network, bytes may be damaged on their way only."""
+        bad = list({id(want): want for want in self._bad}.values())
+        if not bad or self._blocking:
+            return
+        emit("retry", "read", str(self._storage.url), attempt=1, error="; ".join(self.result.faults), pause=0.0)
+        self._bad, self.result.faults = [], []
+        await self._all(bad, lambda _: None)
+
+    async def _all(self, wants: Sequence[Want], progress: Callable[[int], None]) -> None:
         if self._verify:
             await self.prepare_checks(wants)
         parts = iter(plan_reads(wants, self._part, self._gap))
@@ -143,11 +170,10 @@ class Reader:
             if self.result.touched:
                 error.add_note(f"live tensors that have been written to: {', '.join(sorted(self.result.touched))}")
             raise
-        return self.result
 
     async def prepare_checks(self, wants: Sequence[Want]) -> None:
         """Partly wanted ranges are checked block by block, against a table that is read, and checked, first."""
-        tables: list[tuple[Want, bytearray]] = []
+        tables: dict[tuple[str, int, int], list[Want]] = defaultdict(list)
         for want in wants:
             stored = want.stored
             begin, end = stored.byte_range
@@ -156,23 +182,50 @@ class Reader:
             if (want.begin, want.end) == (begin, end):
                 want.check = BlockCheck(end - begin, None)
             elif stored.blocks is not None:
-                tables.append((want, bytearray(stored.blocks[2] - stored.blocks[1])))
-        read: dict[tuple[str, int, int], bytes] = {}
-        for want, table in tables:
-            where = want.stored.blocks
-            assert where is not None
-            if where not in read:
-                location, begin, end = where
-                await self._storage.read_into(location, begin, [table])
-                self.result.bytes_read += end - begin
-                self.result.requests += 1
-                if of_table(table) != want.stored.digest:
-                    raise CorruptSnapshotError(
-                        f"{want.name}: its table of digests in {location}[{begin}:{end}] is {of_table(table)}, "
-                        f"and {want.stored.digest} was written"
-                    )
-                read[where] = bytes(table)
-            want.check = BlockCheck(want.stored.nbytes, read[where])
+                tables[stored.blocks].append(want)
+        bad = await self._read_tables(tables)
+        if bad and not self._blocking:  # as in `again`
+            bad = await self._read_tables(bad)
+        for (location, begin, end), whose in bad.items():
+            raise CorruptSnapshotError(
+                f"{whose[0].name}: its table of digests in {location}[{begin}:{end}] is not {whose[0].stored.digest}, "
+                "which was written"
+            )
+
+    async def _read_tables(
+        self, tables: Mapping[tuple[str, int, int], list[Want]]
+    ) -> dict[tuple[str, int, int], list[Want]]:
+        """Read tables, several in one request where they lie close; those that are not what was written."""
+        ranges = [_Table(*where, bytearray(where[2] - where[1])) for where in tables]
+        at_once = asyncio.Semaphore(self._lanes)
+
+        async def read(part: ReadPart) -> None:
+            buffers: list[Buffer] = []
+            position = part.begin
+            for segment in part.segments:
+                table = ranges[segment.want]
+                buffers.append(bytearray(segment.begin - position))
+                buffers.append(memoryview(table.held)[segment.begin - table.begin : segment.end - table.begin])
+                position = segment.end
+            async with at_once:
+                await self._storage.read_into(part.location, part.begin, buffers)
+            self.result.bytes_read += part.end - part.begin
+            self.result.requests += 1
+
+        reads = [asyncio.create_task(read(part)) for part in plan_reads(ranges, self._part, self._gap)]
+        try:
+            await asyncio.gather(*reads)
+        except BaseException:
+            await uninterrupted(cancelled(reads))
+            raise
+        bad = {}
+        for (where, wants), table in zip(tables.items(), ranges, strict=True):
+            digest, held = of_table(table.held), bytes(table.held)
+            for want in wants:
+                want.check = BlockCheck(want.stored.nbytes, held)
+                if digest != want.stored.digest:
+                    bad[where] = wants
+        return bad
 
     async def _fetch(self, part: ReadPart, wants: Sequence[Want]) -> None:
         scratch = _scratch(part, wants)
@@ -238,26 +291,27 @@ class Reader:
         if want.check is not None:
             return self._check(want, begin, memoryview(share).cast("B"))
         actual = of_range(share)
-        return actual == want.stored.digest or self._bad(want, f"is {actual}, and {want.stored.digest} was written")
+        return actual == want.stored.digest or self._refuse(want, f"is {actual}, and {want.stored.digest} was written")
 
     def _check(self, want: Want, begin: int, data: memoryview) -> bool:
         check = want.check
         assert check is not None
         check.update(begin - want.stored.byte_range[0], data)
         if check.table is not None:
-            return check.bad is None or self._bad(want, check.bad)
+            return check.bad is None or self._refuse(want, check.bad)
         with _counting:
             check.left -= len(data)
             complete = check.left == 0
         if complete:
             actual = of_table(check.digests)
             if actual != want.stored.digest:
-                return self._bad(want, f"is {actual}, and {want.stored.digest} was written")
+                return self._refuse(want, f"is {actual}, and {want.stored.digest} was written")
         return True
 
-    def _bad(self, want: Want, what: str) -> bool:
+    def _refuse(self, want: Want, what: str) -> bool:
         begin, end = want.stored.byte_range
         self.result.faults.append(f"{want.name}: {want.location}[{begin}:{end}] {what}")
+        self._bad.append(want)
         return False
 
 

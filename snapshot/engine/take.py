@@ -16,7 +16,7 @@ import msgspec
 from snapshot.distributed.call import Call, Undecided
 from snapshot.engine import commit
 from snapshot.engine.describe import Described, describe, filled, join, kept, told
-from snapshot.engine.loop import cancelled, in_own_thread, refuse_on_loop, run, start, uninterrupted
+from snapshot.engine.loop import cancelled, in_own_thread, refuse_on_loop, run, start
 from snapshot.engine.opening import Opening, open_take
 from snapshot.engine.operation import Operation
 from snapshot.engine.portion import Portion
@@ -39,12 +39,14 @@ from snapshot.plan.agree import total
 from snapshot.plan.globs import matcher
 from snapshot.plan.layout import SavePlan, location, make_plan
 from snapshot.state.stateful import check_app_state
-from snapshot.storage import ABSENT, URL, Expect, in_thread
+from snapshot.storage import URL, Expect, in_thread, uninterrupted
 from snapshot.tensors.digest import SIZE, block_count, of_range
 
 T = TypeVar("T")
 AT_ONCE = 64
 """How many ranks' words the leader reads side by side."""
+LAST_WORDS = 20.0
+"""Seconds that cleaning up may take over a network."""
 LOOK = 0.5
 """Seconds between two looks at whether another rank has failed, while this one writes."""
 
@@ -57,7 +59,10 @@ def make(portion: Portion, operation: Operation, *, staged: bool) -> SavePlan:
     at_once = payload if staged else limits.preferred_part * limits.parallel_parts if limits.alignment > 1 else 0
     at_once = min(at_once, operation.budget.limit, payload)
     loads = tuple(portion.loads) if len(portion.loads) > 1 else ()
-    return make_plan(portion.leaves, blobs, limits, operation.settings.lane_count(), at_once, loads)
+    # Where a file takes one part after the other, what cores there are is not what bounds how many are written.
+    sequential = limits.in_order and limits.parts_per_file == 1
+    lanes = (sequential and (operation.settings.lanes or limits.parallel_files)) or operation.settings.lane_count()
+    return make_plan(portion.leaves, blobs, limits, lanes, at_once, loads)
 
 
 class Done(msgspec.Struct, array_like=True):
@@ -88,6 +93,8 @@ class Take:
         self._metadata = metadata
         self._staging: Staging | None = None
         self._writing = False
+        self._decided = False
+        """Whether the manifest may have been sent."""
 
     def __enter__(self) -> Take:
         return self
@@ -157,7 +164,7 @@ class Take:
         commit.enter(self._save_id)
         try:
             if self._call.rank == 0 and not self._claimed:
-                await self._storage.put(commit.claim_path(self._save_id), b"", expect=ABSENT)
+                await commit.lay_claim(self._storage, self._save_id)
             described, done = await self._while_all_go_on(self._write_files())
             await self._finish(described, done)
             keep(self._call, self._portion.shared)
@@ -258,12 +265,19 @@ class Take:
 
     async def _look(self, lost: Undecided) -> None:
         """The leader was lost after all had written: whether it committed can only be seen on storage."""
-        if await commit.standing(self._storage) != self._save_id:
+        if not await self._stands():
             raise CommitUnknown(
                 f"{self.operation.url}: {lost}, after its decision to commit; the snapshot may still appear: look "
                 "again later (Snapshot(path).exists())"
             ) from lost
         log.warning("%s: %s, but the snapshot is committed", self.operation.url, lost)
+
+    async def _stands(self) -> bool:
+        """Whether what stands there is this take's, for sure."""
+        try:
+            return await commit.standing(self._storage) == self._save_id
+        except SnapshotError:
+            return False
 
     async def _commit(self, described: Described, done: Sequence[Done]) -> bool:
         """Make all parts one manifest, and commit it. Afterwards clean up."""
@@ -275,31 +289,52 @@ class Take:
 
         async def tells(rank: int) -> Part:
             where = self._told(rank)
+
+            async def read() -> Part:
+                data = await self._storage.get(where, limit=limit)
+                return decode_part(data, PartEntry(where, *done[rank].told, [rank], -1), where)
+
             try:
                 async with at_once:
-                    data = await self._storage.get(where, limit=limit)
+                    return await self.operation.twice(where, read)
             except StorageNotFoundError as error:
                 raise SnapshotError(
                     f"{error}: rank {rank} wrote it, and rank 0 does not see it; all ranks must share one storage"
                 ) from error
-            return decode_part(data, PartEntry(where, *done[rank].told, [rank], -1), where)
 
         others = await asyncio.gather(*map(tells, range(1, len(done))))
         document = await in_thread(join, described, self._save_id, self._metadata, self._plan.structure, parts, others)
         data = await in_thread(encode, document)
         await in_own_thread(self._call.commit)
+        self._decided = True
         try:
-            await self._storage.commit(commit.claim_path(self._save_id), METADATA, data, expect=self.expect)
+            expect = await commit.condition(self._storage, self.expect)
+            await self._storage.commit(commit.claim_path(self._save_id), METADATA, data, expect=expect)
         except StorageConflictError as error:
             raise SnapshotExistsError(
                 f"{self.operation.url}: another take was faster, or cleaned this one away; nothing of this one is "
                 f"left ({error})"
             ) from error
-        if others:
-            with contextlib.suppress(SnapshotError):
-                await self._storage.delete([self._told(rank) for rank in range(1, len(done))])
-        await commit.clean(self._storage, self._save_id)
+        except StorageError as error:
+            if not error.uncertain:
+                raise
+            if not await self._stands():
+                raise CommitUnknown(
+                    f"{self.operation.url}: the manifest was sent, and no answer came: the snapshot may be there, or "
+                    "still appear: look again later (Snapshot(path).exists()). Its files were left, and a claim, by "
+                    f"which they are cleaned away if it does not ({error})"
+                ) from error
+        with contextlib.suppress(TimeoutError):  # what is not cleaned away now is by the next take
+            async with self._not_for_long():
+                if others:
+                    with contextlib.suppress(SnapshotError):
+                        await self._storage.delete([self._told(rank) for rank in range(1, len(done))])
+                await commit.clean(self._storage, self._save_id)
         return True
+
+    def _not_for_long(self) -> asyncio.Timeout:
+        """Bounds the time for cleaning up over a network: whoever waits wants to know what became of the take."""
+        return asyncio.timeout(None if self._storage.capabilities.blocking else LAST_WORDS)
 
     async def _abort(self, gone: bool) -> bool:
         """Take back what this rank wrote, unless it was committed all the same; whether it was not.
@@ -308,13 +343,14 @@ class Take:
         """
         if not self._call.alone and not gone and self._call.rank:
             return True  # the leader's word was first: what is there is the leader's to remove
-        if await commit.standing(self._storage) == self._save_id:
-            return False
-        with contextlib.suppress(SnapshotError):
-            rank = None if self._call.rank == 0 else self._call.rank
-            mine = [path for path in await commit.ours(self._storage) if commit.is_of(path, self._save_id, rank)]
-            claim = [commit.claim_path(self._save_id)] if self._call.rank == 0 else []
-            await self._storage.delete([*mine, *claim])
+        with contextlib.suppress(SnapshotError, TimeoutError):
+            async with self._not_for_long():
+                if self._decided and await commit.standing(self._storage) == self._save_id:
+                    return False
+                rank = None if self._call.rank == 0 else self._call.rank
+                mine = [path for path in await commit.ours(self._storage) if commit.is_of(path, self._save_id, rank)]
+                claim = [commit.claim_path(self._save_id)] if self._call.rank == 0 else []
+                await self._storage.delete([*mine, *claim])
         return True
 
 

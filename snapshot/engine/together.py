@@ -176,6 +176,7 @@ class Relay:
     def run(self, result: ReadResult) -> None:
         """Read what all want, each rank its share, and pass it on. Faults are added to `result`."""
         self._pass_on()
+        run(self._reader.again())
         own = self._reader.result
         result.bytes_read += own.bytes_read
         result.requests += own.requests

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from snapshot.engine.arena import GRAIN, arena
 from snapshot.engine.budget import MemoryBudget
-from snapshot.engine.loop import cancelled, uninterrupted
+from snapshot.engine.loop import cancelled
 from snapshot.engine.staging import FileDigests, Source, Staged
 from snapshot.errors import SnapshotError
 from snapshot.plan.layout import FilePlan, Part, cut_file, part_size
-from snapshot.storage import FileWriter, Storage, drive, in_thread
+from snapshot.storage import FileWriter, Storage, drive, in_thread, uninterrupted
 
 Progress = Callable[[int], None]
 
@@ -80,9 +80,12 @@ class Writer:
     async def _abort(self, lanes: Sequence[asyncio.Task[Written]]) -> None:
         self._stopped = True
         await cancelled(lanes)
-        for writer in self._open:
+
+        async def abort(writer: FileWriter) -> None:
             with contextlib.suppress(SnapshotError):  # the first error is the one that counts
                 await writer.abort()
+
+        await asyncio.gather(*map(abort, self._open))
 
     async def _serial(self, file: FilePlan, location: str) -> Written:
         """A lane that one thread does alone, part by part: each is digested, and written, while it is in a cache."""
@@ -108,7 +111,7 @@ class Writer:
         digests = FileDigests(file)
         writes: set[asyncio.Task[None]] = set()
         limits = self._storage.limits
-        at_once = 1 if limits.in_order else limits.parts_per_file
+        at_once = limits.parts_per_file
         try:
             for position, part in enumerate(self.parts(file)):
                 await self._slots.acquire()

@@ -288,7 +288,7 @@ def cut_file(file: FilePlan, part_bytes: int) -> list[Part]:
 def part_size(limits: Limits, budget: int, file_size: int, wanted: int = 0) -> int:
     """How long parts are: what the storage prefers, less if the budget is small, more if there would be too many."""
     size = wanted or limits.preferred_part
-    share = max(SHORTEST_PART, budget // max(2, limits.parallel_parts))
+    share = max(SHORTEST_PART, budget // max(2, min(limits.parallel_parts, 8)))  # fewer at once than ever smaller ones
     size = min(size, limits.largest_part, max(limits.smallest_part, share))
     size = max(size, limits.smallest_part, -(-file_size // limits.most_parts))
     multiple = math.lcm(limits.multiple, PAGE)  # so that no element is cut in two

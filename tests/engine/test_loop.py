@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from snapshot import Snapshot, SnapshotError, StateDict
-from snapshot.engine.loop import run, start, uninterrupted
+from snapshot.engine.loop import run, start
 from snapshot.engine.quiet import no_collection
 from snapshot.events import Event, add_handler, remove_handler
-from snapshot.storage import drive, in_thread
+from snapshot.storage import drive, in_thread, uninterrupted
 
 
 def test_a_cancelled_work_is_done_only_when_its_cleaning_is():

@@ -468,8 +468,17 @@ def test_a_read_that_fails_names_url_and_cause(tmp_path):
 
 def test_a_bit_that_flips_on_the_way_in(tmp_path):
     Snapshot.take(tmp_path / "s", state())
-    with faulty(on="read_into", path="data/*", flip=4000), pytest.raises(CorruptSnapshotError, match="damaged"):
+    with (
+        faulty(on="read_into", path="data/*", flip=4000, times=None),
+        pytest.raises(CorruptSnapshotError, match="damaged"),
+    ):
         Snapshot(f"faulty+file://{tmp_path}/s").restore(zeros())
+
+
+def test_a_bit_that_flips_once_on_the_way_in_is_read_again(tmp_path):
+    Snapshot.take(tmp_path / "s", state())
+    with faulty(on="read_into", path="data/*", flip=4000):
+        whole(f"faulty+file://{tmp_path}/s")
 
 
 def test_an_interrupted_take_is_no_snapshot_and_the_next_one_cleans(tmp_path):
