@@ -17,8 +17,22 @@ GROUP = "snapshot.storage"
 _BUILT_IN = {
     "file": ("snapshot.plugins.file:FileStorage", None),
     "memory": ("snapshot.plugins.memory:MemoryStorage", None),
+    "s3": ("snapshot.plugins.s3:S3Storage", "s3"),
+    "gs": ("snapshot.plugins.gcs:GcsStorage", "gcs"),
+    "gcs": ("snapshot.plugins.gcs:GcsStorage", "gcs"),
+    "az": ("snapshot.plugins.azure:AzureStorage", "azure"),
+    "abfs": ("snapshot.plugins.azure:AzureStorage", "azure"),
+    "abfss": ("snapshot.plugins.azure:AzureStorage", "azure"),
+    "http": ("snapshot.plugins.http:HttpStorage", "http"),
+    "https": ("snapshot.plugins.http:HttpStorage", "http"),
+    "fsspec+": ("snapshot.plugins.fsspec:FsspecStorage", "fsspec"),
 }
 """Scheme -> (class, the extra that brings what it needs)."""
+_BY_FSSPEC = {
+    "sftp", "ssh", "webdav", "hf", "ftp", "smb", "zip", "tar", "dir", "local", "simplecache", "filecache", "blockcache",
+    "github", "reference",
+}  # fmt: skip
+"""Schemes that the extra `fsspec` is known to bring; with it installed, it says itself which it knows."""
 
 _registered: dict[str, type[Storage]] = {}
 
@@ -49,26 +63,17 @@ def open_storage(url: URL, options: Mapping[str, Any] | None = None, context: Co
 
 
 def plugin_for(url: URL) -> type[Storage]:
-    """The plugin class for a URL's scheme: registered ones go first, then built-in ones, then entry points.
+    """The plugin class for a URL's scheme: registered ones go first, then built-in ones, entry points, and fsspec.
 
-    Entry points come last since looking for them reads the metadata of every installed package.
+    Entry points come late since looking for them reads the metadata of every installed package.
     """
     outermost, plus, _ = url.scheme.partition("+")
     for scheme in (url.scheme, outermost + plus):
         if scheme in _registered:
             return _registered[scheme]
-    if url.scheme in _BUILT_IN:
-        target, extra = _BUILT_IN[url.scheme]
-        module, _, name = target.partition(":")
-        try:
-            found: type[Storage] = getattr(importlib.import_module(module), name)
-        except ImportError as error:
-            if extra is None:
-                raise
-            raise MissingExtraError(
-                f"{url}: {error}; pip install 'snapshot-torch[{extra}]' brings what {url.scheme}:// needs"
-            ) from error
-        return found
+    for scheme in (url.scheme, outermost + plus):
+        if scheme in _BUILT_IN:
+            return _built_in(scheme, url)
     for point in entry_points(group=GROUP, name=url.scheme):
         try:
             loaded = point.load()
@@ -79,8 +84,33 @@ def plugin_for(url: URL) -> type[Storage]:
         if not (isinstance(loaded, type) and issubclass(loaded, Storage)):
             raise StorageError(f"{url}: the entry point {point.name} = {point.value} names no subclass of Storage")
         return loaded
+    if (found := _by_fsspec(url)) is not None:
+        return found
     near = difflib.get_close_matches(url.scheme, schemes(), n=1)
     hint = f"; did you mean {near[0]}://?" if near else ""
     raise StorageError(
         f"{url}: no storage plugin for the scheme {url.scheme!r}; known are {', '.join(schemes())}{hint}"
     )
+
+
+def _built_in(scheme: str, url: URL) -> type[Storage]:
+    target, extra = _BUILT_IN[scheme]
+    module, _, name = target.partition(":")
+    try:
+        found: type[Storage] = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        if extra is None:
+            raise
+        raise MissingExtraError(
+            f"{url}: {error}; pip install 'snapshot-torch[{extra}]' brings what {url.scheme}:// needs"
+        ) from error
+    return found
+
+
+def _by_fsspec(url: URL) -> type[Storage] | None:
+    """What is left is fsspec's, if it knows the scheme; it is imported only now."""
+    try:
+        known = importlib.import_module("snapshot.plugins.fsspec").known
+    except ImportError:
+        return _built_in("fsspec+", url) if url.scheme.partition("::")[0] in _BY_FSSPEC else None
+    return _built_in("fsspec+", url) if known(url.scheme) else None

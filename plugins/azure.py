@@ -1,0 +1,398 @@
+"""Azure Blob Storage. Options and environment variables have the names that users of adlfs know, but adlfs is not under
+it: its constructor starts fsspec's own thread with a loop, to which finalizers tie every client, and it offers neither
+conditions nor parts that are not copied. Microsoft's client (`azure.storage.blob.aio`) reads addresses and signs; the
+requests are made here and go through its pipeline, without its retries, so that bodies stream from and to where they
+lie.
+
+Blocks that were uploaded and never committed are no blob: nobody sees them, and they are gone a week after the last one
+came. `abandon` drops them at once, where nothing else stands in their place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+from base64 import b64encode
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import quote, unquote, urlencode
+from xml.etree import ElementTree
+
+import aiohttp
+import yarl
+from azure.core.exceptions import AzureError, HttpResponseError, ServiceRequestError, ServiceResponseError
+from azure.core.pipeline.transport import AioHttpTransport
+from azure.core.rest import HttpRequest
+from azure.storage.blob.aio import BlobServiceClient
+
+from snapshot.errors import StorageConflictError, StorageError
+from snapshot.plugins.attempts import Body, PassingError, Sink
+from snapshot.plugins.drivers import Driver, Page
+from snapshot.plugins.http import StatusError, new_session, status_fault
+from snapshot.plugins.objects import ObjectStorage
+from snapshot.plugins.streams import Chunks, content_range, drained, lost
+from snapshot.storage import ABSENT, ANYTHING, URL, Context, Expect, FileStat, Limits, in_thread
+
+MiB = 1 << 20
+LIMITS = Limits(
+    largest_part=4000 * MiB, most_parts=50_000, preferred_part=16 * MiB, parallel_parts=16, parts_per_file=8,
+    parallel_files=4, merge_gap=MiB
+)  # fmt: skip
+VERSION = "2021-12-02"
+"""Of the protocol: what requests and answers mean stays as it is, whatever the client's own version is."""
+PAGE = 5000
+"""How many names come in one listing: Azure gives no more."""
+_CONFLICTS = {"BlobAlreadyExists", "ResourceAlreadyExists", "PathAlreadyExists", "BlobOverwritten", ""}
+"""What a 409 is called when an expectation does not hold; all others say that a blob can't be written, or read."""
+_MARK = "x-ms-meta-snapshot_abandoned"
+"""An empty blob with this header stands for a moment where an upload is abandoned."""
+_BLOB = {"x-ms-blob-type": "BlockBlob"}
+_HOST = re.compile(r"([^.]+)\.(?:dfs|blob)\.(.+)")
+_SIGNATURE = re.compile(r"(?:^|[?&])sig=([^&]+)")
+
+
+class Refusal(StatusError):
+    """Raised for an answer that says no; with Azure's code for why."""
+
+    def __init__(self, answer: aiohttp.ClientResponse, detail: str) -> None:
+        self.code = answer.headers.get("x-ms-error-code", "")
+        reason = self.code or answer.reason or ""
+        super().__init__(answer.status, reason, answer.headers.get("Retry-After", ""), detail)
+
+
+class AzureDriver(Driver):
+    """One request a method, in the dialect of Blob Storage."""
+
+    def __init__(self, service: BlobServiceClient, session: aiohttp.ClientSession, container: str, made: Any) -> None:
+        self._session = session
+        self._credential = made
+        """The credential that is closed with this, if it was made for it."""
+        self._pipeline: Any = service._pipeline
+        endpoint, _, self._signature = service.primary_endpoint.partition("?")
+        self._container = f"{endpoint.rstrip('/')}/{quote(container)}"
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._session.close()
+        if self._credential is not None:
+            await self._credential.close()
+
+    def _url(self, key: str, params: Mapping[str, str] | None = None) -> str:
+        query = [urlencode(params, quote_via=quote)] if params else []
+        query += [self._signature] if self._signature else []
+        return f"{self._container}/{quote(key)}".rstrip("/") + ("?" + "&".join(query) if query else "")
+
+    @asynccontextmanager
+    async def _ask(
+        self,
+        method: str,
+        key: str,
+        params: Mapping[str, str] | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        body: Body | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A request; its answer, if it is a good one."""
+        told = {"x-ms-version": VERSION, **(headers or {})}
+        if body is not None:
+            told["Content-Length"] = str(body.nbytes)
+        if body:
+            told["Content-Type"] = "application/octet-stream"
+        content: Any = body or None  # by its type, aiohttp knows how to send it
+        request = HttpRequest(method, self._url(key, params), headers=told, content=content)
+        answered = await self._pipeline.run(request, stream=True)
+        answer: aiohttp.ClientResponse = answered.http_response.internal_response
+        async with drained(answer):
+            if answer.status >= 300:
+                raise Refusal(answer, _message(await answer.content.read(4000)))
+            yield answer
+
+    async def head(self, key: str) -> FileStat:
+        """`Get Blob Properties`."""
+        async with self._ask("HEAD", key) as answer:
+            told = answer.headers
+            return FileStat(int(told["Content-Length"]), _when(told["Last-Modified"]), told["ETag"])
+
+    async def read(self, key: str, sink: Sink) -> None:
+        """`Get Blob`."""
+        wanted = {"x-ms-range": sink.range, "If-Match": sink.token}
+        async with self._ask("GET", key, headers={name: value for name, value in wanted.items() if value}) as answer:
+            at, total = content_range(answer.headers.get("Content-Range"), answer.content_length)
+            sink.starts(at, total, answer.headers.get("ETag"))
+            await Chunks(answer).into(sink)
+
+    async def _list(self, prefix: str, include: str, marker: str = "", delimiter: str = "") -> ElementTree.Element:
+        params = {"restype": "container", "comp": "list", "prefix": prefix, "include": include}
+        params |= {"maxresults": str(PAGE)} | ({"marker": marker} if marker else {})
+        params |= {"delimiter": delimiter} if delimiter else {}
+        async with self._ask("GET", "", params) as answer:
+            return await in_thread(ElementTree.fromstring, await answer.read())
+
+    async def list(self, prefix: str, recursive: bool, following: Any) -> Page:
+        """`List Blobs`. Where folders are objects of their own, they are listed as empty blobs, and are left out."""
+        found = await self._list(prefix, "metadata", following or "", "" if recursive else "/")
+        names = [_name(each) for each in found.iterfind("Blobs/Blob") if not _is_folder(each)]
+        folders = [_name(each) for each in found.iterfind("Blobs/BlobPrefix")]
+        return Page(names, folders, found.findtext("NextMarker") or None)
+
+    async def put(self, key: str, body: Body, expect: Expect) -> str:
+        """`Put Blob`, with a condition if there is an expectation."""
+        condition = {} if expect is ANYTHING else {"If-None-Match": "*"} if expect is ABSENT else {"If-Match": expect}
+        headers = {name: str(value) for name, value in condition.items()}
+        async with self._ask("PUT", key, headers={**_BLOB, **headers}, body=body) as answer:
+            return answer.headers["ETag"]
+
+    async def begin(self, key: str, size: int) -> str:
+        """Nothing is asked: the name goes into those of the blocks, so that no other upload's are taken for them."""
+        return secrets.token_hex(8)
+
+    async def part(self, key: str, upload: str, number: int, offset: int, body: Body, *, last: bool) -> str:
+        """`Put Block`; its name. All names of a blob's blocks are equally long."""
+        block = b64encode(f"{upload}-{number:07}".encode()).decode()
+        async with self._ask("PUT", key, {"comp": "block", "blockid": block}, body=body):
+            return block
+
+    async def complete(self, key: str, upload: str, parts: Mapping[int, str]) -> None:
+        """`Put Block List`. Done again, it finds the blocks in the blob itself: a lost answer does no harm."""
+        await self._commit(key, parts.values(), {})
+
+    async def _commit(self, key: str, blocks: Iterable[str], headers: Mapping[str, str]) -> str:
+        latest = "".join(f"<Latest>{block}</Latest>" for block in blocks)
+        body = Body([f'<?xml version="1.0" encoding="utf-8"?><BlockList>{latest}</BlockList>'.encode()])
+        async with self._ask("PUT", key, {"comp": "blocklist"}, headers=headers, body=body) as answer:
+            return answer.headers["ETag"]
+
+    async def abandon(self, key: str, upload: str) -> None:
+        """Commit none of the blocks, which drops them all, and delete that. Where a blob is already, it stays as it is,
+        and the blocks are left to Azure."""
+        token: str | None = None
+        try:
+            token = await self._commit(key, (), {"If-None-Match": "*", _MARK: "true"})
+        except Refusal as refusal:
+            if refusal.status not in (409, 412):
+                raise
+            token = await self._left(key)
+        if token:
+            await self._drop(key, {"If-Match": token}, {404, 412})
+
+    async def _left(self, key: str) -> str | None:
+        """The token of what an earlier attempt to abandon left, whose answer was lost."""
+        try:
+            async with self._ask("HEAD", key) as answer:
+                return answer.headers["ETag"] if _MARK in answer.headers else None
+        except Refusal as refusal:
+            if refusal.status != 404:
+                raise
+            return None
+
+    async def uploads(self, prefix: str) -> Sequence[tuple[str, str, float]]:
+        """`List Blobs`, with and without those that were never committed: nothing else tells one from the other."""
+        listed: list[dict[str, float]] = []
+        for include in ("uncommittedblobs", "metadata"):  # in this order: what is committed meanwhile is none
+            found: dict[str, float] = {}
+            marker: str | None = ""
+            while marker is not None:
+                page = await self._list(prefix, include, marker)
+                for each in page.iterfind("Blobs/Blob"):
+                    when = each.findtext("Properties/Last-Modified") or each.findtext("Properties/Creation-Time")
+                    found[_name(each)] = _when(when) if when else float("inf")  # then it is left to Azure
+                marker = page.findtext("NextMarker") or None
+            listed.append(found)
+        every, committed = listed
+        return [(key, "", began) for key, began in every.items() if key not in committed]
+
+    async def _drop(self, key: str, headers: Mapping[str, str], gone: set[int]) -> None:
+        try:
+            async with self._ask("DELETE", key, headers=headers):
+                pass
+        except Refusal as refusal:
+            if refusal.status not in gone or refusal.code == "ContainerNotFound":
+                raise
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """`Delete Blob`, with the snapshots that somebody made of it: without that word it would be refused."""
+        for key in keys:
+            await self._drop(key, {"x-ms-delete-snapshots": "include"}, {404})
+
+    async def copy(self, source: str, key: str) -> None:
+        """`Copy Blob`, and wait until it is done."""
+        try:
+            async with self._ask("PUT", key, headers={"x-ms-copy-source": self._url(source)}) as answer:
+                told = answer.headers
+        except Refusal as refusal:
+            if refusal.code != "PendingCopyOperation":  # which an earlier attempt began
+                raise
+            async with self._ask("HEAD", key) as answer:
+                told = answer.headers
+        pause = 0.05
+        while told.get("x-ms-copy-status") == "pending":
+            await asyncio.sleep(pause := min(2 * pause, 2))
+            async with self._ask("HEAD", key) as answer:
+                told = answer.headers
+        if told.get("x-ms-copy-status", "success") != "success":
+            why = told.get("x-ms-copy-status-description", "")
+            raise StorageError(f"{self._container}/{key}: was not copied: {why}")
+
+    def fault(self, error: Exception, url: URL) -> StorageError:
+        """By the status and Azure's code for it, or by what became of the connection."""
+        if isinstance(error, Refusal):
+            return _said(error, url)
+        if isinstance(error, (ServiceRequestError, ServiceResponseError)):
+            inner = error.inner_exception
+            return lost(inner, url) if isinstance(inner, Exception) else PassingError(f"{url}: {error}")
+        if isinstance(error, AzureError):  # of those who give out tokens; it is long, but says what to do
+            status = error.status_code if isinstance(error, HttpResponseError) else None
+            kind = PassingError if status is not None and (status >= 500 or status == 429) else StorageError
+            return kind(f"{url}: {type(error).__name__}: {error}")
+        return lost(error, url)
+
+
+def _said(error: Refusal, url: URL) -> StorageError:
+    """What Azure says no with. Leases, policies and archived blobs make 409 and 412 that no new attempt changes."""
+    said = f"{url}: {error}"
+    if error.code in ("ContainerNotFound", "ContainerDisabled"):
+        return StorageError(said)
+    if error.status == 412:
+        return StorageError(said) if error.code.startswith("Lease") else StorageConflictError(said)
+    if error.status == 409:
+        return StorageConflictError(said) if error.code in _CONFLICTS else StorageError(said)
+    return status_fault(error, url)
+
+
+def _message(body: bytes) -> str:
+    """The first line of what an error says. A detail of authentication is left out if it quotes what was signed."""
+    try:
+        found = ElementTree.fromstring(body)  # noqa: S314 - of the store, which holds all the data anyway
+    except ElementTree.ParseError:
+        return ""
+    message = (found.findtext("Message") or "").partition("\n")[0].strip()
+    detail = (found.findtext("AuthenticationErrorDetail") or "").strip()
+    return f"{message} {detail}".rstrip() if len(detail) < 200 and "signature found" not in detail else message
+
+
+def _name(entry: ElementTree.Element) -> str:
+    name = entry.find("Name")
+    if name is None:
+        raise StorageError("the listing names no blobs: this is no Azure Blob Storage")
+    text = name.text or ""
+    return unquote(text) if name.get("Encoded") == "true" else text
+
+
+def _is_folder(entry: ElementTree.Element) -> bool:
+    folder = entry.findtext("Metadata/hdi_isfolder") or entry.findtext("Metadata/Hdi_isfolder")
+    return folder == "true" or entry.findtext("Properties/ResourceType") == "directory"
+
+
+def _when(text: str) -> float:
+    return parsedate_to_datetime(text).timestamp()
+
+
+class AzureStorage(ObjectStorage[AzureDriver]):
+    """`az://container/prefix`, `abfs://container/prefix`, `abfss://container@account.dfs.core.windows.net/prefix`."""
+
+    known: Mapping[str, str] = {
+        "account_name": "The storage account, if the URL does not name it (AZURE_STORAGE_ACCOUNT_NAME).",
+        "account_key": "Its key (AZURE_STORAGE_ACCOUNT_KEY).",
+        "connection_string": "Account, key and address in one; goes first (AZURE_STORAGE_CONNECTION_STRING).",
+        "sas_token": "A shared access signature (AZURE_STORAGE_SAS_TOKEN).",
+        "credential": "A credential of azure-identity or azure-core, closed by who made it; or an account key.",
+        "client_id": "A service principal, with client_secret and tenant_id (AZURE_STORAGE_CLIENT_ID).",
+        "client_secret": "The secret of the service principal (AZURE_STORAGE_CLIENT_SECRET).",
+        "tenant_id": "The tenant of the service principal (AZURE_STORAGE_TENANT_ID).",
+        "anon": "Whether requests are not signed (AZURE_STORAGE_ANON); else, without any of these, all that "
+        "azure-identity's DefaultAzureCredential knows is tried.",
+        "account_host": "Its host, if not `<account_name>.blob.core.windows.net`.",
+    }
+    secret = frozenset({"account_key", "connection_string", "sas_token", "credential", "client_secret"})
+
+    def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
+        super().__init__(url, options, context)
+        self._given: dict[str, Any] = {name: options.get(name) for name in self.known}
+        for name in self.known.keys() - {"credential", "account_host"}:
+            if self._given[name] is None:
+                self._given[name] = os.environ.get(f"AZURE_STORAGE_{name.upper()}")
+        self._named = options.get("account_name")
+        container, at, _ = url.location.partition("/")[0].rpartition("@")
+        if at:
+            host, self.bucket = self.bucket, container
+            found = _HOST.fullmatch(host)
+            if not found or not container or ":" in container:
+                raise ValueError(f"{url}: is not like abfss://container@account.dfs.core.windows.net/run/step-1")
+            if self._named not in (None, found[1]):
+                raise ValueError(f"{url}: names another account than account_name={self._named!r}")
+            self._named = self._given["account_name"] = found[1]
+            self._given["account_host"] = self._given["account_host"] or f"{found[1]}.blob.{found[2]}"
+        if not self._given["account_name"] and not self._given["connection_string"]:
+            raise ValueError(
+                f"{url}: which account? Give storage_options account_name or connection_string, or set "
+                "AZURE_STORAGE_ACCOUNT_NAME, or say abfss://container@account.dfs.core.windows.net/..."
+            )
+
+    def driver_limits(self) -> Limits:
+        return LIMITS
+
+    async def connect(self) -> AzureDriver:
+        """A session on this loop, and a client that signs."""
+        given = self._given
+        credential, made = await asyncio.to_thread(self._credential)
+        session = new_session(self, {})
+        # An attempt has a clock of its own, which progress sets back: so there is no limit to reading.
+        limits = {"connection_timeout": min(self.patience.timeout, self.patience.deadline), "read_timeout": None}
+        transport = AioHttpTransport(session=session, session_owner=False, **limits)
+        how: dict[str, Any] = {"transport": transport, "retry_total": 0}
+        try:
+            if given["connection_string"]:
+                service = BlobServiceClient.from_connection_string(given["connection_string"], **how)
+                if service.account_name != (self._named or service.account_name):
+                    raise ValueError(f"account {self._named}: the connection string is of {service.account_name}")
+            else:
+                host = given["account_host"] or f"{given['account_name']}.blob.core.windows.net"
+                signature = f"?{given['sas_token'].lstrip('?')}" if given["sas_token"] and not credential else ""
+                service = BlobServiceClient(f"https://{host}{signature}", credential=credential, **how)
+        except BaseException:
+            await session.close()
+            raise
+        return AzureDriver(service, session, self.bucket, made)
+
+    def _credential(self) -> tuple[Any, Any]:
+        """The credential to sign with, and the same if it was made here. It may be looked for in files: in a thread."""
+        given = self._given
+        if given["connection_string"]:
+            return None, None
+        if given["credential"]:
+            return given["credential"], None
+        if given["account_key"]:
+            return {"account_name": given["account_name"], "account_key": given["account_key"]}, None
+        if given["sas_token"] or str(given["anon"]).lower() not in ("none", "false", "0", "f", ""):
+            return None, None
+        from azure.identity import aio as identity  # only here: it takes long to import
+
+        made: Any
+        if given["client_id"]:
+            made = identity.ClientSecretCredential(given["tenant_id"], given["client_id"], given["client_secret"])
+        else:
+            made = identity.DefaultAzureCredential()
+        return made, made
+
+    def secrets(self) -> list[str]:
+        """Those of the environment, too, and in every form in which the client may write them."""
+        return [*_secrets(self._given), *super().secrets()]
+
+
+def _secrets(given: Mapping[str, Any]) -> list[str]:
+    """Every text in the options and the environment that lets somebody in."""
+    credential = given["credential"]
+    found = [given[name] for name in ("account_key", "connection_string", "sas_token", "client_secret")]
+    for part in str(given["connection_string"] or "").split(";"):
+        name, _, value = part.partition("=")
+        found += [value] if name.strip().lower() in ("accountkey", "sharedaccesssignature") else []
+    found += [credential.get("account_key")] if isinstance(credential, Mapping) else [credential]
+    found += [getattr(getattr(credential, "named_key", None), "key", None), getattr(credential, "signature", None)]
+    texts = [each for each in found if isinstance(each, str)]
+    for signature in [match[1] for each in texts for match in _SIGNATURE.finditer(each)]:
+        texts += [signature, unquote(signature), yarl.URL(f"http://host/?sig={signature}").raw_query_string[4:]]
+    return sorted((each for each in texts if len(each) > 3), key=len, reverse=True)

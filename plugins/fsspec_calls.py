@@ -1,0 +1,159 @@
+"""Calls that block, made in threads that can be left behind: a client that waits for ever must hold up nobody else.
+
+What is given to such a thread is never the caller's memory, since nobody can say when it stops using it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+from snapshot.plugins.attempts import Attempt, PassingError
+
+S = TypeVar("S")
+T = TypeVar("T")
+LAST_WORDS = 5.0
+"""Seconds that closing a connection in good order may take."""
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    work: Callable[[Any], Any]
+    attempt: Attempt | None
+    future: Future[Any] = field(default_factory=Future)
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    """Who gets it first does the job, or takes it back."""
+    over: bool = False
+    """Whether it was done. (The future does not say: whoever stops waiting for it cancels it.)"""
+
+    def end(self, result: Any, error: BaseException | None = None) -> None:
+        self.over = True
+        with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
+            if error is None:
+                self.future.set_result(result)
+            else:
+                self.future.set_exception(error)
+
+
+class Lane(Generic[S]):
+    """A system, and the threads that call it, one call a thread. Made on the loop that waits for the calls.
+
+    The threads are daemons and none of an executor's, which the interpreter's exit would wait for.
+    """
+
+    def __init__(self, make: Callable[[], S], close: Callable[[S], None], threads: int) -> None:
+        self._make = make
+        self._close = close
+        self._threads = threads
+        self._started = 0
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._system: S | None = None
+        self._making = threading.Lock()
+        self._jobs: dict[_Job, None] = {}
+        self._closing: _Job | None = None
+        self._loop = asyncio.get_running_loop()
+        self._process = os.getpid()
+
+    @property
+    def usable(self) -> bool:
+        """Whether it takes calls: not after it was given up, nor in a forked child, nor on another loop."""
+        return self._closing is None and self._process == os.getpid() and self._loop is asyncio.get_running_loop()
+
+    async def call(self, work: Callable[[S], T], attempt: Attempt | None = None) -> T:
+        """Do it in one of the threads. If this is cancelled while it is done, the whole lane is given up."""
+        if not self.usable:
+            raise PassingError("its connection was given up", refused=True)
+        job = _Job(work, attempt)
+        self._jobs[job] = None
+        if self._started < self._threads:
+            self._started += 1
+            threading.Thread(target=self._run, name="snapshot-fsspec", daemon=True).start()
+        self._queue.put(job)
+        try:
+            return await asyncio.wrap_future(job.future)
+        except asyncio.CancelledError:
+            if not job.turn.acquire(blocking=False) and not job.over:
+                self.retire()
+            raise
+        finally:
+            self._jobs.pop(job, None)
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            if job.turn.acquire(blocking=False):
+                self._do(job)
+            del job  # its bytes are not to lie here until the next one comes
+
+    def _do(self, job: _Job) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._moved, job)
+        try:
+            if job is self._closing:
+                system, self._system = self._system, None
+                result = self._close(system) if system is not None else None
+            else:
+                result = job.work(self._made())
+        except asyncio.CancelledError as error:  # the client's own: nobody has cancelled us
+            job.end(None, ConnectionError(f"{type(error).__name__} in the client"))
+        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+            job.end(None, error)
+        else:
+            job.end(result)
+
+    def _made(self) -> S:
+        with self._making:
+            if self._system is None:
+                self._system = self._make()
+            return self._system
+
+    def _moved(self, job: _Job) -> None:
+        """A job begins: the time of those behind it begins anew, too, since they wait for nothing but their turn."""
+        for each in self._jobs:
+            if each.attempt is not None and (each is job or not each.turn.locked()):
+                each.attempt.progress()
+
+    def retire(self) -> None:
+        """Take no more calls. What is under way may end, what is not is refused; the system is closed after that."""
+        if self._closing is not None:
+            return
+        self._closing = closing = _Job(lambda _: None, None)
+        for job in self._jobs:
+            if job.turn.acquire(blocking=False):
+                job.end(None, PassingError("its connection was given up", refused=True))
+        self._queue.put(closing)
+        for _ in range(self._started):
+            self._queue.put(None)
+
+    async def close(self) -> None:
+        """Give it up, and wait a while until it is closed."""
+        self.retire()
+        if self._started and self._closing is not None and self._process == os.getpid():
+            with contextlib.suppress(Exception):  # what cannot be closed is left behind
+                await asyncio.wait_for(asyncio.wrap_future(self._closing.future), LAST_WORDS)
+
+
+class Mount(Generic[S]):
+    """A system that is made when it is first needed, and anew after it was given up."""
+
+    def __init__(self, make: Callable[[], S], close: Callable[[S], None], threads: int) -> None:
+        self._how = make, close, threads
+        self._lane: Lane[S] | None = None
+
+    def lane(self) -> Lane[S]:
+        """The one in use."""
+        if self._lane is None or not self._lane.usable:
+            self._lane = Lane(*self._how)
+        return self._lane
+
+    async def close(self) -> None:
+        """Close the system, and end its threads."""
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            await lane.close()

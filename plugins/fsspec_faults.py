@@ -1,0 +1,92 @@
+"""What the errors of fsspec's many clients mean, and what of their words may be shown."""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from snapshot.errors import StorageError, StorageNotFoundError
+from snapshot.plugins.attempts import PassingError
+
+_PASSING = {
+    ("httpx", "TransportError"), ("aiohttp", "ClientConnectionError"), ("aiohttp", "ClientPayloadError"),
+    ("asyncssh", "ConnectionLost"), ("asyncssh", "SFTPConnectionLost"), ("asyncssh", "SFTPNoConnection"),
+    ("asyncssh", "ChannelOpenError"), ("botocore", "HTTPClientError"), ("requests", "ConnectionError"),
+    ("webdav4", "BadGatewayError"), ("webdav4", "ResourceLocked"),
+}  # fmt: skip
+"""Errors of clients, by package and class, which are of no class that Python knows."""
+
+
+class LostError(PassingError):
+    """Raised for a connection that broke, so that the next attempt is made over another."""
+
+
+def fault(error: BaseException, said: str) -> StorageError:
+    """What an error of a client means; `said` is our words for it."""
+    bases = {(base.__module__.partition(".")[0], base.__name__) for base in type(error).__mro__}
+    if isinstance(error, FileNotFoundError) or ("webdav4", "ResourceNotFound") in bases:
+        return StorageNotFoundError(said)
+    status = _status(error)
+    if status in (404, 410):
+        return StorageNotFoundError(said)
+    if status is not None and (status in (408, 425, 429) or (status >= 500 and status not in (501, 505, 507))):
+        return PassingError(said, refused=status in (425, 429))
+    if isinstance(error, socket.gaierror):
+        return StorageError(said) if error.errno == socket.EAI_NONAME else LostError(said)
+    lost = isinstance(error, (ConnectionError, TimeoutError, EOFError)) or bool(bases & _PASSING)
+    if lost or (isinstance(error, OSError) and error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH)):
+        return LostError(said)
+    made = StorageError(said)
+    if isinstance(error, OSError):
+        made.errno = error.errno
+    return made
+
+
+def _status(error: BaseException) -> int | None:
+    """The status of an HTTP answer, wherever a client keeps it."""
+    response = getattr(error, "response", None)
+    for holder, name in [(error, "status"), (error, "status_code"), (response, "status_code"), (error, "code")]:
+        status = getattr(holder, name, None)
+        if isinstance(status, int) and 400 <= status < 600:
+            return status
+    return None
+
+
+_HARMLESS = {
+    "host", "port", "username", "user", "base_url", "endpoint_url", "known_hosts", "client_keys", "cache_storage", "fo",
+    "path", "root",
+}  # fmt: skip
+_CREDENTIALS = re.compile(r"(://[^/\s:@]*):[^/\s@]*@")
+
+
+def secrets_in(options: Any, name: str = "") -> Iterator[str]:
+    """The values that nobody may see: all, but for those that say where, since any name may be that of a key."""
+    if isinstance(options, Mapping):
+        for each, value in options.items():
+            yield from secrets_in(value, str(each))
+    elif isinstance(options, (list, tuple)):
+        for value in options:
+            yield from secrets_in(value, name)
+    elif isinstance(options, (str, bytes)) and name not in _HARMLESS:
+        text = options if isinstance(options, str) else options.decode(errors="replace")
+        if len(text) > 3:
+            yield text
+
+
+def hidden(text: str, values: Sequence[str]) -> str:
+    """A client's words, without secrets."""
+    for value in sorted(values, key=len, reverse=True):
+        text = text.replace(value, "***")
+    return _CREDENTIALS.sub(r"\1:***@", text)
+
+
+def shown(error: BaseException | None) -> str:
+    """All that a traceback would show of an error."""
+    words = []
+    while error is not None:
+        words.append(f"{error!r} {error}")
+        error = error.__cause__ or error.__context__
+    return " ".join(words)

@@ -1,0 +1,125 @@
+"""A file on its way into an object store, in parts or whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from snapshot.errors import StorageError, StorageNotFoundError
+from snapshot.plugins.attempts import Attempt, Body
+from snapshot.storage import ANYTHING, Buffer, FileWriter
+
+if TYPE_CHECKING:
+    from snapshot.plugins.drivers import Driver
+    from snapshot.plugins.objects import ObjectStorage
+
+LAST_WORDS = 10.0
+"""Seconds that cleaning up after a failure may take: whoever waits for it wants to know of the failure."""
+
+
+async def abandoned(key: str, upload: str, driver: Driver, _: Attempt) -> None:
+    """Abandon an upload: as a request to make patiently."""
+    await driver.abandon(key, upload)
+
+
+class ObjectWriter(FileWriter):
+    """A file that goes up in one request if one write brings all of it, else in parts."""
+
+    def __init__(self, storage: ObjectStorage[Any], path: str, key: str, size: int) -> None:
+        self._storage = storage
+        self._path = path
+        self._key = key
+        self._size = size
+        self._url = storage.url.join(path)
+        limits = storage.limits
+        self._unit = max(limits.smallest_part, -(-size // limits.most_parts), 1)
+        """Parts are numbered by their offset in these, until the first one shows how long they are."""
+        self._upload: asyncio.Task[str] | None = None
+        self._parts: dict[int, str] = {}
+        self._written: dict[int, int] = {}
+        self._whole = self._over = False
+
+    async def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        """One request for each part."""
+        body, path, key = Body(buffers), self._path, self._key
+        if self._over:
+            raise ValueError(f"{self._url}: was finished or aborted already")
+        end = offset + body.nbytes
+        if offset < 0 or end > self._size:
+            raise StorageError(f"{self._url}: bytes {offset}-{end} do not fit a file of {self._size}")
+        if not body.nbytes:
+            return
+        if body.nbytes == self._size:
+            await self._storage.put_body(path, body, ANYTHING)
+            self._whole = True
+            return
+        if not self._written and end < self._size:
+            self._unit = body.nbytes
+        number = offset // self._unit + 1
+        if number in self._parts or self._written.get(offset, body.nbytes) != body.nbytes:
+            raise StorageError(f"{self._url}: the parts of a file must be equally long, but for the last one")
+        self._written[offset] = body.nbytes
+        self._parts[number] = ""
+        upload = await self._begun()
+
+        async def once(driver: Driver, attempt: Attempt) -> str:
+            body.attempt = attempt
+            body.seek(0)
+            return await driver.part(key, upload, number, offset, body, last=end == self._size)
+
+        self._parts[number] = await self._storage.ask("upload", path, once)
+
+    async def _begun(self) -> str:
+        """The upload, begun by the first part; others wait for that."""
+        if self._upload is None:
+            key, size = self._key, self._size
+            self._upload = asyncio.ensure_future(
+                self._storage.ask("begin", self._path, lambda driver, _: driver.begin(key, size))
+            )
+        return await asyncio.shield(self._upload)
+
+    async def finish(self) -> None:
+        """One request, if there were parts."""
+        if self._over:
+            raise ValueError(f"{self._url}: was finished or aborted already")
+        if not self._size:
+            await self._storage.put(self._path, b"")
+        elif not self._whole:
+            reached = 0
+            for offset, length in sorted(self._written.items()):
+                if offset != reached:
+                    break
+                reached += length
+            if reached < self._size or not all(self._parts.values()):
+                raise StorageError(f"{self._url}: nothing was written at byte {reached} of {self._size}")
+            await self._storage.ask("finish", self._path, self._complete)
+        self._over = True
+
+    async def _complete(self, driver: Driver, attempt: Attempt) -> None:
+        """Complete the upload. One that is gone after an attempt without an answer may be complete: so look."""
+        upload = await self._begun()
+        try:
+            await driver.complete(self._key, upload, dict(sorted(self._parts.items())))
+        except Exception as error:
+            fault = error if isinstance(error, StorageError) else driver.fault(error, self._url)
+            if not (attempt.uncertain and isinstance(fault, StorageNotFoundError)):
+                raise
+            if (await driver.head(self._key)).size != self._size:
+                raise
+
+    async def abort(self) -> None:
+        """Drop the parts; or the file, if it went up whole."""
+        if self._over:
+            return
+        self._over = True
+        begun, key = self._upload, self._key
+        if begun is not None:
+            with contextlib.suppress(asyncio.CancelledError, StorageError, TimeoutError):
+                async with asyncio.timeout(LAST_WORDS):
+                    upload = await begun
+                    await self._storage.ask("abort", self._path, partial(abandoned, key, upload), LAST_WORDS)
+        if self._whole:
+            await self._storage.delete([self._path])
