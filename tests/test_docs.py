@@ -12,7 +12,7 @@ import torch
 import snapshot
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/getting-started.md", "docs/recipes.md"]
+PAGES = ["README.md", "docs/getting-started.md", "docs/recipes.md", "docs/storage.md", "docs/plugins.md"]
 
 
 def blocks(page: str) -> list[tuple[int, str]]:

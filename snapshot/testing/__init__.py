@@ -1,4 +1,4 @@
-"""For tests of plugins and of applications: the storage contract as tests, and storages that fail on purpose.
+"""For tests of plugins and of applications: the storage contract as tests, and storages and HTTP that fail on purpose.
 
 Needs pytest, as its users do.
 """
@@ -10,8 +10,10 @@ pytest.register_assert_rewrite(
 )
 
 from snapshot.testing.conformance import StorageTests  # noqa: E402 - its asserts are rewritten as it is imported
+from snapshot.testing.proxy import FaultProxy  # noqa: E402
 from snapshot.testing.storages import TappedStorage, faulty, recording, stalling, tapped  # noqa: E402
 from snapshot.testing.taps import Damage, Fault, Log, Operation, Stall, Tap  # noqa: E402
+from snapshot.testing.traffic import HTTPFault, Mishap, Passed  # noqa: E402
 
 __all__ = [
     "StorageTests",
@@ -26,4 +28,8 @@ __all__ = [
     "Fault",
     "Damage",
     "Stall",
+    "FaultProxy",
+    "HTTPFault",
+    "Mishap",
+    "Passed",
 ]

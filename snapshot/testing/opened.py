@@ -53,9 +53,6 @@ def names(error: pytest.ExceptionInfo[BaseException], storage: Storage, path: st
 class OpenedStorage:
     """The fixtures of the conformance kit: a plugin's tests say `url`, and the others where it needs them."""
 
-    checks_claims = True
-    """Whether `commit` notices that its claim was deleted; False for a backend that cannot tell."""
-
     @pytest.fixture
     def url(self) -> str:
         """A fresh, empty place for each test."""

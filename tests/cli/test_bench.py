@@ -76,6 +76,16 @@ def test_a_storage_that_is_no_file_system_has_no_raw_baselines(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_store_is_measured_beside_the_client_alone(tmp_path: Path) -> None:
+    done = bench(tmp_path, "--store", "--scale", "0.02", "--rounds", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line[:44].strip() for line in done.stdout.splitlines() if line.startswith("  ")]
+    assert rows.count("the client alone") == rows.count("take") == rows.count("restore") == 2
+    assert "the client alone, whole objects" in rows
+    assert {"take, s3fs", "async_take, obstore", "restore, obstore"} <= set(rows)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_several_ranks_write_one_replica_together_and_read_it_once(tmp_path: Path) -> None:
     done = bench(tmp_path, "--world", "2", "--scale", "0.01", "--rounds", "1")
     assert done.returncode == 0, done.stdout + done.stderr

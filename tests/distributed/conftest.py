@@ -8,16 +8,23 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE.parent / "storage"))
 from pool import Pool  # noqa: E402 - it is found from here on
+from servers import moto  # noqa: E402, F401
 
 # collecting what is no test would import it a second time, under another name
 collect_ignore = [file.name for file in HERE.glob("*.py") if not file.name.startswith("test_")]
+
+
+SHARED = []
+"""The pools that all tests of this folder share."""
 
 
 @pytest.fixture(scope="session")
 def two():
     """Two ranks, shared by all tests."""
     with Pool(2) as pool:
+        SHARED.append(pool)
         yield pool
 
 
@@ -25,7 +32,15 @@ def two():
 def four():
     """Four ranks, shared by all tests."""
     with Pool(4) as pool:
+        SHARED.append(pool)
         yield pool
+
+
+def pytest_runtest_teardown(nextitem):
+    """Gloo's threads poll as long as their group is there: behind this folder's last test they only take time."""
+    if nextitem is None or HERE not in nextitem.path.parents:
+        for pool in SHARED:
+            pool.close()
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,86 @@
+"""Several ranks on an object store: one commit, one read of what all want, and one failure for all."""
+
+import torch
+import torch.distributed as dist
+
+from snapshot import RankError, Snapshot, SnapshotExistsError, StateDict
+from snapshot.testing import FaultProxy
+
+MiB = 1 << 20
+
+
+def options(server, url):
+    return {
+        "key": server.key,
+        "secret": server.secret,
+        "endpoint_url": url,
+        "client_kwargs": {"region_name": server.region},
+        "part_bytes": 5 * MiB,
+        "timeout": 1,
+        "deadline": 2,
+    }
+
+
+def state(fill=None):
+    shared = torch.arange(2 << 20, dtype=torch.float32)
+    own = torch.full((1 << 20,), float(dist.get_rank()))
+    made = StateDict(shared=shared, own=own, step=dist.get_rank())
+    if fill is not None:
+        shared.fill_(fill)
+        own.fill_(fill)
+        made["step"] = -1
+    return {"s": made}
+
+
+def _there_and_back(url, given):
+    Snapshot.take(url, state(), replicated=["s/shared"], storage_options=given)
+    live = state(fill=0)
+    Snapshot(url, storage_options=given).restore(live)
+    for name, value in state()["s"].items():
+        assert torch.equal(live["s"][name], value) if isinstance(value, torch.Tensor) else live["s"][name] == value
+    try:
+        Snapshot.take(url, state(), storage_options=given)
+    except SnapshotExistsError as error:
+        return str(error)
+    return None
+
+
+def test_two_ranks_write_replicas_once_and_read_them_once(two, moto):
+    url = f"s3://{moto.bucket()}/run/step-1"
+    with FaultProxy(moto.url) as proxy:
+        refused = two.run(_there_and_back, url, options(moto, proxy.url) | {"deadline": 30, "timeout": 30})
+        assert all(url in text for text in refused)
+        written = sum(each.request_bytes for each in proxy.requests if each.method == "PUT")
+        read = sum(each.response_bytes for each in proxy.requests if each.method == "GET")
+    payload = (8 + 2 * 4) * MiB
+    assert payload < written < payload + MiB
+    assert payload < read < payload + MiB
+
+
+def _failing(url, given):
+    try:
+        Snapshot.take(url, state(), storage_options=given, timeout=20)
+    except BaseException as error:  # noqa: BLE001 - what each rank sees is what is tested
+        return type(error), str(error)
+    return None
+
+
+def test_a_rank_whose_store_fails_stops_the_other(two, moto):
+    url = f"s3://{moto.bucket()}/s"
+    with FaultProxy(moto.url) as proxy:
+        given = options(moto, proxy.url)
+        proxy.fault(method="PUT", path="*/data/*-1-*", status=403, times=None)
+        first, second = two.run(_failing, url, given)
+    assert first[0] is RankError
+    assert "rank 1" in first[1]
+    assert "403" in second[1]
+    assert not Snapshot(url, storage_options=options(moto, moto.url)).exists()
+
+
+def test_a_fault_that_passes_is_nothing_to_the_other(two, moto):
+    url = f"s3://{moto.bucket()}/s"
+    with FaultProxy(moto.url) as proxy:
+        proxy.fault(method="PUT", path="*/data/*-1-*", status=503)
+        proxy.fault(method="PUT", path="*.snapshot_metadata", lose_answer=True)
+        assert two.run(_failing, url, options(moto, proxy.url) | {"deadline": 10}) == [None, None]
+    assert Snapshot(url, storage_options=options(moto, moto.url)).verify()

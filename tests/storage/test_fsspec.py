@@ -1,0 +1,437 @@
+"""What fsspec knows passes the contract, as far as it can keep it, and nothing of it can hang a take."""
+
+import asyncio
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+import zipfile
+from typing import ClassVar
+
+import fsspec
+import pytest
+import torch
+from fsspec import register_implementation
+from fsspec.implementations.memory import MemoryFileSystem
+
+from snapshot import Snapshot, StateDict
+from snapshot.errors import (
+    CorruptSnapshotError,
+    MissingExtraError,
+    SnapshotError,
+    SnapshotExistsError,
+    StorageError,
+    StorageNotFoundError,
+)
+from snapshot.plugins.fsspec import FsspecStorage
+from snapshot.registry import open_storage, plugin_for
+from snapshot.storage import URL
+from snapshot.testing import StorageTests, Tap, small, tapped
+from snapshot.testing.parts import fetch, pattern, store
+
+
+class TestMemory(StorageTests):
+    @pytest.fixture
+    def url(self):
+        return f"fsspec+memory://{secrets.token_hex(8)}/run"
+
+
+class TestLocal(StorageTests):
+    @pytest.fixture
+    def url(self, tmp_path):
+        return f"local://{tmp_path}/run"
+
+
+class TestWebDav(StorageTests):
+    @pytest.fixture
+    def url(self):
+        return f"webdav://{secrets.token_hex(8)}/run"
+
+    @pytest.fixture
+    def options(self, webdav):
+        return {"base_url": webdav.url}
+
+    @pytest.fixture(autouse=True)
+    def _names(self, monkeypatch):
+        # wsgidav parses the URL that a file is to be moved to when its %3F is a ? already: it ends there
+        monkeypatch.setattr(small, "ODD_NAMES", [name for name in small.ODD_NAMES if "?" not in name])
+
+
+class TestSftp(StorageTests):
+    @pytest.fixture
+    def url(self, sshd, tmp_path):
+        return f"sftp://{sshd.username}@{sshd.host}:{sshd.port}{tmp_path}/run"
+
+    @pytest.fixture
+    def options(self, sshd):
+        return {"client_keys": [str(sshd.client_key)], "known_hosts": str(sshd.known_hosts)}
+
+
+class TestCache(StorageTests):
+    """A cache is for reading: small files are read behind it, since they are what changes."""
+
+    @pytest.fixture
+    def url(self):
+        return f"simplecache::memory://{secrets.token_hex(8)}/run"
+
+    async def place(self, storage, path, data):
+        fsspec.filesystem("memory").pipe_file(f"{storage.url.location}/{path}", data)
+
+
+class TestZip(StorageTests):
+    @pytest.fixture
+    def url(self, tmp_path):
+        with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
+            file.writestr("other", b"other")
+        return f"zip://inner::file://{tmp_path}/a.zip"
+
+    async def place(self, storage, path, data):
+        await storage.close()  # an archive is read once
+        with zipfile.ZipFile(storage.url.location.partition("::file://")[2], "a") as file:
+            if f"inner/{path}" not in file.namelist():
+                file.writestr(f"inner/{path}", data)
+
+
+async def stored(storage):
+    """Write a file and read it again, in parts."""
+    await store(storage, "data/file", pattern(3 << 20))
+    found = await fetch(storage, "data/file", 1, [2 << 20])
+    names = await storage.list()
+    await storage.close()
+    return found == pattern(3 << 20)[1 : 1 + (2 << 20)] and names == ["data/file"]
+
+
+@pytest.mark.parametrize("text", ["dir::memory://{}/run", "dir://sub::memory://{}/run", "dir::local:///tmp/{}"])
+def test_a_folder_of_another_is_as_that_is(text):
+    storage = open_storage(URL.parse(text.format(secrets.token_hex(8))))
+    assert storage.capabilities.atomic_put
+    try:
+        assert asyncio.run(stored(storage))
+    finally:
+        asyncio.run(storage.delete(["data/file"]))
+    with pytest.raises(ValueError, match="nonsense"):
+        open_storage(storage.url, {"memory": {"nonsense": 1}, "local": {"nonsense": 1}})
+
+
+# Through the public face
+
+
+def state():
+    return {"model": StateDict(weight=torch.arange(30_000).view(100, 300), note="some")}
+
+
+@pytest.fixture(params=["fsspec+memory", "webdav", "sftp"])
+def place(request, tmp_path):
+    name = secrets.token_hex(8)
+    if request.param == "webdav":
+        return f"webdav://{name}", {"base_url": request.getfixturevalue("webdav").url}
+    if request.param == "sftp":
+        sshd = request.getfixturevalue("sshd")
+        options = {"client_keys": [str(sshd.client_key)], "known_hosts": str(sshd.known_hosts)}
+        return f"sftp://{sshd.username}@{sshd.host}:{sshd.port}{tmp_path}", options
+    return f"fsspec+memory://{name}", {}
+
+
+def test_a_snapshot_is_taken_replaced_restored_and_deleted(place):
+    base, options = place
+    path, app = f"{base}/step", state()
+    snapshot = Snapshot.take(path, app, storage_options=options)
+    assert snapshot.verify()
+    assert torch.equal(
+        snapshot.read_object("0/model/weight", box=[slice(3, 5), slice(7, 9)]), app["model"]["weight"][3:5, 7:9]
+    )
+    with pytest.raises(SnapshotExistsError):
+        Snapshot.take(path, app, storage_options=options)
+    app["model"]["weight"] += 1
+    Snapshot.async_take(path, app, storage_options=options, overwrite=True).wait()
+    restored = state()
+    Snapshot(path, storage_options=options).restore(restored)
+    assert torch.equal(restored["model"]["weight"], app["model"]["weight"])
+    left = asyncio.run(listing(path, options))
+    assert sum(name.endswith(".safetensors") for name in left) == 1
+    assert not any(name.startswith(".take") for name in left)
+    Snapshot(path, storage_options=options).delete()
+    assert not Snapshot(path, storage_options=options).exists()
+    assert asyncio.run(listing(path, options)) == []
+
+
+async def listing(path, options):
+    storage = open_storage(URL.parse(path), options)
+    try:
+        return await storage.list()
+    finally:
+        await storage.close()
+
+
+def test_a_take_notices_what_came_while_it_wrote():
+    path = f"fsspec+memory://{secrets.token_hex(8)}/step"
+    before = threading.Event()
+
+    class First(Tap):
+        async def before(self, operation):
+            if operation.name == "create" and not before.is_set():
+                before.set()
+                await asyncio.to_thread(Snapshot.take, path, state())
+
+    with tapped("first", First()), pytest.raises(SnapshotExistsError):
+        Snapshot.take(f"first+{path}", state())
+    assert Snapshot(path).verify()
+
+
+def test_a_cache_restores_what_was_saved_without_it(tmp_path):
+    path = f"fsspec+memory://{secrets.token_hex(8)}/step"
+    Snapshot.take(path, state())
+    options = {"cache_storage": str(tmp_path)}
+    cached = Snapshot(f"simplecache::{path.removeprefix('fsspec+')}", storage_options=options)
+    assert cached.verify()
+    Snapshot.take(path, state(), overwrite=True)
+    assert cached.verify()
+    with pytest.raises(SnapshotError, match="cannot be written"):
+        Snapshot.take(cached.path, state(), storage_options=options)
+
+
+# What goes wrong
+
+
+@pytest.fixture
+def silent():
+    """A port that accepts, and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize("scheme", ["webdav", "sftp"])
+def test_a_server_that_never_answers_ends_within_the_deadline(silent, scheme):
+    options = {"deadline": 0.5, "timeout": 0.2}
+    text = f"sftp://127.0.0.1:{silent}/run" if scheme == "sftp" else "webdav://run"
+    if scheme == "webdav":
+        options["base_url"] = f"http://127.0.0.1:{silent}"
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="given up"):
+        Snapshot.take(text, state(), storage_options=options)
+    assert time.monotonic() - began < 15
+
+
+class Stuck(MemoryFileSystem):
+    protocol = "stuck"
+    free = threading.Event()
+    often: ClassVar[list] = []
+
+    def info(self, path, **kwargs):
+        if path.endswith("stuck") and self.often:
+            self.often.pop()
+            self.free.wait(30)
+        return super().info(path, **kwargs)
+
+
+def test_a_call_that_hangs_does_not_hold_up_the_others():
+    register_implementation("stuck", Stuck, clobber=True)
+
+    async def use():
+        storage = open_storage(URL.parse(f"stuck://{secrets.token_hex(8)}"), {"timeout": 0.5})
+        await storage.put("file", b"content")
+        Stuck.often.append(1)
+        hung = asyncio.create_task(storage.stat("stuck"))
+        await asyncio.sleep(0.05)
+        assert await storage.get("file") == b"content"
+        with pytest.raises(StorageNotFoundError):
+            await hung  # made again in another thread
+        await storage.close()
+
+    asyncio.run(use())
+    Stuck.free.set()
+
+
+def test_a_thread_that_hangs_does_not_block_the_exit(tmp_path):
+    program = """
+import asyncio, socket, time
+from snapshot.errors import StorageError
+from snapshot.registry import open_storage
+from snapshot.storage import URL
+with socket.create_server(("127.0.0.1", 0)) as server:
+    options = {"base_url": f"http://127.0.0.1:{server.getsockname()[1]}", "timeout": 0.2, "deadline": 0.5}
+    options["webdav"] = {"timeout": 3600}
+    storage = open_storage(URL.parse("webdav://run"), options)
+    try:
+        asyncio.run(storage.get("file"))
+    except StorageError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
+    assert "no answer to get" in done.stdout
+
+
+class Careless(MemoryFileSystem):
+    protocol = "careless"
+
+    def cat_file(self, path, start=None, end=None, **kwargs):
+        return super().cat_file(path)
+
+
+@pytest.mark.parametrize("size", [100, 5000, 9 << 20])
+def test_a_file_system_that_ignores_ranges_gives_the_right_bytes(size):
+    register_implementation("careless", Careless, clobber=True)
+    data = pattern(size)
+
+    async def use():
+        storage = open_storage(URL.parse(f"careless://{secrets.token_hex(8)}"))
+        await store(storage, "file", data)
+        half = size // 2
+        assert await fetch(storage, "file", half, [size - half]) == data[half:]
+        assert await fetch(storage, "file", 0, [half]) == data[:half]
+        with pytest.raises(CorruptSnapshotError):
+            await fetch(storage, "file", half, [size])
+        fresh = open_storage(storage.url)
+        with pytest.raises(CorruptSnapshotError):
+            await fetch(fresh, "file", half, [size])
+        await fresh.close()
+        await storage.close()
+
+    asyncio.run(use())
+
+
+class Flaky(MemoryFileSystem):
+    protocol = "flaky"
+    errors: ClassVar[list] = []
+
+    def __init__(self, flaky_key=None, **kwargs):
+        super().__init__(**kwargs)
+
+    def info(self, path, **kwargs):
+        if self.errors:
+            raise self.errors.pop()
+        return super().info(path, **kwargs)
+
+
+class Answer(Exception):
+    def __init__(self, status):
+        super().__init__(f"HTTP {status}")
+        self.status = status
+
+
+@pytest.mark.parametrize(
+    ("error", "ours"),
+    [
+        (ConnectionResetError("gone"), None),
+        (TimeoutError(), None),
+        (EOFError(), None),
+        (Answer(503), None),
+        (Answer(429), None),
+        (Answer(404), StorageNotFoundError),
+        (Answer(403), StorageError),
+        (PermissionError(13, "Permission denied"), StorageError),
+        (IsADirectoryError(21, "Is a directory"), StorageError),
+    ],
+    ids=repr,
+)
+def test_what_may_pass_is_tried_again(error, ours):
+    register_implementation("flaky", Flaky, clobber=True)
+
+    async def use():
+        storage = open_storage(URL.parse(f"flaky://{secrets.token_hex(8)}"))
+        await storage.put("file", b"content")
+        Flaky.errors.append(error)
+        try:
+            return (await storage.stat("file")).size
+        finally:
+            await storage.close()
+
+    if ours is None:
+        assert asyncio.run(use()) == 7
+    else:
+        with pytest.raises(ours) as caught:
+            asyncio.run(use())
+        assert type(caught.value) is ours
+    Flaky.errors.clear()
+
+
+def test_no_error_shows_a_secret():
+    register_implementation("flaky", Flaky, clobber=True)
+
+    async def use():
+        url = URL.parse(f"flaky://{secrets.token_hex(8)}")
+        storage = open_storage(url, {"flaky_key": "topsecret"})
+        Flaky.errors.append(ValueError("the key topsecret, by http://user:hidden@host/x"))
+        try:
+            await storage.stat("file")
+        finally:
+            await storage.close()
+
+    with pytest.raises(StorageError) as caught:
+        asyncio.run(use())
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "http://user:***@host/x" in str(caught.value)
+    assert "topsecret" not in shown.split("StorageError")[-1]
+    assert caught.value.__cause__ is None
+
+
+def test_a_password_in_a_url_is_hidden(silent):
+    storage = open_storage(
+        URL.parse(f"sftp://user:topsecret@127.0.0.1:{silent}/run"),
+        {"timeout": 0.3, "deadline": 0.5, "passphrase": "alsosecret"},
+    )
+    assert {"topsecret", "alsosecret"} <= set(storage._secrets)
+    with pytest.raises(StorageError) as caught:
+        asyncio.run(storage.stat("file"))
+    assert "secret" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_forked_child_has_connections_of_its_own(sshd, tmp_path):
+    options = {"client_keys": [str(sshd.client_key)], "known_hosts": str(sshd.known_hosts)}
+    path = f"sftp://{sshd.username}@{sshd.host}:{sshd.port}{tmp_path}/step"
+    Snapshot.take(path, state(), storage_options=options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        os._exit(0 if Snapshot(path, storage_options=options).verify() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert Snapshot(path, storage_options=options).verify()
+
+
+def test_a_host_that_nobody_knows_is_not_trusted(sshd, tmp_path):
+    path = f"sftp://{sshd.username}@{sshd.host}:{sshd.port}{tmp_path}/step"
+    given = {"client_keys": [str(sshd.client_key)], "deadline": 5}
+    with pytest.raises(StorageError, match=r"(?i)host key"):
+        Snapshot.take(path, state(), storage_options=given)
+
+
+# The registry
+
+
+@pytest.mark.parametrize("text", ["sftp://h/x", "zip://a::s3://b/c", "simplecache::s3://b/x", "fsspec+s3://b/x"])
+def test_a_scheme_that_fsspec_knows_is_opened_by_it(text):
+    assert plugin_for(URL.parse(text)) is FsspecStorage
+
+
+def test_without_fsspec_an_error_names_the_cure(monkeypatch):
+    monkeypatch.setitem(sys.modules, "snapshot.plugins.fsspec", None)
+    for text in ["sftp://h/x", "simplecache::s3://b/x", "fsspec+memory://x"]:
+        with pytest.raises(MissingExtraError, match=r"pip install 'snapshot-torch\[fsspec\]'"):
+            plugin_for(URL.parse(text))
+    with pytest.raises(StorageError, match="no storage plugin"):
+        plugin_for(URL.parse("zzzzzz://x"))
+
+
+def test_a_file_system_that_is_not_installed_names_the_cure():
+    with pytest.raises(MissingExtraError, match="smbprotocol"):
+        open_storage(URL.parse("smb://host/share/run"))
+
+
+def test_sweeping_removes_what_a_killed_process_left():
+    async def use():
+        storage = open_storage(URL.parse(f"fsspec+memory://{secrets.token_hex(8)}"))
+        writer = await storage.create("data/file", 10)
+        await writer.write(0, [b"12345"])
+        assert await storage.list() == []
+        assert await storage.sweep("data/", 3600) == []
+        [left] = await storage.sweep("data/", -1)
+        assert left.startswith("data/.file.")
+        await storage.close()
+
+    asyncio.run(use())

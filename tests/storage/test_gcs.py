@@ -1,0 +1,327 @@
+"""Google Cloud Storage passes the contract, against an emulator; and bears what goes wrong on the way.
+
+The emulator takes the question how far an upload has come for its end, so uploads that break off go to a server here.
+"""
+
+import asyncio
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+import torch
+
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, StateDict, StorageError
+from snapshot.errors import StorageConflictError
+from snapshot.plugins import attempts
+from snapshot.registry import open_storage
+from snapshot.storage import ABSENT, URL
+from snapshot.testing import FaultProxy, StorageTests
+from snapshot.testing.parts import fetch, pattern, store
+
+MiB = 1 << 20
+
+
+class TestGcs(StorageTests):
+    @pytest.fixture
+    def url(self, gcs):
+        return f"gs://{gcs.bucket()}/folder"
+
+    @pytest.fixture
+    def options(self, gcs):
+        return {"endpoint_url": gcs.url, "token": "anon", "project": gcs.project}
+
+
+@pytest.fixture(autouse=True)
+def impatience(monkeypatch):
+    """What fails on purpose is tried again soon."""
+    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
+
+
+@pytest.fixture
+def url(gcs):
+    return f"gs://{gcs.bucket()}/run/step-1"
+
+
+@pytest.fixture
+def proxy(gcs):
+    with FaultProxy(gcs.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def given(gcs, proxy):
+    return {"endpoint_url": proxy.url, "token": "anon", "project": gcs.project, "timeout": 0.5, "deadline": 5}
+
+
+def use(url, options, work):
+    """What some work on a storage, that is closed afterwards, returns."""
+
+    async def body():
+        storage = open_storage(URL.parse(url), options)
+        try:
+            return await work(storage)
+        finally:
+            await storage.close()
+
+    return asyncio.run(body())
+
+
+def state(fill=None, rows=1500):
+    big = torch.arange(rows * 1024, dtype=torch.float32).reshape(rows, 1024)
+    return {"s": StateDict(big=big if fill is None else torch.full_like(big, fill), small=torch.arange(3), step=5)}
+
+
+def restored(url, options):
+    live = state(fill=0)
+    assert not Snapshot(url, storage_options=options).restore(live).lines
+    return live["s"]["big"]
+
+
+def test_a_snapshot_goes_there_and_back(url, proxy, given):
+    given["part_bytes"] = MiB
+    Snapshot.take(url, state(), storage_options=given)
+    assert proxy.count("PUT", "*upload_id=*") >= 5  # also the parts go by way of the endpoint that was given
+    assert torch.equal(restored(url, given), state()["s"]["big"])
+    snapshot = Snapshot(url, storage_options=given)
+    assert snapshot.verify()
+    assert torch.equal(snapshot.read_object("0/s/big", box=[7]), state()["s"]["big"][7])
+    with pytest.raises(SnapshotExistsError):
+        Snapshot.take(url, state(), storage_options=given)
+    before = use(url, given, lambda storage: storage.list())
+    Snapshot.async_take(url, state(fill=7), storage_options=given, overwrite=True).wait()
+    assert restored(url, given).eq(7).all()
+    assert len(use(url, given, lambda storage: storage.list())) == len(before)  # what was replaced is gone
+    snapshot.delete()
+    assert use(url, given, lambda storage: storage.list()) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "fault"),
+    [
+        ("POST", "*uploadType=resumable*", {"status": 503, "times": 2}),
+        ("POST", "*uploadType=resumable*", {"lose_answer": True}),
+        ("GET", "*alt=media*", {"status": 429, "times": 2, "headers": {"Retry-After": "0"}}),
+        ("GET", "*alt=media*", {"reset_at": 400_000}),
+        ("GET", "*alt=media*", {"hang_at": 400_000}),
+        ("GET", "*fields=*", {"hang": True}),
+    ],
+    ids=str,
+)
+def test_what_passes_is_borne(url, proxy, given, method, path, fault):
+    async def work(storage):
+        await store(storage, "data/file", data, part=MiB)
+        assert await fetch(storage, "data/file", 0, [len(data)]) == data
+        assert (await storage.stat("data/file")).size == len(data)
+
+    data = pattern(3 * MiB + 5)
+    proxy.fault(method, path, **fault)
+    use(url, given, work)
+
+
+def test_a_put_whose_answer_is_lost_was_ours(url, proxy, given):
+    async def work(storage):
+        with proxy.fault("POST", lose_answer=True):
+            token = await storage.put("file", b"ours", expect=ABSENT)
+        assert (await storage.stat("file")).token == token
+        with proxy.fault("POST", lose_answer="hang"):
+            token = await storage.put("file", b"again", expect=token)
+        assert (await storage.stat("file")).token == token
+        with proxy.fault("POST", status=500), pytest.raises(StorageConflictError):
+            await storage.put("file", b"theirs", expect=ABSENT)
+        assert await storage.get("file") == b"again"
+
+    use(url, given, work)
+
+
+def test_a_commit_whose_answer_is_lost_is_a_commit(url, proxy, given):
+    with proxy.fault("POST", "*ifGenerationMatch=*", lose_answer=True, times=2):
+        Snapshot.take(url, state(), storage_options=given)
+    assert torch.equal(restored(url, given), state()["s"]["big"])
+
+
+def test_a_bit_that_turns_over_on_the_way_is_seen(url, proxy, given):
+    Snapshot.take(url, state(), storage_options=given)
+    with proxy.fault("GET", lambda each: "range" in each.headers, flip=12_345):
+        assert torch.equal(restored(url, given), state()["s"]["big"])
+    with (
+        proxy.fault("GET", lambda each: "range" in each.headers, times=None, flip=12_345),
+        pytest.raises(CorruptSnapshotError),
+    ):
+        restored(url, given)
+
+
+def test_a_bucket_that_is_not_there_is_named_at_once(given, proxy):
+    url = "gs://no-such-bucket/run"
+    body = json.dumps({"error": {"code": 404, "message": "The specified bucket does not exist."}}).encode()
+    proxy.fault(times=None, status=404, body=body)
+    with pytest.raises(StorageError, match=r"gs://no-such-bucket/run.*bucket does not exist") as caught:
+        Snapshot.take(url, state(), storage_options=given)
+    assert "given up" not in str(caught.value)
+
+
+# Uploads that break off
+
+
+class Sessions(BaseHTTPRequestHandler):
+    """Resumable uploads as Google's documentation has them: what came is kept in multiples of 256 KiB."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        name = parse_qs(urlsplit(self.path).query)["name"][0]
+        number = str(len(self.server.sessions))
+        self.server.sessions[number] = {"name": name, "kept": bytearray(), "lock": threading.Lock()}
+        # as behind a gateway, the server does not know under which name it is reached
+        self.answer(200, {"Location": f"https://storage.invalid{urlsplit(self.path).path}?upload_id={number}"})
+
+    def do_PUT(self):
+        session = self.server.sessions[parse_qs(urlsplit(self.path).query)["upload_id"][0]]
+        with session["lock"]:
+            told, _, total = self.headers["Content-Range"].removeprefix("bytes ").partition("/")
+            kept, length = session["kept"], int(self.headers["Content-Length"])
+            self.server.puts.append((told, len(kept)))
+            if told != "*":
+                if int(told.partition("-")[0]) != len(kept):
+                    self.close_connection = True
+                    return self.answer(400, {})
+                if not self.receive(kept, length, int(total)):
+                    return None
+            if len(kept) < int(total):
+                return self.answer(308, {"Range": f"bytes=0-{len(kept) - 1}"} if kept else {})
+            self.server.objects[session["name"]] = bytes(kept)
+            return self.answer(200, {}, json.dumps({"size": str(len(kept)), "generation": "1"}).encode())
+
+    def receive(self, kept, length, total):
+        before, whole = len(kept), True
+        try:
+            while length:
+                piece = self.rfile.read1(min(length, 1 << 16))
+                if not piece:
+                    raise ConnectionError
+                kept += piece
+                length -= len(piece)
+        except ConnectionError:
+            whole, self.close_connection = False, True
+        if self.server.keep:
+            del kept[before + self.server.keep.pop(0) :]
+        if len(kept) < total:
+            del kept[len(kept) - len(kept) % (256 << 10) :]
+        return whole
+
+    def do_GET(self):
+        path, _, query = self.path.partition("?")
+        data = self.server.objects[unquote(path.rpartition("/")[2])]
+        if "alt=media" in query:
+            return self.answer(200, {"x-goog-generation": "1"}, data)
+        body = {"size": str(len(data)), "updated": "2026-01-01T00:00:00+00:00", "generation": "1"}
+        return self.answer(200, {}, json.dumps(body).encode())
+
+    def answer(self, status, headers, body=b""):
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class Server(ThreadingHTTPServer):
+    def handle_error(self, request, client_address):
+        """Connections that break are what this is about."""
+
+
+@pytest.fixture
+def server():
+    with Server(("127.0.0.1", 0), Sessions) as server:
+        server.sessions, server.objects, server.puts, server.keep = {}, {}, [], []
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def gateway(server):
+    with FaultProxy(f"http://127.0.0.1:{server.server_port}") as proxy:
+        yield proxy
+
+
+def upload(gateway, data):
+    given = {"endpoint_url": gateway.url, "token": "anon", "timeout": 0.5, "deadline": 5}
+
+    async def work(storage):
+        await store(storage, "file", data, part=MiB)
+        assert await storage.get("file") == data
+
+    use("gs://bucket/run", given, work)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 4], ids=["first", "middle", "last"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"reset_before": True},
+        {"reset_upload_at": 3},
+        {"reset_upload_at": 700_000},
+        {"lose_answer": True},
+        {"lose_answer": "hang"},
+        {"status": 503, "times": 2},
+    ],
+    ids=str,
+)
+def test_a_part_that_fails_goes_on_where_the_server_stands(gateway, server, fault, nth):
+    data = pattern(4 * MiB - 5)
+    gateway.fault("PUT", nth=nth, **fault)
+    upload(gateway, data)
+    assert server.objects["run/file"] == data
+    assert any(told == "*" for told, _ in server.puts)
+
+
+def test_a_part_is_not_sent_again_as_far_as_the_server_kept_it(gateway, server):
+    server.keep = [MiB, 512 << 10]
+    gateway.fault("PUT", nth=2, lose_answer=True)
+    upload(gateway, pattern(3 * MiB))
+    assert [told for told, _ in server.puts] == [
+        f"0-{MiB - 1}", f"{MiB}-{2 * MiB - 1}", "*", f"{MiB + (512 << 10)}-{2 * MiB - 1}", f"{2 * MiB}-{3 * MiB - 1}"
+    ]  # fmt: skip
+
+
+def test_what_the_server_did_not_keep_is_sent_at_once(gateway, server):
+    server.keep = [MiB, 256 << 10, 256 << 10]
+    upload(gateway, pattern(3 * MiB))
+    assert [told.partition("-")[0] for told, _ in server.puts] == [
+        "0", f"{MiB}", f"{MiB + (256 << 10)}", f"{MiB + (512 << 10)}", f"{2 * MiB}"
+    ]  # fmt: skip
+
+
+def test_a_server_that_ends_a_file_too_early_is_an_error(url, given, gcs):
+    """As the emulator does, which takes a question for the end."""
+    with FaultProxy(gcs.url) as proxy:
+        proxy.fault("PUT", nth=2, lose_answer=True)
+        with pytest.raises(StorageError, match=rf"the server took byte {2 * MiB} for the end"):
+            use(
+                url,
+                given | {"endpoint_url": proxy.url},
+                lambda storage: store(storage, "file", pattern(3 * MiB), part=MiB),
+            )
+
+
+def test_an_upload_that_is_given_up_spares_what_stands_in_its_place(gateway, server):
+    given = {"endpoint_url": gateway.url, "token": "anon"}
+
+    async def work(storage):
+        await store(storage, "file", pattern(2 * MiB), part=MiB)
+        writer = await storage.create("file", 2 * MiB)
+        await writer.write(0, [bytes(MiB)])
+        await writer.abort()
+        assert await storage.get("file") == pattern(2 * MiB)
+
+    gateway.fault("DELETE", "*upload_id=*", status=499)
+    use("gs://bucket/run", given, work)
+    assert gateway.count("DELETE") == 1

@@ -1,0 +1,34 @@
+"""The example of a plugin is installed as a stranger's package is, and passes its own tests through its entry point."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_example_passes_the_contract_through_its_entry_point(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in (ROOT / "examples" / "plugin").iterdir():  # building leaves files behind: not in this tree
+        if file.is_file():
+            (source / file.name).write_bytes(file.read_bytes())
+    site = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*install, "--target", site, source], check=True, timeout=60)
+    assert (site / "snapshot_sqlite.py").is_file()
+    tests = tmp_path / "elsewhere"
+    tests.mkdir()
+    (source / "test_snapshot_sqlite.py").rename(tests / "test_snapshot_sqlite.py")
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "test_snapshot_sqlite.py"],
+        cwd=tests,
+        env={**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert " passed" in ran.stdout

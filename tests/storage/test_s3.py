@@ -1,0 +1,447 @@
+"""S3 passes the contract: by both engines, against a server that is quick and one that checks everything."""
+
+import asyncio
+import datetime
+import subprocess
+import sys
+import traceback
+
+import pytest
+import torch
+
+from snapshot import Snapshot, SnapshotExistsError, StateDict, StorageError
+from snapshot.engine.budget import MemoryBudget
+from snapshot.errors import MissingExtraError, StorageConflictError, StorageNotFoundError
+from snapshot.registry import open_storage
+from snapshot.storage import ABSENT, URL, Context
+from snapshot.testing import FaultProxy, StorageTests
+from snapshot.testing.bulk import BulkFileTests
+from snapshot.testing.parts import fetch, pattern, store
+
+MiB = 1 << 20
+ENGINES = ["s3fs", "obstore"]
+
+
+def options(server, **more):
+    return {
+        "key": server.key,
+        "secret": server.secret,
+        "endpoint_url": server.url,
+        "client_kwargs": {"region_name": server.region},
+        **more,
+    }
+
+
+class TestObstore(BulkFileTests):
+    """All that is not bulk is s3fs's client's here, too."""
+
+    @pytest.fixture
+    def url(self, moto):
+        return f"s3://{moto.bucket()}/some/folder"
+
+    @pytest.fixture
+    def options(self, moto):
+        return options(moto, engine="obstore")
+
+
+class TestWeed(StorageTests):
+    @pytest.fixture
+    def url(self, weed):
+        return f"s3://{weed.bucket()}/some/folder"
+
+    @pytest.fixture
+    def options(self, weed):
+        return options(weed, engine="s3fs")
+
+    def test_delete_removes_what_is_there_and_minds_nothing_else(self):
+        pytest.skip("SeaweedFS shows a folder for a while after its last file is gone")
+
+
+def state(fill=None, rows=3000):
+    tensor = torch.arange(rows * 1024, dtype=torch.float32).reshape(rows, 1024)
+    small = {f"t{i}": torch.full((10,), float(i)) for i in range(50)}
+    made = {"big": StateDict(x=tensor), "small": StateDict(**small, text="é" * 1000)}
+    if fill is not None:
+        for part in made.values():
+            for value in part.values():
+                if isinstance(value, torch.Tensor):
+                    value.fill_(fill)
+    return made
+
+
+def assert_same(a, b):
+    for key, part in a.items():
+        assert part.keys() == b[key].keys()
+        for name, value in part.items():
+            same = torch.equal(value, b[key][name]) if isinstance(value, torch.Tensor) else value == b[key][name]
+            assert same, (key, name)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_snapshot_goes_there_and_back(moto, engine):
+    url, given = f"s3://{moto.bucket()}/run/step-1", options(moto, engine=engine)
+    Snapshot.take(url, state(), storage_options=given)
+    live = state(fill=0)
+    assert not Snapshot(url, storage_options=given).restore(live).lines
+    assert_same(live, state())
+    snapshot = Snapshot(url, storage_options=given)
+    assert snapshot.verify()
+    assert torch.equal(snapshot.read_object("0/big/x", box=[7]), state()["big"]["x"][7])
+    with pytest.raises(SnapshotExistsError):
+        Snapshot.take(url, state(), storage_options=given)
+    Snapshot.async_take(url, state(fill=5), storage_options=given, overwrite=True).wait()
+    Snapshot(url, storage_options=given).restore(live)
+    assert_same(live, state(fill=5))
+    storage = open_storage(URL.parse(url), given)
+    assert len(_on_loop(storage, "list")) == 3  # the manifest and two files: what was replaced is gone
+    snapshot.delete()
+    assert not snapshot.exists()
+    assert _on_loop(open_storage(URL.parse(url), given), "list") == []
+
+
+def _on_loop(storage, verb, *arguments):
+    async def work():
+        try:
+            return await getattr(storage, verb)(*arguments)
+        finally:
+            await storage.close()
+
+    return asyncio.run(work())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_row_of_a_large_snapshot_costs_few_requests_and_bytes(moto, engine):
+    url = f"s3://{moto.bucket()}/s"
+    Snapshot.take(url, state(rows=40_000), storage_options=options(moto))
+    with FaultProxy(moto.url) as proxy:
+        snapshot = Snapshot(url, storage_options=options(moto, engine=engine) | {"endpoint_url": proxy.url})
+        snapshot.get_manifest()
+        before = proxy.count()
+        row = snapshot.read_object("0/big/x", box=[20_000])
+        asked = [each for each in proxy.requests[before:] if "snapshot_metadata" not in each.path]
+    assert torch.equal(row, state(rows=40_000)["big"]["x"][20_000])
+    assert len(asked) <= 4, asked
+    assert sum(each.response_bytes for each in asked) < MiB
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_long_files_go_up_and_come_down_in_parts(moto, engine):
+    url = f"s3://{moto.bucket()}/s"
+    with FaultProxy(moto.url) as proxy:
+        given = options(moto, engine=engine, part_bytes=5 * MiB, endpoint_url=proxy.url)
+        Snapshot.take(url, state(rows=10_000), storage_options=given)
+        sent = [each for each in proxy.requests if each.method == "PUT" and "partNumber=" in each.path]
+        assert len(sent) >= 8
+        assert max(each.request_bytes for each in sent) == 5 * MiB
+        live = state(fill=0, rows=10_000)
+        proxy.clear()
+        Snapshot(url, storage_options=given).restore(live)
+        read = [each for each in proxy.requests if each.method == "GET" and "range" in each.headers]
+        assert len(read) >= 8
+        assert proxy.connections < 60
+    assert_same(live, state(rows=10_000))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_an_upload_that_is_given_up_leaves_nothing(weed, engine, cancelled):
+    bucket = weed.bucket()
+    given = options(weed, engine=engine, part_bytes=5 * MiB)
+
+    async def work():
+        storage = open_storage(URL.parse(f"s3://{bucket}/s"), given, Context())
+        writer = await storage.create("data/file", 17 * MiB)
+        data = memoryview(bytearray(5 * MiB))
+        writes = [asyncio.create_task(writer.write(at * 5 * MiB, [data])) for at in range(3)]
+        if cancelled:
+            await asyncio.sleep(0.02)
+            for write in writes:
+                write.cancel()
+        await asyncio.gather(*writes, return_exceptions=True)
+        await writer.abort()
+        assert await storage.list() == []
+        driver = await storage.driver()
+        assert await driver.uploads("") == []
+        await storage.close()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_parts_keep_their_order_though_some_wait_for_memory(moto, engine):
+    """Parts of many buffers are joined, where the client wants that, and wait for the memory; others need not."""
+    data = pattern(43 * MiB)
+
+    async def work():
+        memory = MemoryBudget(16 * MiB)
+        given = options(moto, engine=engine)
+        storage = open_storage(URL.parse(f"s3://{moto.bucket()}/s"), given, Context(memory=memory))
+        writer = await storage.create("file", len(data))
+        writes = []
+        for number, begin in enumerate(range(0, len(data), 5 * MiB)):
+            part = memoryview(data)[begin : begin + 5 * MiB]
+            step = len(part) if number % 3 else 10_000
+            buffers = [part[at : at + step] for at in range(0, len(part), step)]
+            writes.append(asyncio.ensure_future(writer.write(begin, buffers)))
+        await asyncio.gather(*writes)
+        await writer.finish()
+        assert await fetch(storage, "file", 0, [len(data)]) == data
+        assert memory.statistics().used == 0
+        await storage.close()
+
+    asyncio.run(work())
+
+
+def test_an_endpoint_may_stand_in_the_environment(moto, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto.url)
+    url, given = f"s3://{moto.bucket()}/s", options(moto, engine="obstore", part_bytes=5 * MiB)
+    del given["endpoint_url"]
+    Snapshot.take(url, state(), storage_options=given)
+    live = state(fill=0)
+    Snapshot(url, storage_options=given).restore(live)
+    assert_same(live, state())
+
+
+def test_a_delete_leaves_the_uploads_of_others_alone(moto):
+    """moto's uploads look as if they were years old."""
+    bucket = moto.bucket()
+
+    async def work():
+        storage = open_storage(URL.parse(f"s3://{bucket}"), options(moto, engine="s3fs"), Context())
+        driver = await storage.driver()
+        for key in ("run/data/video.bin", "run/other/thing", "data/film"):
+            await driver.begin(key, 1)
+        for url in (f"s3://{bucket}/run", f"s3://{bucket}"):
+            await asyncio.to_thread(_take_and_delete, url, options(moto))
+        assert len(await driver.uploads("")) == 3
+        await storage.close()
+
+    asyncio.run(work())
+
+
+def _take_and_delete(url, given):
+    Snapshot.take(url, {"s": StateDict(x=1)}, storage_options=given).delete()
+
+
+def test_the_uploads_of_a_killed_process_are_swept(weed):
+    bucket = weed.bucket()
+
+    async def work():
+        storage = open_storage(URL.parse(f"s3://{bucket}/s"), options(weed, engine="s3fs"), Context())
+        writer = await storage.create("data/file", 11 * MiB)
+        await writer.write(0, [bytes(6 * MiB)])  # and nobody finishes or aborts it
+        assert list(await storage.sweep("data/", 3600)) == []
+        assert list(await storage.sweep("other/", -5)) == []
+        assert list(await storage.sweep("data/", -5)) == ["data/file"]
+        assert list(await storage.sweep("data/", -5)) == []
+        await storage.close()
+
+    asyncio.run(work())
+
+
+def test_of_two_takes_at_once_one_wins(moto):
+    url = f"s3://{moto.bucket()}/s"
+    first = Snapshot.async_take(url, state(fill=1), storage_options=options(moto))
+    second = Snapshot.async_take(url, state(fill=2), storage_options=options(moto))
+    outcomes = []
+    for pending in (first, second):
+        try:
+            pending.wait()
+            outcomes.append("committed")
+        except SnapshotExistsError:
+            outcomes.append("refused")
+    assert sorted(outcomes) == ["committed", "refused"]
+    live = state(fill=0)
+    Snapshot(url, storage_options=options(moto)).restore(live)
+    assert_same(live, state(fill=1.0 if outcomes[0] == "committed" else 2.0))
+
+
+def test_a_checksum_that_does_not_hold_is_refused_by_the_server(weed):
+    """And the part is sent again."""
+    bucket = weed.bucket()
+    with FaultProxy(weed.url) as proxy:
+        given = options(weed, engine="s3fs", endpoint_url=proxy.url, part_bytes=5 * MiB, deadline=10)
+        flipped = proxy.fault(method="PUT", path="*partNumber=2*", flip=100_000, side="request")
+        data = pattern(12 * MiB)
+
+        async def work():
+            storage = open_storage(URL.parse(f"s3://{bucket}/s"), given)
+            await store(storage, "data/file", data, part=5 * MiB)
+            assert await fetch(storage, "data/file", 0, [len(data)]) == data
+            await storage.close()
+
+        asyncio.run(work())
+        assert flipped.hits == 1
+
+
+def test_a_forked_child_makes_clients_of_its_own(moto):
+    url, given = f"s3://{moto.bucket()}/s", options(moto)
+    script = f"""
+import os, sys, torch
+torch.set_num_threads(1)  # OpenMP's threads do not come along
+from snapshot import Snapshot, StateDict
+url, given = {url!r}, {given!r}
+Snapshot.take(url, {{"s": StateDict(x=torch.arange(3_000_000))}}, storage_options=given)
+child = os.fork()
+if child == 0:
+    row = Snapshot(url, storage_options=given).read_object("0/s/x")
+    os._exit(0 if torch.equal(row, torch.arange(3_000_000)) else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert torch.equal(Snapshot(url, storage_options=given).read_object("0/s/x"), torch.arange(3_000_000))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+
+
+def test_clients_are_shared_by_operations(weed):
+    url = f"s3://{weed.bucket()}/s"
+    with FaultProxy(weed.url) as proxy:
+        given = options(weed, engine="s3fs", endpoint_url=proxy.url)
+        Snapshot.take(url, state(), storage_options=given)
+        for _ in range(5):
+            assert Snapshot(url, storage_options=given).exists()
+        assert proxy.connections < 15
+        assert proxy.open_connections
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("wrong", ["key", "secret"])
+def test_wrong_keys_are_told_at_once_and_not_shown(weed, engine, wrong):
+    url = f"s3://{weed.bucket()}/s"
+    given = options(weed, engine=engine) | {wrong: "a-very-wrong-value"}
+    with pytest.raises(StorageError) as caught:
+        Snapshot.take(url, state(), storage_options=given)
+    assert url in str(caught.value)
+    assert ("InvalidAccessKeyId" if wrong == "key" else "SignatureDoesNotMatch") in str(caught.value)
+    if wrong == "secret":
+        assert "a-very-wrong-value" not in "".join(_shown(caught.value))
+
+
+def _shown(error):
+    return [*traceback.format_exception(error), repr(error)]
+
+
+def test_a_bucket_that_is_not_there_is_told_at_once(weed):
+    with pytest.raises(StorageError, match="NoSuchBucket") as caught:
+        Snapshot.take("s3://no-such-bucket-here/s", state(), storage_options=options(weed))
+    assert not isinstance(caught.value, StorageNotFoundError)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_missing_key_may_look_forbidden(moto, engine):
+    url = f"s3://{moto.bucket()}/s"
+    with FaultProxy(moto.url) as proxy:
+        given = options(moto, engine=engine, endpoint_url=proxy.url)
+        proxy.fault(status=403, times=None)
+        with pytest.raises(StorageError, match="ListBucket"):
+            Snapshot(url, storage_options=given).exists()
+
+
+def test_keys_may_stand_in_the_url(weed):
+    given = options(weed)
+    key, secret = given.pop("key"), given.pop("secret")
+    url = f"s3://{key}:{secret}@{weed.bucket()}/s"
+    snapshot = Snapshot.take(url, state(), storage_options=given)
+    assert secret not in repr(snapshot)
+    assert snapshot.exists()
+
+
+def test_an_at_sign_in_a_path_is_of_the_path(moto):
+    bucket = moto.bucket()
+    url = f"s3://{bucket}/run@2024/step@1"
+    snapshot = Snapshot.take(url, state(), storage_options=options(moto))
+    assert snapshot.verify()
+    assert snapshot.path == url
+    assert str(open_storage(URL.parse(url), options(moto)).url) == url
+
+
+@pytest.mark.parametrize(
+    "path", ["s3://bucket//x", "s3://bucket/a//b", "s3://bucket/a/../b", "s3://bucket/./a", "s3:///a"]
+)
+def test_a_path_that_clients_read_in_two_ways_is_refused(path):
+    with pytest.raises(ValueError, match="s3://"):
+        Snapshot.take(path, state())
+
+
+@pytest.mark.parametrize(
+    ("given", "region", "endpoint"),
+    [
+        ({}, "eu-central-1", "https://bucket.s3.eu-central-1.amazonaws.com/"),
+        ({"endpoint_url": "https://vpce-1.s3.eu-west-1.vpce.amazonaws.com"}, "eu-west-1", None),
+        (
+            {"config_kwargs": {"use_dualstack_endpoint": True}},
+            "eu-west-1",
+            "https://s3.dualstack.eu-west-1.amazonaws.com/bucket/",
+        ),
+        ({}, "cn-north-1", "https://s3.cn-north-1.amazonaws.com.cn/bucket/"),
+    ],
+)
+def test_obstore_goes_where_the_client_goes(given, region, endpoint):
+    import obstore
+
+    async def work():
+        options = {"key": "aaaaaaaa", "secret": "bbbbbbbb", "client_kwargs": {"region_name": region}, **given}
+        storage = open_storage(URL.parse("s3://bucket/s"), options)
+        driver = await storage.driver()
+        signed = await obstore.sign_async(driver.store, "GET", "key", datetime.timedelta(minutes=1))
+        await storage.close()
+        return signed
+
+    assert asyncio.run(work()).startswith(endpoint or f"{given['endpoint_url']}/bucket/")
+
+
+def test_encryption_is_asked_for(moto):
+    url = f"s3://{moto.bucket()}/s"
+    with FaultProxy(moto.url) as proxy:
+        given = options(moto, endpoint_url=proxy.url, s3_additional_kwargs={"ServerSideEncryption": "AES256"})
+        Snapshot.take(url, state(), storage_options=given)
+        made = [each for each in proxy.requests if each.method == "PUT" and "partNumber" not in each.path]
+        made += [each for each in proxy.requests if each.method == "POST" and each.path.endswith("?uploads")]
+        assert len(made) >= 3
+        assert {each.headers.get("x-amz-server-side-encryption") for each in made} == {"AES256"}
+
+
+def test_what_is_not_installed_is_told_with_the_cure(monkeypatch):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(sys.modules, "snapshot.plugins.s3", raising=False)
+    with pytest.raises(MissingExtraError, match=r"pip install 'snapshot-torch\[s3\]'"):
+        Snapshot.take("s3://bucket/s", state())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"part_bytes": 1}, "part_bytes"),
+        ({"concurrency": 0}, "concurrency"),
+        ({"timeout": 0}, "timeout"),
+        ({"deadline": "soon"}, "deadline"),
+        ({"engine": "boto"}, "engine"),
+        ({"engine": "obstore", "s3_additional_kwargs": {"ServerSideEncryption": "AES256"}}, "s3fs's client"),
+        ({"part_bytes": "8M"}, "part_bytes"),
+        ({"concurrency": 2.5}, "concurrency"),
+        ({"acces_key": "x"}, "acces_key"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(wrong, match):
+    with pytest.raises(ValueError, match=match):
+        Snapshot.take("s3://bucket/s", state(), storage_options=wrong)
+
+
+def test_a_condition_of_one_job_is_kept_against_another(weed):
+    """What the commit relies on, on a server that checks it."""
+
+    async def work():
+        storage = open_storage(URL.parse(f"s3://{weed.bucket()}/s"), options(weed))
+        token = await storage.put("file", b"first", expect=ABSENT)
+        with pytest.raises(StorageConflictError):
+            await storage.put("file", b"second", expect=ABSENT)
+        await storage.put("file", b"second", expect=token)
+        with pytest.raises(StorageConflictError):
+            await storage.put("file", b"third", expect=token)
+        assert await storage.get("file") == b"second"
+        await storage.close()
+
+    asyncio.run(work())
