@@ -68,13 +68,20 @@ def add(verbs: Verbs) -> None:
     several.add_argument(
         "--ranks", type=_worlds, metavar="LIST", help="measure what planning costs with so many ranks, and no case"
     )
+    several.add_argument(
+        "--store", action="store_true",
+        help="measure S3's clients and ours beside each other, on loopback or at an s3:// URL, and no case",
+    )  # fmt: skip
+    parser.add_argument(
+        "--options", type=json.loads, default={}, metavar="JSON", help="storage_options, for --store at a URL"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure what was asked for, and print it."""
-    if arguments.world or arguments.ranks:
-        return _run_ranks(arguments)
+    if arguments.world or arguments.ranks or arguments.store:
+        return _run_apart(arguments)
     with unwinding(), place(arguments.url) as where:
         host = describe(where)
         cold = where.local and host["file_system"] not in ("tmpfs", "ramfs")
@@ -100,9 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
     return ExitStatus.FOUND if any(table.failed for table in tables) else ExitStatus.OK
 
 
-def _run_ranks(arguments: argparse.Namespace) -> int:
-    """Measure what several ranks do: real ones, or the planning of simulated ones."""
-    asked = "--world" if arguments.world else "--ranks"
+def _run_apart(arguments: argparse.Namespace) -> int:
+    """Measure what is no case: several ranks, real ones or the planning of simulated ones; or the way to a store."""
+    asked = "--world" if arguments.world else "--ranks" if arguments.ranks else "--store"
     if arguments.json:
         raise ValueError(f"{asked} prints a table only; leave out --json")
     if (arguments.case, arguments.only, arguments.peers) != (DEFAULT, tuple(OPERATIONS), PEERS):
@@ -110,6 +117,13 @@ def _run_ranks(arguments: argparse.Namespace) -> int:
     with unwinding():
         if arguments.ranks:
             for line in simulate(arguments.ranks):
+                print(line, flush=True)
+            return ExitStatus.OK
+        if arguments.store:
+            from snapshot.cli.bench_remote import compare as compare_store  # whose clients may not be installed
+
+            url = None if arguments.url == "." else arguments.url
+            for line in compare_store(url, arguments.options, arguments.scale, arguments.rounds):
                 print(line, flush=True)
             return ExitStatus.OK
         with place(arguments.url) as where:

@@ -83,7 +83,7 @@ class Worker:
         if check and self.task.operation in ("restore", "cold"):
             self.payload.wipe()
         gc.collect()
-        before = _reset_peak()
+        before = reset_peak()
         cpu = time.process_time()
         started = time.perf_counter()
         wait = self.ways[row](where)
@@ -91,7 +91,7 @@ class Worker:
         if wait is not None:
             self._settle(wait)
         cpu = time.process_time() - cpu
-        peak = _status("VmHWM")
+        peak = status("VmHWM")
         if check and self.task.operation in ("restore", "cold") and not row.endswith("O_DIRECT"):
             self._check(row)
         if not self.reads:
@@ -121,16 +121,17 @@ class Worker:
         return manifest.stat().st_size if self.saved and self.local and manifest.exists() else None
 
 
-def _reset_peak() -> int | None:
+def reset_peak() -> int | None:
     """Let the kernel's high-water mark of resident memory begin anew; where it stands."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return None
-    return _status("VmRSS")
+    return status("VmRSS")
 
 
-def _status(name: str) -> int | None:
+def status(name: str) -> int | None:
+    """A line of what the kernel says of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10
