@@ -299,8 +299,9 @@ class Storage(ABC):
         committed. Backends that rename write the data into the claim and rename that.
         """
         token = await self.put(path, data, expect=expect)
-        with suppress(StorageError):
-            await self.delete([claim])
+        with suppress(StorageError, TimeoutError):
+            async with asyncio.timeout(20):
+                await self.delete([claim])
         return token
 
     async def copy(self, source: str, path: str) -> None:
