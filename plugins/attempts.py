@@ -96,6 +96,11 @@ async def patiently(
             failed.__cause__ = error
         except PassingError as error:
             failed = error
+        except StorageConflictError:
+            raise  # it is known who was first
+        except StorageError as error:
+            error.uncertain |= attempt.uncertain
+            raise
         attempt.uncertain |= not failed.refused
         pause = random.uniform(0.5, 1) * min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(attempt.number, 20))  # noqa: S311
         pause = max(pause, failed.after or 0)
@@ -121,6 +126,7 @@ class Sink:
         self.token = token
         """The version of the file that is read: the one that was asked for, or the first that answered."""
         self.attempt: Attempt | None = None
+        self._reached = begin
 
     @property
     def full(self) -> bool:
@@ -153,8 +159,13 @@ class Sink:
     def moved(self, nbytes: int) -> None:
         """So many bytes have arrived."""
         self.position += nbytes
-        if self.attempt is not None:
+        if self.attempt is None:
+            return
+        if self.position > self._reached:
+            self._reached = self.position
             self.attempt.gain()
+        else:
+            self.attempt.progress()
 
     def ended(self) -> None:
         """The answer is over."""

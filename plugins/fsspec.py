@@ -308,8 +308,10 @@ class FsspecStorage(Storage):
                 try:
                     move(system.inner, system.full(made), system.full(path))
                 except Exception:
-                    # an attempt without an answer may have moved it
-                    if not attempt.uncertain or system.inner.info(system.full(path)).get("size") != size:
+                    # an attempt without an answer may have moved it: then it is gone from where it was
+                    if not attempt.uncertain or system.inner.exists(system.full(made)):
+                        raise
+                    if system.inner.info(system.full(path)).get("size") != size:
                         raise
 
             await self.call(mounted.lane(), path, work, attempt)
@@ -373,6 +375,10 @@ class FsspecStorage(Storage):
             return []
         before = time.time() - older_than
         entries = await self._entries(prefix.rpartition("/")[0] + "/" if "/" in prefix else "", True)
-        old = [path for path, info in entries if _TEMPORARY.fullmatch(path) and when(info) < before]
+        old = [
+            path
+            for path, info in entries
+            if path.startswith(prefix) and _TEMPORARY.fullmatch(path) and when(info) < before
+        ]
         await self.delete(old)
         return old

@@ -108,10 +108,12 @@ class ObjectStorage(Storage, Generic[D]):
         """The driver, made if there is none yet."""
         if self._driver is None:
             self._driver = asyncio.ensure_future(self._open())
+        making = self._driver
         try:
-            return (await asyncio.shield(self._driver))[0]
+            return (await asyncio.shield(making))[0]
         except Exception:
-            self._driver = None
+            if self._driver is making:
+                self._driver = None
             raise
 
     async def _open(self) -> tuple[D, Callable[[], Awaitable[object]]]:
@@ -125,7 +127,7 @@ class ObjectStorage(Storage, Generic[D]):
         try:
             driver = await self.connect()
         except Exception as error:  # noqa: BLE001 - every client has errors of its own
-            raised, cause = self._ours(error, self.url, None)
+            raised, cause = self.ours(error, self.url, None)
         else:
             return driver, partial(_closed, driver, self.options)
         raise raised from cause
@@ -150,7 +152,7 @@ class ObjectStorage(Storage, Generic[D]):
         """The whole key of a path."""
         return self._root + check_path(path)
 
-    def _ours(self, error: Exception, url: URL, driver: D | None) -> tuple[Exception, Exception | None]:
+    def ours(self, error: Exception, url: URL, driver: D | None) -> tuple[Exception, Exception | None]:
         """What is raised for a client's error, and its cause, unless that would show a secret.
 
         To be raised outside of the `except`, which would make it known as the context.
@@ -163,7 +165,7 @@ class ObjectStorage(Storage, Generic[D]):
             made = driver.fault(error, url)
         made.args = tuple(self._hidden(str(each)) for each in made.args)
         shown = f"{error!r} {error}"
-        return made, error if self._hidden(shown) == shown else None
+        return made, error if self._hidden(shown) == shown and "<Token-" not in shown else None
 
     def secrets(self) -> list[str]:
         """What must not be seen in an error, wherever a client puts it."""
@@ -189,7 +191,7 @@ class ObjectStorage(Storage, Generic[D]):
             try:
                 return await request(driver, attempt)
             except Exception as error:  # noqa: BLE001 - every client has errors of its own
-                raised, cause = self._ours(error, url, driver)
+                raised, cause = self.ours(error, url, driver)
             raise raised from cause
 
         return await patiently(name, url, self.patience, once, within)
@@ -246,7 +248,7 @@ class ObjectStorage(Storage, Generic[D]):
         """Nothing is asked of the store before the first part is written."""
         self._need("write")
         key = self.key(path)
-        return (await self.driver()).writer(self, path, key, size)
+        return (await self.ask("connect", path, _itself)).writer(self, path, key, size)
 
     async def put(self, path: str, data: bytes, *, expect: Expect = ANYTHING) -> str:
         """One request. A refusal after an attempt without an answer may be due to our own success: so look."""

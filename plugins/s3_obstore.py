@@ -7,6 +7,7 @@ credentials. obstore cuts and retries the parts of an upload itself, within the 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ CHUNK = 512 << 10
 """Answers are handed over in pieces at least this long: each costs a hop between threads."""
 GENTLY = 2.0
 """Seconds in which obstore may abandon an upload by itself, before it is cancelled."""
+_TOKEN = re.compile(r"<Token-\d+>.*?</Token-\d+>")
 FEW = 8
 """Parts of more buffers than these are joined: each buffer costs a hop, too."""
 
@@ -75,6 +77,7 @@ class ObstoreDriver(S3Driver):
         if not isinstance(error, (BaseError, FileNotFoundError, PermissionError)):
             return super().fault(error, url)
         said = str(error).partition("\n\nDebug source")[0].replace("\n", " ")
+        said = _TOKEN.sub("", said)  # S3 repeats the one that it does not like
         what = f"{url}: {said}"
         if any(code in said for code in EXPIRED) and self._renew():
             return PassingError(what, refused=True)
@@ -199,9 +202,9 @@ class StreamedWriter(FileWriter):
     def _failed(self, error: BaseException) -> BaseException:
         if not isinstance(error, Exception):
             return error
-        made = self._driver.fault(error, self._url)
+        made, cause = self._storage.ours(error, self._url, self._driver)
         made = StorageError(str(made)) if isinstance(made, PassingError) else made
-        made.__cause__ = error
+        made.__cause__ = cause
         return made
 
     async def _stop(self) -> None:
@@ -224,12 +227,13 @@ class StreamedWriter(FileWriter):
             raise ValueError(f"{self._url}: was finished or aborted already")
         if self._reached < self._size or self._sending is None:
             raise StorageError(f"{self._url}: nothing was written at byte {self._reached} of {self._size}")
+        failed: BaseException | None = None
         try:
             await asyncio.shield(self._sending)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            raise self._failed(error) from error
+        except Exception as error:  # noqa: BLE001 - obstore's, and translated
+            failed = self._failed(error)
+        if failed is not None:
+            raise failed
         self._over = self._finished = True
 
     async def abort(self) -> None:

@@ -24,7 +24,7 @@ T = TypeVar("T")
 Buffer = Any
 """Whatever exports contiguous bytes: a memoryview, a ctypes array, bytes. (A `collections.abc.Buffer` from 3.12 on.)"""
 
-_SECRET_WITH_SLASH = re.compile(r"[^/:@]+:(?!\d*(?:/|$))[^@]*@")
+_SECRET_WITH_SLASH = re.compile(r"[^/:@]+:(?!\d+(?:/|$))[^@]*@")
 """`name:secret@` where the secret has a `/`, which should be written `%2F`, but people paste keys as they are."""
 _NAMES = {"abfs", "abfss", "sftp", "ssh", "ftp"}
 """Schemes where what stands before an `@` is a container or a user; elsewhere it may be a token."""

@@ -6,11 +6,19 @@ another take in this process has pending.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 import threading
 import time
 
-from snapshot.errors import SnapshotError, SnapshotNotFoundError, StorageConflictError, StorageNotFoundError
+from snapshot.errors import (
+    SnapshotError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    StorageConflictError,
+    StorageNotFoundError,
+)
 from snapshot.events import emit, log
 from snapshot.manifest.document import METADATA
 from snapshot.storage import ABSENT, ANYTHING, Expect, Storage
@@ -19,6 +27,8 @@ _DATA = re.compile(r"data/([0-9a-z]+)-[0-9]+(?:-[0-9]+\.(?:safetensors|bin|json)
 _CLAIM = re.compile(r"\.take-([0-9a-z]+)(?:\.[0-9a-f]+\.tmp)?")
 _SAVE_ID = re.compile(rb'"save_id":"([0-9a-z]+)"')
 
+LAST_WORDS = 20.0
+"""Seconds that cleaning up may take over a network."""
 DAY = 24 * 3600.0
 """Seconds after which a claim counts as that of an interrupted take, where a commit does not notice that it is gone."""
 
@@ -35,6 +45,30 @@ async def lay_claim(storage: Storage, save_id: str) -> None:
     """Say that a take is running. Its name is nobody else's, so that nothing is lost where no condition can be set."""
     expect = ABSENT if storage.capabilities.conditional_put else ANYTHING
     await storage.put(claim_path(save_id), b"", expect=expect)
+
+
+async def claimed(storage: Storage, save_id: str) -> None:
+    """Raise if the claim was cleaned away, where a commit would not notice: its data may be gone, too."""
+    if storage.capabilities.guarded_commit:
+        return
+    try:
+        await storage.stat(claim_path(save_id))
+    except StorageNotFoundError as error:
+        raise SnapshotExistsError(
+            f"{storage.url}: another take, or a delete, has cleaned this take away ({error})"
+        ) from error
+
+
+async def withdraw(storage: Storage, save_id: str) -> None:
+    """Take the claim back: nothing was written."""
+    with contextlib.suppress(SnapshotError, TimeoutError):
+        async with not_for_long(storage):
+            await storage.delete([claim_path(save_id)])
+
+
+def not_for_long(storage: Storage) -> asyncio.Timeout:
+    """Bounds the time for cleaning up over a network."""
+    return asyncio.timeout(None if storage.capabilities.blocking else LAST_WORDS)
 
 
 async def condition(storage: Storage, expect: Expect) -> Expect:
@@ -92,7 +126,7 @@ async def standing(storage: Storage) -> str | None:
     return found[1].decode() if found else None
 
 
-async def _remove_claims(storage: Storage, found: list[str]) -> list[str]:
+async def _remove_claims(storage: Storage, found: list[str], committed: str | None = None) -> list[str]:
     """Remove the claims among what was found, but for those of this process; the rest that may be removed.
 
     Once its claim is gone a take cannot commit any more; so what is not committed afterwards never will be. Where the
@@ -102,7 +136,7 @@ async def _remove_claims(storage: Storage, found: list[str]) -> list[str]:
         found = [path for path in found if save_id_of(path) not in _active]
     claims = [path for path in found if path.startswith(".take-")]
     if claims and not storage.capabilities.guarded_commit:
-        young = {save_id_of(claim) for claim in claims if await _young(storage, claim)}
+        young = {save_id_of(claim) for claim in claims if await _young(storage, claim)} - {committed}
         found = [path for path in found if save_id_of(path) not in young]
         claims = [claim for claim in claims if save_id_of(claim) not in young]
     if claims:
@@ -150,7 +184,7 @@ async def clean(storage: Storage, keep: str) -> None:
 async def remove(storage: Storage) -> None:
     """Delete a snapshot, the manifest first, and what interrupted takes left beside it."""
     found = await ours(storage)
-    data = await _remove_claims(storage, found)
+    data = await _remove_claims(storage, found, await standing(storage))
     try:
         await storage.stat(METADATA)
     except StorageNotFoundError as error:

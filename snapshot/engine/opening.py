@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import warnings
@@ -81,8 +80,7 @@ def open_take(
         for operation in held:
             if opening.claimed:
                 commit.leave(opening.save_id)
-                with contextlib.suppress(SnapshotError):
-                    run(operation.storage.delete([commit.claim_path(opening.save_id)]))
+                run(commit.withdraw(operation.storage, opening.save_id))
             run(operation.close())
         raise
     opening.url = _agreed(url, answer.path)

@@ -143,8 +143,7 @@ class Reader:
         await self._all(bad, lambda _: None)
 
     async def _all(self, wants: Sequence[Want], progress: Callable[[int], None]) -> None:
-        if self._verify:
-            await self.prepare_checks(wants)
+        lanes: list[asyncio.Task[None]] = []
         parts = iter(plan_reads(wants, self._part, self._gap))
 
         async def lane() -> None:
@@ -154,11 +153,13 @@ class Reader:
                 await self._fetch(part, wants)
                 progress(part.end - part.begin)
 
-        if self._blocking:
-            lanes = [asyncio.create_task(in_thread(drive, lane)) for _ in range(self._lanes)]
-        else:
-            lanes = [asyncio.create_task(lane()) for _ in range(self._lanes)]
         try:
+            if self._verify:
+                await self.prepare_checks(wants)
+            if self._blocking:
+                lanes += [asyncio.create_task(in_thread(drive, lane)) for _ in range(self._lanes)]
+            else:
+                lanes += [asyncio.create_task(lane()) for _ in range(self._lanes)]
             await asyncio.gather(*lanes)
         except BaseException as error:
             self._stopped = True

@@ -45,8 +45,6 @@ from snapshot.tensors.digest import SIZE, block_count, of_range
 T = TypeVar("T")
 AT_ONCE = 64
 """How many ranks' words the leader reads side by side."""
-LAST_WORDS = 20.0
-"""Seconds that cleaning up may take over a network."""
 LOOK = 0.5
 """Seconds between two looks at whether another rank has failed, while this one writes."""
 
@@ -95,6 +93,8 @@ class Take:
         self._writing = False
         self._decided = False
         """Whether the manifest may have been sent."""
+        self._unknown = False
+        """Whether nobody knows what became of it: then nothing may be deleted."""
 
     def __enter__(self) -> Take:
         return self
@@ -106,8 +106,7 @@ class Take:
             self._call.fail(error)
             commit.leave(self._save_id)
             if self._claimed:
-                with contextlib.suppress(SnapshotError):
-                    run(self._storage.delete([commit.claim_path(self._save_id)]))
+                run(commit.withdraw(self._storage, self._save_id))
             run(self.operation.close())
 
     def prepare(self, portion: Portion, plan: SavePlan | None, *, stage: bool) -> None:
@@ -256,10 +255,13 @@ class Take:
             await asyncio.shield(exchange)
         except asyncio.CancelledError as error:  # of this rank, not of the exchange: unless it is too late, give it up
             await uninterrupted(in_own_thread(self._call.fail, error))
-            with contextlib.suppress(SnapshotError, Undecided):
+            try:
                 await uninterrupted(_awaited(exchange))
-                return  # it was too late
-            raise
+            except CommitUnknown:
+                raise
+            except (SnapshotError, Undecided):
+                raise error from None
+            return  # it was too late
         except Undecided as error:
             await self._look(error)
 
@@ -305,10 +307,12 @@ class Take:
         others = await asyncio.gather(*map(tells, range(1, len(done))))
         document = await in_thread(join, described, self._save_id, self._metadata, self._plan.structure, parts, others)
         data = await in_thread(encode, document)
+        await commit.claimed(self._storage, self._save_id)
         await in_own_thread(self._call.commit)
-        self._decided = True
+        sent = False
         try:
             expect = await commit.condition(self._storage, self.expect)
+            sent = self._decided = True
             await self._storage.commit(commit.claim_path(self._save_id), METADATA, data, expect=expect)
         except StorageConflictError as error:
             raise SnapshotExistsError(
@@ -316,9 +320,10 @@ class Take:
                 f"left ({error})"
             ) from error
         except StorageError as error:
-            if not error.uncertain:
+            if not (sent and error.uncertain):
                 raise
             if not await self._stands():
+                self._unknown = True
                 raise CommitUnknown(
                     f"{self.operation.url}: the manifest was sent, and no answer came: the snapshot may be there, or "
                     "still appear: look again later (Snapshot(path).exists()). Its files were left, and a claim, by "
@@ -334,13 +339,15 @@ class Take:
 
     def _not_for_long(self) -> asyncio.Timeout:
         """Bounds the time for cleaning up over a network: whoever waits wants to know what became of the take."""
-        return asyncio.timeout(None if self._storage.capabilities.blocking else LAST_WORDS)
+        return commit.not_for_long(self._storage)
 
     async def _abort(self, gone: bool) -> bool:
         """Take back what this rank wrote, unless it was committed all the same; whether it was not.
 
         A fault in that is no more than a leftover, which the next take cleans.
         """
+        if self._unknown:
+            return True
         if not self._call.alone and not gone and self._call.rank:
             return True  # the leader's word was first: what is there is the leader's to remove
         with contextlib.suppress(SnapshotError, TimeoutError):
@@ -349,8 +356,8 @@ class Take:
                     return False
                 rank = None if self._call.rank == 0 else self._call.rank
                 mine = [path for path in await commit.ours(self._storage) if commit.is_of(path, self._save_id, rank)]
-                claim = [commit.claim_path(self._save_id)] if self._call.rank == 0 else []
-                await self._storage.delete([*mine, *claim])
+                claim = {commit.claim_path(self._save_id)} if self._call.rank == 0 else set()
+                await self._storage.delete([*{*mine, *claim}])
         return True
 
 

@@ -7,7 +7,6 @@ all cores are used. Nothing here knows what a manifest is.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from snapshot.engine.arena import GRAIN, arena
 from snapshot.engine.budget import MemoryBudget
 from snapshot.engine.loop import cancelled
 from snapshot.engine.staging import FileDigests, Source, Staged
-from snapshot.errors import SnapshotError
 from snapshot.plan.layout import FilePlan, Part, cut_file, part_size
 from snapshot.storage import FileWriter, Storage, drive, in_thread, uninterrupted
 
@@ -80,12 +78,8 @@ class Writer:
     async def _abort(self, lanes: Sequence[asyncio.Task[Written]]) -> None:
         self._stopped = True
         await cancelled(lanes)
-
-        async def abort(writer: FileWriter) -> None:
-            with contextlib.suppress(SnapshotError):  # the first error is the one that counts
-                await writer.abort()
-
-        await asyncio.gather(*map(abort, self._open))
+        # the first error is the one that counts
+        await asyncio.gather(*(writer.abort() for writer in self._open), return_exceptions=True)
 
     async def _serial(self, file: FilePlan, location: str) -> Written:
         """A lane that one thread does alone, part by part: each is digested, and written, while it is in a cache."""
