@@ -211,6 +211,17 @@ def test_a_commit_without_an_answer_is_unknown_and_keeps_its_data(one_engine, mo
         assert Snapshot(url, storage_options=clean(moto, options)).verify()
 
 
+def test_a_refusal_after_a_commit_without_an_answer_makes_it_no_more_certain(one_engine, moto, proxy, place):
+    url, options = place
+    with (
+        proxy.fault(method="PUT", path=MANIFEST, hang=True),
+        proxy.fault(method="PUT", path=MANIFEST, status=403, times=None),
+        pytest.raises(CommitUnknown),
+    ):
+        Snapshot.take(url, state(), storage_options=options)
+    assert any("data/" in path for path in left(moto, place)[0])
+
+
 @pytest.mark.parametrize("look", [{"status": 403}, {"status": 503}, {"hang": True}])
 def test_a_commit_that_succeeded_is_never_taken_back(one_engine, moto, proxy, place, look):
     """Its answer is lost, and what stands there cannot be looked at."""
