@@ -38,6 +38,11 @@ class PassingError(StorageError):
         self.refused = refused
 
 
+def ends_early(url: URL) -> CorruptSnapshotError:
+    """What a server means that has nothing of a range (status 416)."""
+    return CorruptSnapshotError(f"{url}: ends before the bytes that are asked for")
+
+
 @dataclass(frozen=True, slots=True)
 class Patience:
     """How long requests are waited for."""

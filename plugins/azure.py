@@ -29,12 +29,12 @@ from azure.core.pipeline.transport import AioHttpTransport
 from azure.core.rest import HttpRequest
 from azure.storage.blob.aio import BlobServiceClient
 
-from snapshot.errors import StorageConflictError, StorageError
+from snapshot.errors import SnapshotError, StorageConflictError, StorageError
 from snapshot.plugins.attempts import Body, PassingError, Sink
 from snapshot.plugins.drivers import Driver, Page
 from snapshot.plugins.http import StatusError, new_session, status_fault
 from snapshot.plugins.objects import ObjectStorage
-from snapshot.plugins.streams import Chunks, content_range, drained, lost
+from snapshot.plugins.streams import content_range, drained, lost, pour
 from snapshot.storage import ABSENT, ANYTHING, URL, Context, Expect, FileStat, Limits, in_thread
 
 MiB = 1 << 20
@@ -123,7 +123,7 @@ class AzureDriver(Driver):
         async with self._ask("GET", key, headers={name: value for name, value in wanted.items() if value}) as answer:
             at, total = content_range(answer.headers.get("Content-Range"), answer.content_length)
             sink.starts(at, total, answer.headers.get("ETag"))
-            await Chunks(answer).into(sink)
+            await pour(answer, sink)
 
     async def _list(self, prefix: str, include: str, marker: str = "", delimiter: str = "") -> ElementTree.Element:
         params = {"restype": "container", "comp": "list", "prefix": prefix, "include": include}
@@ -237,7 +237,7 @@ class AzureDriver(Driver):
             why = told.get("x-ms-copy-status-description", "")
             raise StorageError(f"{self._container}/{key}: was not copied: {why}")
 
-    def fault(self, error: Exception, url: URL) -> StorageError:
+    def fault(self, error: Exception, url: URL) -> SnapshotError:
         """By the status and Azure's code for it, or by what became of the connection."""
         if isinstance(error, Refusal):
             return _said(error, url)
@@ -251,7 +251,7 @@ class AzureDriver(Driver):
         return lost(error, url)
 
 
-def _said(error: Refusal, url: URL) -> StorageError:
+def _said(error: Refusal, url: URL) -> SnapshotError:
     """What Azure says no with. Leases, policies and archived blobs make 409 and 412 that no new attempt changes."""
     said = f"{url}: {error}"
     if error.code in ("ContainerNotFound", "ContainerDisabled"):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from snapshot.errors import StorageError
+from snapshot.errors import SnapshotError
 from snapshot.plugins.attempts import Body, Sink
 from snapshot.plugins.uploads import ObjectWriter
 from snapshot.storage import URL, Expect, FileStat, FileWriter
@@ -39,7 +39,7 @@ class Driver(ABC):
         """Give back the connections."""
 
     @abstractmethod
-    def fault(self, error: Exception, url: URL) -> StorageError:
+    def fault(self, error: Exception, url: URL) -> SnapshotError:
         """The error that is raised for a client's: ours, a `PassingError` for what may pass."""
 
     @abstractmethod

@@ -17,12 +17,12 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 from gcsfs.core import GCSFileSystem
 
-from snapshot.errors import StorageConflictError, StorageError
+from snapshot.errors import SnapshotError, StorageConflictError, StorageError
 from snapshot.plugins.attempts import Body, PassingError, Sink
 from snapshot.plugins.drivers import Driver, Page
 from snapshot.plugins.http import StatusError, new_session, status_fault
 from snapshot.plugins.objects import ObjectStorage
-from snapshot.plugins.streams import content_range, drained, lost
+from snapshot.plugins.streams import content_range, drained, lost, pour
 from snapshot.storage import ABSENT, ANYTHING, URL, Expect, FileStat, Limits
 
 MiB = 1 << 20
@@ -110,8 +110,7 @@ class GcsDriver(Driver):
         async with self._ask("GET", self._object(key), {"alt": "media"}, headers=headers) as answer:
             at, total = content_range(answer.headers.get("Content-Range"), answer.content_length)
             sink.starts(at, total, answer.headers.get("x-goog-generation"))
-            while not sink.full and (chunk := await answer.content.readany()):
-                sink.take(chunk)
+            await pour(answer, sink)
 
     async def list(self, prefix: str, recursive: bool, following: Any) -> Page:
         """`objects.list`."""
@@ -223,7 +222,7 @@ class GcsDriver(Driver):
                 return
             more = {"rewriteToken": found["rewriteToken"]}
 
-    def fault(self, error: Exception, url: URL) -> StorageError:
+    def fault(self, error: Exception, url: URL) -> SnapshotError:
         """By the status; a conflict is a 412 here, a token that ran out a 401."""
         if not isinstance(error, StatusError):
             return lost(error, url)

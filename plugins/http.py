@@ -12,11 +12,11 @@ from urllib.parse import quote, unquote
 import aiohttp
 import yarl
 
-from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError
-from snapshot.plugins.attempts import PassingError, Sink
+from snapshot.errors import SnapshotError, StorageError, StorageNotFoundError
+from snapshot.plugins.attempts import PassingError, Sink, ends_early
 from snapshot.plugins.drivers import Driver, Page
 from snapshot.plugins.objects import ObjectStorage
-from snapshot.plugins.streams import content_range, drained, lost, made_once
+from snapshot.plugins.streams import content_range, drained, lost, made_once, pour
 from snapshot.storage import URL, Capabilities, Context, FileStat, Limits
 
 LIMITS = Limits(preferred_part=16 << 20, parallel_parts=8, merge_gap=1 << 20)
@@ -36,13 +36,13 @@ class StatusError(Exception):
         return cls(response.status, response.reason or "", response.headers.get("Retry-After", ""), detail)
 
 
-def status_fault(error: StatusError, url: URL) -> StorageError:
+def status_fault(error: StatusError, url: URL) -> SnapshotError:
     """What a status means, wherever it comes from."""
     said = f"{url}: {error}"
     if error.status in (404, 410):
         return StorageNotFoundError(said)
     if error.status == 416:
-        return CorruptSnapshotError(f"{url}: ends before the bytes that are asked for")  # type: ignore[return-value]
+        return ends_early(url)
     if error.status in (408, 425, 429) or (error.status >= 500 and error.status not in (501, 505)):
         return PassingError(said, after=error.after, refused=error.status in (425, 429))
     return StorageError(said)
@@ -84,18 +84,18 @@ class HttpDriver(Driver):
         """`GET`, with a range."""
         headers = {"Range": sink.range} if sink.range else {}
         answer = await self._session.get(self._url(key), headers=headers)
-        async with drained(answer) as chunks:
+        async with drained(answer):
             if answer.status >= 300:
                 raise StatusError.of(answer)
             at, total = content_range(answer.headers.get("Content-Range"), answer.content_length)
             sink.starts(at, total, _stat(answer, total or 0).token)
-            await chunks.into(sink)
+            await pour(answer, sink)
 
     async def list(self, prefix: str, recursive: bool, following: Any) -> Page:
         """Nothing says what a web server has."""
         raise NotImplementedError
 
-    def fault(self, error: Exception, url: URL) -> StorageError:
+    def fault(self, error: Exception, url: URL) -> SnapshotError:
         """By the status, or by what became of the connection."""
         if isinstance(error, StatusError):
             return status_fault(error, url)

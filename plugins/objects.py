@@ -160,7 +160,7 @@ class ObjectStorage(Storage, Generic[D]):
         if isinstance(error, (SnapshotError, TimeoutError)):
             return error, error.__cause__ if isinstance(error.__cause__, Exception) else None
         if driver is None or isinstance(error, ValueError):
-            made = StorageError(f"{url}: {type(error).__name__}: {error}")
+            made: SnapshotError = StorageError(f"{url}: {type(error).__name__}: {error}")
         else:
             made = driver.fault(error, url)
         made.args = tuple(self._hidden(str(each)) for each in made.args)

@@ -21,11 +21,11 @@ import s3fs
 from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.session import AioSession
 
-from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageError, StorageNotFoundError
-from snapshot.plugins.attempts import Body, PassingError, Sink
+from snapshot.errors import SnapshotError, StorageConflictError, StorageError, StorageNotFoundError
+from snapshot.plugins.attempts import Body, PassingError, Sink, ends_early
 from snapshot.plugins.drivers import Driver, Page
 from snapshot.plugins.objects import ObjectStorage
-from snapshot.plugins.streams import content_range, drained, made_once, nowhere
+from snapshot.plugins.streams import content_range, drained, made_once, nowhere, pour
 from snapshot.storage import ABSENT, ANYTHING, URL, Expect, FileStat, Limits, in_thread
 
 MiB = 1 << 20
@@ -94,9 +94,10 @@ class S3Driver(Driver):
         found = await self._call("get_object", Key=key, **{name: value for name, value in wanted.items() if value})
         at, total = content_range(found.get("ContentRange"), found["ContentLength"])
         body = found["Body"]
-        async with drained(getattr(body, "raw_stream", None) or body.__wrapped__) as chunks:
+        answer = getattr(body, "raw_stream", None) or body.__wrapped__
+        async with drained(answer):
             sink.starts(at, total, found["ETag"])
-            await chunks.into(sink)
+            await pour(answer, sink)
 
     async def list(self, prefix: str, recursive: bool, following: Any) -> Page:
         """`ListObjectsV2`."""
@@ -183,7 +184,7 @@ class S3Driver(Driver):
         """`CopyObject`."""
         await self._call("copy_object", Key=key, CopySource={"Bucket": self._bucket, "Key": source})
 
-    def fault(self, error: Exception, url: URL) -> StorageError:
+    def fault(self, error: Exception, url: URL) -> SnapshotError:
         """By what the server said, or by what became of the connection."""
         if isinstance(error, failures.ClientError):
             return self._said(error, url)
@@ -201,7 +202,7 @@ class S3Driver(Driver):
             return PassingError(f"{url}: {type(error).__name__}: {error}")
         return StorageError(f"{url}: {type(error).__name__}: {error}")
 
-    def _said(self, error: failures.ClientError, url: URL) -> StorageError:  # noqa: PLR0911 - one for each meaning
+    def _said(self, error: failures.ClientError, url: URL) -> SnapshotError:  # noqa: PLR0911 - one for each meaning
         code = _code(error)
         meta = error.response.get("ResponseMetadata", {})
         status, headers = int(meta.get("HTTPStatusCode") or 0), meta.get("HTTPHeaders", {})
@@ -219,7 +220,7 @@ class S3Driver(Driver):
         if status in (409, 412):
             return StorageConflictError(said)
         if status == 416:
-            return CorruptSnapshotError(f"{url}: ends before the bytes that are asked for")  # type: ignore[return-value]
+            return ends_early(url)
         if status == 403 and code in ("AccessDenied", "403") and error.operation_name in ("HeadObject", "GetObject"):
             said += "; S3 says the same of a missing key to those who may not list the bucket (s3:ListBucket)"
         if status in (301, 307):

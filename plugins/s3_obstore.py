@@ -19,8 +19,8 @@ import numpy as np
 from obstore.exceptions import BaseError, GenericError, NotFoundError, PreconditionError
 from obstore.store import S3Store
 
-from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageError, StorageNotFoundError
-from snapshot.plugins.attempts import Body, PassingError, Patience, Sink
+from snapshot.errors import SnapshotError, StorageConflictError, StorageError, StorageNotFoundError
+from snapshot.plugins.attempts import Body, PassingError, Patience, Sink, ends_early
 from snapshot.plugins.objects import ObjectStorage
 from snapshot.plugins.s3 import EXPIRED, S3Driver
 from snapshot.plugins.uploads import LAST_WORDS
@@ -72,7 +72,7 @@ class ObstoreDriver(S3Driver):
             return super().writer(storage, path, key, size)
         return StreamedWriter(storage, self, path, key, size)
 
-    def fault(self, error: Exception, url: URL) -> StorageError:  # noqa: PLR0911 - one for each meaning
+    def fault(self, error: Exception, url: URL) -> SnapshotError:  # noqa: PLR0911 - one for each meaning
         """obstore's errors tell the status in their text alone."""
         if not isinstance(error, (BaseError, FileNotFoundError, PermissionError)):
             return super().fault(error, url)
@@ -88,7 +88,7 @@ class ObstoreDriver(S3Driver):
         if "non-partial response" in said:
             return StorageError(f"{url}: this server ignores ranges")
         if "416 Range" in said:
-            return CorruptSnapshotError(f"{url}: ends before the bytes that are asked for")  # type: ignore[return-value]
+            return ends_early(url)
         if isinstance(error, GenericError) and not any(f" {status} " in said for status in (400, 401, 403, 405, 501)):
             return PassingError(what)
         return StorageError(what)

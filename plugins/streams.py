@@ -33,32 +33,22 @@ def made_once(session: aiohttp.ClientSession) -> aiohttp.ClientSession:
     return session
 
 
-class Chunks:
-    """An answer's body as it arrives."""
-
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-
-    async def into(self, sink: Sink) -> None:
-        """Give it to a sink, until that is full."""
-        content = self._response.content
-        while not sink.full:
-            chunk = await content.readany()
-            if not chunk:
-                return
-            sink.take(chunk)
-
-
 @asynccontextmanager
-async def drained(response: aiohttp.ClientResponse) -> AsyncIterator[Chunks]:
-    """Read an answer; its connection is used again if all of it was read, and closed if not."""
+async def drained(response: aiohttp.ClientResponse) -> AsyncIterator[None]:
+    """Read an answer inside; its connection is used again if all of it was read, and closed if not."""
     try:
-        yield Chunks(response)
+        yield
     finally:
         if response.content.at_eof():
             response.release()
         else:
             response.close()
+
+
+async def pour(response: aiohttp.ClientResponse, sink: Sink) -> None:
+    """Give an answer's body to a sink as it arrives, until that is full."""
+    while not sink.full and (chunk := await response.content.readany()):
+        sink.take(chunk)
 
 
 class BodyPayload(payload.Payload):

@@ -7,6 +7,7 @@ from base64 import b64encode
 
 import pytest
 import torch
+from using import PATIENT, patience, use
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, StateDict, StorageError
 from snapshot.errors import StorageConflictError, StorageNotFoundError
@@ -49,20 +50,7 @@ def impatience(monkeypatch):
 @pytest.fixture
 def given(azurite, proxy):
     at = azurite.connection_string.replace(azurite.url, f"{proxy.url}/{azurite.account}")
-    return {"connection_string": at, "timeout": 0.5, "deadline": 5}
-
-
-def use(url, options, work):
-    """What some work on a storage, that is closed afterwards, returns."""
-
-    async def body():
-        storage = open_storage(URL.parse(url), options)
-        try:
-            return await work(storage)
-        finally:
-            await storage.close()
-
-    return asyncio.run(body())
+    return PATIENT | {"connection_string": at}
 
 
 def state(fill=None, rows=1500):
@@ -147,6 +135,7 @@ def test_what_passes_is_borne(url, proxy, given, method, path, fault):
         assert (await storage.stat("data/file")).size == len(data)
 
     data = pattern(3 * MiB + 5)
+    given.update(patience(fault))
     if fault.get("times", 1) is None:
         given["deadline"] = 1
     proxy.fault(method, path, **fault)

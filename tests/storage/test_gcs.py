@@ -3,7 +3,6 @@
 The emulator takes the question how far an upload has come for its end, so uploads that break off go to a server here.
 """
 
-import asyncio
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,12 +10,12 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 import torch
+from using import PATIENT, patience, use
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, StateDict, StorageError
 from snapshot.errors import StorageConflictError
 from snapshot.plugins import attempts
-from snapshot.registry import open_storage
-from snapshot.storage import ABSENT, URL
+from snapshot.storage import ABSENT
 from snapshot.testing import FaultProxy, StorageTests
 from snapshot.testing.parts import fetch, pattern, store
 
@@ -52,20 +51,7 @@ def proxy(gcs):
 
 @pytest.fixture
 def given(gcs, proxy):
-    return {"endpoint_url": proxy.url, "token": "anon", "project": gcs.project, "timeout": 0.5, "deadline": 5}
-
-
-def use(url, options, work):
-    """What some work on a storage, that is closed afterwards, returns."""
-
-    async def body():
-        storage = open_storage(URL.parse(url), options)
-        try:
-            return await work(storage)
-        finally:
-            await storage.close()
-
-    return asyncio.run(body())
+    return PATIENT | {"endpoint_url": proxy.url, "token": "anon", "project": gcs.project}
 
 
 def state(fill=None, rows=1500):
@@ -117,7 +103,7 @@ def test_what_passes_is_borne(url, proxy, given, method, path, fault):
 
     data = pattern(3 * MiB + 5)
     proxy.fault(method, path, **fault)
-    use(url, given, work)
+    use(url, given | patience(fault), work)
 
 
 def test_a_put_whose_answer_is_lost_was_ours(url, proxy, given):
@@ -132,7 +118,7 @@ def test_a_put_whose_answer_is_lost_was_ours(url, proxy, given):
             await storage.put("file", b"theirs", expect=ABSENT)
         assert await storage.get("file") == b"again"
 
-    use(url, given, work)
+    use(url, given | {"timeout": 1}, work)
 
 
 def test_a_commit_whose_answer_is_lost_is_a_commit(url, proxy, given):
@@ -252,8 +238,8 @@ def gateway(server):
         yield proxy
 
 
-def upload(gateway, data):
-    given = {"endpoint_url": gateway.url, "token": "anon", "timeout": 0.5, "deadline": 5}
+def upload(gateway, data, **given):
+    given = PATIENT | {"endpoint_url": gateway.url, "token": "anon"} | given
 
     async def work(storage):
         await store(storage, "file", data, part=MiB)
@@ -278,7 +264,7 @@ def upload(gateway, data):
 def test_a_part_that_fails_goes_on_where_the_server_stands(gateway, server, fault, nth):
     data = pattern(4 * MiB - 5)
     gateway.fault("PUT", nth=nth, **fault)
-    upload(gateway, data)
+    upload(gateway, data, **patience(fault))
     assert server.objects["run/file"] == data
     assert any(told == "*" for told, _ in server.puts)
 

@@ -1,6 +1,5 @@
 """Snapshots that a web server shows are read by few requests, and nothing is ever written; against nginx."""
 
-import asyncio
 import logging
 import os
 import time
@@ -9,6 +8,7 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 import torch
+import using
 
 from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError, StateDict, StorageError
 from snapshot.errors import StorageConflictError, StorageNotFoundError
@@ -59,16 +59,8 @@ def impatience(monkeypatch):
 
 
 def use(url, work, **options):
-    """What some work on a storage, that is closed afterwards, returns."""
-
-    async def body():
-        storage = open_storage(URL.parse(url), options)
-        try:
-            return await work(storage)
-        finally:
-            await storage.close()
-
-    return asyncio.run(body())
+    """The same, with options by name."""
+    return using.use(url, options, work)
 
 
 def proxied(url):
@@ -312,8 +304,10 @@ def test_what_breaks_off_goes_on_where_it_ended(nginx, folder, place, fault):
     proxy, url = proxied(nginx.url)
     with proxy:
         proxy.fault("GET", **fault)
-        given = {"timeout": 0.5, "deadline": 5}
-        assert use(f"{url}/{folder}", lambda storage: fetch(storage, "file", 5, [MiB - 5]), **given) == data[5:]
+        assert (
+            use(f"{url}/{folder}", lambda storage: fetch(storage, "file", 5, [MiB - 5]), **using.patience(fault))
+            == data[5:]
+        )
         begin = int(proxy.requests[-1].headers["range"].removeprefix("bytes=").partition("-")[0])
         assert (begin > 5) == ("status" not in fault)
 

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from using import PATIENT, patience
 
 from snapshot import CommitUnknown, CorruptSnapshotError, Snapshot, SnapshotExistsError, StateDict, StorageError
 from snapshot.events import add_handler, remove_handler
@@ -17,6 +18,7 @@ ENGINES = ["s3fs", "obstore"]
 PARTS = "*partNumber=*"
 MANIFEST = "*.snapshot_metadata"
 DATA = "*/data/*"
+IMPATIENT = {"timeout": 0.6, "deadline": 1}
 
 
 @pytest.fixture(params=ENGINES)
@@ -47,8 +49,7 @@ def place(moto, proxy, engine):
         "client_kwargs": {"region_name": moto.region},
         "engine": engine,
         "part_bytes": 5 * MiB,
-        "timeout": 0.6,
-        "deadline": 2,
+        **PATIENT,
     }
     return f"s3://{moto.bucket()}/s", options
 
@@ -74,7 +75,7 @@ def state(fill=None):
 
 def clean(moto, options):
     """The same place without the proxy."""
-    return {**options, "endpoint_url": moto.url, "timeout": 20, "deadline": 60}
+    return {**options, "endpoint_url": moto.url}
 
 
 def whole(moto, place):
@@ -126,7 +127,7 @@ def test_a_take_outlives_what_passes(moto, proxy, place, retries, method, path, 
     if options["engine"] == "obstore" and path in (MANIFEST, "*.take-*"):
         pytest.skip("which is done by s3fs's client, whatever the engine")
     with proxy.fault(method=method, path=path, **fault):
-        Snapshot.take(url, state(), storage_options=options)
+        Snapshot.take(url, state(), storage_options=options | patience(fault))
     assert whole(moto, place)
     if "delay" not in fault and (options["engine"] == "s3fs" or path not in (PARTS, "*uploads*", "*uploadId*")):
         assert retries
@@ -183,7 +184,7 @@ def test_a_take_that_cannot_be_done_leaves_nothing(moto, proxy, place, path, fau
     url, options = place
     began = time.monotonic()
     with proxy.fault(path=path, method="P*", times=None, **fault), pytest.raises(StorageError, match="s3://"):
-        Snapshot.take(url, state(), storage_options=options | {"deadline": 1})
+        Snapshot.take(url, state(), storage_options=options | IMPATIENT)
     assert time.monotonic() - began < 8
     proxy.heal()
     assert left(moto, place) == ([], [])
@@ -204,7 +205,7 @@ def test_a_commit_without_an_answer_is_unknown_and_keeps_its_data(one_engine, mo
         return bool(arrived) and request is arrived[-1]
 
     with proxy.fault(path=manifest, times=None, **fault), pytest.raises(CommitUnknown, match="look again"):
-        Snapshot.take(url, state(), storage_options=options | {"deadline": 1}, overwrite=overwrite)
+        Snapshot.take(url, state(), storage_options=options | IMPATIENT, overwrite=overwrite)
     assert Snapshot(url, storage_options=clean(moto, options)).exists() == overwrite
     assert sum("data/" in path for path in left(moto, place)[0]) == 2 * (1 + overwrite)
     if overwrite:
@@ -218,7 +219,7 @@ def test_a_refusal_after_a_commit_without_an_answer_makes_it_no_more_certain(one
         proxy.fault(method="PUT", path=MANIFEST, status=403, times=None),
         pytest.raises(CommitUnknown),
     ):
-        Snapshot.take(url, state(), storage_options=options)
+        Snapshot.take(url, state(), storage_options=options | {"timeout": 1})
     assert any("data/" in path for path in left(moto, place)[0])
 
 
@@ -238,7 +239,7 @@ def test_a_commit_that_succeeded_is_never_taken_back(one_engine, moto, proxy, pl
         proxy.fault(path=later, times=None, **look),
         pytest.raises(CommitUnknown),
     ):
-        Snapshot.take(url, state(), storage_options=options | {"deadline": 1})
+        Snapshot.take(url, state(), storage_options=options | IMPATIENT)
     assert whole(moto, place)
 
 
@@ -252,7 +253,7 @@ def test_a_claim_that_may_not_be_deleted_is_left(one_engine, moto, proxy, place)
 def test_a_take_that_is_cancelled_leaves_nothing(moto, proxy, place):
     url, options = place
     fault = proxy.fault(path=PARTS, method="PUT", hang=True, times=None)
-    pending = Snapshot.async_take(url, state(), storage_options=options | {"deadline": 30, "timeout": 30})
+    pending = Snapshot.async_take(url, state(), storage_options=options)
     fault.wait_reached(10)
     assert pending.cancel()
     with pytest.raises(Exception, match="cancel"):
@@ -264,13 +265,13 @@ def test_a_server_that_is_not_there_is_told_when_the_deadline_is_over(one_engine
     url, options = place
     began = time.monotonic()
     with pytest.raises(StorageError, match=r"s3://.*attempts"):
-        Snapshot.take(url, state(), storage_options=options | {"endpoint_url": "http://127.0.0.1:9", "deadline": 1})
+        Snapshot.take(url, state(), storage_options=options | {"endpoint_url": "http://127.0.0.1:9"} | IMPATIENT)
     assert 0.4 < time.monotonic() - began < 5
 
 
 def test_a_name_that_no_server_has_is_told_at_once(one_engine, place):
     url, options = place
-    given = options | {"endpoint_url": "http://no-such-host.invalid", "deadline": 60, "timeout": 30}
+    given = options | {"endpoint_url": "http://no-such-host.invalid"}
     began = time.monotonic()
     with pytest.raises(StorageError, match="s3://"):
         Snapshot.take(url, state(), storage_options=given)
@@ -317,7 +318,7 @@ def test_credentials_that_never_come_are_not_waited_for(one_engine, place, tmp_p
     given = {name: value for name, value in options.items() if name not in ("key", "secret")} | {"profile": "silent"}
     began = time.monotonic()
     with pytest.raises(StorageError, match="no answer"):
-        Snapshot.take(url, state(), storage_options=given | {"timeout": 0.5, "deadline": 1})
+        Snapshot.take(url, state(), storage_options=given | IMPATIENT)
     assert time.monotonic() - began < 6
 
 
@@ -326,7 +327,7 @@ def test_credentials_that_nobody_renews_are_told_at_once(one_engine, proxy, plac
     expired = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
     began = time.monotonic()
     with proxy.fault(times=None, status=400, body=expired), pytest.raises(StorageError, match="ExpiredToken"):
-        Snapshot.take(url, state(), storage_options=options | {"deadline": 60})
+        Snapshot.take(url, state(), storage_options=options)
     assert time.monotonic() - began < 10
 
 
@@ -371,7 +372,7 @@ def test_a_restore_outlives_what_passes(proxy, taken, retries, path, fault):
     if taken[1]["engine"] == "obstore" and path == MANIFEST:
         pytest.skip("which is read by s3fs's client, whatever the engine")
     with proxy.fault(method="GET", path=path, **fault):
-        restored(taken)
+        restored(taken, **patience(fault))
     assert retries
 
 
@@ -402,14 +403,14 @@ def test_a_server_that_ignores_ranges_gives_no_wrong_tensor(proxy, taken):
 
 def test_a_throttled_server_is_asked_again(proxy, taken):
     proxy.concurrency = 1
-    restored(taken, deadline=20)
+    restored(taken)
     assert proxy.refused
 
 
 def test_a_slow_server_is_waited_for(proxy, taken):
     proxy.bandwidth = 3 * MiB
     began = time.monotonic()
-    restored(taken)
+    restored(taken, timeout=1)
     assert time.monotonic() - began > 1.5  # more than an attempt may take without progress
 
 
@@ -418,5 +419,5 @@ def test_a_restore_that_cannot_be_done_is_an_error(proxy, taken, fault):
     live = state(fill=0)
     began = time.monotonic()
     with proxy.fault(path=DATA, method="GET", times=None, **fault), pytest.raises(StorageError, match="s3://"):
-        Snapshot(taken[0], storage_options=taken[1] | {"deadline": 1}).restore(live)
+        Snapshot(taken[0], storage_options=taken[1] | IMPATIENT).restore(live)
     assert time.monotonic() - began < 8
