@@ -91,6 +91,8 @@ def describe(portion: Portion, written: Sequence[Written], where: str) -> Descri
             elif leaf.wrap is not None:
                 leaf.wrap(leaf.path, stored)
             else:
+                if leaf.extra is not None:
+                    stored.extra = leaf.extra
                 entries[leaf.path] = stored
     if pieces:
         _gather(leaves, pieces, entries)
@@ -136,6 +138,7 @@ def _gather(leaves: Sequence[Leaf], pieces: Mapping[int, list[e.Shard]], entries
         if whole.wrap is not None:
             whole.wrap(whole.path, chunked)
         else:
+            chunked.extra = whole.extra
             entries[whole.path] = chunked
 
 

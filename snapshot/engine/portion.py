@@ -6,7 +6,10 @@ The portions of all ranks make the snapshot; no two of them write the same bytes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
+
+from msgspec.structs import replace
 
 from snapshot.distributed.call import Call
 from snapshot.engine.collect import Alike, collect
@@ -19,6 +22,8 @@ from snapshot.state.flatten import Flattened, Prepare
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.state.shards import Piece, Shards
 from snapshot.tensors.dtypes import ITEMSIZE, NAMES
+
+_nbytes = attrgetter("nbytes")
 
 
 class Portion:
@@ -45,7 +50,7 @@ class Portion:
         flat, paths = self.flat, self.shared.paths
         if self._call.alone:
             self.leaves = list(flat.leaves)
-            self.loads = [sum(leaf.nbytes for leaf in flat.leaves)]
+            self.loads = [self.nbytes]
             return
         common: dict[str, list[Leaf]] = {}
         by_path = {leaf.path: leaf for leaf in flat.leaves}
@@ -120,6 +125,11 @@ class Portion:
             return [self._numbered(each) for each in mesh]
         return mesh if self._call.alone else self._call.ranks.number(mesh)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that this rank writes."""
+        return sum(map(_nbytes, self.leaves))
+
     # The manifest
 
     def entries(self, written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -129,7 +139,8 @@ class Portion:
             return {f"0/{path}": entry for path, entry in written.items()}, {}
         own: dict[str, Any] = {}
         common: dict[str, Any] = {}
-        for path, entry in written.items():
+        for path, made in written.items():
+            entry = made
             if entry is None or (isinstance(entry, e.TensorPartsEntry) and not entry.parts):
                 continue  # another rank writes it
             if path in shards:
@@ -138,7 +149,7 @@ class Portion:
                 own[f"{rank}/{path}"] = entry
             elif rank == 0 or not isinstance(entry, (Scalar, e.Container)):
                 if not (self._call.alone and isinstance(entry, e.Container)):
-                    entry.replicated = True
+                    entry = replace(entry, replicated=True)  # flattening may use it again
                 common[f"0/{path}"] = entry
         return own, common
 

@@ -350,7 +350,9 @@ def check_alike(call: Call, flat: Flattened, shared: Shared) -> None:
                 among = ", ".join(map(str, holders(call, piece)))
                 name, dtype = f"{path}[{piece.box}] (on the ranks {among})", NAMES[piece.tensor.dtype]
                 plain = is_plain(piece.tensor)
-                mine[name] = leaf_digest(Leaf(name, piece.tensor, dtype, piece.box.sizes, piece.tensor.nbytes, plain))
+                mine[name] = leaf_digest(
+                    Leaf(name, piece.tensor, dtype, piece.box.sizes, piece.tensor.nbytes, 0, plain)
+                )
 
     def lead(all_: list[dict[str, str]]) -> bool:
         seen: dict[str, tuple[int, str]] = {}

@@ -92,6 +92,8 @@ class SavePlan:
     """How much host memory the take will hold at once, at most."""
     loads: tuple[int, ...] = ()
     """Bytes of tensors that each rank writes, where there are several."""
+    late: int = 0
+    """So many files, the last ones, hold only what may be staged late."""
 
     @cached_property
     def total_bytes(self) -> int:
@@ -137,18 +139,28 @@ def make_plan(
     lanes: int,
     staged_bytes: int,
     loads: tuple[int, ...] = (),
+    late: bytes = b"",
 ) -> SavePlan:
-    """Deal leaves out to files: balanced over lanes, no file too long, the largest elements first in each."""
+    """Deal leaves out to files: balanced over lanes, no file too long, the largest elements first in each.
+
+    `late` has a byte for each leaf, or none: those of which it is not 0 stand in files of their own.
+    """
     sizes = [leaf.nbytes for leaf in leaves]
     total = sum(sizes)
-    wanted = max(1, min(limits.parallel_files, lanes, total // WORTH_A_FILE))
-    pieces = _cut(leaves, sizes, total, wanted)
-    files = tuple(_file(leaves, chosen) for lane in _deal(pieces, wanted) for chosen in _close(lane, leaves))
+    most = min(limits.parallel_files, lanes)
+    pieces = _cut(leaves, sizes, total, max(1, min(most, total // WORTH_A_FILE)))
+    groups = [pieces]
+    if any(late):
+        groups = [[piece for piece in pieces if bool(late[piece[0]]) == later] for later in (False, True)]
+    dealt = [
+        [_file(leaves, chosen) for lane in _deal(group, most) for chosen in _close(lane, leaves)] for group in groups
+    ]
+    files = tuple(file for group in dealt for file in group)
     tables = 0
     if max(sizes, default=0) > BLOCK:
         tables = sum(SIZE * block_count(extent.end - extent.begin) for file in files for extent in file.extents)
     structure = of_range(b"".join(file.header for file in files))
-    return SavePlan(files, blob_bytes + tables, structure, staged_bytes, loads)
+    return SavePlan(files, blob_bytes + tables, structure, staged_bytes, loads, len(dealt[1]) if any(late) else 0)
 
 
 _Piece = tuple[int, int, int, Box | None]
@@ -177,11 +189,13 @@ def _cut(leaves: Sequence[Leaf], sizes: list[int], total: int, lanes: int) -> li
     return pieces
 
 
-def _deal(pieces: list[_Piece], lanes: int) -> list[list[_Piece]]:
+def _deal(pieces: list[_Piece], most: int) -> list[list[_Piece]]:
     """Deal pieces out to lanes, the longest first; short ones that follow each other stay together."""
+    total = sum(piece[2] for piece in pieces)
+    lanes = max(1, min(most, total // WORTH_A_FILE))
     if lanes == 1:
         return [pieces]
-    enough = sum(piece[2] for piece in pieces) // (lanes * 16)
+    enough = total // (lanes * 16)
     groups: list[tuple[int, list[_Piece]]] = []
     gathered: list[_Piece] = []
     size = 0

@@ -19,11 +19,11 @@ def dict_maker(value: dict[Any, Any]) -> Callable[[list[Any], list[int] | None],
     if kind is defaultdict:
         factory = e.factory_name(value.default_factory)  # type: ignore[attr-defined]
         return None if factory is None else lambda keys, tagged: e.DefaultdictEntry(keys, tagged, factory=factory)
-    versions = _module_versions(getattr(value, "_metadata", None))
+    versions = module_versions(getattr(value, "_metadata", None))
     return lambda keys, tagged: e.OrderedDictEntry(keys, tagged, module_versions=versions)
 
 
-def _module_versions(metadata: Any) -> dict[str, dict[str, Any]] | None:
+def module_versions(metadata: Any) -> dict[str, dict[str, Any]] | None:
     """A module's versions as plain values; what else hooks may have put there, and JSON cannot hold, is left out."""
     if not isinstance(metadata, dict):
         return None

@@ -26,6 +26,7 @@ from snapshot.state import arrays
 from snapshot.state.dicts import dict_maker
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.state.live import live_leaves
+from snapshot.state.replay import LOW, remember, replay
 from snapshot.state.shards import Sharded, Shards, sharded
 from snapshot.tensors import composite
 from snapshot.tensors.dtypes import NAMES
@@ -36,8 +37,6 @@ _COMPLEX = frozenset(("complex32", "complex64", "complex128"))
 _SIMPLE = {dtype: name for dtype, name in NAMES.items() if name not in _COMPLEX}
 _ONLY_BYTES = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
 """Dtypes that torch can only hold: it cannot copy them into another order."""
-_LOW = 1 << 40
-"""Below it no ordinary address lies, but the offsets do that views have into memory that was freed."""
 _OF_MODULES = frozenset(("persistent", "_is_buffer", "_is_param"))
 """Attributes with which torch marks what a module holds; it gives them anew."""
 
@@ -65,7 +64,8 @@ class Flattened:
         self._prepare = prepare
         self._prepared_of: dict[int, list[tuple[torch.Tensor, str]]] = {}
         self._arrays: dict[Any, tuple[str, Any]] = {}
-        self._seen: dict[int, Leaf | list[Leaf]] = {}
+        self.seen: dict[int, Leaf | list[Leaf]] = {}
+        """Address -> the leaf, or the leaves, whose memory begins there."""
         self._boxes: dict[Any, str] = {}
         self._shapes: dict[torch.Size, tuple[int, ...]] = {}
 
@@ -74,10 +74,16 @@ class Flattened:
         if self._excluded is not None and self._excluded(path):
             self._leave_out(path, value)
             return
+        plain = self._prepare is None and self._excluded is None
+        if plain and replay(path, value, self):
+            return
+        before = len(self.entries), len(self.leaves), len(self.blobs), len(self.pickled), len(self.shards)
         try:
             self._visit(path, value, 0)
         except RecursionError as error:
             raise SnapshotError(f"{path}: nested deeper than Python's stack allows here, or holds itself") from error
+        if plain:
+            remember(path, value, self, before)
 
     def _leave_out(self, path: str, value: Any) -> None:
         """Note the names of what is left out, so that no glob that matches them is said to match nothing."""
@@ -116,17 +122,17 @@ class Flattened:
             shape = self._shapes[size] = tuple(size)
         nbytes = tensor.nbytes
         plain = not tensor.is_neg() and not (dtype in _COMPLEX and tensor.is_conj())
-        leaf = Leaf(path, tensor, dtype, shape, nbytes, plain)
+        address = tensor.data_ptr() if nbytes else 0
+        leaf = Leaf(path, tensor, dtype, shape, nbytes, address, plain)
         self.entries[path] = None
         if nbytes:
-            address = tensor.data_ptr()
-            if address < _LOW:
+            if address < LOW:
                 _refuse_freed(path, tensor)
-            if address in self._seen:
+            if address in self.seen:
                 if self._tied(leaf, address):
                     return
             else:
-                self._seen[address] = leaf
+                self.seen[address] = leaf
         self.leaves.append(leaf)
 
     def _unusual(self, path: str, tensor: torch.Tensor, dtype: str | None) -> None:
@@ -138,12 +144,12 @@ class Flattened:
 
     def _tied(self, leaf: Leaf, address: int) -> bool:
         """Whether the very same memory is a leaf already, seen in the same way; if so, note it."""
-        others = self._seen.get(address)
+        others = self.seen.get(address)
         if others is None:
-            self._seen[address] = leaf
+            self.seen[address] = leaf
             return False
         if isinstance(others, Leaf):
-            others = self._seen[address] = [others]
+            others = self.seen[address] = [others]
         tensor = leaf.tensor
         for other in others:
             if composite.seen_alike(other.tensor, tensor):
@@ -159,18 +165,15 @@ class Flattened:
         self.entries[path] = None
         order = composite.stride_order(tensor)
         requires_grad = tensor.requires_grad
-
-        def wrap(path: str, stored: e.TensorEntry | e.ChunkedTensorEntry) -> None:
-            if order is not None or subclass is not None or requires_grad:
-                stored.extra = e.Extra(order, subclass, requires_grad)
-            self.entries[path] = stored
-
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes:
             _refuse_freed(path, tensor)
-        note = f"{order} {subclass} {requires_grad}" if order or subclass or requires_grad else ""
-        leaf = Leaf(path, tensor, dtype, tuple(tensor.shape), nbytes, is_plain(tensor), wrap, note=note)
-        if nbytes and self._tied(leaf, tensor.data_ptr()):
+        extra, note = None, ""
+        if order is not None or subclass is not None or requires_grad:
+            extra, note = e.Extra(order, subclass, requires_grad), f"{order} {subclass} {requires_grad}"
+        address = tensor.data_ptr() if nbytes else 0
+        leaf = Leaf(path, tensor, dtype, tuple(tensor.shape), nbytes, address, is_plain(tensor), extra, note)
+        if nbytes and self._tied(leaf, address):
             return
         self.leaves.append(leaf)
 
@@ -288,9 +291,10 @@ class Flattened:
         def wrap(_: str, stored: e.TensorEntry | e.ChunkedTensorEntry) -> None:
             into[name] = stored
 
-        shape, plain = tuple(tensor.shape), is_plain(tensor)
+        shape, nbytes, plain = tuple(tensor.shape), tensor.nbytes, is_plain(tensor)
+        address = tensor.data_ptr() if nbytes else 0
         below = f"{path}%[{name}]"
-        self.leaves.append(Leaf(below, tensor, dtype, shape, tensor.nbytes, plain, wrap, splits=False, note=note))
+        self.leaves.append(Leaf(below, tensor, dtype, shape, nbytes, address, plain, None, note, wrap, splits=False))
 
     def _array(self, path: str, value: np.ndarray[Any, Any] | np.generic, depth: int) -> None:
         described = arrays.describe(value)
@@ -309,9 +313,11 @@ class Flattened:
         def wrap(path: str, stored: e.TensorEntry | e.ChunkedTensorEntry) -> None:
             self.entries[path] = e.NDArrayEntry(stored, dtype, shape, order, isinstance(value, np.generic))
 
-        dtype_name, size = NAMES[tensor.dtype], tuple(tensor.shape)
+        dtype_name, size, address = NAMES[tensor.dtype], tuple(tensor.shape), tensor.data_ptr()
         note = f"{type(value).__name__} {dtype} {shape} {order}"
-        self.leaves.append(Leaf(path, tensor, dtype_name, size, tensor.nbytes, True, wrap, splits=False, note=note))
+        self.leaves.append(
+            Leaf(path, tensor, dtype_name, size, tensor.nbytes, address, True, None, note, wrap, splits=False)
+        )
 
     def _sequence(self, path: str, value: Any, depth: int) -> None:
         self._deeper(path, depth)
@@ -367,7 +373,7 @@ class Flattened:
         more, without calls: models have tens of thousands of them, and this loop is what a take of small tensors
         costs."""
         tensor_type, strided, prepare = torch.Tensor, torch.strided, self._prepare
-        entries, leaves, seen, shapes, visitors = self.entries, self.leaves, self._seen, self._shapes, _VISITORS
+        entries, leaves, seen, shapes, visitors = self.entries, self.leaves, self.seen, self._shapes, _VISITORS
         for key, child in value.items():
             path = prefix + (key if key.isascii() and "/" not in key and "%" not in key else component(key))
             if type(child) is not tensor_type or prepare is not None:
@@ -384,7 +390,7 @@ class Flattened:
                 or not child.is_contiguous()
                 or not (nbytes := child.nbytes)
                 or (address := child.data_ptr()) in seen
-                or (address < _LOW and composite.is_freed(child))
+                or (address < LOW and composite.is_freed(child))
             ):
                 self._tensor(path, child)
                 continue
@@ -393,7 +399,7 @@ class Flattened:
             if shape is None:
                 shape = shapes[size] = tuple(size)
             entries[path] = None
-            seen[address] = leaf = Leaf(path, child, dtype, shape, nbytes, True)
+            seen[address] = leaf = Leaf(path, child, dtype, shape, nbytes, address, True)
             leaves.append(leaf)
 
     def _deeper(self, path: str, depth: int) -> None:

@@ -22,14 +22,18 @@ class Leaf(msgspec.Struct, gc=False):
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    address: int = 0
+    """Where it begins; 0 where it has no bytes."""
     plain: bool = False
     """Whether its own memory is what will be written: contiguous, on the host, and neither conjugate nor negative."""
+    extra: e.Extra | None = None
+    """What its entry says of it besides dtype and shape."""
+    note: str = ""
+    """What there is to it besides dtype, shape and bytes: ranks that differ in that do not hold the same."""
     wrap: Wrap | None = None
     """Called with the stored range's entry, where that is not itself the manifest's entry for `path`."""
     splits: bool = True
     """Whether several ranks may write parts of it."""
-    note: str = ""
-    """What there is to it besides dtype, shape and bytes: ranks that differ in that do not hold the same."""
     origin: tuple[int, ...] | None = None
     """Where it begins in the tensor that it is a box of; None for what is a tensor of its own."""
     whole: Leaf | None = None
@@ -42,9 +46,7 @@ class Leaf(msgspec.Struct, gc=False):
 
     def copy_for(self, path: str) -> Leaf:
         """The same tensor under another path, stored apart."""
-        return Leaf(
-            path, self.tensor, self.dtype, self.shape, self.nbytes, self.plain, self.wrap, self.splits, self.note
-        )
+        return msgspec.structs.replace(self, path=path)
 
     def part(self, box: Box) -> Leaf:
         """A box of it, to be stored apart."""
@@ -54,8 +56,9 @@ class Leaf(msgspec.Struct, gc=False):
     @staticmethod
     def of(whole: Leaf, box: Box, tensor: torch.Tensor) -> Leaf:
         """A box of a tensor, which `tensor` holds."""
+        address, plain = tensor.data_ptr(), is_plain(tensor)
         return Leaf(
-            whole.path, tensor, whole.dtype, box.sizes, tensor.nbytes, is_plain(tensor), origin=box.offsets, whole=whole
+            whole.path, tensor, whole.dtype, box.sizes, tensor.nbytes, address, plain, origin=box.offsets, whole=whole
         )
 
 
