@@ -295,6 +295,10 @@ class FileStorage(Storage):
         self._sync_folders()
         return token
 
+    async def settle(self) -> None:
+        """Sync the folders in which files were made."""
+        await self._do("", self._sync_folders)
+
     async def get(self, path: str, *, limit: int | None = None) -> bytes:
         """A regular file's content, and no more of it than the limit."""
         return await self._do(path, self._get, path, limit)

@@ -1,5 +1,6 @@
 """Exact, verified, fast checkpoints of running PyTorch applications."""
 
+from snapshot.engine.arena import release_memory
 from snapshot.errors import (
     CancelledError,
     CommitUnknown,
@@ -7,6 +8,7 @@ from snapshot.errors import (
     MissingExtraError,
     RankError,
     RestoreError,
+    SnapshotBusyError,
     SnapshotError,
     SnapshotExistsError,
     SnapshotNotFoundError,
@@ -42,7 +44,9 @@ __all__ = [
     "RestoreError",
     "CommitUnknown",
     "CancelledError",
+    "SnapshotBusyError",
     "RankError",
     "StorageError",
     "MissingExtraError",
+    "release_memory",
 ]

@@ -50,6 +50,10 @@ class CommitUnknown(SnapshotError):
     """Raised when it cannot be known whether a snapshot was committed: look again later."""
 
 
+class SnapshotBusyError(SnapshotError):
+    """Raised when too many asynchronous takes are under way, and the new one is not to wait."""
+
+
 class CancelledError(SnapshotError):
     """Raised by `wait()` when the pending snapshot was cancelled."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +57,10 @@ def emit(name: str, verb: str, path: str, **fields: Any) -> None:
 ProgressArgument = bool | Callable[[Progress], None] | None
 
 
+RECENT = 2.0
+"""Over so many seconds a current rate is taken."""
+
+
 class Meter:
     """Counts bytes as they arrive, from any thread, and shows them if it was asked to."""
 
@@ -64,6 +69,10 @@ class Meter:
         self.total = 0
         self._done = self._staged = 0
         self._began = time.perf_counter()
+        self._seconds = 0.0
+        """How long it took, when it is over."""
+        self._recent: deque[tuple[float, int]] = deque([(self._began, 0)])
+        """When how many bytes were done: in the last seconds, and once before."""
         self._lock = threading.Lock()
         self._callback = wanted if callable(wanted) else None
         self._bar: Any = None
@@ -80,8 +89,11 @@ class Meter:
 
     def wrote(self, nbytes: int) -> None:
         """So many more bytes are where they belong."""
+        now = time.perf_counter()
         with self._lock:
             self._done += nbytes
+            self._recent.append((now, self._done))
+            self._forget(now)
         if self._bar is not None:
             self._bar.update(nbytes)
         if self._callback is not None:
@@ -98,9 +110,21 @@ class Meter:
 
     def now(self) -> Progress:
         """How far it has come."""
-        return Progress(self._done, self.total, self._staged, time.perf_counter() - self._began)
+        with self._lock:
+            if self._seconds:
+                return Progress(self._done, self.total, self._staged, self._seconds)
+            now = time.perf_counter()
+            self._forget(now)
+            since, before = self._recent[0]
+            rate = (self._done - before) / (now - since) if now > since else 0.0
+            return Progress(self._done, self.total, self._staged, now - self._began, rate)
+
+    def _forget(self, now: float) -> None:
+        while len(self._recent) > 1 and self._recent[1][0] < now - RECENT:
+            self._recent.popleft()
 
     def close(self) -> None:
-        """Show no more."""
+        """It is over: show no more."""
+        self._seconds = self._seconds or time.perf_counter() - self._began
         if self._bar is not None:
             self._bar.close()

@@ -33,6 +33,10 @@ class Settings:
     shared by the processes of a job."""
     manifest_bytes: int = 1 << 30
     """A manifest larger than this is refused when it is read."""
+    trace: str = ""
+    """A file to which every verb appends a timeline of what it did, in Chrome's trace format."""
+    pending: int = 3
+    """How many asynchronous takes may be under way at once in a process; another one waits, or is refused."""
     timeout: float = 600.0
     """Seconds without a sign of life after which a rank counts as dead."""
 
@@ -53,6 +57,8 @@ class Settings:
         made = cls(**given)  # type: ignore[arg-type]
         if made.direct_io not in ("auto", "always", "never"):
             raise ValueError(f"SNAPSHOT_DIRECT_IO={made.direct_io!r} is none of auto, always, never")
+        if made.pending < 1:
+            raise ValueError(f"SNAPSHOT_PENDING={made.pending} would let no asynchronous take begin")
         return made
 
     @staticmethod

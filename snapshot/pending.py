@@ -10,7 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from snapshot.engine.loop import finish_before_exit
+from snapshot.engine.guard import Held
+from snapshot.engine.loop import LIBRARY, Work, finish_before_exit
 from snapshot.errors import CancelledError, SnapshotError
 from snapshot.events import Meter, log
 from snapshot.report import Progress
@@ -19,22 +20,18 @@ if TYPE_CHECKING:
     from snapshot.snapshot import Snapshot
 
 
-LIBRARY = ("snapshot-io", "snapshot-loop")
-"""How the names of the library's own threads begin."""
-
-
 class PendingSnapshot:
     """What `Snapshot.async_take` returns. It is of the moment of that call, whatever happens to the tensors since.
 
     It is finished at the interpreter's exit if nobody waits for it, and what fails reaches the log.
     """
 
-    def __init__(self, path: str, work: Future[None], meter: Meter, snapshot: Snapshot) -> None:
+    def __init__(self, path: str, work: Work[None], meter: Meter, snapshot: Snapshot, held: Held | None = None) -> None:
         self.path = path
         self._work = work
         self._meter = meter
         self._snapshot = snapshot
-        self._lock = threading.Lock()
+        self._held = held
         self._awaited = False
         self._pid = os.getpid()
         finish_before_exit(work)
@@ -63,13 +60,21 @@ class PendingSnapshot:
         return self._snapshot
 
     def staged(self) -> bool:
-        """Whether the application's tensors may change without reaching this snapshot: always, once the call
-        returned."""
-        return True
+        """Whether all of the application's tensors may change without reaching this snapshot: always, once the call
+        returned, unless it was made with `staging="overlapped"`."""
+        return self._held is None or self._held.wait(0)
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Wait until the application's tensors may change. With `staging="blocking"` the call itself has done so."""
-        return
+        """Wait until all of the application's tensors may change, whatever changes them.
+
+        `TimeoutError` after `timeout` seconds. What fails meanwhile is for `wait()` to raise: a snapshot that is given
+        up needs nothing any more.
+        """
+        if self._held is None:
+            return
+        self._check_thread("wait_staged()")
+        if not self._held.wait(timeout):
+            raise TimeoutError(f"{self.path}: not staged after {timeout} s ({self.progress()})")
 
     def progress(self) -> Progress:
         """How far it has come."""
@@ -98,7 +103,7 @@ class PendingSnapshot:
         self._work.cancel()
         if threading.current_thread().name.startswith(LIBRARY):
             return True  # called by the work itself, from a progress callback: it cannot wait for its own end
-        with contextlib.suppress(concurrent.futures.CancelledError, SnapshotError):
+        with contextlib.suppress(Exception):
             self._work.result()
             return False
         return True

@@ -136,15 +136,19 @@ class Progress:
     staged: int = 0
     """Bytes that no longer depend on the application's memory (of an asynchronous take)."""
     seconds: float = 0.0
+    """Since the call."""
+    rate: float = 0.0
+    """Bytes a second, in the last two seconds; 0 when it is over."""
 
     @property
-    def rate(self) -> float:
-        """Bytes a second."""
+    def mean_rate(self) -> float:
+        """Bytes a second, since the call."""
         return self.done / self.seconds if self.seconds > 0 else 0.0
 
     def __str__(self) -> str:
         share = self.done / self.total if self.total else 1.0
-        return f"{size_text(self.done)} of {size_text(self.total)} ({share:.0%}), {size_text(self.rate)}/s"
+        rate = self.rate if self.done < self.total else self.mean_rate
+        return f"{size_text(self.done)} of {size_text(self.total)} ({share:.0%}), {size_text(rate)}/s"
 
 
 @dataclass(slots=True)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from snapshot.distributed.call import Call
 from snapshot.distributed.group import ranks_of
 from snapshot.engine import commit
-from snapshot.engine.budget import available_memory
-from snapshot.engine.loop import run, start
+from snapshot.engine.guard import wait_for_all
+from snapshot.engine.inflight import in_flight
+from snapshot.engine.loop import refuse_on_loop, run, start
 from snapshot.engine.opening import expectation, open_restore, open_take, path_of
 from snapshot.engine.operation import Operation
 from snapshot.engine.portion import portion_of
@@ -21,17 +22,19 @@ from snapshot.engine.read_object import read_object, read_state_dict
 from snapshot.engine.restore import Restore
 from snapshot.engine.take import begin, make
 from snapshot.engine.verify import verify_files
+from snapshot.engine.worker import check, writer_process
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
 from snapshot.events import Meter, ProgressArgument, emit
 from snapshot.manifest.document import METADATA, Document
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.view import Rename
 from snapshot.metadata import SnapshotMetadata
-from snapshot.options import MiB, Settings
+from snapshot.options import Settings
 from snapshot.pending import PendingSnapshot
 from snapshot.plan.layout import SavePlan
 from snapshot.report import RestoreReport, VerifyReport
 from snapshot.state.flatten import Prepare
+from snapshot.state.owned import Owned
 from snapshot.state.stateful import Stateful, check_app_state
 from snapshot.storage import URL
 
@@ -131,7 +134,7 @@ class Snapshot:
             )  # fmt: skip
             with work:
                 if call.alone:
-                    work.expect = run(expectation(work.operation, overwrite=overwrite))
+                    work.ending.expect = run(expectation(work.operation, overwrite=overwrite))
                 portion = portion_of(call, app_state, _custom_tensor_prepare_func, exclude, opening, check_replicated)
                 work.prepare(portion, plan, stage=False)
                 run(work.write())
@@ -158,41 +161,64 @@ class Snapshot:
         plan: SavePlan | None = None,
         staging: str = "blocking",
         worker: str = "thread",
+        when_busy: str = "wait",
     ) -> PendingSnapshot:
         """Save the application's state as it is now, and write it while the application goes on.
 
         Takes what `take` takes. When the call returns, everything has been copied to staging memory (which is kept for
         the next call), so whatever happens to the tensors afterwards cannot reach the snapshot. With a
         `memory_budget_bytes` below the payload, the call also waits until enough has been written for the rest to fit;
-        the default is half of the memory that the host has free, shared by the processes of a job.
+        the default is half of the memory that the host has free, shared by the processes of a job. All that is under
+        way shares one budget: that of the newest call.
 
         Args:
-            staging: `"blocking"`: the copy is complete when the call returns.
-            worker: `"thread"`: a thread of this process writes.
+            staging: `"blocking"`: the copy is complete when the call returns. `"overlapped"`: what only an optimizer's
+                `step()` changes is copied while the next forward and backward pass run, and that `step()` waits for
+                it, as `load_state_dict()` and `restore` do. For modules and optimizers of `app_state`, in loops that
+                change parameters by nothing else without a call of `wait_staged()` before.
+            worker: `"thread"`: threads of this process write. `"process"`: a process of its own does, with a low
+                claim to cores and disk, which takes no turn of this interpreter.
+            when_busy: If `SNAPSHOT_PENDING` takes are under way (3), `"wait"` for one of them, or `"raise"`.
+
+        Raises:
+            SnapshotBusyError: Too many are under way, and `when_busy="raise"`.
 
         >>> from snapshot import StateDict
         >>> pending = Snapshot.async_take("memory://docs/async", {"progress": StateDict(step=3)})
         >>> pending.wait().metadata.world_size
         1
         """
+        refuse_on_loop()
         meter = Meter("async_take", _shown(progress, pg))
-        with Call(ranks_of(pg), "async_take", _timeout(timeout)) as call, no_collection():
-            _only("staging", staging, "blocking")
-            _only("worker", worker, "thread")
-            default = max(64 * MiB, available_memory() // 2 // Settings.processes())
-            work, opening = begin(
-                call, path, app_state, meter, replicated, overwrite, metadata,
-                lambda url: Operation(
-                    url, storage_options, durable=durable, budget=memory_budget_bytes, default_budget=default
-                ),
-            )  # fmt: skip
-            with work:
-                checked = start(expectation(work.operation, overwrite=overwrite)) if call.alone else None
-                portion = portion_of(call, app_state, _custom_tensor_prepare_func, exclude, opening, check_replicated)
-                work.prepare(portion, plan, stage=True)
-                snapshot = cls(path_of(path, opening), pg, storage_options)  # now: a relative path is of this folder
-                future = work.stage_and_start(checked)
-        return PendingSnapshot(snapshot.path, future, meter, snapshot)
+        with Call(ranks_of(pg), "async_take", _timeout(timeout)) as call:
+            _one_of("staging", staging, "blocking", "overlapped")
+            _one_of("worker", worker, "thread", "process")
+            _one_of("when_busy", when_busy, "wait", "raise")
+            process = None
+            if worker == "process":
+                check(URL.parse(os.fspath(path)), storage_options)
+                process = writer_process()
+            with in_flight().place(when_busy) as place, no_collection():
+                default = in_flight().usual_limit()
+                work, opening = begin(
+                    call, path, app_state, meter, replicated, overwrite, metadata,
+                    lambda url: Operation(
+                        url, storage_options, durable=durable, budget=memory_budget_bytes, default_budget=default,
+                        pool=place.pool,
+                    ),
+                )  # fmt: skip
+                with work:
+                    checked = start(expectation(work.operation, overwrite=overwrite)) if call.alone else None
+                    portion = portion_of(
+                        call, app_state, _custom_tensor_prepare_func, exclude, opening, check_replicated
+                    )
+                    overlapped = staging == "overlapped" and _custom_tensor_prepare_func is None
+                    work.prepare(portion, plan, stage=True, owned=Owned(app_state) if overlapped else None)
+                    snapshot = cls(path_of(path, opening), pg, storage_options)  # a relative path is of this folder
+                    future = work.stage_and_start(checked, process)
+                    place.leave_after(future)
+                    pending = PendingSnapshot(snapshot.path, future, meter, snapshot, work.held)
+        return pending
 
     @classmethod
     def plan(
@@ -275,7 +301,9 @@ class Snapshot:
             CorruptSnapshotError: A digest or a file's size is wrong; `touched` names the live tensors that were
             written.
         """
+        refuse_on_loop()
         meter = Meter("restore", _shown(progress, self._pg))
+        wait_for_all()
         try:
             with Call(ranks_of(self._pg), "restore", _timeout(timeout)) as call:
                 check_app_state(app_state)
@@ -442,6 +470,6 @@ def _shown(progress: ProgressArgument, pg: ProcessGroup | None) -> ProgressArgum
     return None if progress is True and ranks_of(pg).rank else progress
 
 
-def _only(name: str, value: str, known: str) -> None:
-    if value != known:
-        raise ValueError(f"{name}={value!r}: this version knows {known!r} only")
+def _one_of(name: str, value: str, *known: str) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r}: it is one of {', '.join(map(repr, known))}")

@@ -304,6 +304,11 @@ class Storage(ABC):
                 await self.delete([claim])
         return token
 
+    async def settle(self) -> None:
+        """Make the names of finished files as durable as their bytes, where that is apart. `commit` does it for
+        what this storage wrote; whoever wrote for another one's commit has to ask."""
+        return
+
     async def copy(self, source: str, path: str) -> None:
         """Copy a file within this storage, without its bytes passing through here: see `server_side_copy`."""
         raise StorageError(f"{self.url.join(source)}: this storage cannot copy on its own")

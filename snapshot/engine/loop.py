@@ -16,9 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from snapshot.engine.clients import SharedClients
+from snapshot.engine.gate import Gate
+from snapshot.events import log
 from snapshot.options import Settings
 
 T = TypeVar("T")
+LIBRARY = ("snapshot-io", "snapshot-loop")
+"""How the names of the library's own threads begin."""
 
 
 class _Loop:
@@ -70,17 +74,24 @@ class Work(Future[T]):
 
     def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
+        self._over = Gate()
+        self._callbacks: list[Callable[[Future[T]], object]] = []
         self._loop = loop
         self._work = work
         self._task: asyncio.Task[T] | None = None
+        self._started = False
 
     def begin(self) -> None:
         """Start it. Apart from making it, so that an interruption in between finds something to cancel."""
         self._loop.call_soon_threadsafe(self._begin)
 
     def _begin(self) -> None:
-        self._task = self._loop.create_task(self._work)
+        self._task = self._loop.create_task(self._do())
         self._task.add_done_callback(self._end)
+
+    async def _do(self) -> T:
+        self._started = True
+        return await self._work
 
     def _end(self, task: asyncio.Task[T]) -> None:
         if task.cancelled():
@@ -90,6 +101,54 @@ class Work(Future[T]):
             self.set_exception(error)
         else:
             self.set_result(task.result())
+        self._tell()
+
+    def _tell(self) -> None:
+        """It is over. Whoever waits takes none of the locks of `Future`, which an interruption may leave taken."""
+        self._over.open()
+        while self._callbacks:
+            try:
+                function = self._callbacks.pop(0)
+            except IndexError:  # another thread calls it
+                return
+            try:
+                function(self)
+            except Exception:  # noqa: BLE001 - a callback's fault is its own
+                log.exception("a done callback failed")
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self._over.is_open()
+
+    def cancelled(self) -> bool:
+        """Whether it was cancelled, and is over."""
+        return self.done() and self._state == "CANCELLED_AND_NOTIFIED"
+
+    def result(self, timeout: float | None = None) -> T:
+        """What it returned or raised, when it is over."""
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        return self._result  # type: ignore[return-value]
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What it raised, when it is over; `CancelledError` if it was cancelled."""
+        if not self._over.wait(timeout):
+            raise TimeoutError
+        if self.cancelled():
+            raise concurrent.futures.CancelledError
+        error: BaseException | None = self._exception
+        return error
+
+    def settled(self, timeout: float | None = None) -> bool:
+        """Wait until it is over, however it ends; whether it is."""
+        return self._over.wait(timeout)
+
+    def add_done_callback(self, function: Callable[[Future[T]], object]) -> None:
+        """Call a function with this when it is over; at once if it is."""
+        self._callbacks.append(function)
+        if self.done():
+            self._tell()
 
     def cancel(self) -> bool:
         """Ask the work to end; whether it did not end before."""
@@ -99,17 +158,25 @@ class Work(Future[T]):
         return True
 
     def _cancel(self) -> None:
-        if self._task is not None:
+        if self._task is not None and not self._started:  # it would end without its cleaning
+            self._loop.call_soon(self._cancel)
+        elif self._task is not None:
             self._task.cancel()
         elif not self.done():  # it was never begun
             self._work.close()
             super().cancel()
             self.set_running_or_notify_cancel()
+            self._tell()
+
+
+def work_on(work: Coroutine[Any, Any, T]) -> Work[T]:
+    """Work for the loop, that is not begun."""
+    return Work(work, _loop().loop)
 
 
 def start(work: Coroutine[Any, Any, T]) -> Work[T]:
     """Begin work on the loop."""
-    future = Work(work, _loop().loop)
+    future = work_on(work)
     future.begin()
     return future
 
@@ -129,7 +196,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     except BaseException:
         if not future.done():
             future.cancel()
-            concurrent.futures.wait([future], timeout=60)
+            future.settled(60)
         raise
 
 
@@ -160,18 +227,19 @@ async def in_own_thread(work: Callable[..., T], *args: Any) -> T:
     return await asyncio.shield(asyncio.wrap_future(future))
 
 
-_unfinished: set[Future[Any]] = set()
+_unfinished: set[Work[Any]] = set()
 """Background work that the interpreter's exit waits for."""
 
 
-def finish_before_exit(future: Future[Any]) -> None:
+def finish_before_exit(future: Work[Any]) -> None:
     """Let the interpreter's exit wait for background work, instead of losing it."""
     _unfinished.add(future)
     future.add_done_callback(_unfinished.discard)
 
 
 def _wait_at_exit() -> None:
-    concurrent.futures.wait(list(_unfinished))
+    for work in list(_unfinished):
+        work.settled()
     if _current is not None:
         concurrent.futures.wait([asyncio.run_coroutine_threadsafe(_current.clients.close(), _current.loop)], timeout=5)
 

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from snapshot.engine.budget import MemoryBudget
+from snapshot import trace
+from snapshot.engine.budget import MemoryBudget, Pool
 from snapshot.engine.loop import clients
 from snapshot.errors import (
     CorruptSnapshotError,
@@ -36,9 +37,13 @@ class Operation:
         durable: bool = True,
         budget: int | None = None,
         default_budget: int = 0,
+        pool: Callable[[int], Pool] | None = None,
     ) -> None:
         self.url = url
+        self.options = options
+        self.durable = durable
         self.settings = Settings.current()
+        trace.to(self.settings.trace)
         # What is far away is worth more requests side by side, and each holds what must be copied.
         near = getattr(
             plugin_for(url).capabilities, "blocking", False
@@ -47,7 +52,7 @@ class Operation:
         limit = budget if budget is not None else self.settings.memory_budget_bytes or default_budget or usual
         if limit <= 0:
             raise ValueError(f"memory_budget_bytes is {limit}, and must be more than 0")
-        self.budget = MemoryBudget(limit)
+        self.budget = MemoryBudget(limit, pool(limit) if pool is not None else None)
         context = Context(durable, self.budget, clients(), self.settings.direct_io, self.settings.lane_count())
         self.storage: Storage = open_storage(url, options, context)
 
@@ -127,6 +132,7 @@ class Operation:
     async def close(self) -> None:
         """Give the storage's resources back."""
         await self.storage.close()
+        trace.save()
 
 
 def _foreign(data: bytes, where: URL) -> Exception:

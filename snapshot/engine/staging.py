@@ -7,24 +7,27 @@ made whole."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 
 from snapshot.engine.arena import Slot, arena
 from snapshot.engine.budget import MemoryBudget
+from snapshot.errors import SnapshotError
 from snapshot.plan.layout import Extent, FilePlan, Part
 from snapshot.state.leaves import Leaf
 from snapshot.storage import Buffer
 from snapshot.tensors.digest import BLOCK, RunningDigest, of_range
 from snapshot.tensors.geometry import boxes_of_range
 from snapshot.tensors.memory import SHORT, buffer, copy, copy_short, view
+from snapshot.trace import span
 
 
 class Staged:
     """A part's bytes in host memory, and what has to be given back when they are written."""
 
-    __slots__ = ("_budget", "_shares", "_slot", "buffers")
+    __slots__ = ("_budget", "_shares", "buffers", "slot")
 
     def __init__(
         self, buffers: list[Buffer], shares: list[Buffer] | None, slot: Slot | None, budget: MemoryBudget | None
@@ -32,7 +35,7 @@ class Staged:
         self.buffers = buffers
         """What is written, one after the other."""
         self._shares = shares
-        self._slot = slot
+        self.slot = slot
         self._budget = budget
 
     def shares(self, file: FilePlan, part: Part) -> Sequence[Buffer]:
@@ -47,7 +50,7 @@ class Staged:
 
     def release(self) -> None:
         """Give the memory back. Once only: later calls do nothing."""
-        slot, self._slot = self._slot, None
+        slot, self.slot = self.slot, None
         self.buffers, self._shares = [], []
         if slot is not None and self._budget is not None:
             arena().give(slot)
@@ -58,11 +61,12 @@ class Source:
     """The tensors of one take, as a source of parts."""
 
     def __init__(self, leaves: Sequence[Leaf], *, copies: bool, parallel: bool = False) -> None:
-        self.leaves = leaves
+        self.leaves: Sequence[Leaf] = leaves
         self.copies = copies
         """Whether every part is put together in a slot: it must be aligned, or outlive the call."""
-        self._parallel = parallel
+        self.parallel = parallel
         """Whether the thread that stages may use torch's others to copy."""
+        self._watched: dict[int, tuple[torch.Tensor, int]] = {}
         self.plain = [leaf.plain for leaf in leaves]
         self.streams = _Streams([leaf.tensor for leaf in leaves if not leaf.plain])
 
@@ -80,12 +84,42 @@ class Source:
     def stage(self, file: FilePlan, part: Part, slot: Slot | None, budget: MemoryBudget | None) -> Staged:
         """Bring a part into host memory. With a slot for all of it, everything is copied, else only what must be."""
         header = file.header[part.begin : part.end] if part.begin < len(file.header) else b""
-        if self.copies and slot is not None:
-            staged = self._copy(file, part, slot, budget, header)
-        else:
-            staged = self._borrow(file, part, slot, budget, header)
-        self.streams.synchronize()
+        with span("stage", bytes=part.end - part.begin, copied=slot is not None):
+            if self.copies and slot is not None:
+                staged = self._copy(file, part, slot, budget, header)
+            else:
+                staged = self._borrow(file, part, slot, budget, header)
+            self.streams.synchronize()
+            if self._watched:
+                self._check(file, part)
         return staged
+
+    def watch(self, late: bytes, owners: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+        """To be staged, the leaves that are marked must be then as they are now: with these versions of these."""
+        watched = zip(owners, versions, strict=True)
+        self._watched = dict(zip(compress(range(len(late)), late), watched, strict=True))
+
+    def forget(self) -> None:
+        """Let go of all tensors. Another thread may be staging still: what it does comes to nothing."""
+        self._watched = {}
+        self.leaves = ()
+
+    def _check(self, file: FilePlan, part: Part) -> None:
+        leaves = self.leaves  # before the others, which `forget` clears first
+        watched = self._watched
+        for extent in file.extents[part.first : part.last]:
+            if extent.leaf not in watched:
+                continue
+            leaf = leaves[extent.leaf]
+            owner, version = watched[extent.leaf]
+            if owner._version != version or leaf.tensor.data_ptr() != leaf.address:
+                path = leaf.path
+                del leaf, leaves, owner, watched  # who keeps the error is not to keep the tensors
+                raise SnapshotError(
+                    f"{path}: was changed, not by an optimizer's step(), before the snapshot had "
+                    "copied it, so nothing is committed; call wait_staged() before what changes it, or take with "
+                    'staging="blocking"'
+                )
 
     def _copy(self, file: FilePlan, part: Part, slot: Slot, budget: MemoryBudget | None, header: bytes) -> Staged:
         if header:
@@ -98,10 +132,10 @@ class Source:
             if begin >= part_begin and end <= part_end and plain[extent.leaf]:
                 length = end - begin
                 if length <= SHORT:
-                    copy_short(base + begin, leaves[extent.leaf].tensor.data_ptr() + extent.start, length)
+                    copy_short(base + begin, leaves[extent.leaf].address + extent.start, length)
                     continue
             begin, end = max(begin, part_begin), min(end, part_end)
-            self._fill(extent, begin, end, slot, begin - part_begin)
+            self._fill(leaves[extent.leaf], extent, begin, end, slot, begin - part_begin)
         return Staged([whole[: part_end - part_begin]], None, slot, budget)
 
     def _borrow(
@@ -113,25 +147,24 @@ class Source:
         for extent in file.extents[part.first : part.last]:
             begin, end = max(extent.begin, part.begin), min(extent.end, part.end)
             if plain[extent.leaf]:
-                address = leaves[extent.leaf].tensor.data_ptr() + extent.start + begin - extent.begin
+                address = leaves[extent.leaf].address + extent.start + begin - extent.begin
                 shares.append(buffer(address, end - begin))
                 continue
             assert slot is not None
-            self._fill(extent, begin, end, slot, used)
+            self._fill(leaves[extent.leaf], extent, begin, end, slot, used)
             shares.append(slot.view[used : used + end - begin])
             used += end - begin
         return Staged([header, *shares] if header else list(shares), shares, slot, budget)
 
-    def _fill(self, extent: Extent, begin: int, end: int, slot: Slot, at: int) -> None:
+    def _fill(self, leaf: Leaf, extent: Extent, begin: int, end: int, slot: Slot, at: int) -> None:
         """Copy the file's bytes [begin, end), which are an extent's, to a slot."""
         if begin == end:
             return
-        leaf = self.leaves[extent.leaf]
         tensor = leaf.tensor.detach()
         start = extent.start + begin - extent.begin
         if self.plain[extent.leaf]:
-            source = tensor.data_ptr() + start
-            if not self._parallel or end - begin < 1 << 20:
+            source = leaf.address + start
+            if not self.parallel or end - begin < 1 << 20:
                 copy(slot.address + at, source, end - begin)
             else:  # torch copies with all its threads
                 slot.tensor[at : at + end - begin].copy_(torch.frombuffer(view(source, end - begin), dtype=torch.uint8))

@@ -6,72 +6,66 @@ import asyncio
 import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 
 from snapshot.distributed.call import Call, Undecided
 from snapshot.engine import commit
-from snapshot.engine.describe import Described, describe, filled, join, kept, told
-from snapshot.engine.loop import cancelled, in_own_thread, refuse_on_loop, run, start
+from snapshot.engine.ahead import Staging
+from snapshot.engine.describe import Described, describe, filled, kept, told
+from snapshot.engine.ending import Done, Ending, kept_path, told_path
+from snapshot.engine.guard import Held
+from snapshot.engine.loop import Work, cancelled, in_own_thread, refuse_on_loop, run, work_on
 from snapshot.engine.opening import Opening, open_take
 from snapshot.engine.operation import Operation
 from snapshot.engine.portion import Portion
 from snapshot.engine.sharing import keep
 from snapshot.engine.staging import Source
-from snapshot.engine.writer import Staging, Writer, write_small
-from snapshot.errors import (
-    CommitUnknown,
-    CorruptSnapshotError,
-    RankError,
-    SnapshotError,
-    SnapshotExistsError,
-    StorageConflictError,
-    StorageError,
-    StorageNotFoundError,
-)
-from snapshot.events import Meter, emit, log
-from snapshot.manifest.document import METADATA, Part, PartEntry, decode_part, encode
-from snapshot.plan.agree import total
+from snapshot.engine.worker import WriterProcess
+from snapshot.engine.writer import Writer, write_small
+from snapshot.errors import CommitUnknown, RankError, SnapshotError, StorageError
+from snapshot.events import Meter, emit
 from snapshot.plan.globs import matcher
-from snapshot.plan.layout import SavePlan, location, make_plan
+from snapshot.plan.layout import SavePlan, location
+from snapshot.plan.planner import Planner
+from snapshot.state.owned import Owned
 from snapshot.state.stateful import check_app_state
 from snapshot.storage import URL, Expect, in_thread, uninterrupted
 from snapshot.tensors.digest import SIZE, block_count, of_range
 
 T = TypeVar("T")
-AT_ONCE = 64
-"""How many ranks' words the leader reads side by side."""
+PART_AHEAD = 32 << 20
+"""How long parts are that are staged long before they are written to files: no cache holds them then, and the fewer
+there are, the fewer turns of the interpreter does training lose to them."""
+CHANGED = (
+    "parameters or optimizer state were changed, not by an optimizer's step(), while the snapshot copied them, so "
+    'nothing is committed; call wait_staged() before what changes them, or take with staging="blocking"'
+)
 LOOK = 0.5
 """Seconds between two looks at whether another rank has failed, while this one writes."""
 
 
-def make(portion: Portion, operation: Operation, *, staged: bool) -> SavePlan:
+_planner = Planner()
+
+
+def make(portion: Portion, operation: Operation, *, staged: bool, late: bytes = b"") -> SavePlan:
     """What is written where."""
     blobs = sum(len(blob.data) + SIZE * block_count(len(blob.data)) for blob in portion.blobs)
     limits = operation.storage.limits
-    payload = sum(leaf.nbytes for leaf in portion.leaves)
+    payload = portion.nbytes
     at_once = payload if staged else limits.preferred_part * limits.parallel_parts if limits.alignment > 1 else 0
     at_once = min(at_once, operation.budget.limit, payload)
     loads = tuple(portion.loads) if len(portion.loads) > 1 else ()
     # Where a file takes one part after the other, what cores there are is not what bounds how many are written.
     sequential = limits.in_order and limits.parts_per_file == 1
     lanes = (sequential and (operation.settings.lanes or limits.parallel_files)) or operation.settings.lane_count()
-    return make_plan(portion.leaves, blobs, limits, lanes, at_once, loads)
-
-
-class Done(msgspec.Struct, array_like=True):
-    """What a rank says when all of its own is on storage: which bytes describe it."""
-
-    told: tuple[int, str]
-    """Size and digest of what it tells the leader."""
-    kept: tuple[int, str, int]
-    """Size, digest and number of the entries that stay in a part of its own."""
-    filled: tuple[bytes, bytes] = (b"", b"")
-    """Where they do: its part in the sums over all shards."""
+    return _planner.plan(portion.leaves, blobs, limits, lanes, at_once, loads, late)
 
 
 class Take:
@@ -84,74 +78,131 @@ class Take:
         self._verb = meter.verb
         self._meter = meter
         self._save_id = opening.save_id
-        self.expect: Expect = opening.expect
-        """What the commit expects to stand at the path."""
+        self.ending = Ending(call, operation, opening.save_id, metadata)
+        self.ending.expect = opening.expect
         self._claimed = opening.claimed
         self._began = time.perf_counter()
-        self._metadata = metadata
         self._staging: Staging | None = None
+        self._process: WriterProcess | None = None
+        """What writes the data files, where that is not this process."""
+        self._work: Work[None] | None = None
+        self.held: Held | None = None
+        """What is still to be copied when the call returns."""
         self._writing = False
-        self._decided = False
-        """Whether the manifest may have been sent."""
-        self._unknown = False
-        """Whether nobody knows what became of it: then nothing may be deleted."""
 
     def __enter__(self) -> Take:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """What fails before writing began leaves only the storage to be closed."""
-        if error is not None and not self._writing:
-            self._meter.close()
-            self._call.fail(error)
-            commit.leave(self._save_id)
-            if self._claimed:
-                run(commit.withdraw(self._storage, self._save_id))
-            run(self.operation.close())
+        if error is None:
+            return
+        try:
+            if self._work is not None:
+                self._stop(error)
+            elif self._staging is not None:
+                self._staging.stop(error)
+                self._staging.release()
+        finally:
+            if self.held is not None:
+                self.held.end()
+            if not self._writing:
+                self._meter.close()
+                self._call.fail(error)
+                commit.leave(self._save_id)
+                if self._claimed:
+                    run(commit.withdraw(self._storage, self._save_id))
+                run(self.operation.close())
 
-    def prepare(self, portion: Portion, plan: SavePlan | None, *, stage: bool) -> None:
-        """Plan, or check the plan that was given. `stage`: everything will be copied, by the caller's thread."""
-        made = make(portion, self.operation, staged=stage)
+    def prepare(self, portion: Portion, plan: SavePlan | None, *, stage: bool, owned: Owned | None = None) -> None:
+        """Plan, or check the plan that was given. `stage`: everything will be copied, by the caller's thread, but for
+        what is `owned`: that may be copied later."""
+        late = b""
+        owners: list[torch.Tensor] = []
+        if owned:
+            flat = portion.flat
+            leaves = portion.leaves if self._call.alone else flat.leaves
+            late, owners = owned.late(portion.leaves, leaves, flat.shards, flat.ties)
+            try:
+                self.held = Held(owned.optimizers, owners) if owners else None
+            except RuntimeError:  # tensors of inference mode do not count how often they were changed
+                late, owners = b"", []
+            if self.held is not None:
+                self.held.begin()
+        made = make(portion, self.operation, staged=stage, late=late)
         if plan is not None and plan.structure != made.structure:
             raise ValueError("the plan was made for other names, shapes or dtypes, or for another storage")
         self._portion = portion
         self._plan = made
         copies = stage or self._storage.limits.alignment > 1
         source = Source(portion.leaves, copies=copies, parallel=stage)
+        if self.held is not None:
+            source.watch(late, owners, self.held.versions)
         budget, part_bytes = self.operation.budget, self.operation.settings.part_bytes
+        if stage and not part_bytes and self._storage.capabilities.blocking:
+            part_bytes = PART_AHEAD
         self._writer = Writer(self._storage, source, budget, self._meter.wrote, part_bytes)
         self._meter.begin(made.total_bytes)
 
-    def stage_and_start(self, checked: Future[Expect] | None) -> Future[None]:
-        """Stage everything, and begin to write: afterwards, or as soon as the budget is used up."""
-        staging = Staging(self._writer, self.operation.budget, self._plan.files)
+    def stage_and_start(self, checked: Future[Expect] | None, process: WriterProcess | None = None) -> Work[None]:
+        """Stage what must be staged now, and begin to write: afterwards, or as soon as the budget is used up."""
+        self._process = process
+        source = self._writer.source
+        staging = Staging(
+            self._writer, self.operation.budget, self._plan.files, self._meter.staged, shared=process is not None
+        )
         self._staging = staging
-        work: list[Future[None]] = []
+        count = len(self._plan.files)
+        now, later = range(count - self._plan.late), range(count - self._plan.late, count)
 
         def begin() -> None:
-            if not work:
+            if self._work is None:
                 if checked is not None:
-                    self.expect = checked.result()
-                self._writing = True
-                work.append(start(self.write()))
+                    self.ending.expect = checked.result()
+                self._work = work_on(self.write())
+                self._work.begin()
 
         staging.begin = begin
+        staging.stage(now)
+        begin()
+        assert self._work is not None
+        if later:
+            source.parallel = False
+            staging.close()
+            threading.Thread(target=self._stage, args=(staging, later), name="snapshot-io-stage", daemon=True).start()
+        else:
+            self._all_staged()
+        return self._work
+
+    def _stop(self, error: BaseException) -> None:
+        """Give up what was begun; what the writing failed of is more than that it was stopped."""
+        assert self._staging is not None
+        assert self._work is not None
+        self._staging.stop(error)
+        self._work.cancel()
+        over = self._work.settled(60)
+        self._staging.release()
+        if over and isinstance(error, asyncio.CancelledError) and not self._work.cancelled():
+            cause = self._work.exception()
+            if cause is not None:
+                raise cause from None
+
+    def _stage(self, staging: Staging, files: range) -> None:
+        """Stage what may be staged after the call. What fails in it fails the writing, which waits for it."""
+        assert self.held is not None
         try:
-            staging.stage_all()
-            begin()
-        except BaseException as error:
+            staging.stage(files)
+        except BaseException as error:  # noqa: BLE001 - `wait()` raises it
             staging.stop(error)
-            if work:
-                work[0].cancel()
-                wait(work, timeout=60)
-            staging.release()
-            cause = work[0].exception() if work and work[0].done() and not work[0].cancelled() else None
-            if isinstance(error, asyncio.CancelledError) and cause is not None:
-                raise cause from None  # what the writing failed of is more than that it was stopped
-            raise
-        self._meter.staged(self._plan.total_bytes)
+            self.held.end()
+            return
+        self.held.copied()
+        staging.open()
+        self._all_staged()
+
+    def _all_staged(self) -> None:
+        self._meter.staged(self._plan.blob_bytes)  # which never was the application's
         emit("staged", self._verb, str(self.operation.url), bytes=self._plan.total_bytes)
-        return work[0]
 
     async def write(self) -> None:
         """Claim, write, commit, clean; if anything fails, leave nothing.
@@ -165,7 +216,11 @@ class Take:
             if self._call.rank == 0 and not self._claimed:
                 await commit.lay_claim(self._storage, self._save_id)
             described, done = await self._while_all_go_on(self._write_files())
-            await self._finish(described, done)
+            if self.held is not None:
+                await in_thread(self.held.let_go)
+                if self.held.changed:
+                    raise SnapshotError(CHANGED)
+            await self.ending.finish(described, done, self._plan.structure)
             keep(self._call, self._portion.shared)
         except CommitUnknown as error:
             emit("failed", self._verb, str(self.operation.url), error=error)
@@ -174,7 +229,7 @@ class Take:
             if self._staging is not None:
                 self._staging.stop(error)
             gone = await uninterrupted(in_own_thread(self._call.fail, error))
-            if await uninterrupted(self._abort(gone)):
+            if await uninterrupted(self.ending.abort(gone)):
                 emit("failed", self._verb, str(self.operation.url), error=error)
             else:
                 error.add_note("the snapshot was committed all the same, but may not survive a loss of power")
@@ -184,12 +239,23 @@ class Take:
                     raise first from error
             raise
         finally:
+            if self._staging is not None:
+                self._staging.release()
+            self._forget()
             commit.leave(self._save_id)
             await uninterrupted(in_own_thread(self._call.close))
             await uninterrupted(self.operation.close())
             self._meter.close()
         seconds = time.perf_counter() - self._began
         emit("committed", self._verb, str(self.operation.url), bytes=self._plan.total_bytes, seconds=round(seconds, 3))
+
+    def _forget(self) -> None:
+        """Let go of the application's tensors: who keeps the error, or the pending snapshot, is not to keep them."""
+        if self.held is not None:
+            self.held.end()
+        with contextlib.suppress(AttributeError):
+            self._writer.source.forget()
+            del self._portion, self._writer
 
     def _first_fault(self) -> SnapshotError | None:
         with contextlib.suppress(SnapshotError, Undecided):
@@ -217,152 +283,27 @@ class Take:
         files = self._plan.files
         locations = [location(save_id, rank, n, "safetensors") for n in range(len(files))]
         binary = location(save_id, rank, len(files), "bin")
-        written = await self._writer.write(files, locations, self._staging)
+        if self._process is None or self._staging is None:
+            written = await self._writer.write(files, locations, self._staging)
+        else:
+            written = await self._process.write(
+                self.operation.url, self.operation.options, durable=self.operation.durable,
+                budget=self.operation.budget.total, files=files, locations=locations, parts=self._staging.parts,
+                staging=self._staging, progress=self._meter.wrote,
+            )  # fmt: skip
         described = await in_thread(describe, self._portion, written, binary)
         if described.chunks:
             await write_small(self._storage, binary, described.chunks, self._meter.wrote)
         part = await in_thread(kept, described)
         if part:
-            await write_small(self._storage, self._kept(rank), [part], lambda _: None)
+            await write_small(self._storage, kept_path(save_id, rank), [part], lambda _: None)
         tells = await in_thread(told, described) if rank else b""
         if tells:
-            await write_small(self._storage, self._told(rank), [tells], lambda _: None)
+            await write_small(self._storage, told_path(save_id, rank), [tells], lambda _: None)
+        if rank:
+            await self._storage.settle()  # the leader's commit does it for what the leader wrote
         sums = filled(described) if described.cut else (b"", b"")
         return described, Done((len(tells), of_range(tells)), (len(part), of_range(part), len(described.own)), sums)
-
-    def _told(self, rank: int) -> str:
-        """What a rank tells the leader: gone when the manifest is there."""
-        return f"data/{self._save_id}-{rank}-0.json"
-
-    def _kept(self, rank: int) -> str:
-        """A rank's part of a large manifest."""
-        return f"data/{self._save_id}-{rank}.json"
-
-    # Commit
-
-    async def _finish(self, described: Described, done: Done) -> None:
-        """All ranks have written: the leader commits, and all wait for that."""
-        if self._call.alone:
-            await uninterrupted(self._commit(described, [done]))
-            return
-        self._call.posted = True
-        exchange = asyncio.ensure_future(
-            in_own_thread(
-                self._call.exchange, done, lambda all_: run(uninterrupted(self._commit(described, all_))), Done, bool
-            )
-        )
-        try:
-            await asyncio.shield(exchange)
-        except asyncio.CancelledError as error:  # of this rank, not of the exchange: unless it is too late, give it up
-            await uninterrupted(in_own_thread(self._call.fail, error))
-            try:
-                await uninterrupted(_awaited(exchange))
-            except CommitUnknown:
-                raise
-            except (SnapshotError, Undecided):
-                raise error from None
-            return  # it was too late
-        except Undecided as error:
-            await self._look(error)
-
-    async def _look(self, lost: Undecided) -> None:
-        """The leader was lost after all had written: whether it committed can only be seen on storage."""
-        if not await self._stands():
-            raise CommitUnknown(
-                f"{self.operation.url}: {lost}, after its decision to commit; the snapshot may still appear: look "
-                "again later (Snapshot(path).exists())"
-            ) from lost
-        log.warning("%s: %s, but the snapshot is committed", self.operation.url, lost)
-
-    async def _stands(self) -> bool:
-        """Whether what stands there is this take's, for sure."""
-        try:
-            return await commit.standing(self._storage) == self._save_id
-        except SnapshotError:
-            return False
-
-    async def _commit(self, described: Described, done: Sequence[Done]) -> bool:
-        """Make all parts one manifest, and commit it. Afterwards clean up."""
-        if total(each.filled[0] for each in done) != total(each.filled[1] for each in done):
-            raise CorruptSnapshotError("all ranks together did not write every shard once")
-        parts = [PartEntry(self._kept(rank), *each.kept[:2], [rank], each.kept[2]) for rank, each in enumerate(done)]
-        at_once = asyncio.Semaphore(AT_ONCE)
-        limit = self.operation.settings.manifest_bytes
-
-        async def tells(rank: int) -> Part:
-            where = self._told(rank)
-
-            async def read() -> Part:
-                data = await self._storage.get(where, limit=limit)
-                return decode_part(data, PartEntry(where, *done[rank].told, [rank], -1), where)
-
-            try:
-                async with at_once:
-                    return await self.operation.twice(where, read)
-            except StorageNotFoundError as error:
-                raise SnapshotError(
-                    f"{error}: rank {rank} wrote it, and rank 0 does not see it; all ranks must share one storage"
-                ) from error
-
-        others = await asyncio.gather(*map(tells, range(1, len(done))))
-        document = await in_thread(join, described, self._save_id, self._metadata, self._plan.structure, parts, others)
-        data = await in_thread(encode, document)
-        await commit.claimed(self._storage, self._save_id)
-        await in_own_thread(self._call.commit)
-        sent = False
-        try:
-            expect = await commit.condition(self._storage, self.expect)
-            sent = self._decided = True
-            await self._storage.commit(commit.claim_path(self._save_id), METADATA, data, expect=expect)
-        except StorageConflictError as error:
-            raise SnapshotExistsError(
-                f"{self.operation.url}: another take was faster, or cleaned this one away; nothing of this one is "
-                f"left ({error})"
-            ) from error
-        except StorageError as error:
-            if not (sent and error.uncertain):
-                raise
-            if not await self._stands():
-                self._unknown = True
-                raise CommitUnknown(
-                    f"{self.operation.url}: the manifest was sent, and no answer came: the snapshot may be there, or "
-                    "still appear: look again later (Snapshot(path).exists()). Its files were left, and a claim, by "
-                    f"which they are cleaned away if it does not ({error})"
-                ) from error
-        with contextlib.suppress(TimeoutError):  # what is not cleaned away now is by the next take
-            async with self._not_for_long():
-                if others:
-                    with contextlib.suppress(SnapshotError):
-                        await self._storage.delete([self._told(rank) for rank in range(1, len(done))])
-                await commit.clean(self._storage, self._save_id)
-        return True
-
-    def _not_for_long(self) -> asyncio.Timeout:
-        """Bounds the time for cleaning up over a network: whoever waits wants to know what became of the take."""
-        return commit.not_for_long(self._storage)
-
-    async def _abort(self, gone: bool) -> bool:
-        """Take back what this rank wrote, unless it was committed all the same; whether it was not.
-
-        A fault in that is no more than a leftover, which the next take cleans.
-        """
-        if self._unknown:
-            return True
-        if not self._call.alone and not gone and self._call.rank:
-            return True  # the leader's word was first: what is there is the leader's to remove
-        with contextlib.suppress(SnapshotError, TimeoutError):
-            async with self._not_for_long():
-                if self._decided and await commit.standing(self._storage) == self._save_id:
-                    return False
-                rank = None if self._call.rank == 0 else self._call.rank
-                mine = [path for path in await commit.ours(self._storage) if commit.is_of(path, self._save_id, rank)]
-                claim = {commit.claim_path(self._save_id)} if self._call.rank == 0 else set()
-                await self._storage.delete([*{*mine, *claim}])
-        return True
-
-
-async def _awaited(future: asyncio.Future[T]) -> T:
-    return await future
 
 
 def as_json(metadata: Mapping[str, Any] | None) -> msgspec.Raw:

@@ -7,18 +7,37 @@ all cores are used. Nothing here knows what a manifest is.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 from snapshot.engine.arena import GRAIN, arena
 from snapshot.engine.budget import MemoryBudget
 from snapshot.engine.loop import cancelled
 from snapshot.engine.staging import FileDigests, Source, Staged
-from snapshot.plan.layout import FilePlan, Part, cut_file, part_size
+from snapshot.plan.layout import FilePlan, Part, part_size
+from snapshot.plan.planner import parts_of
 from snapshot.storage import FileWriter, Storage, drive, in_thread, uninterrupted
+from snapshot.trace import span
 
 Progress = Callable[[int], None]
+
+
+class Staging(Protocol):
+    """What has parts staged ahead of the writer; see `engine.ahead`."""
+
+    async def get(self, number: int, position: int) -> Staged:
+        """A part of a file, as soon as it is there. Whoever got it releases it."""
+        ...
+
+    def stop(self, error: BaseException) -> None:
+        """Stage no more."""
+        ...
+
+    def release(self) -> None:
+        """Give back what nobody got."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +68,7 @@ class Writer:
     def parts(self, file: FilePlan) -> list[Part]:
         """How a file is cut."""
         limits = self._storage.limits
-        return cut_file(file, part_size(limits, self._budget.limit, file.size, self._wanted_part))
+        return parts_of(file, part_size(limits, self._budget.limit, file.size, self._wanted_part))
 
     async def write(
         self, files: Sequence[FilePlan], locations: Sequence[str], staging: Staging | None = None
@@ -86,12 +105,13 @@ class Writer:
         writer = await self._storage.create(location, file.size)
         self._open.append(writer)
         digests = FileDigests(file)
-        for position, part in enumerate(self.parts(file)):
+        for part in self.parts(file):
             if self._stopped:
                 raise asyncio.CancelledError
-            staged = await self._next(0, position, file, part, digests, None)
+            staged = await self._next(file, part, digests)
             try:
-                await writer.write(part.begin, staged.buffers)
+                with span("write", file=location, begin=part.begin, bytes=part.end - part.begin):
+                    await writer.write(part.begin, staged.buffers)
             finally:
                 staged.release()
             self._progress(part.end - part.begin)
@@ -102,18 +122,17 @@ class Writer:
     async def _lane(self, number: int, file: FilePlan, location: str, staging: Staging | None) -> Written:
         writer = await uninterrupted(self._storage.create(location, file.size))
         self._open.append(writer)
+        this = asyncio.current_task()
+        if this is not None and this.cancelling():  # meanwhile, where it was not heard
+            raise asyncio.CancelledError
         digests = FileDigests(file)
         writes: set[asyncio.Task[None]] = set()
         limits = self._storage.limits
         at_once = limits.parts_per_file
         try:
             for position, part in enumerate(self.parts(file)):
-                await self._slots.acquire()
-                try:
-                    staged = await self._next(number, position, file, part, digests, staging)
-                except BaseException:
-                    self._slots.release()
-                    raise
+                ahead = await staging.get(number, position) if staging is not None else None
+                staged = await self._with_slot(file, part, digests, ahead)
                 try:
                     while len(writes) >= at_once:
                         done, writes = await asyncio.wait(writes, return_when=asyncio.FIRST_COMPLETED)
@@ -123,7 +142,9 @@ class Writer:
                     staged.release()
                     self._slots.release()
                     raise
-                writes.add(asyncio.create_task(self._write(writer, part, staged)))
+                write = asyncio.create_task(self._write(writer, location, part, staged))
+                write.add_done_callback(partial(self._release, staged))  # also where it is cancelled before it begins
+                writes.add(write)
             await asyncio.gather(*writes)
         except BaseException:
             await uninterrupted(cancelled(writes))
@@ -132,13 +153,27 @@ class Writer:
         digests.finish()
         return Written(file, location, digests.digests, digests.tables)
 
-    async def _next(
-        self, number: int, position: int, file: FilePlan, part: Part, digests: FileDigests, staging: Staging | None
-    ) -> Staged:
-        if staging is not None:
-            staged = await staging.get(number, position)
-            await in_thread(lambda: digests.update(part, staged.shares(file, part)))
-            return staged
+    async def _with_slot(self, file: FilePlan, part: Part, digests: FileDigests, ahead: Staged | None) -> Staged:
+        """One of the parts that are digested and written at once: staged ahead, or now. Those that wait to be staged
+        are not among them: they might keep out the ones for whose memory staging waits."""
+        try:
+            await self._slots.acquire()
+        except BaseException:
+            if ahead is not None:
+                ahead.release()
+            raise
+        try:
+            if ahead is None:
+                return await self._next(file, part, digests)
+            await in_thread(_digest, digests, file, part, ahead)
+            return ahead
+        except BaseException:
+            if ahead is not None:
+                ahead.release()
+            self._slots.release()
+            raise
+
+    async def _next(self, file: FilePlan, part: Part, digests: FileDigests) -> Staged:
         needed = self.source.needs_slot(file, part)
         if not needed:
             return await in_thread(self._stage, file, part, 0, digests)
@@ -154,111 +189,31 @@ class Writer:
         slot = arena().take(needed, pinned=self.source.pinned) if needed else None
         try:
             staged = self.source.stage(file, part, slot, self._budget)
-            digests.update(part, staged.shares(file, part))
+            _digest(digests, file, part, staged)
         except BaseException:
             if slot is not None:
                 arena().give(slot)
             raise
         return staged
 
-    async def _write(self, writer: FileWriter, part: Part, staged: Staged) -> None:
-        try:
+    async def _write(self, writer: FileWriter, location: str, part: Part, staged: Staged) -> None:
+        with span("write", file=location, begin=part.begin, bytes=part.end - part.begin):
             await writer.write(part.begin, staged.buffers)
-            self._progress(part.end - part.begin)
-        finally:
-            staged.release()
-            self._slots.release()
+        self._progress(part.end - part.begin)
+
+    def _release(self, staged: Staged, _: asyncio.Task[None]) -> None:
+        staged.release()
+        self._slots.release()
+
+
+def _digest(digests: FileDigests, file: FilePlan, part: Part, staged: Staged) -> None:
+    with span("digest", bytes=part.end - part.begin):
+        digests.update(part, staged.shares(file, part))
 
 
 def arena_size(nbytes: int) -> int:
     """What a slot of the arena for so many bytes takes of the budget."""
     return -(-nbytes // GRAIN) * GRAIN
-
-
-class Staging:
-    """Parts staged by the caller's thread ahead of the writer's, as an asynchronous take does it.
-
-    What fits into the budget is staged before the first byte is written, so that writing does not compete with
-    training's thread for memory bandwidth; what does not fit is staged as writes give memory back.
-    """
-
-    def __init__(self, writer: Writer, budget: MemoryBudget, files: Sequence[FilePlan]) -> None:
-        self._source = writer.source
-        self._budget = budget
-        self._files = files
-        self._parts = [writer.parts(file) for file in files]
-        self._staged: dict[tuple[int, int], Staged] = {}
-        self._lock = threading.Lock()
-        self._waiting: dict[tuple[int, int], Callable[[], object]] = {}
-        self._error: BaseException | None = None
-        self.begin: Callable[[], None] | None = None
-        """Called once, when writing has to begin so that staging can go on."""
-
-    def stage_all(self) -> None:
-        """Stage every part, round robin over the files; returns when the last one is in host memory."""
-        deepest = max(map(len, self._parts), default=0)
-        for position in range(deepest):
-            for number, parts in enumerate(self._parts):
-                if position < len(parts):
-                    self._stage(number, position, parts[position])
-
-    def _stage(self, number: int, position: int, part: Part) -> None:
-        size = arena_size(part.end - part.begin)
-        if not self._budget.try_acquire(size):
-            if self.begin is not None:
-                self.begin()
-            self._budget.acquire_blocking(size)
-        slot = None
-        try:
-            slot = arena().take(part.end - part.begin, pinned=self._source.pinned)
-            staged = self._source.stage(self._files[number], part, slot, self._budget)
-        except BaseException:
-            if slot is not None:
-                arena().give(slot)
-            self._budget.release(size)
-            raise
-        with self._lock:
-            if self._error is None:
-                self._staged[number, position] = staged
-                wake = self._waiting.pop((number, position), None)
-            else:
-                staged.release()
-                raise self._error
-        if wake is not None:
-            wake()
-
-    async def get(self, number: int, position: int) -> Staged:
-        """The staged part, as soon as it is there."""
-        loop = asyncio.get_running_loop()
-        arrived = asyncio.Event()
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            there = (number, position) in self._staged
-            if not there:
-                self._waiting[number, position] = lambda: loop.call_soon_threadsafe(arrived.set)
-        if not there:
-            await arrived.wait()
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            return self._staged.pop((number, position))
-
-    def stop(self, error: BaseException) -> None:
-        """Let the staging thread, and whoever waits for a part, see that it is over."""
-        with self._lock:
-            self._error = self._error or error
-            waiting, self._waiting = self._waiting, {}
-        self._budget.fail(error)
-        for wake in waiting.values():
-            wake()
-
-    def release(self) -> None:
-        """Give back what was staged and not written."""
-        with self._lock:
-            left, self._staged = self._staged, {}
-        for staged in left.values():
-            staged.release()
 
 
 async def write_small(storage: Storage, path: str, chunks: Sequence[bytes | bytearray], progress: Progress) -> None:

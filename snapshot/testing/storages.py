@@ -102,6 +102,10 @@ class TappedStorage(Storage):
         damages = await self.tap("commit", path, 0, len(data))
         return await self.inner.commit(claim, path, _spoil(data, damages), expect=expect)
 
+    async def settle(self) -> None:
+        await self.tap("settle", "")
+        await self.inner.settle()
+
     async def copy(self, source: str, path: str) -> None:
         await self.tap("copy", path)
         await self.inner.copy(source, path)

@@ -1,5 +1,7 @@
 """Parallelisms as people use them: FSDP2 with its optimizer, tensor parallelism, pipelines; into each other."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -312,3 +314,72 @@ def _async(path):
 def test_an_asynchronous_take_is_of_the_moment_of_the_call_on_all_ranks(four, folder):
     four.run(_async, f"{folder}/s")
     assert Snapshot(f"{folder}/s-2").verify()
+
+
+class Wide(nn.Module):
+    """With a buffer that each forward pass changes, and parameters that are cut between ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(256, 512)
+        self.norm = nn.BatchNorm1d(512)
+        self.second = nn.Linear(512, 256)
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(x)))
+
+
+def _overlapped(path, kind, worker):
+    """A snapshot that is held up until a step waits for it; and whether the next one of the same structure is exact."""
+    from torch.distributed.fsdp import fully_shard
+
+    from snapshot.testing import stalling
+
+    torch.manual_seed(0)
+    model = Wide()
+    if kind == "fsdp":
+        for module in (model.first, model.second, model):
+            fully_shard(module)
+    elif kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(number):
+        torch.manual_seed(number)
+        model(torch.randn(4, 256)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    state = ModelState(model, optimizer) if kind == "fsdp" else None
+    app = {"train": state} if state else {"model": model, "optim": optimizer}
+    replicated = ["optim"] if kind == "ddp" else []
+    waited = []
+    for number in range(3):
+        Snapshot.take(f"{path}/{number}-expected", app, replicated=replicated)
+        with stalling(on="write", times=None) as stall:
+            pending = Snapshot.async_take(
+                f"stalling+file://{path}/{number}" if worker == "thread" else f"{path}/{number}",
+                app, replicated=replicated, staging="overlapped", worker=worker, memory_budget_bytes=2 << 20,
+            )  # fmt: skip
+            was_staged = pending.staged()
+            timer = threading.Timer(0.2, stall.release)
+            timer.start()
+            step(number + 1)
+            waited.append(not was_staged and pending.staged())
+            timer.join()
+        pending.wait(60)
+    return all(waited) or worker == "process"
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_what_overlaps_is_of_the_moment_of_the_call_on_all_ranks(two, folder, kind, worker):
+    assert two.run(_overlapped, folder, kind, worker) == [True, True]
+    for number in range(3):
+        taken, expected = (Snapshot(f"{folder}/{number}{text}") for text in ("", "-expected"))
+        assert taken.verify()
+        names = [path for path, entry in expected.get_manifest().items() if "Tensor" in type(entry).__name__]
+        assert names
+        for name in names:
+            assert torch.equal(taken.read_object(name), expected.read_object(name)), name

@@ -6,13 +6,13 @@ import threading
 import pytest
 
 from snapshot.engine.arena import GRAIN, Arena
-from snapshot.engine.budget import MemoryBudget, available_memory, total_memory
+from snapshot.engine.budget import MemoryBudget, Pool, available_memory, total_memory
 from snapshot.storage import drive
 
 
 def test_bytes_are_granted_in_the_order_of_asking():
     async def main():
-        budget = MemoryBudget(10, reserve=False)
+        budget = MemoryBudget(10, Pool(10, reserve=False))
         await budget.acquire(8)
         order = []
 
@@ -36,7 +36,7 @@ def test_bytes_are_granted_in_the_order_of_asking():
 
 
 def test_more_than_all_is_granted_when_nothing_else_is_held():
-    budget = MemoryBudget(10, reserve=False)
+    budget = MemoryBudget(10, Pool(10, reserve=False))
     assert budget.try_acquire(100)
     assert not budget.try_acquire(1)
     budget.release(100)
@@ -45,7 +45,7 @@ def test_more_than_all_is_granted_when_nothing_else_is_held():
 
 def test_a_cancelled_request_is_no_loss():
     async def main():
-        budget = MemoryBudget(10, reserve=False)
+        budget = MemoryBudget(10, Pool(10, reserve=False))
         await budget.acquire(10)
         waiting = asyncio.create_task(budget.acquire(10))
         await asyncio.sleep(0)
@@ -59,7 +59,7 @@ def test_a_cancelled_request_is_no_loss():
 
 
 def test_a_failure_wakes_everybody():
-    budget = MemoryBudget(10, reserve=False)
+    budget = MemoryBudget(10, Pool(10, reserve=False))
     budget.acquire_blocking(10)
     errors = []
 
@@ -80,6 +80,44 @@ def test_a_failure_wakes_everybody():
         budget.try_acquire(1)
 
 
+def test_operations_that_share_a_pool_hold_no_more_than_it_together_and_fail_apart():
+    pool = Pool(10, reserve=False)
+    one, other = MemoryBudget(10, pool), MemoryBudget(10, pool)
+    assert one.try_acquire(6)
+    assert not other.try_acquire(5)
+    waiting = [threading.Thread(target=budget.acquire_blocking, args=(5,)) for budget in (other,)]
+    waiting[0].start()
+    while not other.statistics().waits:
+        pass
+    one.fail(RuntimeError("over"))
+    one.release(6)
+    waiting[0].join(10)
+    assert (one.statistics().used, other.statistics().used, pool.used) == (0, 5, 5)
+    with pytest.raises(RuntimeError, match="over"):
+        one.try_acquire(1)
+    pool.resize(4)
+    assert not other.try_acquire(1)
+    other.release(5)
+    assert other.try_acquire(4)
+
+
+def test_bytes_that_were_granted_just_before_a_failure_are_given_back():
+    async def main():
+        pool = Pool(10, reserve=False)
+        one, other = MemoryBudget(10, pool), MemoryBudget(10, pool)
+        await other.acquire(10)
+        waiting = asyncio.create_task(one.acquire(10))
+        await asyncio.sleep(0)
+        other.release(10)  # granted, but it has not yet heard of it
+        one.fail(RuntimeError("over"))
+        with pytest.raises(RuntimeError, match="over"):
+            await waiting
+        assert pool.used == 0
+        assert other.try_acquire(10)
+
+    asyncio.run(main())
+
+
 def test_what_storages_bounce_does_not_queue_behind_slots():
     async def main():
         budget = MemoryBudget(16 << 20)
@@ -96,7 +134,7 @@ def test_what_storages_bounce_does_not_queue_behind_slots():
 
 
 def test_a_thread_without_a_loop_waits_by_itself():
-    budget = MemoryBudget(10, reserve=False)
+    budget = MemoryBudget(10, Pool(10, reserve=False))
     budget.acquire_blocking(10)
     thread = threading.Thread(target=drive, args=(budget.acquire, 5))
     thread.start()

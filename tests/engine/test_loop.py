@@ -150,3 +150,20 @@ def test_a_progress_bar_and_a_failing_callback(capsys):
     snapshot = Snapshot.take("memory://bar", state, overwrite=True, progress=True)
     snapshot.restore(state, progress=bad)
     assert "take" in capsys.readouterr().err
+
+
+def test_work_that_is_cancelled_before_its_first_step_still_cleans_up():
+    cleaned = []
+
+    async def work():
+        try:
+            await asyncio.sleep(30)
+        finally:
+            cleaned.append(True)
+
+    for _ in range(50):
+        future = start(work())
+        future.cancel()
+        with pytest.raises(concurrent.futures.CancelledError):
+            future.result(10)
+    assert len(cleaned) == 50

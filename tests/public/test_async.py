@@ -1,6 +1,8 @@
 """async_take: of the moment of the call, whatever happens afterwards; and the life of what is pending."""
 
 import gc
+import itertools
+import json
 import logging
 import subprocess
 import sys
@@ -9,7 +11,18 @@ import threading
 import pytest
 import torch
 
-from snapshot import CancelledError, Snapshot, SnapshotExistsError, StateDict, StorageError
+from snapshot import (
+    CancelledError,
+    Snapshot,
+    SnapshotBusyError,
+    SnapshotExistsError,
+    StateDict,
+    StorageError,
+    release_memory,
+)
+from snapshot.engine.ahead import Staging
+from snapshot.engine.arena import arena
+from snapshot.events import add_handler, remove_handler
 from snapshot.testing import faulty, stalling
 
 
@@ -144,6 +157,145 @@ def test_waiting_with_a_timeout_may_go_on():
         pending.wait(30)
     assert pending.progress().done == pending.progress().total
     assert "committed" in repr(pending)
+
+
+def test_progress_tells_of_the_last_seconds_and_of_all_of_them(monkeypatch):
+    from snapshot import events
+
+    clock = iter([0.0, 1.0, 2.0, 6.0, 6.5, 8.0, 100.0])
+    monkeypatch.setattr(events.time, "perf_counter", lambda: next(clock))
+    meter = events.Meter("take", None)
+    meter.begin(1000)
+    meter.staged(500)
+    meter.wrote(100)  # at 1
+    assert meter.now().rate == 50  # at 2
+    meter.wrote(300)  # at 6
+    now = meter.now()  # at 6.5: since 1, when the last bytes before these were done
+    assert (now.done, now.total, now.staged, now.seconds) == (400, 1000, 500, 6.5)
+    assert now.rate == pytest.approx(300 / 5.5)
+    assert now.mean_rate == pytest.approx(400 / 6.5)
+    meter.close()  # at 8
+    assert (meter.now().rate, meter.now().seconds) == (0, 8)
+
+
+def test_another_one_waits_or_is_refused_if_too_many_are_under_way(monkeypatch):
+    monkeypatch.setenv("SNAPSHOT_PENDING", "2")
+    with stalling(on="commit", times=None) as stall:
+        first = [Snapshot.async_take(f"stalling+memory://busy-{i}", state(), overwrite=True) for i in range(2)]
+        with pytest.raises(SnapshotBusyError, match=r"2 snapshots.*SNAPSHOT_PENDING"):
+            Snapshot.async_take("memory://busy-2", state(), when_busy="raise", overwrite=True)
+        with pytest.raises(ValueError, match="when_busy='perhaps'"):
+            Snapshot.async_take("memory://busy-2", state(), when_busy="perhaps")
+        threading.Timer(0.2, stall.release).start()
+        third = Snapshot.async_take("memory://busy-2", state(3.0), overwrite=True)  # waits
+        assert any(each.done() for each in first)
+    for each in (*first, third):
+        each.wait(30)
+    Snapshot.async_take("memory://busy-2", state(), when_busy="raise", overwrite=True).wait(30)
+
+
+def test_no_place_at_all_is_refused(monkeypatch):
+    monkeypatch.setenv("SNAPSHOT_PENDING", "0")
+    with pytest.raises(ValueError, match="SNAPSHOT_PENDING=0"):
+        Snapshot.async_take("memory://never", state())
+
+
+def test_a_handler_that_would_wait_for_itself_is_refused(monkeypatch):
+    monkeypatch.setenv("SNAPSHOT_PENDING", "1")
+    raised = []
+
+    def again(event):
+        if event.name == "committed" and "again" in event.path:
+            try:
+                Snapshot.async_take("memory://other", state())
+            except RuntimeError as error:
+                raised.append(error)
+
+    add_handler(again)
+    try:
+        Snapshot.async_take("memory://again", state(), overwrite=True).wait(30)
+    finally:
+        remove_handler(again)
+    assert raised
+
+
+def test_an_interrupted_call_leaves_nothing_under_way(tmp_path, monkeypatch):
+    """Wherever it was: also when all was begun, and only the answer was not yet given."""
+    live = state()
+    for name in ("PendingSnapshot", "Meter"):
+        with monkeypatch.context() as patch:
+
+            def interrupted(*_, **__):
+                raise KeyboardInterrupt
+
+            if name == "Meter":
+                patch.setattr(Staging, "stage", interrupted)
+            else:
+                patch.setattr("snapshot.snapshot.PendingSnapshot", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                Snapshot.async_take(tmp_path / name, live)
+        assert not (tmp_path / name).exists()
+        assert " 0 in use" in repr(arena())
+    Snapshot.async_take(tmp_path / "next", live, when_busy="raise").wait(30)
+
+
+def test_a_failed_call_takes_no_place(monkeypatch):
+    monkeypatch.setenv("SNAPSHOT_PENDING", "1")
+    Snapshot.take("memory://there", state(), overwrite=True)
+    for _ in range(3):
+        with pytest.raises(SnapshotExistsError):
+            Snapshot.async_take("memory://there", state(), when_busy="raise")
+        with pytest.raises(TypeError):
+            Snapshot.async_take("memory://there", {"s": 3}, when_busy="raise", overwrite=True)
+    Snapshot.async_take("memory://there", state(), when_busy="raise", overwrite=True).wait(30)
+
+
+def test_what_is_under_way_shares_one_budget():
+    live = {"s": StateDict(**{f"t{i}": torch.full((1 << 20,), float(i)) for i in range(8)})}
+    budget = 24 << 20
+    with stalling(on="write", times=None) as stall:
+        one = Snapshot.async_take("stalling+memory://one", live, memory_budget_bytes=128 << 20, overwrite=True)
+        assert one.progress().staged >= 32 << 20
+        done = threading.Event()
+
+        def second():
+            pending = Snapshot.async_take("stalling+memory://two", live, memory_budget_bytes=budget, overwrite=True)
+            done.set()
+            pending.wait(30)
+
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert not done.wait(0.3)  # the first one holds more than the budget of both
+        stall.release()
+        thread.join(30)
+        one.wait(30)
+    assert done.is_set()
+    assert all(Snapshot("memory://two").get_state_dict_for_key("s")[f"t{i}"].eq(i).all() for i in range(8))
+
+
+def test_staging_memory_is_kept_and_given_back():
+    release_memory()
+    Snapshot.async_take("memory://kept", state(), overwrite=True).wait(30)
+    assert release_memory() >= 1 << 20
+    assert release_memory() == 0
+
+
+def test_a_timeline_is_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("SNAPSHOT_TRACE", str(tmp_path / "trace.json"))
+    Snapshot.async_take(tmp_path / "a", state()).wait(30)
+    Snapshot.take(tmp_path / "b", state())
+    monkeypatch.delenv("SNAPSHOT_TRACE")
+    Snapshot.take(tmp_path / "c", state())
+    text = (tmp_path / "trace.json").read_text()
+    spans = json.loads(text.rstrip().rstrip(",") + "]")
+    assert {span["name"] for span in spans} == {"stage", "digest", "write", "commit"}
+    assert sum(span["name"] == "commit" for span in spans) == 2
+    assert all(span["ph"] == "X" and span["dur"] >= 0 and span["pid"] for span in spans)
+    by_row = {}
+    for span in spans:
+        by_row.setdefault(span["tid"], []).append((span["ts"], span["ts"] + span["dur"]))
+    for row in by_row.values():
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(row)))
 
 
 def test_callbacks_are_called_with_the_pending_snapshot_and_may_fail(caplog):
