@@ -8,8 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
+from snapshot.cli import bench_async
+from snapshot.cli.bench_async_systems import TRAINED
 from snapshot.cli.bench_cases import BULK, CASES, DEFAULT, Case
 from snapshot.cli.bench_place import Place, describe, place
 from snapshot.cli.bench_ranks import simulate
@@ -37,10 +40,10 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument(
         "--case",
-        type=Names("case", CASES),
+        type=Names("case", CASES, "params"),
         default=DEFAULT,
         metavar="LIST",
-        help=f"all, or some of {', '.join(CASES)} (default: {','.join(DEFAULT)})",
+        help=f"all, or some of {', '.join(CASES)} (default: {','.join(DEFAULT)}); with --async train, params or both",
     )
     parser.add_argument(
         "--only",
@@ -72,6 +75,12 @@ def add(verbs: Verbs) -> None:
         "--store", action="store_true",
         help="measure S3's clients and ours beside each other, on loopback or at an s3:// URL, and no case",
     )  # fmt: skip
+    several.add_argument(
+        "--async", action="store_true", dest="background",
+        help="measure saving in the background: what it costs the training beside it, and how soon it is safe",
+    )  # fmt: skip
+    parser.add_argument("--trace", metavar="FILE", help="with --async: a timeline of ours, to open at ui.perfetto.dev")
+    parser.add_argument("--figure", metavar="FILE.svg", help="with --async: draw the time of each training step")
     parser.add_argument(
         "--options", type=json.loads, default={}, metavar="JSON", help="storage_options, for --store at a URL"
     )
@@ -80,6 +89,10 @@ def add(verbs: Verbs) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure what was asked for, and print it."""
+    if arguments.background:
+        return _run_async(arguments)
+    if arguments.trace or arguments.figure or "params" in arguments.case:
+        raise ValueError("--trace, --figure and --case params belong to --async")
     if arguments.world or arguments.ranks or arguments.store:
         return _run_apart(arguments)
     with unwinding(), place(arguments.url) as where:
@@ -131,6 +144,27 @@ def _run_apart(arguments: argparse.Namespace) -> int:
             for line in compare(where, arguments.world, arguments.scale, arguments.rounds):
                 print(line, flush=True)
     return ExitStatus.OK
+
+
+def _run_async(arguments: argparse.Namespace) -> int:
+    """Measure saving in the background."""
+    if arguments.json:
+        raise ValueError("--async prints tables only; leave out --json")
+    cases = tuple(TRAINED) if arguments.case == DEFAULT else arguments.case
+    if arguments.only != tuple(OPERATIONS) or not set(cases) <= set(TRAINED):
+        raise ValueError("--async measures the cases train and params; leave out --only and other cases")
+    trace, figure = (Path(name).absolute() if name else None for name in (arguments.trace, arguments.figure))
+    failed = False
+    with unwinding(), place(arguments.url) as where:
+        print(_header(describe(where), arguments), flush=True)
+        chosen, left_out = bench_async.systems(arguments.peers, where.local)
+        for line in left_out:
+            print(f"left out: {line}")
+        run = bench_async.Run(where, arguments.scale, arguments.rounds, chosen, trace)
+        for line in bench_async.compare(run, cases, figure):
+            failed = failed or line.startswith("  FAILED")
+            print(line, flush=True)
+    return ExitStatus.FOUND if failed else ExitStatus.OK
 
 
 def _steps(arguments: argparse.Namespace, where: Place, cold: bool) -> list[Step]:
@@ -187,16 +221,17 @@ def _progress(text: str) -> None:
 class Names:
     """Reads a list of names: `all`, `none`, or names with commas between."""
 
-    def __init__(self, what: str, known: Any) -> None:
+    def __init__(self, what: str, known: Any, *more: str) -> None:
         self.what = what
         self.known = tuple(known)
+        self.more = more  # names that must be given to be meant
 
     def __call__(self, text: str) -> tuple[str, ...]:
         if text in ("all", "none"):
             return self.known if text == "all" else ()
         names = tuple(dict.fromkeys(text.split(",")))
         for name in names:
-            if name not in self.known:
+            if name not in self.known + self.more:
                 raise argparse.ArgumentTypeError(f"no {self.what} {name!r}; there are {', '.join(self.known)}")
         return names
 
