@@ -82,10 +82,6 @@ class Held:
                 self._let_go = True
         self._drop()
 
-    def over(self) -> bool:
-        """Whether all is copied, or given up."""
-        return self._over.is_open()
-
     def copied(self) -> None:
         """All is copied: let all go on that wait."""
         self._over.open()

@@ -54,7 +54,7 @@ class InFlight:
                 if when_busy == "raise":
                     raise SnapshotBusyError(
                         f"{most} snapshots are being written already: wait() for one, take them less often, or let "
-                        f"SNAPSHOT_PENDING allow more"
+                        "SNAPSHOT_PENDING allow more"
                     )
                 gate.wait()
             yield place
