@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.manifest.document import Document
+from snapshot.manifest.document import DEEPEST, Document, nesting
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class SnapshotMetadata:
     @classmethod
     def of(cls, document: Document) -> SnapshotMetadata:
         """From the manifest's document."""
+        if nesting(document.metadata) > DEEPEST:
+            raise CorruptSnapshotError(f"the manifest's metadata nests more than {DEEPEST} deep")
         try:
             created = datetime.fromisoformat(document.created)
             metadata = msgspec.json.decode(document.metadata, type=dict[str, Any])

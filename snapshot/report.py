@@ -122,8 +122,10 @@ class VerifyReport:
     def __str__(self) -> str:
         head = f"{self.entries:,} entries, {size_text(self.bytes_read)} in {self.seconds:.3f} s: "
         if self.ok:
-            return head + "every byte is what was written"
-        return head + f"{len(self.faults)} faults\n" + "\n".join(f"  {fault}" for fault in self.faults)
+            without = f", but {self.unverifiable:,} of them carry no digest" if self.unverifiable else ""
+            return head + "every byte is what was written" + without
+        count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults):,} faults"
+        return head + count + listed(self.faults, 1000)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from snapshot.engine.verify import verify_files
 from snapshot.engine.worker import check, writer_process
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
 from snapshot.events import Meter, ProgressArgument, emit
-from snapshot.manifest.document import METADATA, Document
+from snapshot.manifest.document import METADATA, Document, copied
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.view import Rename
 from snapshot.metadata import SnapshotMetadata
@@ -379,7 +378,7 @@ class Snapshot:
 
     def get_manifest(self) -> dict[str, Entry]:
         """What is in the snapshot: an entry for each object, by `"<rank>/<logical path>"`. A copy, yours to change."""
-        return copy.deepcopy(dict[str, Entry](self._open().manifest))
+        return copied(self._open().manifest)
 
     @property
     def metadata(self) -> SnapshotMetadata:
@@ -409,7 +408,7 @@ class Snapshot:
         operation = self._operation(memory_budget_bytes)
         meter = Meter("verify", progress)
         try:
-            report = verify_files(operation, meter)
+            report = run(verify_files(operation, meter))
         finally:
             run(operation.close())
             meter.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import os
 import re
 import threading
 from abc import ABC, abstractmethod
@@ -51,7 +52,7 @@ class URL:
             raise ValueError("an empty path; the current folder is '.'")
         found = _SCHEME.match(text)
         if not found:
-            return cls("file", str(Path(text).expanduser().absolute()))
+            return cls("file", str(Path(os.path.expanduser(text)).absolute()))  # as in shells, ~nobody is a name
         scheme, rest = found[1].lower(), text[found.end() :]
         if scheme == "file":
             if not rest.startswith("/"):

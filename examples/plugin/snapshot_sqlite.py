@@ -208,10 +208,11 @@ class SqliteStorage(Storage):
         """Parts of no file, which a killed process left; they do not say which file they were to be."""
 
         def work(connection: sqlite3.Connection) -> list[str]:
+            # the text is this module's own, what users gave is passed beside it
             old = "token NOT IN (SELECT token FROM files) AND began < ?"
             before = [time.time() - older_than]
-            found = connection.execute(f"SELECT DISTINCT token FROM parts WHERE {old}", before).fetchall()  # noqa: S608
-            connection.execute(f"DELETE FROM parts WHERE {old}", before)  # noqa: S608 - nothing of a user's
+            found = connection.execute(f"SELECT DISTINCT token FROM parts WHERE {old}", before).fetchall()  # noqa: S608 - ours
+            connection.execute(f"DELETE FROM parts WHERE {old}", before)  # noqa: S608 - ours
             return sorted(token for (token,) in found)
 
         return await self.run(prefix, work)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from snapshot.cli import bench_async
+from snapshot.cli.arguments import add_options
 from snapshot.cli.bench_async_systems import TRAINED
 from snapshot.cli.bench_cases import BULK, CASES, DEFAULT, Case
 from snapshot.cli.bench_place import Place, describe, place
@@ -81,9 +82,7 @@ def add(verbs: Verbs) -> None:
     )  # fmt: skip
     parser.add_argument("--trace", metavar="FILE", help="with --async: a timeline of ours, to open at ui.perfetto.dev")
     parser.add_argument("--figure", metavar="FILE.svg", help="with --async: draw the time of each training step")
-    parser.add_argument(
-        "--options", type=json.loads, default={}, metavar="JSON", help="storage_options, for --store at a URL"
-    )
+    add_options(parser, "storage_options, for --store at a URL")
     parser.set_defaults(run=run)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from snapshot.engine.arena import Slot
 from snapshot.engine.reader import Place, Want, want_all
+from snapshot.errors import CorruptSnapshotError
 from snapshot.manifest import entries as e
 from snapshot.manifest.check import Files, check_range, check_tensor
 from snapshot.manifest.entry import Entry
@@ -23,7 +24,7 @@ from snapshot.state import arrays
 from snapshot.tensors import composite
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, NAMES
-from snapshot.tensors.geometry import Box, boxes_of_range, intersect, runs, whole
+from snapshot.tensors.geometry import Box, boxes_of_range, intersect, is_run, runs, whole
 from snapshot.tensors.memory import address_of, is_plain
 from snapshot.tensors.objects import load_object
 
@@ -55,6 +56,9 @@ class Gather:
         """Live tensors that are filled by way of a slot, with where from: others' addresses are in their wants."""
         self._boxes: set[tuple[Any, ...]] = set()
         self._filled: dict[tuple[str, int], tuple[Any, torch.Tensor]] = {}
+        self._claimed: dict[tuple[str, tuple[int, int]], tuple[Any, ...]] = {}
+        self._unclaimed = sum(file.size for file in files.values())
+        """Bytes of the files that no new value was made of yet."""
 
     # Values made anew
 
@@ -101,6 +105,8 @@ class Gather:
 
     def _plain(self, path: str, entry: Any, device: torch.device | str = "cpu") -> torch.Tensor:
         check_tensor(path, entry, self.files, partial=self.partial)
+        for _, stored in entry.pieces():
+            self._claim(path, stored, stored.dtype, stored.shape)
         order = (getattr(entry, "extra", None) or e.PLAIN).stride_order
         tensor = composite.empty(entry.shape, BY_NAME[entry.dtype], order, device)
         self.into(path, entry, tensor)
@@ -125,6 +131,7 @@ class Gather:
 
     def _new_object(self, path: str, entry: e.ObjectEntry) -> None:
         check_range(path, entry, self.files)
+        self._claim(path, entry, entry.serializer)
         data = bytearray(entry.nbytes)
         self.objects.append(want_all(path, entry, address_of(memoryview(data))))
 
@@ -134,6 +141,18 @@ class Gather:
             )  # fmt: skip
 
         self._finish_objects.append(finish)
+
+    def _claim(self, path: str, stored: e.TensorEntry | e.ObjectEntry, *what: Any) -> None:
+        """Raise where new values would take more memory than there are bytes to fill it: a few bytes of a manifest may
+        name the same range of a file many times, each time as something else."""
+        place = stored.location, stored.byte_range
+        if not stored.nbytes:
+            return
+        if place not in self._claimed:
+            self._claimed[place] = what
+            self._unclaimed -= stored.nbytes
+        if self._claimed[place] != what or self._unclaimed < 0:
+            raise CorruptSnapshotError(f"{path}: its bytes are those of other values, too")
 
     # Places that are there already
 
@@ -243,11 +262,11 @@ class Gather:
             return 0
         itemsize = ITEMSIZE[stored.dtype]
         same = BY_NAME[stored.dtype] == target.dtype and is_plain(target)
-        if shared == piece and same:
-            into = runs(box.sizes, shared.relative_to(box.offsets), 0)
-            if len(into) == 1:
-                self.wants.append(want_all(path, stored, target.data_ptr() + into[0][0] * itemsize, None, live))
-                return shared.numel
+        within = shared.relative_to(box.offsets)
+        if shared == piece and same and is_run(box.sizes, within):
+            first = runs(box.sizes, within, 0)[0][0]
+            self.wants.append(want_all(path, stored, target.data_ptr() + first * itemsize, None, live))
+            return shared.numel
         place = _placer(stored, piece, target, box)
         if shared == piece:
             self.wants.append(want_all(path, stored, 0, place, live))

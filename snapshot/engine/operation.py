@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -11,12 +12,13 @@ from snapshot.engine.budget import MemoryBudget, Pool
 from snapshot.engine.loop import clients
 from snapshot.errors import (
     CorruptSnapshotError,
+    SnapshotError,
     SnapshotNotFoundError,
     StorageError,
     StorageNotFoundError,
     UnsupportedFormatError,
 )
-from snapshot.events import emit
+from snapshot.events import emit, log
 from snapshot.manifest.document import METADATA, Document, Part, PartEntry, decode_document, decode_part
 from snapshot.manifest.merge import merge
 from snapshot.options import MiB, Settings
@@ -110,8 +112,10 @@ class Operation:
         if faults:
             raise CorruptSnapshotError(f"{self.url}: {'; '.join(faults)}", faults=faults)
 
-    async def missing_files(self, document: Document, locations: set[str]) -> dict[str, str]:
-        """A line for each file that is not there, or not as long as it was."""
+    async def missing_files(self, document: Document, locations: set[str], *more: int) -> dict[str, str]:
+        """A line for each file that is not there, is no file, or is not as long as it was; or (`more`) of which the
+        storage says so. Anything else that a storage says is no word about the snapshot, and raised."""
+        damage = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, *more}
         at_once = asyncio.Semaphore(16)
 
         async def fault(location: str) -> str | None:
@@ -122,6 +126,8 @@ class Operation:
             except StorageNotFoundError:
                 return f"{location} is missing"
             except StorageError as error:
+                if error.errno not in damage:
+                    raise
                 return str(error)
             return None if found == expected else f"{location} has {found:,} bytes, and {expected:,} were written"
 
@@ -130,8 +136,11 @@ class Operation:
         return {location: line for location, line in zip(ordered, found, strict=True) if line}
 
     async def close(self) -> None:
-        """Give the storage's resources back."""
-        await self.storage.close()
+        """Give the storage's resources back. What fails in that undoes nothing that was done: it is for the log."""
+        try:
+            await self.storage.close()
+        except SnapshotError as error:
+            log.warning("%s: could not be closed: %s", self.url, error)
         trace.save()
 
 

@@ -112,8 +112,10 @@ class Portion:
                 self.leaves.append(leaf if dealt.box is None else leaf.part(dealt.box))
 
     def _leaf(self, path: str, piece: Piece) -> Leaf:
+        entries = self.flat.entries  # a leaf that led back here would never be collected
+
         def wrap(path: str, stored: e.TensorEntry | e.ChunkedTensorEntry) -> None:
-            entry: Any = self.flat.entries[path]
+            entry: Any = entries[path]
             entry.shards += [e.Shard(box.offsets, box.sizes, tensor) for box, tensor in stored.pieces()]
 
         whole = Leaf(path, piece.tensor, NAMES[piece.tensor.dtype], self.flat.shards[path].shape, 0, wrap=wrap)

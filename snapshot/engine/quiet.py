@@ -7,6 +7,7 @@ all else that is done with them; none of them is garbage.
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,18 @@ def no_collection() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _inside -= 1
+            _inside = max(0, _inside - 1)
             if _inside == 0 and _was_enabled:
                 gc.enable()
+
+
+def _after_fork() -> None:
+    """The threads that were inside are not in the child: it collects again."""
+    global _inside, _lock  # noqa: PLW0603 - as above
+    _lock = threading.Lock()
+    if _inside and _was_enabled:
+        gc.enable()
+    _inside = 0
+
+
+os.register_at_fork(after_in_child=_after_fork)

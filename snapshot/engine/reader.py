@@ -7,6 +7,7 @@ verified as far as it can be. Every byte of storage is fetched once.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,8 @@ from snapshot.tensors.digest import BLOCK, SIZE, block_digest, of_range, of_tabl
 from snapshot.tensors.memory import buffer
 
 _counting = threading.Lock()
+# no fork while another thread holds it: nobody in the child would ever give it back
+os.register_at_fork(before=_counting.acquire, after_in_parent=_counting.release, after_in_child=_counting.release)
 HOT = 4 << 20
 """What a thread reads, and then digests, before the next: short enough to be in a cache still."""
 

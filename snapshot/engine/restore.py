@@ -79,6 +79,8 @@ class Restore:
         remote = not operation.storage.capabilities.blocking
         self._read_once = not call.alone and (remote if read_once == "auto" else bool(read_once))
         self._seconds: dict[str, float] = {"open": opened}
+        self._touched: set[str] = set()
+        """The live tensors that have been written to."""
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -88,8 +90,13 @@ class Restore:
 
     def run(self, app_state: Mapping[str, Any]) -> RestoreReport:
         """Do all of it."""
-        with no_collection():
-            return self._run(app_state)
+        try:
+            with no_collection():
+                return self._run(app_state)
+        except Exception as error:
+            if self._touched and not isinstance(error, CorruptSnapshotError):
+                error.add_note(f"live tensors that have been written to: {', '.join(sorted(self._touched))}")
+            raise
 
     def _run(self, app_state: Mapping[str, Any]) -> RestoreReport:
         kinds: dict[str, Kind] = {}
@@ -259,6 +266,7 @@ class Restore:
                 seen.bytes_read += first.bytes_read
                 seen.requests += first.requests
             result = self._fetch_shared(gather.wants, common)
+            self._touched = result.touched
             result.bytes_read += seen.bytes_read
             result.requests += seen.requests
         return result
@@ -269,6 +277,7 @@ class Restore:
         result = self._fetch(alone)
         if common:
             relay = Relay(self._call, self._operation, together, self._meter, verify=self._verify)
+            self._touched = result.touched
             self._expect_all()  # from here on, who fails must not leave others waiting
             relay.run(result)
             expect_good(self._operation, result)

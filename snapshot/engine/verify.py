@@ -2,55 +2,157 @@
 
 from __future__ import annotations
 
+import errno
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from snapshot.engine.loop import run
 from snapshot.engine.operation import Operation
 from snapshot.engine.reader import Reader, Want, want_all
-from snapshot.errors import CorruptSnapshotError
+from snapshot.errors import CorruptSnapshotError, StorageError
 from snapshot.events import Meter
 from snapshot.manifest import entries as e
-from snapshot.manifest.check import check_range, check_tensor
-from snapshot.manifest.document import Document
+from snapshot.manifest.check import check_range, check_tensor, check_tree
+from snapshot.manifest.document import Document, FileEntry
 from snapshot.manifest.scalars import Scalar
+from snapshot.manifest.view import by_key, rank_view
 from snapshot.report import VerifyReport
+from snapshot.storage import in_thread
 from snapshot.tensors.digest import of_range
 
 
-def verify_files(operation: Operation, meter: Meter) -> VerifyReport:
-    """Read everything; faults are listed, not raised, but for a manifest that cannot be read at all."""
+async def verify_files(operation: Operation, meter: Meter) -> VerifyReport:
+    """Read everything; faults are listed, not raised, but for a manifest that cannot be read at all.
+
+    What another take replaces meanwhile loses its files: then what stands there now is looked at instead.
+    """
+    document = await operation.open()
+    for _ in range(AGAIN):
+        report = await _verify(operation, document, meter)
+        if report.ok:
+            break
+        now = await operation.open()
+        if now.save_id == document.save_id:
+            break
+        document = now
+    return report
+
+
+AGAIN = 10
+"""How often a snapshot is looked at that others keep replacing."""
+MOST_VIEWS = 2_000_000
+"""Entries that are looked at to see each rank's tree; of very many ranks only the first."""
+
+
+def _tree_faults(document: Document) -> list[str]:
+    """What no restore would accept of the containers, rank by rank."""
+    world = document.world_size
+    own: dict[str, dict[str, Any]] = defaultdict(dict)
+    shared = {}
+    for path, entry in document.manifest.items():
+        if world == 1 or getattr(entry, "replicated", False) or isinstance(entry, e.ShardedTensorEntry):
+            shared[path] = entry
+        else:
+            own[path.partition("/")[0]][path] = entry
+    faults = [
+        f"{len(own[number])} entries of no rank: {number[:80]!r}" for number in own if not _is_rank(number, world)
+    ]
+    for rank in range(min(world, max(1, MOST_VIEWS // max(1, len(shared))))):
+        try:
+            view = rank_view({**shared, **own.get(str(rank), {})}, rank, world, world)
+            for key, entries in by_key(view.entries).items():
+                check_tree(key, entries)
+        except CorruptSnapshotError as error:
+            faults.append(str(error))
+    return faults
+
+
+def _is_rank(number: str, world: int) -> bool:
+    return len(number) < 11 and number.isdecimal() and str(int(number)) == number and int(number) < world
+
+
+async def _verify(operation: Operation, document: Document, meter: Meter) -> VerifyReport:
     began = time.perf_counter()
-    document = run(operation.open())
-    missing = run(operation.missing_files(document, set(document.files)))
-    faults, gone = list(missing.values()), set(missing)
-    faults += run(_headers(operation, document, gone))
+    missing = await operation.missing_files(document, set(document.files), errno.EIO)
+    faults = list(missing.values())
     wants, unverifiable = _wants(document, faults)
-    wants = [want for want in wants if want.location not in gone]
-    meter.begin(sum(want.end - want.begin for want in wants))
+    faults += _uncovered(document, wants) + await in_thread(_tree_faults, document)
+    wants = [want for want in wants if want.location not in missing]
+    headers = {location: file for location, file in document.files.items() if file.header and location not in missing}
+    nbytes = sum(file.header for file in headers.values())
+    meter.begin(nbytes + sum(want.end - want.begin for want in wants))
+    for location, file in headers.items():
+        faults += await _header_faults(operation, location, file)
+        meter.wrote(file.header)
+    found, read = await _data_faults(operation, wants, meter.wrote)
+    faults += found
+    seconds = time.perf_counter() - began
+    return VerifyReport(
+        len(document.manifest), nbytes + read, seconds, tuple(dict.fromkeys(faults)), unverifiable
+    )  # fmt: skip
+
+
+async def _header_faults(operation: Operation, location: str, file: FileEntry) -> list[str]:
+    header = bytearray(file.header)
+    try:
+        await operation.storage.read_into(location, 0, [header])
+    except (CorruptSnapshotError, StorageError) as error:
+        return _damage(error)
+    actual = of_range(header)
+    if actual == file.header_digest:
+        return []
+    return [f"{location}[0:{file.header}] is {actual}, and {file.header_digest} was written"]
+
+
+async def _data_faults(
+    operation: Operation, wants: Sequence[Want], progress: Callable[[int], None]
+) -> tuple[list[str], int]:
+    """What does not verify, and how many bytes were read. A file that cannot be read does not keep the others from
+    being looked at."""
     reader = Reader(operation.storage, operation.budget, verify=True, wanted_part=operation.settings.part_bytes)
     try:
-        run(reader.read(wants, meter.wrote))
-    except CorruptSnapshotError as error:
-        faults += error.faults or [str(error)]
-    faults += reader.result.faults
-    return VerifyReport(
-        len(document.manifest),
-        reader.result.bytes_read,
-        time.perf_counter() - began,
-        tuple(dict.fromkeys(faults)),
-        unverifiable,
-    )
+        await reader.read(wants, progress)
+    except (CorruptSnapshotError, StorageError) as error:
+        damage = _damage(error)
+        files = sorted({want.location for want in wants})
+        if len(files) == 1:
+            return damage + reader.result.faults, reader.result.bytes_read
+        faults, nbytes = [], 0
+        for each in files:
+            found, read = await _data_faults(operation, [want for want in wants if want.location == each], _unseen)
+            faults += found
+            nbytes += read
+        return faults, nbytes
+    return reader.result.faults, reader.result.bytes_read
 
 
-async def _headers(operation: Operation, document: Document, gone: set[str]) -> list[str]:
+def _damage(error: CorruptSnapshotError | StorageError) -> list[str]:
+    """What an error says about the bytes; raises what says nothing about them, such as a server that is away."""
+    if isinstance(error, StorageError) and error.errno not in (errno.EIO, errno.ENOENT):
+        raise error
+    return list(getattr(error, "faults", ())) or [str(error)]
+
+
+def _unseen(nbytes: int) -> None:
+    """Nobody is told: these bytes were counted already."""
+
+
+def _uncovered(document: Document, wants: Iterable[Want]) -> list[str]:
+    """A line for each part of a file that has no digest, or two: what is written fills its files, and nothing twice."""
+    ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for want in wants:
+        if want.begin < want.end:
+            ranges[want.location].append((want.begin, want.end))
     faults = []
     for location, file in document.files.items():
-        if file.header_digest is None or location in gone:
-            continue
-        header = bytearray(file.header)
-        await operation.storage.read_into(location, 0, [header])
-        if of_range(header) != file.header_digest:
-            faults.append(f"{location}[0:{file.header}] is {of_range(header)}, and {file.header_digest} was written")
+        position = file.header
+        for begin, end in [*sorted(ranges[location]), (file.size, file.size)]:
+            if begin != position:
+                what = "belong to nothing" if begin > position else "belong to two things"
+                low, high = sorted((begin, position))
+                faults.append(f"{location}[{low}:{high}]: the manifest says that these bytes {what}")
+            position = max(position, end)
     return faults
 
 

@@ -13,19 +13,23 @@ from snapshot.manifest.entries import (
     TENSORS,
     AnyTensor,
     Container,
+    FrozensetEntry,
     NDArrayEntry,
     ObjectEntry,
+    SetEntry,
     TensorEntry,
     TensorPartsEntry,
+    TupleEntry,
 )
+from snapshot.manifest.scalars import Scalar
+from snapshot.manifest.view import DEEPEST
 from snapshot.tensors.digest import SIZE, block_count
 from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.tensors.geometry import inside, overlap
 
 Files = Mapping[str, FileEntry]
 
-
-DEEPEST = 500
+_HASHABLE = (Scalar, TupleEntry, FrozensetEntry, *TENSORS, TensorPartsEntry, ObjectEntry)
 
 
 def check_tree(path: str, entries: Mapping[str, Any]) -> None:
@@ -37,6 +41,12 @@ def check_tree(path: str, entries: Mapping[str, Any]) -> None:
             expected += entry.width
             if below.count("/") > DEEPEST + 1:
                 raise CorruptSnapshotError(f"{path}: nested more than {DEEPEST} deep")
+        if not isinstance(entry, _HASHABLE):
+            holder = entries.get(above := below.rpartition("/")[0])
+            while type(holder) is TupleEntry and above:
+                holder = entries.get(above := above.rpartition("/")[0])
+            if isinstance(holder, (SetEntry, FrozensetEntry)):
+                raise CorruptSnapshotError(f"{above}: no set can hold {below}")
     if path not in entries or expected != len(entries):
         raise CorruptSnapshotError(f"{path}: its containers name {expected} entries, and there are {len(entries)}")
 
@@ -49,12 +59,18 @@ def check_tensor(path: str, entry: AnyTensor, files: Files, *, partial: bool = F
     pieces = entry.pieces()
     for box, stored in pieces:
         if stored.dtype != entry.dtype or stored.shape != box.sizes or not inside(box, entry.shape):
-            raise CorruptSnapshotError(f"{path}: its part [{box}] does not fit {entry.dtype}{list(entry.shape)}")
+            raise CorruptSnapshotError(
+                f"{path}: its part at {list(box.offsets)} does not fit {entry.dtype}{list(entry.shape)}"
+            )
         check_stored(path, stored, files)
-    if overlap([box for box, _ in pieces]):
-        raise CorruptSnapshotError(f"{path}: its parts overlap")
     if sum(box.numel for box, _ in pieces) != math.prod(entry.shape) and not partial:
         raise CorruptSnapshotError(f"{path}: its parts do not fill {list(entry.shape)}")
+    try:
+        overlapping = overlap([box for box, _ in pieces])
+    except ValueError as error:
+        raise CorruptSnapshotError(f"{path}: {error}") from error
+    if overlapping:
+        raise CorruptSnapshotError(f"{path}: its parts overlap")
     _check_layout(path, entry)
 
 

@@ -7,18 +7,25 @@ numbers out of range are found without looking for each.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.manifest.entries import AnyEntry
+from snapshot.manifest.entry import Entry
 from snapshot.tensors.digest import of_range
 
 METADATA = ".snapshot_metadata"
 FORMAT = "snapshot/1"
 IN_ONE = 100_000
 """From so many entries on, those of one rank alone lie in a part of their own."""
+DEEPEST = 500
+"""Lists and objects within each other in the user's metadata: what nests deeper some reader cannot read."""
+LONGEST_HEADER = 100_000_000
+"""Bytes; the safetensors library reads no longer one."""
 
 _TAIL = re.compile(rb',"digest":"(xxh3:[0-9a-f]{32})"\}$')
 _TAIL_LENGTH = len(',"digest":"xxh3:"}') + 32
@@ -74,12 +81,21 @@ _decoders: dict[type, msgspec.json.Decoder[Any]] = {
     Document: msgspec.json.Decoder(Document),
     Part: msgspec.json.Decoder(Part),
 }
+_entries = msgspec.json.Decoder(dict[str, AnyEntry])
 
 
 def encode(document: Document | Part) -> bytes:
     """The document's bytes, its digest last."""
     body = _encoder.encode(document)[:-1]
     return b'%s,"digest":"%s"}' % (body, of_range(body).encode())
+
+
+def copied(manifest: Mapping[str, AnyEntry]) -> dict[str, Entry]:
+    """A copy that shares nothing: by way of its text, which is many times faster than object by object."""
+    try:
+        return dict[str, Entry](_entries.decode(_encoder.encode(manifest)))
+    except RecursionError as error:
+        raise CorruptSnapshotError(f"the manifest nests too deep: {error}") from error
 
 
 def decode_document(data: bytes, where: object) -> Document:
@@ -89,6 +105,11 @@ def decode_document(data: bytes, where: object) -> Document:
     for location in [*document.files, *(part.location for part in document.parts)]:
         if not _LOCATION.fullmatch(location):
             raise CorruptSnapshotError(f"{where}: {location[:200]!r} is no name of a data file")
+    if len({part.location for part in document.parts}) != len(document.parts):
+        raise CorruptSnapshotError(f"{where}: names a part of the manifest twice")
+    for location, file in document.files.items():
+        if not 0 <= file.header <= min(file.size, LONGEST_HEADER) or bool(file.header) != bool(file.header_digest):
+            raise CorruptSnapshotError(f"{where}: {location} cannot have a header of {file.header} bytes")
     if document.world_size < 1:
         raise CorruptSnapshotError(f"{where}: a world size of {document.world_size}")
     return document
@@ -136,3 +157,23 @@ def _decode(data: bytes, kind: type[Any], where: object) -> Any:
             f"{where}: is not in the canonical form (a key that stands twice, or edited by hand)"
         )
     return decoded
+
+
+_SHAPE = b'[]{}"'
+_NO_SHAPE = bytes(set(range(256)) - set(_SHAPE))
+
+
+def nesting(document: bytes | memoryview) -> int:
+    """How deep the brackets of a JSON document nest, found without a stack of its own.
+
+    >>> nesting(b'{"a":[[1],"[[[\\\\"]}')
+    3
+    """
+    text = bytes(document)
+    if b"\\" in text:
+        text = text.replace(rb"\\", b"").replace(rb"\"", b"")
+    marks = np.frombuffer(text.translate(None, _NO_SHAPE), np.uint8)
+    opens, closes = (marks == ord("[")) | (marks == ord("{")), (marks == ord("]")) | (marks == ord("}"))
+    steps = opens.astype(np.int32) - closes
+    steps[np.cumsum(marks == ord('"'), dtype=np.int32) % 2 == 1] = 0  # what stands in a string
+    return int(np.cumsum(steps, dtype=np.int32).max(initial=0))

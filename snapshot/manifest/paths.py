@@ -14,6 +14,8 @@ from typing import Any
 
 from snapshot.errors import CorruptSnapshotError
 
+LONGEST_INT = 13_000
+"""Bits of an int, about 3,900 digits: Python makes a decimal text of no longer one than 4,300."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _ESCAPE = re.compile(r"%(25|2F|u[0-9A-F]{4})")
 
@@ -43,9 +45,22 @@ def encode_text(text: str) -> str | None:
 
 decode_text = uncomponent
 
+
+def _is_long(key: Any) -> bool:
+    """Whether a key is an int with more digits than Python makes a text of."""
+    return type(key) is int and key.bit_length() >= LONGEST_INT
+
+
+def _int(text: str) -> int:
+    value = int(text, 16)
+    if _is_long(value):
+        raise ValueError("an int that is no key")
+    return value
+
+
 _FROM_TAG = {
     "str": uncomponent,
-    "int": lambda text: int(text, 16),
+    "int": _int,
     "bool": {"True": True, "False": False}.__getitem__,
     "float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
     "NoneType": {"None": None}.__getitem__,
@@ -59,7 +74,7 @@ def encode_key(key: Any) -> str | int | dict[str, str] | None:
         escaped = encode_text(key)
         return key if escaped is None else {"str": escaped}
     if kind is int:
-        return key if -(1 << 63) <= key < 1 << 63 else {"int": hex(key)}
+        return None if _is_long(key) else key if -(1 << 63) <= key < 1 << 63 else {"int": hex(key)}
     if kind is bool or key is None:
         return {kind.__name__: str(key)}
     if kind is float and not math.isnan(key):
@@ -90,7 +105,7 @@ def tagged_keys(keys: Iterable[Any]) -> list[int]:
     """Which keys of a dict (by position) need a tagged component, since a string key has the same text."""
     keys = list(keys)
     texts = {key for key in keys if type(key) is str}
-    return [i for i, key in enumerate(keys) if type(key) is not str and str(key) in texts]
+    return [i for i, key in enumerate(keys) if type(key) is not str and not _is_long(key) and str(key) in texts]
 
 
 def quote(text: str) -> str:

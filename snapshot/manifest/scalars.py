@@ -11,7 +11,7 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError
 from snapshot.manifest.entry import Entry
-from snapshot.manifest.paths import decode_text, encode_text
+from snapshot.manifest.paths import LONGEST_INT, decode_text, encode_text
 from snapshot.tensors.dtypes import BY_NAME
 
 
@@ -55,6 +55,13 @@ def _int(text: str) -> int:
     return int(text, 0 if text.startswith(("0x", "-0x")) else 10)
 
 
+def _signed(text: str) -> int:
+    value = _int(text)
+    if not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{text[:80]} is no length")
+    return value
+
+
 def _fail(text: str) -> int:
     raise ValueError(f"an integer of {len(text)} decimal digits")
 
@@ -62,7 +69,7 @@ def _fail(text: str) -> int:
 class IntEntry(Scalar, tag="int"):
     """An int of any size; from 4,000 digits on in hexadecimal."""
 
-    write = staticmethod(lambda value: str(value) if value.bit_length() < 13000 else hex(value))
+    write = staticmethod(lambda value: str(value) if value.bit_length() < LONGEST_INT else hex(value))
     read = staticmethod(_int)
 
 
@@ -141,7 +148,7 @@ class SizeEntry(Scalar, tag="Size"):
     """A torch.Size."""
 
     write = staticmethod(lambda value: ",".join(map(str, value)))
-    read = staticmethod(lambda text: torch.Size(map(int, text.split(",")) if text else ()))
+    read = staticmethod(lambda text: torch.Size([_signed(each) for each in text.split(",")] if text else ()))
 
 
 _SCALARS: Mapping[type, type[Scalar]] = {

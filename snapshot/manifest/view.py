@@ -41,6 +41,7 @@ def rank_view(manifest: Mapping[str, Any], rank: int, saved: int, now: int) -> V
         entries = {path[2:]: entry for path, entry in manifest.items() if path.startswith("0/")}
         if len(entries) != len(manifest):
             raise CorruptSnapshotError("the manifest of one rank holds entries of others")
+        _check_widths(entries, len(manifest))
         return View(entries)
     view = View({})
     prefix, cut = f"{rank}/", len(str(rank)) + 1
@@ -61,12 +62,22 @@ def rank_view(manifest: Mapping[str, Any], rank: int, saved: int, now: int) -> V
         elif _number(path, number, saved) >= now and not isinstance(entry, Container):
             view.gone.append(path)
     _choose(view, sharded, rank)
+    _check_widths(view.entries, len(manifest))
     _prune(view, rank, saved)
     return view
 
 
+def _check_widths(entries: Mapping[str, Any], most: int) -> None:
+    """Raise where containers claim more children than there are entries, or paths more levels than can be nested: the
+    names alone would fill any memory."""
+    if max((path.count("/") for path in entries), default=0) > DEEPEST + 1:
+        raise CorruptSnapshotError(f"the manifest nests more than {DEEPEST} deep")
+    if sum(max(0, entry.width) for entry in entries.values() if isinstance(entry, Container)) > most:
+        raise CorruptSnapshotError(f"the manifest's containers name more than its {most} entries")
+
+
 def _number(path: str, number: str, saved: int) -> int:
-    if not number.isdecimal() or int(number) >= saved:
+    if not _RANK.fullmatch(number) or int(number) >= saved:
         raise CorruptSnapshotError(f"{path[:200]!r} is an entry of no rank: there were {saved}")
     return int(number)
 
@@ -143,6 +154,9 @@ def by_key(view: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 Rename = Mapping[str, str] | Callable[[str], str]
 
 
+DEEPEST = 500
+"""How deep containers may nest."""
+_RANK = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 _INT = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 

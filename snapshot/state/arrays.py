@@ -56,7 +56,7 @@ def rebuild(path: str, tensor: torch.Tensor, dtype: Any, shape: tuple[int, ...],
             array: Array = tensor.contiguous().view(-1).view(torch.uint8).numpy().view(made).reshape(shape)
         else:  # over no memory, whatever the shape: elements of some dtypes take no bytes
             array = np.ndarray(shape, made, b"" if made.itemsize == 0 else None)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # NumPy raises many kinds at what it cannot make
         raise CorruptSnapshotError(f"{path}: an array {made}{list(shape)} cannot be made: {error}") from error
     if order == "F":
         array = np.asfortranarray(array)
@@ -67,7 +67,7 @@ def numpy_dtype(path: str, descr: Any) -> np.dtype[Any]:
     """A dtype from NumPy's text for it."""
     try:
         made = np.lib.format.descr_to_dtype(_tuples(descr))
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+    except Exception as error:  # what it reads such texts with raises many kinds at nonsense
         raise CorruptSnapshotError(f"{path}: {str(descr)[:80]!r} is no dtype of NumPy") from error
     if made.hasobject:
         raise CorruptSnapshotError(f"{path}: an array of Python objects cannot be read from bytes")

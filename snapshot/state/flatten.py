@@ -199,7 +199,11 @@ class Flattened:
             raise SnapshotError(f"{path}: is not initialised yet, so there is nothing to save; run the module once")
         dtype = NAMES.get(tensor.dtype)
         if dtype is None or tensor.layout is not torch.strided or tensor.is_meta:
-            self._composite(path, tensor.as_subclass(torch.Tensor), subclass)
+            if tensor.layout is torch.strided:
+                plain = tensor.as_subclass(torch.Tensor)
+            else:  # which has no storage that a view could share
+                plain = tensor.detach().requires_grad_(tensor.requires_grad)
+            self._composite(path, plain, subclass)
             return
         self._described(path, tensor, dtype, subclass)
 
@@ -310,8 +314,10 @@ class Flattened:
                 self.ties[path] = owner
                 return
 
+        entries = self.entries  # a leaf that led back here would never be collected: the collector sees no leaves
+
         def wrap(path: str, stored: e.TensorEntry | e.ChunkedTensorEntry) -> None:
-            self.entries[path] = e.NDArrayEntry(stored, dtype, shape, order, isinstance(value, np.generic))
+            entries[path] = e.NDArrayEntry(stored, dtype, shape, order, isinstance(value, np.generic))
 
         dtype_name, size, address = NAMES[tensor.dtype], tuple(tensor.shape), tensor.data_ptr()
         note = f"{type(value).__name__} {dtype} {shape} {order}"

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from snapshot.errors import RestoreError
 from snapshot.manifest.entries import Container, DictEntry, ListEntry
 from snapshot.state.live import live_leaves
 from snapshot.state.model import ModelState
 from snapshot.state.rng import RNGState
+from snapshot.state.stateful import StateDict
 
 
 class Kind:
@@ -36,6 +38,8 @@ class Kind:
 
     def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
         """Why the stateful cannot take this state, as far as only it knows."""
+        if isinstance(self.stateful, StateDict) and not isinstance(entries.get(self.key), DictEntry):
+            return [f"{self.key}: the snapshot holds no dictionary under this key"]
         return []
 
     def adopts(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
@@ -118,6 +122,9 @@ class OptimizerKind(Kind):
         groups = entries.get(f"{self.key}/param_groups")
         if not isinstance(groups, ListEntry):
             return [f"{self.key}: the snapshot holds no optimizer's parameter groups under this key"]
+        here = isinstance(self.state.get("state"), dict) and f"{self.key}/state" not in self.live
+        if here and not isinstance(entries.get(f"{self.key}/state"), DictEntry):
+            return [f"{self.key}: the snapshot holds no optimizer's state under this key"]
         have = [len(group["params"]) for group in self.stateful.param_groups]
         saved = []
         for i in range(groups.length):
@@ -143,8 +150,12 @@ class OptimizerKind(Kind):
 
     def hand_back(self, state: Any, strict: bool) -> list[str]:
         """Torch casts state to its parameter's dtype; what was saved in another one is put back as it was."""
-        self.stateful.load_state_dict(state)
-        for index, saved in state.get("state", {}).items():
+        try:
+            self.stateful.load_state_dict(state)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise RestoreError(f"{self.key}: the optimizer does not take this state: {error}", [self.key]) from error
+        states = state.get("state")
+        for index, saved in states.items() if isinstance(states, dict) else ():
             parameter = self._by_index.get(str(index))
             if parameter is None or not isinstance(saved, dict):
                 continue

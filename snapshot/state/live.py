@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from snapshot.errors import RestoreError
+from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.manifest.entries import Container, DictEntry
 from snapshot.manifest.paths import component, component_of, decode_key, encode_key, tagged_keys
 
@@ -66,7 +66,14 @@ def inflate(path: str, entries: Mapping[str, Any], values: Mapping[str, Any]) ->
         if not isinstance(entry, DictEntry):
             raise RestoreError(f"{path}: a sequence cannot be restored without some of its elements", [path])
         return entry.without(child is MISSING for child in children).build([c for c in children if c is not MISSING])
-    return entry.build(children)
+    return _built(path, entry, children)
+
+
+def _built(path: str, entry: Container, children: list[Any]) -> Any:
+    try:
+        return entry.build(children)
+    except TypeError as error:  # a set of what cannot be in one: an object whose bytes nobody could look into
+        raise CorruptSnapshotError(f"{path}: {error}") from error
 
 
 class Choice:
@@ -104,7 +111,7 @@ class Choice:
             return made
         if isinstance(live, (list, tuple, deque)) and len(live) == len(names):
             children = [self.merge(f"{path}/{name}", entries, values, live[i]) for i, name in enumerate(names)]
-            return entry.build(children)
+            return _built(path, entry, children)
         raise RestoreError(
             f"{path}: only a part of it is to be restored, and the application has no such {type(entry).__name__} "
             f"of {len(names)} to hold the rest",

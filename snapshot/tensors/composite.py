@@ -69,10 +69,14 @@ def is_freed(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == 0
 
 
+def _is_plain(kind: type[torch.Tensor]) -> bool:
+    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
 def plain_subclass(tensor: torch.Tensor) -> str | None:
     """The name of a tensor's class, where its data is all that it is; None where it needs its own ways to be stored."""
     kind = type(tensor)
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if not _is_plain(kind):
         return None
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -88,8 +92,9 @@ def dress(path: str, tensor: torch.Tensor, subclass: str | None, requires_grad: 
         return torch.nn.Parameter(tensor, requires_grad)
     if subclass is not None:
         module, _, name = subclass.rpartition(".")
-        kind = getattr(sys.modules.get(module), name, None)
-        if isinstance(kind, type) and issubclass(kind, torch.Tensor):
+        # what a module makes only when it is asked for it, it is not asked for
+        kind = getattr(sys.modules.get(module), "__dict__", {}).get(name)
+        if isinstance(kind, type) and issubclass(kind, torch.Tensor) and _is_plain(kind):
             with torch.no_grad():
                 tensor = tensor.as_subclass(kind)
         else:
@@ -154,7 +159,7 @@ def put_together(path: str, kind: str, parts: Parts, params: Mapping[str, Any]) 
     try:
         with torch.no_grad():
             made = build(parts, params)
-    except (KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+    except Exception as error:  # torch raises many kinds at what it cannot make
         raise CorruptSnapshotError(f"{path}: its parts do not make a {kind} tensor: {error}") from error
     return dress(path, made, params.get("subclass"), bool(params.get("requires_grad")))
 
@@ -189,8 +194,16 @@ def _in_order(integers: torch.Tensor, params: Mapping[str, Any]) -> tuple[torch.
     return integers.permute(order).contiguous(), order
 
 
+def _check_zero_points(zero_points: Any, integers: torch.Tensor) -> None:
+    """Torch makes a tensor with any, and fails when it is looked at."""
+    known = torch.iinfo(integers.dtype)
+    if not bool(((zero_points >= known.min) & (zero_points <= known.max)).all()):
+        raise ValueError(f"a zero point that is no {integers.dtype}")
+
+
 def _per_tensor(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
     integers, order = _in_order(parts["integers"], params)
+    _check_zero_points(torch.tensor(params["zero_point"], device="cpu"), integers)
     made = torch._empty_affine_quantized(
         integers.shape,
         scale=float.fromhex(params["scale"]),
@@ -204,6 +217,7 @@ def _per_tensor(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
 
 def _per_channel(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
     integers, order = _in_order(parts["integers"], params)
+    _check_zero_points(parts["zero_points"], integers)
     made = torch._empty_per_channel_affine_quantized(
         parts["integers"].shape,
         scales=parts["scales"],

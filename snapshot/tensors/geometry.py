@@ -65,12 +65,17 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 def overlap(boxes: list[Box]) -> bool:
     """Whether any two of the boxes share an element. Planes between them part them into ever smaller groups; only where
-    no plane does, pairs are compared."""
+    no plane does, pairs are compared. A `ValueError` for what no way of sharding makes: looking at it would take hours.
+    """
     if not boxes or not boxes[0].sizes:
         return len(boxes) > 1
     groups = [[box for box in boxes if box.numel]]
+    patience = 50_000 + 20 * len(boxes)
     while groups:
         group = groups.pop()
+        patience -= len(group)
+        if patience < 0:
+            raise ValueError(f"its {len(boxes)} parts lie in no order that a layout has")
         if len(group) < 2:
             continue
         for axis in range(len(group[0].sizes)):
@@ -79,7 +84,7 @@ def overlap(boxes: list[Box]) -> bool:
                 groups.extend(parted)
                 break
         else:
-            if _sweep(group):
+            if _sweep(group, patience):
                 return True
     return False
 
@@ -96,16 +101,29 @@ def _parted(boxes: list[Box], axis: int) -> list[list[Box]]:
     return groups
 
 
-def _sweep(boxes: list[Box]) -> bool:
+def _sweep(boxes: list[Box], patience: int) -> bool:
     """Compare the boxes pair by pair, along the dimension in which they begin at the most places."""
     axis = max(range(len(boxes[0].sizes)), key=lambda axis: len({box.offsets[axis] for box in boxes}))
     active: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offsets[axis]):
+        patience -= len(active)
+        if patience < 0:
+            raise ValueError(f"its {len(boxes)} parts lie in no order that a layout has")
         active = [other for other in active if other.offsets[axis] + other.sizes[axis] > box.offsets[axis]]
         if any(intersect(box, other) for other in active):
             return True
         active.append(box)
     return False
+
+
+def is_run(shape: Shape, box: Box) -> bool:
+    """Whether a box is one flat range of a tensor.
+
+    >>> is_run((2, 3), Box((0, 1), (1, 2))), is_run((2, 3), Box((0, 1), (2, 2)))
+    (True, False)
+    """
+    first = next((axis for axis, size in enumerate(box.sizes) if size != 1), len(shape))
+    return box.sizes[first + 1 :] == shape[first + 1 :]
 
 
 def split(shape: Shape, most: int) -> list[Box]:

@@ -6,11 +6,15 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from typing import Any
+import zipfile
+from typing import Any, ClassVar
 
 import torch
 
 from snapshot.errors import CorruptSnapshotError, UnsafeObjectError, UnsupportedFormatError
+
+MOST_ARGUMENTS = 20
+"""None of the functions that torch lets a pickle call takes more."""
 
 
 def load_object(path: str, data: bytearray, serializer: str, obj_type: str, *, allow_pickle: bool) -> Any:
@@ -26,6 +30,13 @@ def load_object(path: str, data: bytearray, serializer: str, obj_type: str, *, a
             raise CorruptSnapshotError(f"{path}: is no text: {error}") from error
     if serializer != "torch_save":
         raise UnsupportedFormatError(f"{path}: was stored by {serializer!r}, which this version does not know")
+    pickles = _checked_archive(path, data)
+    unsafe = (
+        f"{path}: a {obj_type} was stored as a pickle, which may run any code when it is read. If you trust whoever "
+        "wrote this snapshot: Snapshot(path, allow_pickle=True), or torch.serialization.add_safe_globals([...])"
+    )
+    if not allow_pickle and not all(_is_modest(path, each) for each in pickles):
+        raise UnsafeObjectError(unsafe)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -33,10 +44,119 @@ def load_object(path: str, data: bytearray, serializer: str, obj_type: str, *, a
     except pickle.UnpicklingError as error:
         if allow_pickle:
             raise CorruptSnapshotError(f"{path}: its pickle cannot be read: {error}") from error
-        raise UnsafeObjectError(
-            f"{path}: a {obj_type} was stored as a pickle, which may run any code when it is read. If you trust "
-            f"whoever wrote this snapshot: Snapshot(path, allow_pickle=True), or "
-            f"torch.serialization.add_safe_globals([...])"
-        ) from error
-    except (RuntimeError, EOFError, ValueError) as error:
-        raise CorruptSnapshotError(f"{path}: its pickle cannot be read: {error}") from error
+        raise UnsafeObjectError(unsafe) from error
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedFormatError(f"{path}: a {obj_type} cannot be made here: {error}") from error
+    except Exception as error:  # what a pickle of somebody else's may raise has no bounds
+        raise CorruptSnapshotError(f"{path}: its pickle cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _checked_archive(path: str, data: bytearray) -> list[bytes]:
+    """The pickles of an archive. Raises unless it is one as torch writes it, which is read as one thing only, and takes
+    no more memory when it is read than it has bytes: torch's own reader inflates whatever it is given."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = archive.infolist()
+            if not data.startswith(b"PK\3\4") or archive.comment or archive.start_dir != _directory(data):
+                raise ValueError("other readers would find another archive in it")
+            if any(each.compress_type != zipfile.ZIP_STORED for each in members):
+                raise ValueError("it is compressed")
+            if sum(each.file_size for each in members) > len(data):
+                raise ValueError(f"it says that it holds more than its {len(data):,} bytes")
+            return [_content(archive, each) for each in members if each.filename.endswith(".pkl")]
+    except Exception as error:  # zipfile raises many kinds of errors at nonsense
+        raise CorruptSnapshotError(f"{path}: is no archive of torch's: {error}") from error
+
+
+def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
+    """A member's bytes, whatever its checksum: torch may have been told to write none, and ours has been compared."""
+    with archive.open(member) as file:
+        file._expected_crc = None  # type: ignore[attr-defined]
+        return file.read()
+
+
+def _directory(data: bytearray) -> int:
+    """Where an archive says that its directory begins; both of its ends have to say the same, if it has two."""
+    end = len(data) - 22
+    begins: set[int] = {int.from_bytes(data[end + 16 : end + 20], "little")} - {0xFFFFFFFF}
+    if data[end - 20 : end - 16] == b"PK\6\7":
+        longer = int.from_bytes(data[end - 12 : end - 4], "little")
+        begins.add(int.from_bytes(data[longer + 48 : longer + 56], "little"))
+    return begins.pop() if len(begins) == 1 else -1
+
+
+def _is_modest(path: str, data: bytes) -> bool:
+    """Whether an object's pickle can be followed without making anything; raises where it asks for memory that it has
+    no bytes for."""
+    try:
+        _DryRun(io.BytesIO(data)).load()
+    except CorruptSnapshotError as error:
+        raise CorruptSnapshotError(f"{path}: its pickle {error}") from error
+    except Exception:  # noqa: BLE001 - what cannot be followed is not read without being asked to
+        return False
+    return True
+
+
+class _Inert:
+    """Stands for whatever a pickle would make: takes any arguments, and does nothing."""
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Any:
+        if _names_bytes(arguments):
+            raise ValueError("it may make a bytearray of any length")
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None: ...
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+    def append(self, item: Any) -> None: ...
+    def extend(self, items: Any) -> None: ...
+
+
+class _Encoded(_Inert):
+    """Stands for bytes that were encoded from a text, as old pickles hold them."""
+
+
+class _Bytes(_Inert):
+    """Stands for a bytearray: who means no harm gives its content, and no length."""
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Any:
+        if not all(isinstance(each, (str, bytes, _Encoded)) for each in arguments):
+            raise CorruptSnapshotError("makes a bytearray of no content")
+        return super().__new__(cls)
+
+
+def _names_bytes(value: Any) -> bool:
+    """Whether `bytearray` itself is among what is given to something that might call it, with arguments beside it."""
+    rest, seen = [value], set()
+    while rest:
+        each = rest.pop()
+        if each is _Bytes:
+            return True
+        if isinstance(each, (tuple, list)) and len(each) <= MOST_ARGUMENTS and id(each) not in seen:
+            seen.add(id(each))
+            rest += each
+    return False
+
+
+_STANDS = {"bytearray": _Bytes, "encode": _Encoded, "bytes": _Encoded}
+
+
+class _DryRun(pickle._Unpickler):
+    """In Python, as torch's: it takes no memory ahead. It knows what torch's does, and no more."""
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        code[0]: pickle._Unpickler.dispatch[code[0]]
+        for code in (
+            pickle.GLOBAL, pickle.NEWOBJ, pickle.REDUCE, pickle.BUILD, pickle.APPEND, pickle.APPENDS, pickle.SETITEM,
+            pickle.SETITEMS, pickle.MARK, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_TUPLE,
+            pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET, pickle.NONE, pickle.NEWFALSE, pickle.NEWTRUE,
+            pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINSTRING,
+            pickle.BINPERSID, pickle.BINGET, pickle.LONG_BINGET, pickle.BINPUT, pickle.LONG_BINPUT, pickle.STOP,
+            pickle.PROTO, pickle.LONG1,
+        )
+    }  # fmt: skip
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _STANDS.get(name, _Inert)
+
+    def persistent_load(self, pid: Any) -> Any:
+        return _Inert()

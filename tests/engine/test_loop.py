@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import gc
 import logging
+import os
 import threading
 
 import pytest
@@ -167,3 +168,20 @@ def test_work_that_is_cancelled_before_its_first_step_still_cleans_up():
         with pytest.raises(concurrent.futures.CancelledError):
             future.result(10)
     assert len(cleaned) == 50
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_that_was_forked_in_the_middle_of_a_verb_collects_garbage_and_takes_on_its_own(tmp_path):
+    class Forks(StateDict):
+        def state_dict(self):
+            self.child = os.fork()
+            if not self.child:
+                gc.collect()
+                Snapshot.take(tmp_path / "child", {"s": StateDict(x=1)})
+                os._exit(0 if gc.isenabled() and Snapshot(tmp_path / "child").verify() else 1)
+            return super().state_dict()
+
+    state = Forks(x=1)
+    Snapshot.take(tmp_path / "s", {"s": state})
+    assert os.waitstatus_to_exitcode(os.waitpid(state.child, 0)[1]) == 0
+    assert gc.isenabled()

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapshot.tensors.geometry import Box, boxes_of_range, inside, intersect, overlap, runs, split, whole
+from snapshot.tensors.geometry import Box, boxes_of_range, inside, intersect, is_run, overlap, runs, split, whole
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 full = st.lists(st.integers(1, 6), max_size=4).map(tuple)
@@ -81,3 +81,19 @@ def test_intersections_and_overlaps(data):
 def test_whole_is_inside(shape):
     assert inside(whole(shape), shape)
     assert not inside(Box((0,) * len(shape), tuple(size + 1 for size in shape)), shape) or not shape
+
+
+@given(full.flatmap(boxed))
+def test_a_run_is_one_flat_range(shaped):
+    shape, box = shaped
+    if box.numel:
+        assert is_run(shape, box) == (len(runs(shape, box, 0)) == 1)
+
+
+def test_layouts_of_many_parts_are_looked_at_to_the_end():
+    assert not overlap([Box((i, 0), (1, 4)) for i in range(100_000)])
+    assert not overlap([Box((i * 2, j * 3), (2, 3)) for i in range(200) for j in range(200)])
+    assert not overlap([Box((i, j, k), (1, 1, 1)) for i in range(20) for j in range(20) for k in range(20)])
+    uneven = [Box((i * 3 + i % 2, 0), (3 - i % 2 + (i + 1) % 2, 7)) for i in range(0, 5000, 2)]
+    assert not overlap(uneven)
+    assert overlap([Box((i, 0), (1, 4)) for i in range(100_000)] + [Box((77, 3), (1, 1))])

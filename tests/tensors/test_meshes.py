@@ -45,7 +45,7 @@ def put_together(dense, held):
     return local
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(spreads())
 @example(((9,), (4, 2), (Split(0, 2), Split(0))))
 @example(((38, 3), (4, 4), (Split(0, 4), Split(0))))
@@ -56,7 +56,7 @@ def test_every_coordinate_holds_what_torch_would_give_it(spread):
         assert torch.equal(put_together(dense, found), cut_by_torch(dense, mesh_shape, placements, coordinate))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(spreads(), st.booleans())
 def test_the_boxes_of_all_coordinates_tile_the_tensor_once_for_each_group_of_peers(spread, in_order):
     shape, mesh_shape, placements = spread

@@ -1,0 +1,52 @@
+"""Nothing of an application is kept when a verb is over: not its tensors, nor copies of them."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from snapshot import Sharded, Snapshot, StateDict
+
+ODD = {
+    "plain": lambda: 1,
+    "array": lambda: np.ones(3),
+    "scalar": lambda: np.float32(2),
+    "sharded": lambda: Sharded(torch.ones(8), (8,), (0,)),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 3, torch.qint8),
+    "strided": lambda: torch.ones(5, 6).t(),
+    "set": lambda: {1, 2},
+    "long": lambda: torch.ones(300_000),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("verb", ["take", "async_take", "restore"])
+def test_nothing_keeps_what_was_saved_or_restored(kind, verb):
+    """Leaves and wants are hidden from the garbage collector: a cycle through one of them is never collected."""
+    known = []
+
+    def prepared(path, tensor, tracing):
+        made = tensor.clone()
+        known.append(weakref.ref(made))
+        return made
+
+    for _ in range(3):
+        app = {"s": StateDict(x=torch.ones(5), odd=ODD[kind]())}
+        known.append(weakref.ref(app["s"]["x"]))
+        options = {"overwrite": True, "_custom_tensor_prepare_func": prepared}
+        if verb == "async_take":
+            Snapshot.async_take("memory://kept", app, **options).wait()
+        else:
+            Snapshot.take("memory://kept", app, **options)
+        if verb == "restore":
+            app = {"s": StateDict(x=torch.zeros(5), odd=ODD[kind]())}
+            known.append(weakref.ref(app["s"]["x"]))
+            Snapshot("memory://kept").restore(app, cast="any")
+        del app
+    gc.collect()
+    assert len(known) >= 6
+    assert not [each() for each in known if each() is not None]

@@ -1,0 +1,27 @@
+"""Every byte of a small snapshot flipped by itself: `python -m pytest -s tests/soak/test_flips.py`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "trust"))
+from damage import flipped, look, take_to_memory
+
+from snapshot import Snapshot
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mask", [None, 0xFF])
+def test_every_byte_by_itself(mask):
+    arrays = take_to_memory("flips")
+    snapshot = Snapshot("memory://flips")
+    count = met = 0
+    for array in arrays.values():
+        for at in range(len(array)):
+            with flipped(array, at, mask=mask):
+                met += look(Snapshot("memory://flips"))
+            count += 1
+    assert snapshot.verify()
+    print(f"{count:,} bytes flipped, all found by verify, {met:,} by restore; the others are of headers")  # noqa: T201
+    assert count - met == sum(file.header for file in snapshot._open().files.values())

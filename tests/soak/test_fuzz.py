@@ -1,0 +1,60 @@
+"""Hostile bytes for as long as one likes: `SNAPSHOT_SOAK_SECONDS=600 python -m pytest -s tests/soak/test_fuzz.py`."""
+
+import contextlib
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+TRUST = Path(__file__).parent.parent / "trust"
+sys.path.insert(0, str(TRUST))
+from hostile import bounded, changed, document_of, encoded, exercise, rich, sign, spoil, store  # noqa: E402
+
+from snapshot import Snapshot  # noqa: E402 - the modules above are found only from here on
+
+SECONDS = int(os.environ.get("SNAPSHOT_SOAK_SECONDS", "120"))
+
+
+@pytest.mark.timeout(SECONDS + 120)
+@pytest.mark.parametrize("target", ["manifest", "pickled", "url"])
+def test_what_a_fuzzer_finds_that_sees_which_lines_run(tmp_path, target):
+    """Atheris, guided by coverage; manifests are also changed into other manifests."""
+    pytest.importorskip("atheris", reason="pip install atheris")
+    options = [f"-max_total_time={SECONDS}", "-timeout=30", "-rss_limit_mb=3000", "-print_final_stats=1"]
+    done = subprocess.run(
+        [sys.executable, TRUST / "fuzz_targets.py", target, tmp_path / "corpus", *options],
+        check=False, cwd=tmp_path, capture_output=True, text=True, errors="replace",
+        env=os.environ | {"PYTHONPATH": str(TRUST.parents[1])},
+    )  # fmt: skip
+    runs = re.search(r"number_of_executed_units: (\d+)", done.stderr)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert runs, done.stderr[-3000:]
+    assert int(runs[1]) > 10
+    print(f"{target}: {int(runs[1]):,} inputs in {SECONDS} s")  # noqa: T201 - what it did
+
+
+@pytest.mark.timeout(SECONDS + 120)
+def test_manifests_that_were_changed_at_random_and_read_by_every_verb():
+    torch.set_num_threads(1)
+    first = int(os.environ.get("SNAPSHOT_TEST_SEED", "0"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Snapshot.take("memory://rich/s", rich(), overwrite=True)
+        base = document_of("rich/s")
+        end = time.monotonic() + SECONDS
+        count = read = 0
+        while time.monotonic() < end:
+            document = spoil(base, random.Random(first + count))
+            with contextlib.suppress(RecursionError):  # too deep for this side
+                store("rich/s/.snapshot_metadata", sign(encoded(document)))
+            with bounded():
+                read += exercise("memory://rich/s", changed(document, base), f"seed {first + count}") > 6
+            count += 1
+    print(f"{count:,} manifests from seed {first}, {read:,} of them still read")  # noqa: T201
