@@ -107,7 +107,8 @@ async def patiently(
             error.uncertain |= attempt.uncertain
             raise
         attempt.uncertain |= not failed.refused
-        pause = random.uniform(0.5, 1) * min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(attempt.number, 20))  # noqa: S311
+        pause = random.uniform(0.5, 1)  # noqa: S311 - of how long to wait, nobody makes a secret
+        pause *= min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(attempt.number, 20))
         pause = max(pause, failed.after or 0)
         spent = time.monotonic() - attempt.began
         if spent + pause >= deadline:

@@ -3,6 +3,7 @@ folders."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -43,7 +44,12 @@ class Reader:
             return False
         with self._lock:
             if self.around < 0:
-                around = direct.open_direct(self._full, _FOR_READING, for_reading=True)
+                try:
+                    around = direct.open_direct(self._full, _FOR_READING, for_reading=True)
+                except OSError as error:  # one that is open is enough
+                    if error.errno not in (errno.EMFILE, errno.ENFILE):
+                        raise
+                    return False
                 if around is not None and _identity(os.fstat(around)) != self.identity:
                     os.close(around)  # another file has taken its name
                     around = None
@@ -54,9 +60,11 @@ class Reader:
         return True
 
     def close(self) -> None:
-        os.close(self.descriptor)
-        if self.around >= 0:
-            os.close(self.around)
+        """What a file says at its end is of no use to who has read it."""
+        for descriptor in (self.descriptor, self.around):
+            if descriptor >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
 
 
 def open_regular(full: str) -> int:
@@ -78,7 +86,10 @@ def fill(descriptor: int, data: bytes, *, durable: bool) -> None:
     """Write all of a small file."""
     view = memoryview(data)
     while view:
-        view = view[os.write(descriptor, view) :]
+        done = os.write(descriptor, view)
+        if done == 0:
+            raise OSError(errno.EIO, f"none of {len(view)} bytes were written")
+        view = view[done:]
     if durable:
         os.fsync(descriptor)
 
@@ -103,13 +114,13 @@ def vectored(call: Callable[..., int], descriptor: int, buffers: Sequence[Buffer
             offset += done
             if offset >= end:
                 return offset
-            rest = _after(rest, done)
+            rest = after(rest, done)
             if done == 0 and rest:
                 return offset
     return offset
 
 
-def _after(buffers: Sequence[Buffer], done: int) -> Sequence[Buffer]:
+def after(buffers: Sequence[Buffer], done: int) -> Sequence[Buffer]:
     """What is left of the buffers behind their first `done` bytes."""
     for i, each in enumerate(buffers):
         length = length_of(each)
@@ -130,11 +141,8 @@ def link_below(root: str, folder: str) -> str | None:
 
 
 def sync_folder(folder: str) -> None:
-    """Make the names in a folder durable, where its file system can; a folder that is gone needs nothing."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
+    """Make the names in a folder durable, where its file system can."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:

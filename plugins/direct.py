@@ -39,18 +39,23 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @lru_cache(maxsize=256)
-def _file_system(device: int) -> str:
-    """The type of the file system with a device number, from the kernel's table of mounts."""
+def _known_file_system(device: int) -> str:
     wanted = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo") as lines:
+        for line in lines:
+            fields = line.split()
+            if fields[2] == wanted:
+                return fields[fields.index("-") + 1]
+    raise LookupError
+
+
+def _file_system(device: int) -> str:
+    """The type of the file system with a device number, from the kernel's table of mounts; what cannot be found out
+    now, as without a descriptor to spare, may be later."""
     try:
-        with open("/proc/self/mountinfo") as lines:
-            for line in lines:
-                fields = line.split()
-                if fields[2] == wanted:
-                    return fields[fields.index("-") + 1]
-    except (OSError, ValueError, IndexError):
-        pass
-    return ""
+        return _known_file_system(device)
+    except (OSError, ValueError, LookupError):
+        return ""
 
 
 def pays(folder: str, *, always: bool = False) -> bool:
@@ -111,7 +116,7 @@ def write(descriptor: int, offset: int, buffers: Sequence[Buffer], total: int) -
                 return False
             raise
         done += step
-        if step % PAGE and done < padded:
+        if (step % PAGE or step == 0) and done < padded:
             return False
     return True
 

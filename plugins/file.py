@@ -16,15 +16,16 @@ from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageE
 from snapshot.plugins import direct
 from snapshot.plugins.descriptors import (
     Reader,
+    after,
     fill,
     length_of,
     link_below,
     locked,
     read_all,
-    sync_folder,
     token_of,
     vectored,
 )
+from snapshot.plugins.folders import Folders
 from snapshot.storage import (
     ABSENT,
     ANYTHING,
@@ -68,9 +69,7 @@ class FileStorage(Storage):
         self._lock = threading.Lock()
         self._readers: dict[str, Reader] = {}
         self._opened: list[Reader] = []
-        self._made: list[str] = []
-        self._dirty: set[str] = set()
-        self._root_was_there: bool | None = None
+        self._folders = Folders(self._root, durable=context.durable)
 
     capabilities = Capabilities(guarded_commit=True, blocking=True)
 
@@ -88,53 +87,12 @@ class FileStorage(Storage):
         with map_exceptions(self.url.join(path)):
             return await in_thread(function, *arguments)
 
-    # Folders
-
     def _refuse_links(self, path: str) -> None:
         link = link_below(self._root, path.rpartition("/")[0])
         if link is not None:
             raise StorageError(
                 f"{self.url.join(path)}: {link} is a symbolic link, and files are not changed through it"
             )
-
-    def _make_folder(self, folder: str) -> None:
-        """Make a folder and those above it, remembering which ones: they are removed again if all comes to nothing."""
-        with self._lock:
-            if self._root_was_there is None:
-                self._root_was_there = os.path.isdir(self._root)
-            missing = []
-            while folder and not os.path.isdir(folder):
-                missing.append(folder)
-                folder = os.path.dirname(folder)
-            for each in reversed(missing):
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(each)
-                    self._made.append(each)
-                    self._dirty.add(os.path.dirname(each))
-
-    def _prune(self, folders: set[str]) -> None:
-        """Remove folders that were left empty: those below the root, the root unless it was there before we wrote, and
-        those above it that this storage made."""
-        for left in sorted(folders, key=len, reverse=True):
-            folder = left
-            while folder.startswith(self._root) or folder in self._made:
-                if folder == self._root and self._root_was_there:
-                    break
-                if len(folder) < len(self._root) and folder not in self._made:
-                    break
-                try:
-                    os.rmdir(folder)
-                except OSError:
-                    break
-                folder = os.path.dirname(folder)
-
-    def _sync_folders(self) -> None:
-        if not self.context.durable:
-            return
-        with self._lock:
-            dirty, self._dirty = self._dirty, set()
-        for folder in sorted(dirty):
-            sync_folder(folder)
 
     # Bulk files
 
@@ -144,16 +102,18 @@ class FileStorage(Storage):
 
     def _create(self, path: str, size: int) -> FileWriter:
         full = self._path(path)
-        folder = os.path.dirname(full)
         self._refuse_links(path)
-        self._make_folder(folder)
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        aligned = self.limits.alignment > 1 and size >= MiB
-        descriptor = direct.open_direct(full, flags) if aligned else None
-        is_direct = descriptor is not None
-        if descriptor is None:
-            descriptor = os.open(full, flags, 0o666)
-        self._dirty.add(folder)
+        is_direct = self.limits.alignment > 1 and size >= MiB
+
+        def attempt() -> int:
+            nonlocal is_direct
+            descriptor = direct.open_direct(full, flags) if is_direct else None
+            is_direct = descriptor is not None
+            return os.open(full, flags, 0o666) if descriptor is None else descriptor
+
+        descriptor = self._folders.open_new(full, attempt)
+        self._folders.changed(os.path.dirname(full))
         return _Writer(self, path, descriptor, size, is_direct)
 
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
@@ -165,6 +125,8 @@ class FileStorage(Storage):
             if got is None:
                 async with self.context.memory.borrow(direct.CHUNK) as bounce:
                     got = await in_thread(direct.read, self._reader(path).around, offset, buffers, total, bounce)
+                if got < total:  # the file's end; or it was cut short, and goes on through the page cache
+                    got = await in_thread(self._read_rest, path, offset, buffers, total, got)
         if got < total:
             raise CorruptSnapshotError(
                 f"{url}: ends at {offset + got}, and bytes {offset}-{offset + total} were wanted"
@@ -180,6 +142,10 @@ class FileStorage(Storage):
         if total >= direct.WORTH and reader.goes_around(offset):
             return None
         return vectored(os.preadv, reader.descriptor, buffers, offset, total) - offset
+
+    def _read_rest(self, path: str, offset: int, buffers: Sequence[Buffer], total: int, got: int) -> int:
+        rest = after(buffers, got)
+        return vectored(os.preadv, self._reader(path).descriptor, rest, offset + got, total - got) - offset
 
     def _reader(self, path: str) -> Reader:
         """The open file; opened anew if another stands under its name now (the old one may still be read by a
@@ -204,17 +170,13 @@ class FileStorage(Storage):
         full = self._path(path)
         folder = os.path.dirname(full)
         self._refuse_links(path)
-        self._make_folder(folder)
         at_once = expect is ABSENT and not data
         made = full if at_once else f"{full}.{secrets.token_hex(6)}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            try:
-                descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            except FileExistsError:
-                raise StorageConflictError(f"{self.url.join(path)}: is there already") from None
-        except BaseException:
-            self._prune({folder})
-            raise
+            descriptor = self._folders.open_new(full, lambda: os.open(made, flags, 0o666))
+        except FileExistsError:
+            raise StorageConflictError(f"{self.url.join(path)}: is there already") from None
         try:
             try:
                 fill(descriptor, data, durable=self.context.durable)
@@ -222,12 +184,12 @@ class FileStorage(Storage):
                 os.close(descriptor)
             if not at_once:
                 return self._publish(made, path, expect)
-            self._dirty.add(folder)
+            self._folders.changed(folder)
             return self._stamp(made)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(made)
-            self._prune({folder})
+            self._folders.prune({folder})
             raise
 
     def _stamp(self, full: str) -> str:
@@ -241,19 +203,20 @@ class FileStorage(Storage):
         full = self._path(path)
         folder = os.path.dirname(full)
         token = self._stamp(aside)
-        self._dirty.add(folder)
+        self._folders.changed(folder)
         if expect is ABSENT:
             try:
                 os.link(aside, full, follow_symlinks=False)
             except FileExistsError:
-                raise StorageConflictError(f"{self.url.join(path)}: is there already") from None
+                if token != self._token_at(full):  # else it is a network's first answer that was lost
+                    raise StorageConflictError(f"{self.url.join(path)}: is there already") from None
+                self._forget(aside)
             except OSError as error:
                 if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES):
                     raise
                 self._replace(aside, full, path, expect)  # a file system without links
             else:
-                os.unlink(aside)
-                return token
+                self._forget(aside)
         else:
             self._replace(aside, full, path, expect)
         return token
@@ -262,14 +225,27 @@ class FileStorage(Storage):
         """Rename under a lock of the folder: renames alone compare nothing."""
         with locked(os.path.dirname(full)):
             if expect is not ANYTHING:
-                try:
-                    stands: str | None = token_of(os.lstat(full))
-                except FileNotFoundError:
-                    stands = None
+                stands = self._token_at(full)
                 if stands != (None if expect is ABSENT else expect):
                     found = "is gone" if stands is None else "is there already" if expect is ABSENT else "was replaced"
                     raise StorageConflictError(f"{self.url.join(path)}: {found}")
-            os.rename(aside, full)
+            token = self._token_at(aside)
+            try:
+                os.rename(aside, full)
+            except FileNotFoundError:
+                if token is None or token != self._token_at(full):  # else, again, an answer was lost
+                    raise
+
+    def _forget(self, aside: str) -> None:
+        """A file has its name: it is there, even if the other one cannot be removed."""
+        with contextlib.suppress(OSError):
+            os.unlink(aside)
+
+    def _token_at(self, full: str) -> str | None:
+        try:
+            return token_of(os.stat(full))
+        except FileNotFoundError:
+            return None
 
     async def commit(self, claim: str, path: str, data: bytes, *, expect: Expect = ABSENT) -> str:
         """The claim becomes the file: if somebody cleaned it away, there is nothing to rename."""
@@ -287,17 +263,25 @@ class FileStorage(Storage):
             fill(descriptor, data, durable=self.context.durable)
         finally:
             os.close(descriptor)
-        self._sync_folders()
         try:
+            self._folders.sync()
+            self._folders.expect()
             token = self._publish(aside, path, expect)
-        except FileNotFoundError:
-            raise StorageConflictError(f"{self.url.join(claim)}: was cleaned away by another take or delete") from None
-        self._sync_folders()
+        except FileNotFoundError as error:
+            raise StorageConflictError(f"{error.filename}: was cleaned away by another take or delete") from None
+        try:
+            with contextlib.suppress(FileNotFoundError):  # somebody has deleted it since
+                self._folders.sync()
+        except OSError as error:
+            raised = StorageError(f"{self.url.join(path)}: {error.strerror}")
+            raised.errno, raised.uncertain = error.errno, True
+            raise raised from error
         return token
 
     async def settle(self) -> None:
         """Sync the folders in which files were made."""
-        await self._do("", self._sync_folders)
+        await self._do("", self._folders.sync)
+        await self._do("", self._folders.expect)
 
     async def get(self, path: str, *, limit: int | None = None) -> bytes:
         """A regular file's content, and no more of it than the limit."""
@@ -313,7 +297,9 @@ class FileStorage(Storage):
         """Size, time, and a token of inode, size and time."""
         found = await self._do(path, os.stat, self._path(path))
         if not stat.S_ISREG(found.st_mode):
-            raise StorageError(f"{self.url.join(path)}: is not a file")
+            error = StorageError(f"{self.url.join(path)}: is not a file")
+            error.errno = errno.EISDIR
+            raise error
         return FileStat(found.st_size, found.st_mtime, token_of(found))
 
     async def list(self, prefix: str = "", *, recursive: bool = True) -> Paths:
@@ -348,7 +334,7 @@ class FileStorage(Storage):
         return sorted(found)
 
     async def delete(self, paths: Sequence[str]) -> None:
-        """Unlinks them, and removes the folders that this leaves empty."""
+        """Unlinks them, all that can be, and removes the folders that this leaves empty."""
         with map_exceptions(self.url.join(paths[0] if len(paths) == 1 else "")):
             await in_thread(self._delete, paths)
 
@@ -356,16 +342,22 @@ class FileStorage(Storage):
         for path in {path.rpartition("/")[0]: path for path in map(check_path, paths)}.values():
             self._refuse_links(path)
         folders = set()
+        first: OSError | None = None
         for path in paths:
             full = self._path(path)
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            self._folders.gone(full)
+            try:
                 os.unlink(full)
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+            except OSError as error:
+                first = first or error
             folders.add(os.path.dirname(full))
-        self._prune(folders)
+        self._folders.prune(folders)
+        if first is not None:
+            raise first
         if self.context.durable:
-            for folder in folders:
-                if os.path.isdir(folder):
-                    sync_folder(folder)
+            self._folders.sync_without(folders)
 
     async def close(self) -> None:
         """Close what was opened for reading."""
@@ -401,6 +393,8 @@ class _Writer(FileWriter):
         if self._direct:
             self._direct = direct.leave(self._descriptor)
         end = vectored(os.pwritev, self._descriptor, buffers, offset, total)
+        if end < offset + total:
+            raise OSError(errno.EIO, f"only {end - offset} of {total} bytes at {offset} were written")
         if self._storage.context.durable and total >= MiB:
             direct.start_writeback(self._descriptor, offset, end - offset)
 
@@ -412,16 +406,19 @@ class _Writer(FileWriter):
         if self._storage.context.durable:
             os.fsync(self._descriptor)
         self._close()
+        self._storage._folders.finished(self._storage._path(self._path))
 
     async def abort(self) -> None:
         await self._storage._do(self._path, self._abort)
 
     def _abort(self) -> None:
-        self._close()
+        with contextlib.suppress(OSError):  # of bytes that nobody wants any more
+            self._close()
         full = self._storage._path(self._path)
+        self._storage._folders.gone(full)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(full)
-        self._storage._prune({os.path.dirname(full)})
+        self._storage._folders.prune({os.path.dirname(full)})
 
     def _close(self) -> None:
         if not self._closed:

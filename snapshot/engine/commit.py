@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import threading
 import time
@@ -23,8 +24,9 @@ from snapshot.events import emit, log
 from snapshot.manifest.document import METADATA
 from snapshot.storage import ABSENT, ANYTHING, Expect, Storage
 
-_DATA = re.compile(r"data/([0-9a-z]+)-[0-9]+(?:-[0-9]+\.(?:safetensors|bin|json)|\.json)")
-_CLAIM = re.compile(r"\.take-([0-9a-z]+)(?:\.[0-9a-f]+\.tmp)?")
+# Save ids are 12 hexadecimal digits: a `data/train-1.json`, or a `data/2026-1-1.json`, is somebody else's.
+_DATA = re.compile(r"data/([0-9a-f]{12})-[0-9]+(?:-[0-9]+\.(?:safetensors|bin|json)|\.json)")
+_CLAIM = re.compile(r"\.take-([0-9a-f]{12})(?:\.[0-9a-f]+\.tmp)?")
 _SAVE_ID = re.compile(rb'"save_id":"([0-9a-z]+)"')
 
 LAST_WORDS = 20.0
@@ -34,6 +36,8 @@ DAY = 24 * 3600.0
 
 _active: set[str] = set()
 _lock = threading.Lock()
+# no fork while another thread holds it: nobody in the child would ever give it back
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def claim_path(save_id: str) -> str:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from snapshot.distributed.call import Call, Undecided
+from snapshot.distributed.call import LEADER, Call, Undecided
 from snapshot.engine import commit
 from snapshot.engine.describe import Described, join
 from snapshot.engine.loop import in_own_thread, run
@@ -20,6 +20,7 @@ from snapshot.engine.operation import Operation
 from snapshot.errors import (
     CommitUnknown,
     CorruptSnapshotError,
+    RankError,
     SnapshotError,
     SnapshotExistsError,
     StorageConflictError,
@@ -74,6 +75,14 @@ class Ending:
         """Whether the manifest may have been sent."""
         self._unknown = False
         """Whether nobody knows what became of it: then nothing may be deleted."""
+        self._gone = False
+        """Whether the leader was lost, and cannot commit any more."""
+        self._refused = False
+        """Whether the storage said that the manifest is not there: where nobody can look, that is believed."""
+        self.by_another: list[str] = []
+        """The files that a writer process has written."""
+        self.names: list[str] = []
+        """The files that this rank may have made, for where nobody can list them."""
 
     async def finish(self, described: Described, done: Done, structure: str) -> None:
         """All ranks have written: the leader commits, and all wait for that."""
@@ -102,13 +111,30 @@ class Ending:
             await self._look(error)
 
     async def _look(self, lost: Undecided) -> None:
-        """The leader was lost after all had written: whether it committed can only be seen on storage."""
-        if not await self._stands():
+        """The leader was lost after all had written. Where a commit needs its claim, taking that away decides it; else
+        whether it commits can only be seen on storage."""
+        if await self._stands() or await self._late():
+            log.warning("%s: %s, but the snapshot is committed", self._operation.url, lost)
+            return
+        if not self._gone:
             raise CommitUnknown(
                 f"{self._operation.url}: {lost}, after its decision to commit; the snapshot may still appear: look "
                 "again later (Snapshot(path).exists())"
             ) from lost
-        log.warning("%s: %s, but the snapshot is committed", self._operation.url, lost)
+        raise RankError(
+            f"rank {LEADER}: {self._operation.url}: {lost}, after its decision to commit; its claim was taken away, so "
+            "nothing was committed, nor can be",
+            rank=LEADER,
+        ) from lost
+
+    async def _late(self) -> bool:
+        """Take the claim away, where a commit needs it; whether the commit was there before."""
+        if self._storage.capabilities.guarded_commit:
+            with contextlib.suppress(SnapshotError):
+                await self._storage.delete([commit.claim_path(self._save_id)])
+                self._gone = await commit.standing(self._storage) != self._save_id
+                return not self._gone
+        return False
 
     async def _stands(self) -> bool:
         """Whether what stands there is this take's, for sure."""
@@ -147,6 +173,7 @@ class Ending:
         document = await in_thread(join, described, self._save_id, self._metadata, self._structure, parts, others)
         data = await in_thread(encode, document)
         await commit.claimed(self._storage, self._save_id)
+        await self._expect_written()
         await in_own_thread(self._call.commit)
         sent = False
         try:
@@ -161,14 +188,18 @@ class Ending:
             ) from error
         except StorageError as error:
             if not (sent and error.uncertain):
+                self._refused = True
                 raise
-            if not await self._stands():
+            if await self._stands():
+                await self._storage.settle()  # what stands there may have to be synced, and may be what failed
+            else:
                 self._unknown = True
                 raise CommitUnknown(
                     f"{self._operation.url}: the manifest was sent, and no answer came: the snapshot may be there, or "
                     "still appear: look again later (Snapshot(path).exists()). Its files were left, and a claim, by "
                     f"which they are cleaned away if it does not ({error})"
                 ) from error
+        commit.leave(self._save_id)  # from now on whoever replaces it may clean it away
         with contextlib.suppress(TimeoutError):  # what is not cleaned away now is by the next take
             async with self._not_for_long():
                 if others:
@@ -177,28 +208,47 @@ class Ending:
                 await commit.clean(self._storage, self._save_id)
         return True
 
+    async def _expect_written(self) -> None:
+        """Raise if what another process has written is gone; what this one wrote its storage expects itself."""
+        for name in self.by_another:
+            try:
+                await self._storage.stat(name)
+            except StorageNotFoundError as error:
+                raise SnapshotExistsError(f"{error}: was cleaned away by another take or delete") from error
+
     def _not_for_long(self) -> asyncio.Timeout:
         """Bounds the time for cleaning up over a network: whoever waits wants to know what became of the take."""
         return commit.not_for_long(self._storage)
 
-    async def abort(self, gone: bool) -> bool:
-        """Take back what this rank wrote, unless it was committed all the same; whether it was not.
+    async def abort(self, gone: bool) -> str:
+        """Take back what this rank wrote, unless it was committed all the same: then, what is to be said of that.
 
         A fault in that is no more than a leftover, which the next take cleans.
         """
         if self._unknown:
-            return True
-        if not self._call.alone and not gone and self._call.rank:
-            return True  # the leader's word was first: what is there is the leader's to remove
+            return ""
+        if not (self._call.alone or gone or self._gone) and self._call.rank:
+            return ""  # the leader's word was first: what is there is the leader's to remove
         with contextlib.suppress(SnapshotError, TimeoutError):
             async with self._not_for_long():
-                if self._decided and await commit.standing(self._storage) == self._save_id:
-                    return False
-                rank = None if self._call.rank == 0 else self._call.rank
-                mine = [path for path in await commit.ours(self._storage) if commit.is_of(path, self._save_id, rank)]
+                if self._decided:
+                    try:
+                        if await commit.standing(self._storage) == self._save_id:
+                            return "the snapshot was committed all the same, but may not survive a loss of power"
+                    except SnapshotError:
+                        if not self._refused:
+                            return "whether the snapshot was committed cannot be seen: look again later"
                 claim = {commit.claim_path(self._save_id)} if self._call.rank == 0 else set()
-                await self._storage.delete([*{*mine, *claim}])
-        return True
+                await self._storage.delete([*{*await self._mine(), *claim}])
+        return ""
+
+    async def _mine(self) -> list[str]:
+        """The files of this rank; of the leader, all of the take."""
+        rank = None if self._call.rank == 0 else self._call.rank
+        try:
+            return [path for path in await commit.ours(self._storage) if commit.is_of(path, self._save_id, rank)]
+        except SnapshotError:
+            return self.names
 
 
 async def _awaited(future: asyncio.Future[T]) -> T:

@@ -31,6 +31,7 @@ from snapshot.engine.worker import WriterProcess
 from snapshot.engine.writer import Writer, write_small
 from snapshot.errors import CommitUnknown, RankError, SnapshotError, StorageError
 from snapshot.events import Meter, emit
+from snapshot.manifest.document import DEEPEST, nesting
 from snapshot.plan.globs import matcher
 from snapshot.plan.layout import SavePlan, location
 from snapshot.plan.planner import Planner
@@ -83,6 +84,8 @@ class Take:
         self._claimed = opening.claimed
         self._began = time.perf_counter()
         self._staging: Staging | None = None
+        self._stager: threading.Thread | None = None
+        """Stages what may be staged after the call."""
         self._process: WriterProcess | None = None
         """What writes the data files, where that is not this process."""
         self._work: Work[None] | None = None
@@ -169,7 +172,10 @@ class Take:
         if later:
             source.parallel = False
             staging.close()
-            threading.Thread(target=self._stage, args=(staging, later), name="snapshot-io-stage", daemon=True).start()
+            self._stager = threading.Thread(
+                target=self._stage, args=(staging, later), name="snapshot-io-stage", daemon=True
+            )
+            self._stager.start()
         else:
             self._all_staged()
         return self._work
@@ -229,18 +235,18 @@ class Take:
             if self._staging is not None:
                 self._staging.stop(error)
             gone = await uninterrupted(in_own_thread(self._call.fail, error))
-            if await uninterrupted(self.ending.abort(gone)):
-                emit("failed", self._verb, str(self.operation.url), error=error)
+            note = await uninterrupted(self.ending.abort(gone))
+            if note:
+                error.add_note(note)
             else:
-                error.add_note("the snapshot was committed all the same, but may not survive a loss of power")
+                emit("failed", self._verb, str(self.operation.url), error=error)
             if isinstance(error, StorageError):  # it may come of what another rank's failure cleaned away
                 first = await uninterrupted(in_own_thread(self._first_fault))
                 if isinstance(first, RankError) and first.rank != self._call.rank:
                     raise first from error
             raise
         finally:
-            if self._staging is not None:
-                self._staging.release()
+            await self._end_staging()
             self._forget()
             commit.leave(self._save_id)
             await uninterrupted(in_own_thread(self._call.close))
@@ -248,6 +254,13 @@ class Take:
             self._meter.close()
         seconds = time.perf_counter() - self._began
         emit("committed", self._verb, str(self.operation.url), bytes=self._plan.total_bytes, seconds=round(seconds, 3))
+
+    async def _end_staging(self) -> None:
+        """Give its memory back, when the part that is being copied is: it was the last."""
+        if self._stager is not None and self._stager.is_alive():
+            await uninterrupted(in_own_thread(self._stager.join))
+        if self._staging is not None:
+            self._staging.release()
 
     def _forget(self) -> None:
         """Let go of the application's tensors: who keeps the error, or the pending snapshot, is not to keep them."""
@@ -283,9 +296,11 @@ class Take:
         files = self._plan.files
         locations = [location(save_id, rank, n, "safetensors") for n in range(len(files))]
         binary = location(save_id, rank, len(files), "bin")
+        self.ending.names = [*locations, binary, kept_path(save_id, rank), told_path(save_id, rank)]
         if self._process is None or self._staging is None:
             written = await self._writer.write(files, locations, self._staging)
         else:
+            self.ending.by_another = locations
             written = await self._process.write(
                 self.operation.url, self.operation.options, durable=self.operation.durable,
                 budget=self.operation.budget.total, files=files, locations=locations, parts=self._staging.parts,
@@ -310,8 +325,11 @@ def as_json(metadata: Mapping[str, Any] | None) -> msgspec.Raw:
     """The user's metadata as it stands in the manifest; `TypeError` for what JSON cannot hold."""
     try:
         json.dumps(metadata, allow_nan=False)  # JSON has no NaN, and msgspec would make it null
-        return msgspec.Raw(msgspec.json.encode(dict(metadata or {})))
-    except (TypeError, ValueError, OverflowError) as error:
+        encoded = msgspec.json.encode(dict(metadata or {}))
+        if nesting(encoded) > DEEPEST:
+            raise ValueError(f"it nests more than {DEEPEST} deep")
+        return msgspec.Raw(encoded)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise TypeError(f"metadata must be what JSON can hold: {error}") from error
 
 

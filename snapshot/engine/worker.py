@@ -158,7 +158,7 @@ class WriterProcess:
             self._channel.send(
                 Begin(
                     take.number, url.reveal(), pickle.dumps(dict(options or {})), durable, budget, lanes, _plugins(),
-                    list(os.environb.items()), list(map(os.fsencode, _path())),
+                    list(os.environb.items()), list(map(os.fsencode, _path())), _umask(),
                 )
             )  # fmt: skip
             self._takes[take.number] = take
@@ -298,7 +298,10 @@ def writer_process() -> WriterProcess:
         if _current is None or not _current.alive:
             if _current is not None:
                 _current.leave()
-            _current = WriterProcess()
+            try:
+                _current = WriterProcess()
+            except OSError as error:
+                raise SnapshotError(f"the writer process cannot be started: {error}") from error
         return _current
 
 
@@ -379,3 +382,15 @@ def _plugins() -> list[tuple[str, str, str]]:
         for scheme, plugin in registry._registered.items()
         if _importable(plugin)
     ]
+
+
+def _umask() -> int:
+    """This process's; Python itself can only tell by changing it, for all threads."""
+    with (
+        contextlib.suppress(OSError, ValueError),
+        open("/proc/self/status", encoding="ascii", errors="replace") as status,
+    ):
+        for line in status:
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return -1

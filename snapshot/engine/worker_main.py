@@ -217,6 +217,8 @@ def _imitate(begin: Begin) -> None:
     for name, value in theirs.items():
         if os.environb.get(name) != value:
             os.environb[name] = value
+    if begin.umask >= 0:
+        os.umask(begin.umask)
     sys.path[:] = map(os.fsdecode, begin.path)
     for scheme in list(registry._registered):
         registry.unregister(scheme)

@@ -74,6 +74,8 @@ class Begin(Message):
     environment: list[tuple[bytes, bytes]]
     path: list[bytes]
     """Where modules are found: plugins may have come with a folder of their own."""
+    umask: int
+    """What the files of this process are made with; -1 where that cannot be known."""
 
 
 class Map(Message):

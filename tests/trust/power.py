@@ -1,0 +1,110 @@
+"""The power is lost at every step: what jobs do in forks, and what is looked at after the next start."""
+
+import os
+
+from disks import lose_power
+from killing import VERBS, call, check, die, do_take, logged, outcome, prepare
+from places import Place, fresh, holds
+
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, SnapshotNotFoundError
+from snapshot.testing import Tap, tapped
+
+
+class Lose(Tap):
+    """Loses the power of a mount, and this process's life, before the n-th operation."""
+
+    def __init__(self, mount, nth):
+        self.mount = mount
+        self.nth = nth
+        self.met = 0
+
+    async def before(self, operation):
+        self.met += 1
+        if self.met == self.nth:
+            lose_power(self.mount)
+            die()
+
+
+def lost(verb, path, mount, nth, direct_io):
+    """In a fork: a verb in which the power is lost before its n-th operation, or right after it returns."""
+    os.environ["SNAPSHOT_DIRECT_IO"] = direct_io
+    with tapped("dark", Lose(mount, nth)):
+        call(verb, path, "dark+")
+    lose_power(mount)
+    die()
+
+
+def decided(verb, operations):
+    """From which operation on the new state must be there: the first one after it was made durable."""
+    name = "delete" if verb == "delete" else "commit"
+    return next(nth for nth, each in enumerate(operations, 1) if each == (name, ".snapshot_metadata")) + 1
+
+
+def lose_at_operations(warm, disk, verb, *, every=1, direct_io="auto"):
+    """Lose the power at each operation of a verb (or each n-th), and after it; how often that was."""
+    place = Place(disk.mount / f"{verb}-{direct_io}")
+    prepare(place, verb)
+    operations = warm.run(logged, verb, str(place.path)).returned()
+    check(place, verb, False, True)
+    decision, last = decided(verb, operations), len(operations) + 1
+    points = sorted({*range(1, last, every), decision - 1, decision, last})
+    for nth in points:
+        prepare(place, verb)
+        disk.sync()
+        ended = warm.run(lost, verb, str(place.path), str(disk.mount), nth, direct_io)
+        assert ended.killed, ended
+        disk.again()
+        stands = place.stands()
+        assert stands == (outcome(verb) if nth >= decision else VERBS[verb][2]), (verb, nth, operations)
+        place.goes_on(stands, by_delete=nth % 2 == 0)
+    return len(points)
+
+
+def lost_after(path, mount, made):
+    """In a fork: the folders above a snapshot are new, by us or by the user, and nobody has synced them."""
+    if made:
+        os.makedirs(path)
+    do_take(path)
+    lose_power(mount)
+    die()
+
+
+def lost_without_sync(path, mount, manifest_survives):
+    """In a fork: a take that is not durable; the manifest may have been written back before all else was."""
+    do_take(path, durable=False)
+    if manifest_survives:
+        for each in (f"{path}/.snapshot_metadata", path):
+            descriptor = os.open(each, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+    lose_power(mount)
+    die()
+
+
+def honest(path):
+    """What a snapshot that was not made durable is afterwards, by its own account: absent, damaged or whole. A damaged
+    one says so before a tensor is touched or, where atomic, before any is used."""
+    live = fresh()
+    try:
+        report = Snapshot(path).verify()
+        whole = report.ok
+    except SnapshotNotFoundError:
+        return "absent"
+    except CorruptSnapshotError:
+        whole = False
+    try:
+        Snapshot(path).restore(live, atomic=True)
+    except SnapshotError:
+        assert not whole
+        assert holds(live, 0)
+        return "damaged"
+    assert whole
+    assert holds(live, 2)
+    return "whole"
+
+
+def lost_after_delete(path, mount):
+    """In a fork."""
+    Snapshot(path).delete()
+    lose_power(mount)
+    die()
