@@ -33,6 +33,7 @@ class PendingSnapshot:
         self._snapshot = snapshot
         self._held = held
         self._awaited = False
+        self._waiting = 0
         self._pid = os.getpid()
         finish_before_exit(work)
         work.add_done_callback(self._log_failure)
@@ -47,6 +48,7 @@ class PendingSnapshot:
         `TimeoutError` after `timeout` seconds: the snapshot goes on, and may be waited for again.
         """
         self._check_thread("wait()")
+        self._waiting += 1
         try:
             self._work.result(timeout)
         except concurrent.futures.CancelledError as error:
@@ -57,6 +59,7 @@ class PendingSnapshot:
             raise TimeoutError(f"{self.path}: not committed after {timeout} s ({self.progress()})") from error
         finally:
             self._awaited = self._awaited or self._work.done()
+            self._waiting -= 1
         return self._snapshot
 
     def staged(self) -> bool:
@@ -123,7 +126,7 @@ class PendingSnapshot:
         if work.cancelled():
             return
         error = work.exception()
-        if error is not None and not self._awaited:
+        if error is not None and not (self._awaited or self._waiting):  # who waits is told
             log.error("%s: the snapshot failed in the background: %s", self.path, error)
 
     def __repr__(self) -> str:

@@ -119,14 +119,21 @@ class Call:
             except Exception as error:
                 self._led = error
                 fault = self._fault_of(error, shared=True)
-                if self._decide(fault) is None:  # after its word that it commits
+                standing = self._decide(fault)
+                if standing is None:  # after its word that it commits
                     self._store.set(answered, FAILED + msgspec.json.encode(fault))
+                elif standing != fault:  # this may come of what the ranks that gave up have cleaned away
+                    raise standing.error() from error
                 raise
             try:
                 self._store.set(answered, ANSWERED + msgspec.msgpack.encode(made))
+                late = self._fault()
             except RuntimeError:
                 if not self.posted:  # committed is committed
                     raise
+                late = None
+            if late is not None:  # the others did not wait: this rank was stopped for too long
+                raise late.error()
             return made
         self._wait(lambda: self._store.check([answered]), lambda: [LEADER], step)
         found = self._store.get(answered)
@@ -147,11 +154,15 @@ class Call:
     def _gather(self, step: int) -> Sequence[bytes]:
         keys = [self._key(f"{step}/{rank}") for rank in range(self.world)]
         count = self._key(f"{step}/count")
-        self._wait(
-            lambda: int(self._store.get(count)) >= self.world,
-            lambda: [rank for rank in range(self.world) if not self._store.check([keys[rank]])],
-            step,
-        )
+        all_here = False
+
+        def missing() -> list[int]:
+            nonlocal all_here
+            found = [rank for rank in range(self.world) if not self._store.check([keys[rank]])]
+            all_here = not found  # though one of them may have died before it was counted
+            return found
+
+        self._wait(lambda: all_here or int(self._store.get(count)) >= self.world, missing, step)
         fault = self._fault()
         if fault is not None:  # somebody came, and gave up before this rank did
             raise fault.error()
@@ -161,6 +172,22 @@ class Call:
             found = [self._store.get(key) for key in keys]
         self._store.delete_key(keys[LEADER])
         return found
+
+    # What all do together, not through the store
+
+    def together(self, done: Callable[[], bool]) -> bool:
+        """Wait for something in which all ranks take part, however slow they are. False if it broke off for one.
+
+        Raises if the call is given up, or one of the others gives no sign of life.
+        """
+        broken = self._key("broken")
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        self._guard(lambda: self._wait(lambda: done() or self._store.check([broken]), lambda: others, -1))
+        return done()
+
+    def broke_off(self) -> None:
+        """It broke off for this rank: the others are not to wait for it there."""
+        self._guard(lambda: self._store.set(self._key("broken"), "1"))
 
     def _wait(self, done: Callable[[], bool], missing: Callable[[], list[int]], step: int) -> None:
         """Wait until something is there, the call is given up, or somebody that it depends on is silent too long."""
@@ -248,7 +275,7 @@ class Call:
     def _guard(self, work: Callable[[], T], timeout: float | None = None) -> T:
         """Talk to the store. If it is gone, or answers nothing for too long, that is the failure of who served it."""
         future: Future[T] = Future()
-        began = self._heard = time.monotonic()
+        heard = self._heard = time.monotonic()
 
         def talk() -> None:
             try:
@@ -259,7 +286,8 @@ class Call:
         threading.Thread(target=talk, name="snapshot-io-store", daemon=True).start()
         patience = timeout or self.timeout
         what = f"answers nothing for {patience:g} s"
-        while True:
+        quiet = 0  # quarters of the patience: while this process is stopped none of them passes
+        while quiet < 4:
             try:
                 return future.result(patience / 4)
             except (SnapshotError, Undecided):
@@ -272,9 +300,9 @@ class Call:
             except NotYet:
                 if future.done():
                     raise
-                heard = self._heard if timeout is None else began
-                if (timeout is not None or not self._busy) and time.monotonic() - heard > patience:
-                    break
+                quiet += 1
+                if timeout is None and (self._busy or self._heard != heard):
+                    quiet, heard = 0, self._heard
         self._abandoned = True
         if self.posted:
             raise Undecided(f"the store of the process group {what}")
@@ -304,7 +332,7 @@ class Call:
                     break
                 for name in ("count", "answer", *(map(str, range(self.world)) if failed else ())):
                     self._store.delete_key(self._key(f"{step}/{name}"))
-            for name in ("decision", "over"):
+            for name in ("decision", "over", *(("broken",) if failed else ())):
                 self._store.delete_key(self._key(name))
 
     def __enter__(self) -> Call:

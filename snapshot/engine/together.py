@@ -8,7 +8,7 @@ the call's timeout. A rank that cannot read says so in the very message that the
 from __future__ import annotations
 
 import contextlib
-import datetime
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -39,6 +39,8 @@ from snapshot.tensors.memory import buffer, copy
 PART = 8 << 20
 AHEAD = 2
 """How many of its parts a rank reads ahead of their turn."""
+LOOK = 0.2
+"""Seconds for which a rank waits for a part before it looks whether the others live."""
 WORTH = 1 << 20
 """Below so many bytes that all want, each reads them itself."""
 _digest = xxhash.xxh3_128_digest
@@ -247,11 +249,27 @@ class Relay:
         members, group = self._call.ranks.members, self._call.ranks.pg
         try:
             work = dist.broadcast(passed, src=members[root], group=group, async_op=True)
-            work.wait(datetime.timedelta(seconds=self._call.timeout))
+            arrived = self._arrives(work)
+            if arrived:
+                work.wait()
         except RuntimeError as error:
+            self._call.broke_off()
             raise self._failed(root) from error
+        if not arrived:
+            raise self._failed(root)
         if passed is not message and root != self._call.rank:
             message.copy_(passed)
+
+    def _arrives(self, work: dist.Work) -> bool:
+        """Wait for a collective as long as all ranks live, however slow they are; False if it broke off for another.
+        A time-out of its own would be over for one that reads slowly, too, and leave the group unusable."""
+        end, pause = time.monotonic() + LOOK, 0.00005
+        while not work.is_completed():
+            if time.monotonic() > end:
+                return self._call.together(work.is_completed)
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.001)
+        return True
 
     def _failed(self, rank: int) -> SnapshotError:
         """The error of the rank that could not go on: it tells it to all, or gives no sign of life."""

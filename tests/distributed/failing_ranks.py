@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from snapshot import Snapshot, StateDict, StorageError
-from snapshot.plugins.file import FileStorage
+from snapshot.plugins.folders import Folders
 from snapshot.testing import Fault, Log, Stall, Tap, tapped
 
 SHARED = ["s/shared"]
@@ -105,6 +105,8 @@ class Does(Tap):
     async def before(self, operation):
         if operation.name == self._on and fnmatchcase(operation.path, self._path) and self._lock.acquire(False):
             self._act()
+            if self._act is interrupt:  # until the thread that is interrupted has noticed it
+                await asyncio.sleep(30)
 
 
 # Takes that one rank lets fail
@@ -195,17 +197,19 @@ class FullOnce(Fault):
 
 def take_bereft(path):
     """The leader's disk is full, and it removes the folder that another rank has just made for its files."""
-    made, told = FileStorage._make_folder, f"{path}.made"
+    made, told = Folders.make, f"{path}.made"
 
-    def and_lose(storage, folder):
-        made(storage, folder)
+    def and_lose(folders, folder):
+        made(folders, folder)
+        if os.path.exists(told):
+            return
         Path(told).touch()
         end = time.monotonic() + 10
         while os.path.isdir(folder) and time.monotonic() < end:
             time.sleep(0.005)
 
     tap = Log() if dist.get_rank() else FullOnce(told, "write")
-    with tapped("tapped", tap), mock.patch.object(FileStorage, "_make_folder", and_lose if dist.get_rank() else made):
+    with tapped("tapped", tap), mock.patch.object(Folders, "make", and_lose if dist.get_rank() else made):
         save("take", f"tapped+file://{path}", {"s": state(dist.get_rank())}, timeout=20)
 
 
@@ -237,14 +241,6 @@ def overtaken(verb, path, manifest):
     tap = Does(lambda: Path(path, ".snapshot_metadata").write_bytes(manifest), "commit")
     with tapped("tapped", tap):
         save(verb, f"tapped+file://{path}", {"s": state(dist.get_rank())}, timeout=20)
-
-
-def slow_state(which, path, timeout):
-    """The application takes its time over one rank's state."""
-    app = {"s": state(dist.get_rank())}
-    if dist.get_rank() == which:
-        app["z"] = Acts(lambda: threading.Event().wait(1.5 * timeout))
-    Snapshot.take(path, app, timeout=timeout)
 
 
 # Restores that one rank lets fail
@@ -296,10 +292,6 @@ def restore_where(which, what, path, **options):
             options["cast"] = "somehow"
         elif what == "its disk fails":
             tap = Fault("read_into", times=None, error=StorageError(5, "Input/output error"))
-        elif what == "it dies":
-            tap = Does(die, "read_into")
-        elif what == "it dies before":
-            die()
     try:
         with tapped("tapped", tap):
             Snapshot(f"tapped+file://{path}").restore(app, **options)
@@ -308,6 +300,21 @@ def restore_where(which, what, path, **options):
         touched += ["weight"] if what != "a shape differs" and app["m"].weight.any() else []
         return type(error).__name__, getattr(error, "rank", None), str(error), touched, live.handed
     return None
+
+
+def break_off(which, path, timeout):
+    """A connection between two ranks breaks, for one of them alone; all of them live."""
+    broadcast, sent = dist.broadcast, []
+
+    def breaks(*arguments, **options):
+        sent.append(True)
+        if dist.get_rank() == which and len(sent) == 2:
+            raise RuntimeError("Connection reset by peer")
+        return broadcast(*arguments, **options)
+
+    app = {"s": state(dist.get_rank(), 0.0), "m": module(-1)}
+    with mock.patch.object(dist, "broadcast", breaks):
+        Snapshot(path).restore(app, timeout=timeout, read_once=True, memory_budget_bytes=4 << 20)
 
 
 # Takes that go on in the background
