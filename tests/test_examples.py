@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed as dist
+from forked import Warm
 
 from snapshot import Snapshot, StateDict
 
@@ -27,12 +29,10 @@ def quickstart() -> ModuleType:
     return module
 
 
-def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, QUICKSTART], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "resumed from step-30" in done.stdout
-    assert "bit for bit the same" in done.stdout
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, warm: Warm) -> None:
+    shown = warm.run(QUICKSTART, PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path))
+    assert "resumed from step-30" in shown
+    assert "bit for bit the same" in shown
     left = [path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")]  # torch's own cache
     assert left == []
 
@@ -78,20 +78,32 @@ def test_the_example_forgets_nothing_that_matters(quickstart: ModuleType, tmp_pa
 def torchrun(world: int, example: str, *arguments: object) -> list[str]:
     """What an example prints on so many ranks, in lines. The port is any that is free."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    return output([*launch, ROOT / "examples" / example, *map(str, arguments)])
-
-
-def output(command: list[str | Path]) -> list[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [*launch, str(ROOT / "examples" / example), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 
 
-def test_data_parallel_training_resumes_to_the_same_losses_on_every_rank(tmp_path: Path) -> None:
+def ranks(warm: Warm, world: int, example: str, *arguments: object) -> list[str]:
+    """The same with what torchrun does for its ranks, but in forks, which need not import torch."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(world),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    script = ROOT / "examples" / example
+    started = [warm.start(script, *arguments, **environment, RANK=str(rank)) for rank in range(world)]
+    return [line for each in started for line in warm.finish(each).splitlines()]
+
+
+def test_data_parallel_training_resumes_to_the_same_losses_on_every_rank(tmp_path: Path, warm: Warm) -> None:
     whole = torchrun(2, "ddp.py", tmp_path, "--steps", 6)
     shutil.rmtree(tmp_path / "step-6")
-    resumed = torchrun(2, "ddp.py", tmp_path, "--steps", 6)
+    resumed = ranks(warm, 2, "ddp.py", tmp_path, "--steps", 6)
     assert resumed[0] == "resumed from step-3"
     assert [line.partition(":")[0] for line in whole] == [f"step {step}" for step in range(1, 7)]
     assert resumed[1:] == whole[3:]  # to the last of nine digits
@@ -101,19 +113,19 @@ def test_data_parallel_training_resumes_to_the_same_losses_on_every_rank(tmp_pat
     assert own == {"rng"}  # all else is the same on both, and stands once
 
 
-def test_fsdp2_training_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    assert torchrun(2, "fsdp2.py", tmp_path, "--steps", 5)[-1].endswith(", saved")
-    resumed = torchrun(1, "fsdp2.py", tmp_path, "--steps", 10)
+def test_fsdp2_training_goes_on_with_another_number_of_ranks(tmp_path: Path, warm: Warm) -> None:
+    assert ranks(warm, 2, "fsdp2.py", tmp_path, "--steps", 5)[-1].endswith(", saved")
+    resumed = ranks(warm, 1, "fsdp2.py", tmp_path, "--steps", 10)
     assert resumed[0].startswith("resumed at step 5; ")
     assert "0 tensors" not in resumed[0]
     assert resumed[1].startswith("step 10: ")
     assert Snapshot(tmp_path / "latest").metadata.world_size == 1
 
 
-def test_what_three_ranks_saved_two_restore_and_one_process_reads(tmp_path: Path) -> None:
-    assert torchrun(3, "reshard.py", tmp_path) == ["saved by 3 ranks"]
-    restored = torchrun(2, "reshard.py", tmp_path)
+def test_what_three_ranks_saved_two_restore_and_one_process_reads(tmp_path: Path, warm: Warm) -> None:
+    assert ranks(warm, 3, "reshard.py", tmp_path) == ["saved by 3 ranks"]
+    restored = ranks(warm, 2, "reshard.py", tmp_path)
     assert restored[0] == "saved by 3 ranks, restored by 2:"
     assert restored[-1].split() == ["resharded", "state/weight:", "from", "shards", "of", "another", "layout"]
-    read = output([sys.executable, ROOT / "examples" / "reshard.py", str(tmp_path)])
+    read = warm.run(ROOT / "examples" / "reshard.py", tmp_path).splitlines()
     assert read == ["read (10000, 64), and row 4321 of it: 276544 to 276607"]

@@ -5,12 +5,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from forked import Failed, Warm
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,16 +32,27 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
-def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments), cwd=folder, env=environment(), capture_output=True, text=True, check=False
-    )
+IN_A_FORK = """
+import os, sys
+from snapshot.cli import main
+
+folder, *arguments = sys.argv[1:]
+os.chdir(folder)
+raise SystemExit(main(["bench", *arguments]))
+"""
 
 
-def test_json_holds_each_system_beside_the_raw_baselines_and_nothing_is_left(tmp_path: Path) -> None:
-    done = bench(tmp_path, *TINY, "--only", "take,restore", "--peers", "torch.save", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
+@pytest.fixture
+def bench(tmp_path: Path, warm: Warm) -> Callable[..., str]:
+    """What the command prints when it is run in the test's folder, from which nothing is imported by chance."""
+    return lambda *arguments: warm.run(IN_A_FORK, tmp_path, *arguments, PYTHONPATH=str(ROOT))
+
+
+def test_json_holds_each_system_beside_the_raw_baselines_and_nothing_is_left(
+    tmp_path: Path, bench: Callable[..., str]
+) -> None:
+    shown = bench(*TINY, "--only", "take,restore", "--peers", "torch.save", "--json")
+    found = json.loads(shown)
     assert set(found) == {"host", "settings", "tables"}
     assert [table["operation"] for table in found["tables"]] == ["take", "restore"]
     for table in found["tables"]:
@@ -54,42 +68,38 @@ def test_json_holds_each_system_beside_the_raw_baselines_and_nothing_is_left(tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_table_names_what_it_is_measured_on(tmp_path: Path) -> None:
+def test_a_table_names_what_it_is_measured_on(tmp_path: Path, bench: Callable[..., str]) -> None:
     place = tmp_path / "made" / "for it"
-    done = bench(tmp_path, str(place), *TINY, "--only", "take", "--peers", "none")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"on {place}/snapshot-bench-" in done.stdout
-    assert "small: save, not durable (40.0 KiB in 10 tensors)" in done.stdout
-    assert "x raw" in done.stdout
-    assert "How to read this" in done.stdout
-    assert "torch.save" not in done.stdout.split("small:")[1]
+    shown = bench(str(place), *TINY, "--only", "take", "--peers", "none")
+    assert f"on {place}/snapshot-bench-" in shown
+    assert "small: save, not durable (40.0 KiB in 10 tensors)" in shown
+    assert "x raw" in shown
+    assert "How to read this" in shown
+    assert "torch.save" not in shown.split("small:")[1]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_storage_that_is_no_file_system_has_no_raw_baselines(tmp_path: Path) -> None:
-    done = bench(tmp_path, "memory://bench", *TINY, "--only", "take,cold", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (table,) = json.loads(done.stdout)["tables"]
+def test_a_storage_that_is_no_file_system_has_no_raw_baselines(tmp_path: Path, bench: Callable[..., str]) -> None:
+    shown = bench("memory://bench", *TINY, "--only", "take,cold", "--json")
+    (table,) = json.loads(shown)["tables"]
     assert [row["name"] for row in table["rows"]] == ["snapshot"]
     assert table["rows"][0]["ratio"] is None
     assert "raw baselines" in table["left_out"][0]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_store_is_measured_beside_the_client_alone(tmp_path: Path) -> None:
-    done = bench(tmp_path, "--store", "--scale", "0.02", "--rounds", "1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line[:44].strip() for line in done.stdout.splitlines() if line.startswith("  ")]
+def test_a_store_is_measured_beside_the_client_alone(tmp_path: Path, bench: Callable[..., str]) -> None:
+    shown = bench("--store", "--scale", "0.02", "--rounds", "1")
+    rows = [line[:44].strip() for line in shown.splitlines() if line.startswith("  ")]
     assert rows.count("the client alone") == rows.count("take") == rows.count("restore") == 2
     assert "the client alone, whole objects" in rows
     assert {"take, s3fs", "async_take, obstore", "restore, obstore"} <= set(rows)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_ranks_write_one_replica_together_and_read_it_once(tmp_path: Path) -> None:
-    done = bench(tmp_path, "--world", "2", "--scale", "0.01", "--rounds", "1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {line[:44].strip(): line[44:].split() for line in done.stdout.splitlines() if line.startswith("  ")}
+def test_several_ranks_write_one_replica_together_and_read_it_once(tmp_path: Path, bench: Callable[..., str]) -> None:
+    shown = bench("--world", "2", "--scale", "0.01", "--rounds", "1")
+    rows = {line[:44].strip(): line[44:].split() for line in shown.splitlines() if line.startswith("  ")}
     model = CASES["train"].nbytes(0.01) / 2**20
     for name, copies in (
         ("take, one rank alone", 1),
@@ -145,17 +155,18 @@ def test_the_costs_of_planning_are_a_table(monkeypatch: pytest.MonkeyPatch, caps
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interruption_leaves_neither_files_nor_processes(tmp_path: Path, number: int, status: int) -> None:
+def test_an_interruption_leaves_neither_files_nor_processes(
+    tmp_path: Path, warm: Warm, number: int, status: int
+) -> None:
     arguments = ["--case", "small", "--scale", "0.001", "--rounds", "100000", "--only", "take", "--peers", "none"]
-    running = subprocess.Popen(
-        command(*arguments), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert running.stdout
-    assert "snapshot bench" in running.stdout.readline()  # from here on the place exists
-    running.send_signal(number)
-    _, errors = running.communicate(timeout=60)
-    assert running.returncode == status, errors
-    assert "Traceback" not in errors
+    pid, printed = running = warm.start(IN_A_FORK, tmp_path, *arguments, PYTHONPATH=str(ROOT))
+    while "snapshot bench" not in Path(printed).read_text():  # from here on the place exists
+        assert psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        time.sleep(0.01)
+    os.kill(pid, number)
+    with pytest.raises(Failed, match=f"^exit status {status}:") as ended:
+        warm.finish(running)
+    assert "Traceback" not in str(ended.value)
     assert list(tmp_path.iterdir()) == []
     assert [child for child in psutil.process_iter() if str(tmp_path) in " ".join(_command_line(child))] == []
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from forked import Failed, Warm
 
 from snapshot.cli import bench_async, main
 from snapshot.cli.bench_async_child import Training, family
@@ -28,14 +30,6 @@ from snapshot.storage import URL
 ROOT = Path(__file__).parents[2]
 OURS = ["snapshot: blocking, thread", "snapshot: overlapped, thread", "snapshot: overlapped, process"]
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "snapshot", "bench", "--async", *arguments]
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 def test_each_way_is_measured_alone_and_beside_training_traced_and_drawn(
@@ -113,19 +107,27 @@ def test_what_cannot_be_measured_is_status_2_with_its_reason(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interruption_leaves_neither_files_nor_processes(tmp_path: Path) -> None:
+IN_A_FORK = """
+import os, sys
+from snapshot.cli import main
+
+folder, *arguments = sys.argv[1:]
+os.chdir(folder)
+raise SystemExit(main(["bench", "--async", *arguments]))
+"""
+
+
+def test_an_interruption_leaves_neither_files_nor_processes(tmp_path: Path, warm: Warm) -> None:
     arguments = ["--case", "train", "--scale", "0.001", "--rounds", "100000", "--peers", "none"]
-    running = subprocess.Popen(
-        command(*arguments), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert running.stdout
-    assert "snapshot bench" in running.stdout.readline()
-    while not (started := psutil.Process(running.pid).children()):
-        assert running.poll() is None
-    running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=60)
-    assert running.returncode == 130, errors
-    assert "Traceback" not in errors
+    pid, printed = running = warm.start(IN_A_FORK, tmp_path, *arguments, PYTHONPATH=str(ROOT))
+    while not (started := psutil.Process(pid).children()):
+        assert psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        time.sleep(0.01)
+    assert "snapshot bench" in Path(printed).read_text()
+    os.kill(pid, signal.SIGINT)
+    with pytest.raises(Failed, match=r"^exit status 130:") as ended:
+        warm.finish(running)
+    assert "Traceback" not in str(ended.value)
     assert list(tmp_path.iterdir()) == []
     assert not any(child.is_running() for child in started)
 

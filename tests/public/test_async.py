@@ -1,15 +1,15 @@
 """async_take: of the moment of the call, whatever happens afterwards; and the life of what is pending."""
 
+import contextlib
 import gc
 import itertools
 import json
 import logging
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
+from forked import Failed
 
 from snapshot import (
     CancelledError,
@@ -325,18 +325,19 @@ def test_an_existing_snapshot_is_found_by_the_call_itself():
 
 
 @pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "raise RuntimeError('mine')"])
-def test_an_unawaited_snapshot_is_finished_at_exit(tmp_path, end):
+def test_an_unawaited_snapshot_is_finished_at_exit(tmp_path, warm, end):
     script = f"""
 import torch
 from snapshot import Snapshot, StateDict
 Snapshot.async_take({str(tmp_path / "s")!r}, {{"s": StateDict(x=torch.arange(8_000_000))}})
 {end}
 """
-    subprocess.run([sys.executable, "-c", script], check=False, cwd="/", stderr=subprocess.DEVNULL, timeout=60)
+    with pytest.raises(Failed, match="mine") if "mine" in end else contextlib.nullcontext():
+        warm.run(script)
     assert Snapshot(tmp_path / "s").verify().ok
 
 
-def test_what_failed_at_exit_is_logged(tmp_path):
+def test_what_failed_at_exit_is_logged(tmp_path, warm):
     script = f"""
 import torch, os
 from snapshot import Snapshot, StateDict, StorageError
@@ -344,10 +345,7 @@ from snapshot.testing import Fault, tapped
 with tapped("faulty", Fault(on="finish", error=StorageError("broken at the end"))):
     pending = Snapshot.async_take("faulty+file://{tmp_path}/s", {{"s": StateDict(x=torch.arange(100_000))}})
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], check=False, cwd="/", capture_output=True, text=True, timeout=60
-    )
-    assert "broken at the end" in done.stderr
+    assert "broken at the end" in warm.run(script)
     assert not (tmp_path / "s").exists()
 
 
@@ -392,8 +390,7 @@ def test_from_several_threads():
     assert not errors
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_takes_snapshots_of_its_own(tmp_path):
+def test_a_forked_child_takes_snapshots_of_its_own(tmp_path, warm):
     script = f"""
 import os, torch
 from snapshot import Snapshot, StateDict
@@ -407,6 +404,6 @@ if child == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 pending.wait()
 """
-    subprocess.run([sys.executable, "-c", script], check=True, cwd="/", timeout=60)
+    warm.run(script)
     for name in ("parent", "pending", "child"):
         assert Snapshot(tmp_path / name).verify().ok

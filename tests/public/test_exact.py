@@ -306,7 +306,7 @@ def containers(children):
     )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.recursive(scalars, containers, max_leaves=12))
 def test_nested_containers_keep_types_keys_and_order(value):
     with warnings.catch_warnings():
@@ -315,7 +315,7 @@ def test_nested_containers_keep_types_keys_and_order(value):
     assert same(value, back)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.dictionaries(keys, st.integers(0, 9).map(lambda n: torch.full((n,), n)), min_size=2, max_size=6))
 def test_names_never_collide(value):
     assert same(value, round_trip(value))
@@ -504,3 +504,34 @@ def test_objects_are_pickled_with_a_warning_and_read_back_only_if_allowed():
     assert Snapshot("memory://exact", allow_pickle=True).read_object("0/state/point") == Point(1, 2)
     Snapshot("memory://exact", allow_pickle=True).restore({"state": state})
     assert state["custom"].x == 1
+
+
+def test_an_optimizer_that_names_its_state_otherwise_comes_back():
+    class Lookahead(torch.optim.SGD):
+        def state_dict(self):
+            held = super().state_dict()
+            return {"fast_state": held["state"], "slow_state": {0: 1.5}, "param_groups": held["param_groups"]}
+
+        def load_state_dict(self, state_dict):
+            self.slow = state_dict["slow_state"]
+            super().load_state_dict({"state": state_dict["fast_state"], "param_groups": state_dict["param_groups"]})
+
+    optimizer = Lookahead([torch.nn.Parameter(torch.ones(2))], lr=0.25)
+    Snapshot.take("memory://lookahead", {"o": optimizer}, overwrite=True)
+    optimizer.param_groups[0]["lr"] = 1.0
+    Snapshot("memory://lookahead").restore({"o": optimizer})
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert optimizer.slow == {0: 1.5}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_sparse_parameters(make, grad):
+    held = torch.nn.Parameter(make(torch.eye(3)), requires_grad=grad)
+    Snapshot.take("memory://sparse-parameter", {"s": StateDict(p=held)}, overwrite=True)
+    back = Snapshot("memory://sparse-parameter").get_state_dict_for_key("s")["p"]
+    assert type(back) is torch.nn.Parameter
+    assert back.requires_grad is grad
+    assert back.layout is held.layout
+    assert torch.equal(back.detach().to_dense(), torch.eye(3))

@@ -3,8 +3,6 @@ where it must, and nowhere else."""
 
 import contextlib
 import signal
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 
@@ -16,6 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from snapshot import ModelState, Snapshot, SnapshotError, StateDict, StorageError
 from snapshot.engine.arena import arena
+from snapshot.engine.staging import Source
 from snapshot.testing import faulty, stalling
 
 KiB = 1 << 10
@@ -616,15 +615,14 @@ app = {"model": model, "optim": optimizer}
 """
 
 
-def test_one_that_nobody_waits_for_is_finished_at_exit(tmp_path):
+def test_one_that_nobody_waits_for_is_finished_at_exit(tmp_path, warm):
     script = SCRIPT + "Snapshot.async_take(sys.argv[1], app, staging='overlapped', memory_budget_bytes=4 << 20)"
-    subprocess.run([sys.executable, "-c", script, tmp_path / "s", tmp_path / "p"], check=True, cwd="/", timeout=60)
+    warm.run(script, tmp_path / "s", tmp_path / "p")
     assert Snapshot(tmp_path / "s").verify()
     assert same(dict(Snapshot(tmp_path / "s").get_state_dict_for_key("model")), dict(torch.load(tmp_path / "p")))
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_does_not_wait_for_its_parents_snapshot(tmp_path):
+def test_a_forked_child_does_not_wait_for_its_parents_snapshot(tmp_path, warm):
     script = (
         SCRIPT
         + """
@@ -642,12 +640,12 @@ optimizer.step()
 pending.wait()
 """
     )
-    subprocess.run([sys.executable, "-c", script, tmp_path / "s", tmp_path / "p"], check=True, cwd="/", timeout=60)
+    warm.run(script, tmp_path / "s", tmp_path / "p")
     assert same(dict(Snapshot(tmp_path / "s").get_state_dict_for_key("model")), dict(torch.load(tmp_path / "p")))
 
 
 @pytest.mark.parametrize("budget", [64, 16])
-def test_memory_stays_inside_the_budget(tmp_path, budget):
+def test_memory_stays_inside_the_budget(tmp_path, warm, budget):
     """Also where one tensor is larger than it."""
     script = f"""
 import os, sys, threading, torch
@@ -676,8 +674,26 @@ over.set()
 thread.join()
 print(most[0] - before)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "s"], check=True, cwd="/", timeout=100, capture_output=True, text=True
-    )
-    assert int(done.stdout) <= (budget + 64) << 20
+    assert int(warm.run(script, tmp_path / "s")) <= (budget + 64) << 20
     assert Snapshot(tmp_path / "s-overlapped").verify()
+
+
+def test_what_is_given_up_has_its_memory_back_when_the_wait_is_over(monkeypatch):
+    """The part that is being copied then is copied to its end."""
+    copying, go_on, real = threading.Event(), threading.Event(), Source.stage
+
+    def slow(self, *arguments):
+        if threading.current_thread().name == "snapshot-io-stage":
+            copying.set()
+            go_on.wait(30)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Source, "stage", slow)
+    model = Net()
+    app = trained(model, torch.optim.Adam(model.parameters()))
+    pending = Snapshot.async_take("memory://given-up", app, staging="overlapped", overwrite=True)
+    assert copying.wait(30)
+    threading.Timer(0.2, go_on.set).start()
+    assert pending.cancel()
+    assert go_on.is_set()
+    assert " 0 in use" in repr(arena())

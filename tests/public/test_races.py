@@ -1,8 +1,6 @@
 """Takes, deletes and cancellations at the worst moment: a snapshot that is there is whole."""
 
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -63,7 +61,7 @@ def test_a_clean_spares_what_another_take_has_committed(tmp_path, monkeypatch):
     assert value_of(tmp_path) == 2
 
 
-def test_a_delete_leaves_no_manifest_without_its_data(tmp_path):
+def test_a_delete_leaves_no_manifest_without_its_data(tmp_path, warm):
     path = f"stalling+file://{tmp_path}/s"
     Snapshot.take(tmp_path / "s", state(1))
     script = f"""
@@ -74,7 +72,7 @@ Snapshot({str(tmp_path / "s")!r}).delete()
     with stalling(on="commit") as stall:
         pending = Snapshot.async_take(path, state(2), overwrite=True)
         stall.wait_reached()
-        subprocess.run([sys.executable, "-c", script], check=True, cwd="/", timeout=60)
+        warm.run(script)
         stall.release()
         with pytest.raises(SnapshotError, match="cleaned this one away"):
             pending.wait(30)
@@ -127,8 +125,7 @@ def test_cancel_and_wait_from_a_progress_callback():
     assert seen == [True]
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_cannot_wait_for_its_parent_s_snapshot(tmp_path):
+def test_a_fork_cannot_wait_for_its_parent_s_snapshot(tmp_path, warm):
     script = f"""
 import os, torch
 from snapshot import Snapshot, SnapshotError, StateDict
@@ -144,7 +141,7 @@ code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 pending.wait()
 raise SystemExit(code)
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, cwd="/", timeout=60)
+    warm.run(script)
 
 
 @pytest.mark.parametrize("budget", [1, 64, 100_000, 1_000_000, 33_333_333])

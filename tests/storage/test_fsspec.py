@@ -4,7 +4,6 @@ import asyncio
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -247,7 +246,7 @@ def test_a_call_that_hangs_does_not_hold_up_the_others():
     Stuck.free.set()
 
 
-def test_a_thread_that_hangs_does_not_block_the_exit(tmp_path):
+def test_a_thread_that_hangs_does_not_block_the_exit(warm):
     program = """
 import asyncio, socket, time
 from snapshot.errors import StorageError
@@ -262,8 +261,7 @@ with socket.create_server(("127.0.0.1", 0)) as server:
     except StorageError as error:
         print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
-    assert "no answer to get" in done.stdout
+    assert "no answer to get" in warm.run(program)
 
 
 class Careless(MemoryFileSystem):
