@@ -16,7 +16,7 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.check import check_range, check_tensor, check_tree
 from snapshot.manifest.document import Document, FileEntry
 from snapshot.manifest.scalars import Scalar
-from snapshot.manifest.view import by_key, rank_view
+from snapshot.manifest.view import by_key, is_rank, rank_view
 from snapshot.report import VerifyReport
 from snapshot.storage import in_thread
 from snapshot.tensors.digest import of_range
@@ -55,9 +55,7 @@ def _tree_faults(document: Document) -> list[str]:
             shared[path] = entry
         else:
             own[path.partition("/")[0]][path] = entry
-    faults = [
-        f"{len(own[number])} entries of no rank: {number[:80]!r}" for number in own if not _is_rank(number, world)
-    ]
+    faults = [f"{len(own[number])} entries of no rank: {number[:80]!r}" for number in own if not is_rank(number, world)]
     for rank in range(min(world, max(1, MOST_VIEWS // max(1, len(shared))))):
         try:
             view = rank_view({**shared, **own.get(str(rank), {})}, rank, world, world)
@@ -66,10 +64,6 @@ def _tree_faults(document: Document) -> list[str]:
         except CorruptSnapshotError as error:
             faults.append(str(error))
     return faults
-
-
-def _is_rank(number: str, world: int) -> bool:
-    return len(number) < 11 and number.isdecimal() and str(int(number)) == number and int(number) < world
 
 
 async def _verify(operation: Operation, document: Document, meter: Meter) -> VerifyReport:

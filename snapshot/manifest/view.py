@@ -76,8 +76,13 @@ def _check_widths(entries: Mapping[str, Any], most: int) -> None:
         raise CorruptSnapshotError(f"the manifest's containers name more than its {most} entries")
 
 
+def is_rank(number: str, saved: int) -> bool:
+    """Whether a path's first component is the number of a rank, as we write it."""
+    return bool(_RANK.fullmatch(number)) and int(number) < saved
+
+
 def _number(path: str, number: str, saved: int) -> int:
-    if not _RANK.fullmatch(number) or int(number) >= saved:
+    if not is_rank(number, saved):
         raise CorruptSnapshotError(f"{path[:200]!r} is an entry of no rank: there were {saved}")
     return int(number)
 

@@ -1,14 +1,12 @@
 """What the tests of this folder share: its own modules (`from forks import Warm`), a warm interpreter, no leak."""
 
-import contextlib
-import os
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
+from leaks import no_leak
 
 HERE = Path(__file__).parent
 for folder in (HERE, HERE.parent / "storage"):
@@ -77,25 +75,6 @@ def writer_process(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def nothing_leaks():
-    """No test leaves a file descriptor open, or a thread that was not there (the library's own are kept)."""
-    from snapshot import Snapshot, StateDict
-
-    Snapshot.take("memory://warm", {"s": StateDict(x=1)}, overwrite=True)
-    before = _descriptors()
-    threads = {thread.name for thread in threading.enumerate()}
-    yield
-    for thread in threading.enumerate():
-        if thread.name == "snapshot-callback":
-            thread.join(10)
-    left = {thread.name for thread in threading.enumerate()} - threads
-    assert not {name for name in left if not name.startswith(("snapshot-io", "tqdm", "Thread-"))}, left
-    after = _descriptors()
-    assert len(after) <= len(before), set(after.items()) - set(before.items())
-
-
-def _descriptors():
-    found = {}
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found[descriptor] = os.readlink(f"/proc/self/fd/{descriptor}")
-    return found
+    """No test leaves a file descriptor open, or a thread that was not there."""
+    with no_leak():
+        yield

@@ -3,32 +3,18 @@
 import os
 
 from disks import lose_power
+from faults import Do
 from killing import VERBS, call, check, die, do_take, logged, outcome, prepare
 from places import Place, fresh, holds
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, SnapshotNotFoundError
-from snapshot.testing import Tap, tapped
-
-
-class Lose(Tap):
-    """Loses the power of a mount, and this process's life, before the n-th operation."""
-
-    def __init__(self, mount, nth):
-        self.mount = mount
-        self.nth = nth
-        self.met = 0
-
-    async def before(self, operation):
-        self.met += 1
-        if self.met == self.nth:
-            lose_power(self.mount)
-            die()
+from snapshot.testing import tapped
 
 
 def lost(verb, path, mount, nth, direct_io):
     """In a fork: a verb in which the power is lost before its n-th operation, or right after it returns."""
     os.environ["SNAPSHOT_DIRECT_IO"] = direct_io
-    with tapped("dark", Lose(mount, nth)):
+    with tapped("dark", Do(nth, lambda: (lose_power(mount), die()))):
         call(verb, path, "dark+")
     lose_power(mount)
     die()
