@@ -71,7 +71,7 @@ class FileStorage(Storage):
         self._opened: list[Reader] = []
         self._folders = Folders(self._root, durable=context.durable)
 
-    capabilities = Capabilities(guarded_commit=True, blocking=True)
+    capabilities = Capabilities(guarded_commit=True, renames=True, blocking=True)
 
     @property
     def limits(self) -> Limits:  # type: ignore[override]
@@ -277,6 +277,19 @@ class FileStorage(Storage):
             raised.errno, raised.uncertain = error.errno, True
             raise raised from error
         return token
+
+    async def rename(self, source: str, path: str) -> None:
+        """A rename, which `settle` makes durable."""
+        self._refuse_links(source)
+        await self._do(path, self._rename, self._path(source), self._path(path))
+
+    def _rename(self, source: str, full: str) -> None:
+        self._folders.make(os.path.dirname(full))
+        os.rename(source, full)
+        self._folders.gone(source)
+        self._folders.finished(full)
+        for each in {os.path.dirname(source), os.path.dirname(full)}:
+            self._folders.changed(each)
 
     async def settle(self) -> None:
         """Sync the folders in which files were made."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ssl
 from base64 import b64encode
 from collections.abc import Mapping
@@ -45,7 +46,9 @@ def status_fault(error: StatusError, url: URL) -> SnapshotError:
         return ends_early(url)
     if error.status in (408, 425, 429) or (error.status >= 500 and error.status not in (501, 505)):
         return PassingError(said, after=error.after, refused=error.status in (425, 429))
-    return StorageError(said)
+    fault = StorageError(said)
+    fault.errno = errno.EACCES if error.status in (400, 401, 403) else None
+    return fault
 
 
 class HttpDriver(Driver):

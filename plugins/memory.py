@@ -66,7 +66,7 @@ os.register_at_fork(after_in_child=_after_fork)
 class MemoryStorage(Storage):
     """`memory://name` or `memory://name/below/it`. No `storage_options`."""
 
-    capabilities = Capabilities(durable=False, server_side_copy=True, guarded_commit=True)
+    capabilities = Capabilities(durable=False, server_side_copy=True, renames=True, guarded_commit=True)
     limits = Limits(parallel_files=1)
 
     def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
@@ -148,6 +148,14 @@ class MemoryStorage(Storage):
         with _lock:
             for key in keys:
                 _files.pop(key, None)
+
+    async def rename(self, source: str, path: str) -> None:
+        """In one step."""
+        old, new = self._key(source), self._key(path)
+        with _lock:
+            if old not in _files:
+                raise StorageNotFoundError(f"{self.url.join(source)}: no such file")
+            _files[new] = _files.pop(old)
 
     async def commit(self, claim: str, path: str, data: bytes, *, expect: Expect = ABSENT) -> str:
         """Both in one step: the claim must be there, and becomes the file."""

@@ -17,7 +17,7 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.pending import PendingSnapshot
-from snapshot.report import Progress, RestoreReport, VerifyReport
+from snapshot.report import ConvertReport, Progress, RestoreReport, VerifyReport
 from snapshot.snapshot import Snapshot
 from snapshot.state.model import ModelState
 from snapshot.state.rng import RNGState
@@ -34,6 +34,7 @@ __all__ = [
     "ModelState",
     "RestoreReport",
     "VerifyReport",
+    "ConvertReport",
     "Progress",
     "SnapshotError",
     "SnapshotNotFoundError",

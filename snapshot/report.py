@@ -109,7 +109,7 @@ class VerifyReport:
     faults: tuple[str, ...] = ()
     """A line per damaged or missing piece; none if all is well."""
     unverifiable: int = 0
-    """Entries that carry no digest."""
+    """Stored ranges that carry no digest: only others' formats have such."""
 
     @property
     def ok(self) -> bool:
@@ -122,10 +122,30 @@ class VerifyReport:
     def __str__(self) -> str:
         head = f"{self.entries:,} entries, {size_text(self.bytes_read)} in {self.seconds:.3f} s: "
         if self.ok:
-            without = f", but {self.unverifiable:,} of them carry no digest" if self.unverifiable else ""
-            return head + "every byte is what was written" + without
+            if self.unverifiable:
+                return head + f"no fault, but {self.unverifiable:,} carry no digest, and could only be read"
+            return head + "every byte is what was written"
         count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults):,} faults"
         return head + count + listed(self.faults, 1000)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """What a conversion wrote."""
+
+    format: str
+    tensors: int
+    nbytes: int
+    """Bytes of the tensors."""
+    left_out: tuple[str, ...] = ()
+    """A line for each thing that was wanted, and that the format cannot hold."""
+    files: tuple[str, ...] = ()
+    """The files that were written, where they have names of their own."""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        head = f"{self.tensors:,} tensors, {size_text(self.nbytes)} to {self.format} in {self.seconds:.3f} s"
+        return head + (f"; {len(self.left_out):,} left out:{listed(self.left_out)}" if self.left_out else "")
 
 
 @dataclass(frozen=True, slots=True)

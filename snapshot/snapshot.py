@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from snapshot.distributed.call import Call
 from snapshot.distributed.group import ranks_of
 from snapshot.engine import commit
+from snapshot.engine.convert import Choice
+from snapshot.engine.converting import converted
+from snapshot.engine.export import SHARD
 from snapshot.engine.guard import wait_for_all
 from snapshot.engine.inflight import in_flight
 from snapshot.engine.loop import refuse_on_loop, run, start
@@ -22,22 +27,29 @@ from snapshot.engine.restore import Restore
 from snapshot.engine.take import begin, make
 from snapshot.engine.verify import verify_files
 from snapshot.engine.worker import check, writer_process
-from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
+from snapshot.errors import (
+    CorruptSnapshotError,
+    SnapshotError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    StorageError,
+)
 from snapshot.events import Meter, ProgressArgument, emit
-from snapshot.manifest.document import METADATA, Document, copied
+from snapshot.manifest.document import Document, copied
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.view import Rename
 from snapshot.metadata import SnapshotMetadata
 from snapshot.options import Settings
 from snapshot.pending import PendingSnapshot
 from snapshot.plan.layout import SavePlan
-from snapshot.report import RestoreReport, VerifyReport
+from snapshot.report import ConvertReport, RestoreReport, VerifyReport
 from snapshot.state.flatten import Prepare
 from snapshot.state.owned import Owned
 from snapshot.state.stateful import Stateful, check_app_state
 from snapshot.storage import URL
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
 AppState = Mapping[str, Stateful]
@@ -386,15 +398,13 @@ class Snapshot:
         return SnapshotMetadata.of(self._open())
 
     def exists(self) -> bool:
-        """Whether a committed snapshot is here; only that, not whether it is whole."""
+        """Whether a committed snapshot is here, or a checkpoint of another library that can be opened; only that, not
+        whether it is whole."""
         operation = self._operation(None)
         try:
-            run(operation.storage.stat(METADATA))
-        except StorageNotFoundError:
-            return False
+            return run(operation.exists())
         finally:
             run(operation.close())
-        return True
 
     def verify(self, *, memory_budget_bytes: int | None = None, progress: ProgressArgument = None) -> VerifyReport:
         """Read every byte, and compare it with its digest. Live tensors are not involved.
@@ -415,6 +425,63 @@ class Snapshot:
         emit("verified", "verify", str(self._url), ok=report.ok, bytes=report.bytes_read)
         return report
 
+    # Convert
+
+    def convert(
+        self,
+        url: str | os.PathLike[str],
+        to: str = "snapshot",
+        *,
+        select: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        rename: Rename | None = None,
+        dtype: torch.dtype | None = None,
+        shard_bytes: int = SHARD,
+        overwrite: bool = False,
+        durable: bool = True,
+        verify: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
+        memory_budget_bytes: int | None = None,
+        progress: ProgressArgument = None,
+    ) -> ConvertReport:
+        """Write what is here once more, in another format; in the memory budget, whatever its size. One process does
+        it, also where several ranks run.
+
+        Args:
+            url: Where to: a folder; for `"torch"`, and for `"safetensors"` if it ends so, a file.
+            to: `"snapshot"`; `"safetensors"`: one file, or a folder as Hugging Face has it; `"torch"`: a file as
+                torch.save writes it; `"dcp"`: a folder that `torch.distributed.checkpoint.load` reads.
+            select: Globs over `<key>/<logical path>` of what is wanted; all by default.
+            exclude: Globs of what is not.
+            rename: Names here -> names there: a dict of paths, or a function.
+            dtype: Cast floating point tensors to it.
+            shard_bytes: How long a file of several may be.
+            overwrite: Replace what is there.
+            durable: Return only when it survives a loss of power.
+            verify: Check every digest, and the checksums that others' formats carry.
+            storage_options: What the storage plugin of `url` should know.
+            memory_budget_bytes: Host memory: half of it for reading, half for writing.
+            progress: True for a bar, or a function that is called with `Progress`.
+
+        Raises:
+            SnapshotExistsError: Something is there already; nothing was written.
+            UnsupportedFormatError: The format cannot hold a tensor; nothing was written.
+            UnsafeObjectError: What is here holds a pickle of more than plain values; exclude it.
+
+        >>> import torch
+        >>> from snapshot import StateDict
+        >>> snapshot = Snapshot.take("memory://docs/convert", {"model": StateDict(weight=torch.zeros(3))})
+        >>> snapshot.convert("memory://docs/model.safetensors", "safetensors").tensors
+        1
+        """
+        refuse_on_loop()
+        choice = Choice(select, exclude, rename, dtype, verify, self._allow_pickle)
+        return converted(
+            self._url, self._options, URL.parse(os.fspath(url)), storage_options, to, choice,
+            Meter("convert", progress), shard_bytes=shard_bytes, overwrite=overwrite, durable=durable,
+            budget=memory_budget_bytes,
+        )  # fmt: skip
+
     # Remove
 
     def delete(self) -> None:
@@ -424,6 +491,18 @@ class Snapshot:
 
         try:
             run(commit.remove(operation.storage))
+        except (SnapshotNotFoundError, StorageError) as error:
+            foreign = False
+            with suppress(SnapshotError):
+                foreign = run(operation.is_foreign())
+            if not foreign and getattr(error, "errno", None) == errno.ENOTDIR:
+                raise SnapshotNotFoundError(f"{self._url}: there is no snapshot to delete") from error
+            if not foreign:
+                raise
+            raise SnapshotExistsError(
+                f"{self._url}: was written by another library; it is only read, never replaced or deleted: remove it "
+                "yourself"
+            ) from error
         finally:
             run(operation.close())
         self._document = None
@@ -447,8 +526,11 @@ class Snapshot:
         known = self._open()
         operation = self._operation(budget)
         try:
+            run(operation.use(known))
             return read(operation, known)
         except CorruptSnapshotError:
+            run(operation.close())
+            operation = self._operation(budget)
             self._document = run(operation.open())
             if self._document.save_id == known.save_id:
                 raise

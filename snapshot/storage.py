@@ -113,6 +113,8 @@ class Capabilities:
     concurrent: bool = True
     """Several files may be read and written at once."""
     server_side_copy: bool = False
+    renames: bool = False
+    """`rename` gives a finished file another name, at once. Elsewhere a file is not seen before it is finished."""
     guarded_commit: bool = False
     """`commit` fails if its claim was deleted meanwhile: then a cleaner that deletes a claim stops that take. Elsewhere
     claims that are younger than a day are left alone."""
@@ -313,6 +315,10 @@ class Storage(ABC):
     async def copy(self, source: str, path: str) -> None:
         """Copy a file within this storage, without its bytes passing through here: see `server_side_copy`."""
         raise StorageError(f"{self.url.join(source)}: this storage cannot copy on its own")
+
+    async def rename(self, source: str, path: str) -> None:
+        """Give a finished file another name; what had that is replaced: see `renames`."""
+        raise StorageError(f"{self.url.join(source)}: this storage cannot rename")
 
     async def sweep(self, prefix: str, older_than: float) -> Sequence[str]:
         """Drop unfinished uploads below `prefix` that are older than so many seconds; what was dropped."""

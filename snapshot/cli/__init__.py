@@ -11,11 +11,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from snapshot.cli import bench, verify
+from snapshot.cli import bench, convert, verify
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError
 
-VERBS = (verify, bench)
+VERBS = (verify, convert, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,9 +7,11 @@ import json
 from typing import Any
 
 
-def add_options(parser: argparse.ArgumentParser, purpose: str = "storage_options of the URL") -> None:
+def add_options(
+    parser: argparse.ArgumentParser, purpose: str = "storage_options of the URL", name: str = "--options"
+) -> None:
     """`--options`: what the storage plugin should know."""
-    parser.add_argument("--options", type=_object, default={}, metavar="JSON", help=purpose)
+    parser.add_argument(name, type=_object, default={}, metavar="JSON", help=purpose)
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,12 @@ def add(verbs: Verbs) -> None:
         help="measure S3's clients and ours beside each other, on loopback or at an s3:// URL, and no case",
     )  # fmt: skip
     several.add_argument(
+        "--dcp", action="store_true", help="measure torch.distributed.checkpoint with its storage and ours, and no case"
+    )
+    several.add_argument(
+        "--formats", action="store_true", help="measure how others' checkpoints are read and converted, and no case"
+    )
+    several.add_argument(
         "--async", action="store_true", dest="background",
         help="measure saving in the background: what it costs the training beside it, and how soon it is safe",
     )  # fmt: skip
@@ -92,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_async(arguments)
     if arguments.trace or arguments.figure or "params" in arguments.case:
         raise ValueError("--trace, --figure and --case params belong to --async")
-    if arguments.world or arguments.ranks or arguments.store:
+    if any((arguments.world, arguments.ranks, arguments.store, arguments.dcp, arguments.formats)):
         return _run_apart(arguments)
     with unwinding(), place(arguments.url) as where:
         host = describe(where)
@@ -121,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run_apart(arguments: argparse.Namespace) -> int:
     """Measure what is no case: several ranks, real ones or the planning of simulated ones; or the way to a store."""
-    asked = "--world" if arguments.world else "--ranks" if arguments.ranks else "--store"
+    asked = "--" + next(name for name in ("world", "ranks", "store", "dcp", "formats") if getattr(arguments, name))
     if arguments.json:
         raise ValueError(f"{asked} prints a table only; leave out --json")
     if (arguments.case, arguments.only, arguments.peers) != (DEFAULT, tuple(OPERATIONS), PEERS):
@@ -140,9 +147,22 @@ def _run_apart(arguments: argparse.Namespace) -> int:
             return ExitStatus.OK
         with place(arguments.url) as where:
             print(_header(describe(where), arguments), flush=True)
-            for line in compare(where, arguments.world, arguments.scale, arguments.rounds):
+            for line in _lines(arguments, where):
                 print(line, flush=True)
     return ExitStatus.OK
+
+
+def _lines(arguments: argparse.Namespace, where: Place) -> Iterator[str]:
+    """The table of what is measured in a place. Torch's DCP takes long to import."""
+    if arguments.dcp:
+        from snapshot.cli.bench_dcp import compare as compare_dcp
+
+        return compare_dcp(where, arguments.scale, arguments.rounds)
+    if arguments.formats:
+        from snapshot.cli.bench_formats import compare as compare_formats
+
+        return compare_formats(where, arguments.scale, arguments.rounds)
+    return iter(compare(where, arguments.world, arguments.scale, arguments.rounds))
 
 
 def _run_async(arguments: argparse.Namespace) -> int:

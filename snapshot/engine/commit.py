@@ -185,8 +185,26 @@ async def clean(storage: Storage, keep: str) -> None:
     emit("cleaned", "take", str(storage.url), files=len(gone))
 
 
+_OTHERS = re.compile(rb'\s*(\{\s*"version"|version:|manifest:|world_size:)')
+
+
+async def expect_ours(storage: Storage) -> None:
+    """Raise if the manifest that stands here is of another library: its files would be left with nothing that names
+    them."""
+    size = (await storage.stat(METADATA)).size
+    head = bytearray(min(size, 256))
+    await storage.read_into(METADATA, 0, [head])
+    if _OTHERS.match(head):
+        raise SnapshotExistsError(
+            f"{storage.url}: holds a snapshot that another library wrote; it is only read, never replaced or deleted: "
+            "remove its folder yourself"
+        )
+
+
 async def remove(storage: Storage) -> None:
     """Delete a snapshot, the manifest first, and what interrupted takes left beside it."""
+    with contextlib.suppress(StorageNotFoundError):
+        await expect_ours(storage)
     found = await ours(storage)
     data = await _remove_claims(storage, found, await standing(storage))
     try:

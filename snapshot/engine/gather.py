@@ -13,23 +13,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from snapshot.engine.arena import Slot
-from snapshot.engine.reader import Place, Want, want_all
-from snapshot.errors import CorruptSnapshotError
+from snapshot.engine.placing import copy_into, place_of, unpacked, wanted
+from snapshot.engine.wants import Want, want_all
+from snapshot.errors import CorruptSnapshotError, UnsafeObjectError
+from snapshot.formats.foreign import is_packed
+from snapshot.formats.packed import Layout, archived, object_bytes
+from snapshot.formats.values import NotPlainError, plain_value
 from snapshot.manifest import entries as e
 from snapshot.manifest.check import Files, check_range, check_tensor
+from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.scalars import Scalar
 from snapshot.state import arrays
 from snapshot.tensors import composite
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, NAMES
-from snapshot.tensors.geometry import Box, boxes_of_range, intersect, is_run, runs, whole
+from snapshot.tensors.geometry import Box, intersect, whole
 from snapshot.tensors.memory import address_of, is_plain
 from snapshot.tensors.objects import load_object
 
-_GAP = 64 << 10
-"""Bytes of a partly wanted range that are rather read than asked around."""
+ROOM = 1 << 30
+MOST_TIMES = 4
+"""What others' files hold may be compressed, or views of a few bytes: new values that are made of it take at most ROOM
+bytes, and so many times the files' length. (In tensors that are there already anything is restored.)"""
 
 
 class Uncovered(Exception):
@@ -59,6 +65,8 @@ class Gather:
         self._claimed: dict[tuple[str, tuple[int, int]], tuple[Any, ...]] = {}
         self._unclaimed = sum(file.size for file in files.values())
         """Bytes of the files that no new value was made of yet."""
+        self._room = ROOM + MOST_TIMES * self._unclaimed
+        """Bytes that new values may take which are made of packed ones, or are views."""
 
     # Values made anew
 
@@ -81,7 +89,7 @@ class Gather:
         subclass, requires_grad = extra.subclass, extra.requires_grad
         first = entry.pieces()[0][1] if entry.nbytes else None
         key = first and (
-            first.location,
+            *place_of(first),
             first.byte_range,
             entry.dtype,
             entry.shape,
@@ -136,9 +144,21 @@ class Gather:
         self.objects.append(want_all(path, entry, address_of(memoryview(data))))
 
         def finish() -> None:
-            self.values[path] = load_object(
-                path, data, entry.serializer, entry.obj_type, allow_pickle=self._allow_pickle
-            )  # fmt: skip
+            held, serializer = data, entry.serializer
+            if isinstance(self.files[entry.location], ForeignFile) and archived(entry):
+                held, serializer = object_bytes(path, entry, data, self._room), "torch_save"
+                self._room -= len(held)
+            try:
+                self.values[path] = load_object(
+                    path, held, serializer, entry.obj_type, allow_pickle=self._allow_pickle
+                )  # fmt: skip
+            except UnsafeObjectError as error:
+                if serializer != "torch_save" or not isinstance(self.files[entry.location], ForeignFile):
+                    raise
+                try:
+                    self.values[path] = plain_value(path, held)
+                except NotPlainError:
+                    raise error from None
 
         self._finish_objects.append(finish)
 
@@ -147,6 +167,11 @@ class Gather:
         name the same range of a file many times, each time as something else."""
         place = stored.location, stored.byte_range
         if not stored.nbytes:
+            return
+        if isinstance(stored, e.TensorEntry) and is_packed(stored):
+            self._room -= math.prod(stored.shape) * ITEMSIZE[stored.dtype]
+            if self._room < 0:
+                raise CorruptSnapshotError(f"{path}: would take far more memory than its files have bytes")
             return
         if place not in self._claimed:
             self._claimed[place] = what
@@ -195,8 +220,8 @@ class Gather:
         if not pieces:
             raise Uncovered
         first = pieces[0][1]
-        place = (first.location, first.byte_range[0])
-        if live and not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype):
+        place = place_of(first)
+        if live and (not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype) or is_packed(first)):
             self.targets.append((path, target, place))
         if place in self._filled:
             if self._again(entry, pieces, target, *self._filled[place]):
@@ -211,7 +236,8 @@ class Gather:
             return
         if live:
             place = path, box, target.data_ptr()
-            if not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype):
+            packed = any(is_packed(stored) for _, stored in entry.pieces())
+            if not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype) or packed:
                 self.targets.append((path, target, (f"{path}[{box}]", 0)))
             if place in self._boxes:
                 return
@@ -245,78 +271,49 @@ class Gather:
         cannot be."""
         if other.shape != entry.shape or other.dtype != entry.dtype:
             return False
-        if [(box, stored.byte_range) for box, stored in other.pieces()] != [(b, s.byte_range) for b, s in pieces]:
+        alike = [(box, stored.byte_range, place_of(stored)) for box, stored in other.pieces()]
+        if alike != [(box, stored.byte_range, place_of(stored)) for box, stored in pieces]:
             return False
         if source.device == target.device and source.data_ptr() == target.data_ptr():
             return source.stride() == target.stride() and source.dtype == target.dtype
         if source.dtype != BY_NAME[entry.dtype]:
             return False  # the first place lost precision in a cast
-        self._finish.append(lambda: _copy(target, source))
+        self._finish.append(lambda: copy_into(target, source))
         return True
 
     def _piece(self, path: str, stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box, live: bool) -> int:
         """What a stored piece of a tensor shares with a box of it, into a tensor of that box's shape; how much that
         is."""
+        if not is_packed(stored):
+            return wanted(self.wants, path, stored, piece, target, box, live)
         shared = intersect(piece, box)
         if shared is None:
             return 0
-        itemsize = ITEMSIZE[stored.dtype]
-        same = BY_NAME[stored.dtype] == target.dtype and is_plain(target)
-        within = shared.relative_to(box.offsets)
-        if shared == piece and same and is_run(box.sizes, within):
-            first = runs(box.sizes, within, 0)[0][0]
-            self.wants.append(want_all(path, stored, target.data_ptr() + first * itemsize, None, live))
-            return shared.numel
-        place = _placer(stored, piece, target, box)
-        if shared == piece:
-            self.wants.append(want_all(path, stored, 0, place, live))
-            return shared.numel
-        begin, end = stored.byte_range
-        last = -1
-        for first, stop in runs(piece.sizes, shared.relative_to(piece.offsets), _GAP // itemsize):
-            low = begin + first * itemsize // BLOCK * BLOCK
-            high = min(end, begin + -(-stop * itemsize // BLOCK) * BLOCK)
-            low = max(low, last)
-            if low < high:
-                self.wants.append(Want(path, stored, stored.location, low, high, 0, place, live))
-                last = high
+        part = target.detach()[shared.relative_to(box.offsets).slices()]
+        inner = shared.relative_to(piece.offsets)
+        finish = self._finish  # and not this gathering, which holds the want
+
+        def opens(layout: Layout) -> list[Want]:
+            return unpacked(path, stored, layout, inner, part, live, finish)
+
+        want = want_all(path, stored, 0, None, live)
+        want.opens = opens
+        self.wants.append(want)
         return shared.numel
 
     # Afterwards
 
-    def finish_objects(self) -> None:
-        """Decode the objects, whose bytes have been read and verified."""
+    def finish_objects(self, *, all_or_none: bool = True) -> None:
+        """Decode the objects, whose bytes have been read and verified; or those that can be, without running a
+        pickle."""
         for each in self._finish_objects:
-            each()
+            try:
+                each()
+            except UnsafeObjectError:
+                if all_or_none:
+                    raise
 
     def finish(self) -> None:
         """Make the values that are made of several reads; all bytes have been read and verified."""
         for each in self._finish:
             each()
-
-
-def _placer(stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box) -> Place:
-    """Copies what arrives of a stored piece to where it belongs in a tensor that stands for `box`."""
-    dtype, itemsize = BY_NAME[stored.dtype], ITEMSIZE[stored.dtype]
-    target = target.detach()
-
-    def place(start: int, slot: Slot, at: int, length: int) -> None:
-        first = start // itemsize
-        arrived = slot.tensor[at : at + length].view(dtype)
-        with torch.no_grad():
-            for position, part in boxes_of_range(piece.sizes, first, first + length // itemsize):
-                there = part.within(piece.offsets)
-                shared = intersect(there, box)
-                if shared is None:
-                    continue
-                source = arrived[position - first : position - first + math.prod(part.sizes)].view(part.sizes)
-                target[shared.relative_to(box.offsets).slices()].copy_(
-                    source[shared.relative_to(there.offsets).slices()]
-                )
-
-    return place
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    with torch.no_grad():
-        target.detach().copy_(source.detach())

@@ -107,8 +107,11 @@ class Match:
         """What is to be known of containers and names, before a leaf is looked at."""
         if not kind.by_name:
             self._match_withheld(kind)
-        for path in kind.adopts(entries, self._elsewhere):
+        adopted = kind.adopts(entries, self._elsewhere)
+        for path in adopted:
             adopt(entries, path, self._elsewhere[path])
+        if not all(map(self._wanted, adopted)):
+            self._choose_again(kind.key, entries)
         choice = self.choices.get(kind.key)
         if choice is None or not choice.skipped.intersection(kind.needs):
             self._notes.mismatches += kind.mismatches(entries)
@@ -128,6 +131,13 @@ class Match:
                 choice.merge(kind.key, entries, dict.fromkeys(entries), kind.state)
             except RestoreError as error:
                 self._notes.mismatches.append(str(error))
+
+    def _choose_again(self, key: str, entries: dict[str, Any]) -> None:
+        """Of what was found with other ranks, too, only that is restored which was asked for."""
+        choice = self.choices[key] = Choice(entries, self._wanted)
+        for path in sorted(choice.skipped - self.skipped):
+            self._notes.add("skipped", path, "not asked for")
+        self.skipped |= choice.skipped
 
     def _match_withheld(self, kind: Kind) -> None:
         """What this rank cannot have: an optimizer would train on with half of its state."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -13,9 +15,10 @@ from snapshot.distributed.call import Call
 from snapshot.engine import commit
 from snapshot.engine.loop import run
 from snapshot.engine.operation import Operation
-from snapshot.errors import SnapshotError, SnapshotExistsError, StorageNotFoundError
+from snapshot.errors import SnapshotError, SnapshotExistsError, StorageError, StorageNotFoundError
+from snapshot.formats import dcp
 from snapshot.manifest.document import METADATA, Document
-from snapshot.storage import ABSENT, URL, Expect
+from snapshot.storage import ABSENT, URL, Expect, FileStat
 
 Open = Callable[[URL], Operation]
 
@@ -155,17 +158,35 @@ def _same_verb(hellos: Sequence[Hello]) -> None:
         )
 
 
+async def _standing(operation: Operation, path: str, *absent: int) -> FileStat | None:
+    try:
+        return await operation.storage.stat(path)
+    except StorageNotFoundError:
+        return None
+    except StorageError as error:
+        if error.errno not in absent:
+            raise
+        return None
+
+
 async def expectation(operation: Operation, *, overwrite: bool) -> Expect:
     """What the commit expects to stand at the path: refuse to write over a snapshot, unless that was asked for."""
     capabilities = operation.storage.capabilities
     if not (capabilities.write and capabilities.atomic_put):
         raise SnapshotError(f"{operation.url}: this storage cannot be written to")
-    try:
-        standing = await operation.storage.stat(METADATA)
-    except StorageNotFoundError:
+    standing = await _standing(operation, METADATA)
+    other = await _standing(operation, dcp.METADATA, errno.EISDIR, errno.ENOTDIR)
+    if other is not None:
+        raise SnapshotExistsError(
+            f"{operation.url}: holds a checkpoint of torch.distributed.checkpoint, which others would read in place of "
+            "this one; take to another path, or remove its files"
+        )
+    if standing is None:
         return ABSENT
     if not overwrite:
         raise SnapshotExistsError(
             f"{operation.url}: holds a snapshot already; take to another path, or with overwrite=True"
         )
+    with suppress(StorageNotFoundError):
+        await commit.expect_ours(operation.storage)
     return standing.token

@@ -10,16 +10,21 @@ from typing import Any, TypeVar
 from snapshot import trace
 from snapshot.engine.budget import MemoryBudget, Pool
 from snapshot.engine.loop import clients
+from snapshot.engine.quiet import no_collection
 from snapshot.errors import (
     CorruptSnapshotError,
     SnapshotError,
     SnapshotNotFoundError,
     StorageError,
     StorageNotFoundError,
+    UnsafeObjectError,
     UnsupportedFormatError,
 )
 from snapshot.events import emit, log
-from snapshot.manifest.document import METADATA, Document, Part, PartEntry, decode_document, decode_part
+from snapshot.formats import torchsnapshot
+from snapshot.formats.finding import find
+from snapshot.formats.foreign import LINKLESS, ForeignDocument, ReadOnly, says_absent
+from snapshot.manifest.document import METADATA, Document, ForeignFile, Part, PartEntry, decode_document, decode_part
 from snapshot.manifest.merge import merge
 from snapshot.options import MiB, Settings
 from snapshot.registry import open_storage, plugin_for
@@ -55,27 +60,80 @@ class Operation:
         if limit <= 0:
             raise ValueError(f"memory_budget_bytes is {limit}, and must be more than 0")
         self.budget = MemoryBudget(limit, pool(limit) if pool is not None else None)
-        context = Context(durable, self.budget, clients(), self.settings.direct_io, self.settings.lane_count())
-        self.storage: Storage = open_storage(url, options, context)
+        self._context = Context(durable, self.budget, clients(), self.settings.direct_io, self.settings.lane_count())
+        self.storage: Storage = open_storage(url, options, self._context)
 
     async def open(self, rank: int | None = None) -> Document:
         """The snapshot's manifest, with all of its parts, or with those that one rank needs first."""
+        if isinstance(self.storage, ReadOnly):  # what stood here was somebody else's: now it may be another's
+            await self.storage.close()
+            self.storage = self._beside(self.url)
         try:
             document = await self.twice(METADATA, self._manifest)
-        except StorageNotFoundError as error:
-            raise SnapshotNotFoundError(
-                f"{self.url}: there is no snapshot here, or it was never finished ({METADATA} is missing)"
-            ) from error
+        except StorageError as error:
+            if not says_absent(self.storage, error):
+                raise
+            with no_collection():
+                found = await find(self.url, self.storage, self._beside, self.settings.manifest_bytes)
+            if found is None and not isinstance(error, StorageNotFoundError):
+                raise
+            if found is None:
+                raise SnapshotNotFoundError(
+                    f"{self.url}: there is no snapshot here, or it was never finished ({METADATA} is missing), nor a "
+                    "checkpoint of another library that can be read"
+                ) from error
+            document = found
+        await self.use(document)
         first = rank if rank is None or rank < document.world_size else 0
         await self.load(document, [part for part in document.parts if first is None or first in part.ranks])
         return document
 
+    async def exists(self) -> bool:
+        """Whether something stands here that can be opened."""
+        try:
+            await self.storage.stat(METADATA)
+        except StorageError as error:
+            if not says_absent(self.storage, error):
+                raise
+            try:
+                found = await find(self.url, self.storage, self._beside, self.settings.manifest_bytes)
+            except (CorruptSnapshotError, UnsupportedFormatError, UnsafeObjectError):
+                return False  # what is there cannot be opened
+            if found is None and not isinstance(error, StorageNotFoundError):
+                raise
+            return found is not None
+        return True
+
+    async def is_foreign(self) -> bool:
+        """Whether what stands here is of another library, and has no manifest."""
+        try:
+            return await find(self.url, self.storage, self._beside, self.settings.manifest_bytes) is not None
+        except (UnsupportedFormatError, UnsafeObjectError):
+            return True
+        except CorruptSnapshotError:
+            return False
+
     async def _manifest(self) -> Document:
         data = await self.storage.get(METADATA, limit=self.settings.manifest_bytes)
         where = self.storage.url.join(METADATA)
-        if not data.lstrip()[:1] == b"{" or b'"format"' not in data[:256]:
-            raise _foreign(data, where)
+        if data.lstrip()[:1] != b"{" or b'"format"' not in data[:256]:
+            found = await torchsnapshot.describe(self.storage, data)
+            found.place = self.url
+            return found
         return decode_document(data, where)
+
+    def _beside(self, url: URL) -> Storage:
+        """Another storage for the same operation: the folder that a file lies in."""
+        return open_storage(url, self.options, self._context)
+
+    async def use(self, document: Document) -> None:
+        """Read what a document describes: of somebody else's, from where its files are."""
+        if isinstance(document, ForeignDocument) and not isinstance(self.storage, ReadOnly):
+            inner = self.storage
+            if document.place != self.url:
+                inner = self._beside(document.place)
+                await self.storage.close()
+            self.storage = ReadOnly(inner, document.inline, links=document.format not in LINKLESS)
 
     async def twice(self, path: str, read: Callable[[], Awaitable[T]]) -> T:
         """Read something; and once more if it is damaged, and may have been so on the way only."""
@@ -119,7 +177,8 @@ class Operation:
         at_once = asyncio.Semaphore(16)
 
         async def fault(location: str) -> str | None:
-            expected = document.files[location].size
+            file = document.files[location]
+            expected = file.size
             try:
                 async with at_once:
                     found = (await self.storage.stat(location)).size
@@ -129,6 +188,8 @@ class Operation:
                 if error.errno not in damage:
                     raise
                 return str(error)
+            if found > expected and isinstance(file, ForeignFile) and not file.exact:
+                return None
             return None if found == expected else f"{location} has {found:,} bytes, and {expected:,} were written"
 
         ordered = sorted(locations)
@@ -142,9 +203,3 @@ class Operation:
         except SnapshotError as error:
             log.warning("%s: could not be closed: %s", self.url, error)
         trace.save()
-
-
-def _foreign(data: bytes, where: URL) -> Exception:
-    if b'"manifest"' in data[:4096] or b"manifest:" in data[:4096]:
-        return UnsupportedFormatError(f"{where}: was written by another library (torchsnapshot?)")
-    return CorruptSnapshotError(f"{where}: is no manifest ({len(data)} bytes)")

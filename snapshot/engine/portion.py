@@ -147,6 +147,8 @@ class Portion:
                 continue  # another rank writes it
             if path in shards:
                 own[f"{self._lowest(shards[path])}/{path}"] = entry
+            elif path in self.flat.once and path not in paths and not self._call.alone:
+                common[f"0/{path}"] = replace(entry, replicated=True)
             elif path not in paths:
                 own[f"{rank}/{path}"] = entry
             elif rank == 0 or not isinstance(entry, (Scalar, e.Container)):

@@ -10,7 +10,7 @@ import asyncio
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -18,12 +18,15 @@ import msgspec
 from snapshot.engine.arena import Slot
 from snapshot.engine.budget import MemoryBudget
 from snapshot.engine.loop import cancelled
+from snapshot.engine.unpack import Unpack, arrived, opened
+from snapshot.engine.wants import BlockCheck, Want
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
 from snapshot.events import emit
-from snapshot.manifest.entries import ObjectEntry, TensorEntry
+from snapshot.formats.packed import HEAD, LONGEST_HEAD, Layout, Short, archived, layout_of, streamed
+from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.reads import ReadPart, plan_reads
 from snapshot.storage import Buffer, Storage, drive, in_thread, uninterrupted
-from snapshot.tensors.digest import BLOCK, SIZE, block_digest, of_range, of_table
+from snapshot.tensors.digest import BLOCK, of_range, of_table
 from snapshot.tensors.memory import buffer
 
 _counting = threading.Lock()
@@ -32,64 +35,13 @@ os.register_at_fork(before=_counting.acquire, after_in_parent=_counting.release,
 HOT = 4 << 20
 """What a thread reads, and then digests, before the next: short enough to be in a cache still."""
 
-Place = Callable[[int, Slot, int, int], None]
-"""Called with (position in the stored range, slot, position in the slot, length): the bytes are to be copied from
-there."""
+LOOK = 1 << 20
+"""How much is read at once of what must be followed byte by byte."""
 
-
-class Want(msgspec.Struct, gc=False):
-    """A stored range that somebody wants, all of it or (block by block) some."""
-
-    name: str
-    stored: TensorEntry | ObjectEntry
-    location: str
-    begin: int
-    end: int
-    address: int = 0
-    """Where its first byte belongs; 0 if it is to be placed."""
-    place: Place | None = None
-    live: bool = False
-    """Whether it is an application's own tensor that is written to."""
-    check: BlockCheck | None = None
-
-
-def want_all(
-    name: str, stored: TensorEntry | ObjectEntry, address: int = 0, place: Place | None = None, live: bool = False
-) -> Want:
-    """The want of a whole stored range."""
-    begin, end = stored.byte_range
-    return Want(name, stored, stored.location, begin, end, address, place, live)
-
-
-class BlockCheck:
-    """The digests of a long range's blocks, as they come in from several threads.
-
-    With a `table` each block is compared at once; without, all of them make a table when the last one is there.
-    """
-
-    __slots__ = ("bad", "digests", "left", "table")
-
-    def __init__(self, nbytes: int, table: bytes | None) -> None:
-        self.left = nbytes
-        self.table = table
-        self.digests = bytearray(-(-nbytes // BLOCK) * SIZE)
-        self.bad: str | None = None
-
-    def update(self, at: int, data: memoryview) -> None:
-        """Take whole blocks that begin at `at` bytes into the range."""
-        first = at // BLOCK
-        made = b"".join(block_digest(data[begin : begin + BLOCK]) for begin in range(0, len(data), BLOCK))
-        if self.table is None:
-            self.digests[first * SIZE : first * SIZE + len(made)] = made
-        else:
-            expected = self.table[first * SIZE : first * SIZE + len(made)]
-            if made != expected:
-                wrong = next(i for i in range(0, len(made), SIZE) if made[i : i + SIZE] != expected[i : i + SIZE])
-                block = first + wrong // SIZE
-                self.bad = (
-                    f"block {block} (bytes {block * BLOCK} on) is xxh3:{made[wrong : wrong + SIZE].hex()}, "
-                    f"and xxh3:{expected[wrong : wrong + SIZE].hex()} was written"
-                )
+Followed = tuple[Want, Layout | None]
+"""A range that is followed from its first byte on, or from where its tensor's storage begins, if that is known."""
+TRIES = 4
+"""How often more is read of the beginning and the end of a packed tensor."""
 
 
 class _Table(msgspec.Struct, gc=False):
@@ -147,9 +99,15 @@ class Reader:
 
     async def _all(self, wants: Sequence[Want], progress: Callable[[int], None]) -> None:
         lanes: list[asyncio.Task[None]] = []
-        parts = iter(plan_reads(wants, self._part, self._gap))
+        followed: Iterator[Followed] = iter(())
+        parts: Iterator[ReadPart] = iter(())
 
         async def lane() -> None:
+            for each in followed:
+                if self._stopped:
+                    return
+                await self._follow(*each)
+                progress(each[0].end - each[0].begin)
             for part in parts:
                 if self._stopped:
                     return
@@ -157,6 +115,10 @@ class Reader:
                 progress(part.end - part.begin)
 
         try:
+            if any(want.opens is not None for want in wants):
+                wants, more = await self._opened(wants)
+                followed = iter(more)
+            parts = iter(plan_reads(wants, self._part, self._gap))
             if self._verify:
                 await self.prepare_checks(wants)
             if self._blocking:
@@ -174,6 +136,76 @@ class Reader:
             if self.result.touched:
                 error.add_note(f"live tensors that have been written to: {', '.join(sorted(self.result.touched))}")
             raise
+
+    async def _opened(self, wants: Sequence[Want]) -> tuple[list[Want], list[Followed]]:
+        """Find out where long packed tensors are, and want them there; what has to be followed from its first byte on.
+        Short ones are looked into when they arrive."""
+        found: list[Want] = []
+        long: list[Want] = []
+        followed: list[Followed] = []
+        for want in wants:
+            if want.opens is None or want.end - want.begin <= BLOCK:
+                found.append(want)
+            elif streamed(want.stored):
+                followed.append((want, None))
+            else:
+                long.append(want)
+        heads = await self._heads(long, [(HEAD, HEAD if archived(want.stored) else 0) for want in long])
+        for want, held in zip(long, heads, strict=True):
+            stored = want.stored
+            assert isinstance(stored, TensorEntry)
+            for _ in range(TRIES):
+                try:
+                    layout = layout_of(want.name, stored, *held)
+                    break
+                except Short as short:
+                    most = min(want.end - want.begin, LONGEST_HEAD)
+                    lengths = [(min(most, max(HEAD, short.args[0])), min(most, max(HEAD, short.args[1])))]
+                    held = (await self._heads([want], lengths))[0]  # noqa: PLW2901 - the same, longer
+            else:
+                raise CorruptSnapshotError(f"{want.name}: it cannot be found in {want.location}[{want.begin}:...]")
+            if layout.swapped:
+                followed.append((want, layout))
+            else:
+                found += opened(want, layout)
+        return found, followed
+
+    async def _heads(self, wants: Sequence[Want], lengths: Sequence[tuple[int, int]]) -> list[tuple[bytearray, ...]]:
+        """The first and the last bytes of ranges."""
+        ranges: list[_Table] = []
+        for want, (first, last) in zip(wants, lengths, strict=True):
+            begin, end = want.begin, want.end
+            low, high = min(begin + first, end), max(begin, end - last)
+            ranges.append(_Table(want.location, begin, low, bytearray(low - begin)))
+            ranges.append(_Table(want.location, high, end, bytearray(end - high)))
+        await self._read_ranges(ranges)
+        return [(first.held, last.held) for first, last in zip(ranges[::2], ranges[1::2], strict=True)]
+
+    async def _follow(self, want: Want, layout: Layout | None) -> None:
+        """Read a range from its first byte on, and hand over what it holds."""
+        unpack = Unpack(want, layout)
+        begin = want.begin if layout is None else layout.begin
+        async with self._budget.slot(LOOK) as slot:
+
+            async def through(step: Callable[[memoryview], object]) -> None:
+                for at in range(begin, want.end, LOOK):
+                    if self._stopped:
+                        return
+                    piece = slot.view[: min(LOOK, want.end - at)]
+                    await self._storage.read_into(want.location, at, [piece])
+                    self.result.bytes_read += len(piece)
+                    self.result.requests += 1
+                    if await in_thread(step, piece) is False:
+                        return
+
+            if unpack.looks:
+                await through(unpack.look)
+                await in_thread(unpack.looked)
+            if want.live:
+                self.result.touched.add(want.name)
+            await through(unpack.take)
+            if not self._stopped:
+                await in_thread(unpack.taken)
 
     async def prepare_checks(self, wants: Sequence[Want]) -> None:
         """Partly wanted ranges are checked block by block, against a table that is read, and checked, first."""
@@ -201,6 +233,18 @@ class Reader:
     ) -> dict[tuple[str, int, int], list[Want]]:
         """Read tables, several in one request where they lie close; those that are not what was written."""
         ranges = [_Table(*where, bytearray(where[2] - where[1])) for where in tables]
+        await self._read_ranges(ranges)
+        bad = {}
+        for (where, wants), table in zip(tables.items(), ranges, strict=True):
+            digest, held = of_table(table.held), bytes(table.held)
+            for want in wants:
+                want.check = BlockCheck(want.stored.nbytes, held)
+                if digest != want.stored.digest:
+                    bad[where] = wants
+        return bad
+
+    async def _read_ranges(self, ranges: Sequence[_Table]) -> None:
+        """Read short ranges into memory, several in one request where they lie close."""
         at_once = asyncio.Semaphore(self._lanes)
 
         async def read(part: ReadPart) -> None:
@@ -222,14 +266,6 @@ class Reader:
         except BaseException:
             await uninterrupted(cancelled(reads))
             raise
-        bad = {}
-        for (where, wants), table in zip(tables.items(), ranges, strict=True):
-            digest, held = of_table(table.held), bytes(table.held)
-            for want in wants:
-                want.check = BlockCheck(want.stored.nbytes, held)
-                if digest != want.stored.digest:
-                    bad[where] = wants
-        return bad
 
     async def _fetch(self, part: ReadPart, wants: Sequence[Want]) -> None:
         scratch = _scratch(part, wants)
@@ -283,7 +319,11 @@ class Reader:
             good = not verify or self.good(want, segment.begin, share)
             if not want.address:
                 at = next(placed)
-                if good and want.place is not None and slot is not None:
+                if want.opens is not None and slot is not None:
+                    if want.live:
+                        self.result.touched.add(want.name)
+                    arrived(want, share, slot.tensor[at : at + segment.end - segment.begin])
+                elif good and want.place is not None and slot is not None:
                     if want.live:
                         self.result.touched.add(want.name)
                     want.place(segment.begin - stored.byte_range[0], slot, at, segment.end - segment.begin)

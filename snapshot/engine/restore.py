@@ -14,25 +14,30 @@ from contextlib import contextmanager
 from typing import Any
 
 from snapshot.distributed.call import Call
+from snapshot.engine.fetch import expect_good, fetch
 from snapshot.engine.gather import Gather, Uncovered
 from snapshot.engine.loop import run
 from snapshot.engine.match import CASTS, Match
 from snapshot.engine.operation import Operation
 from snapshot.engine.quiet import no_collection
-from snapshot.engine.reader import Reader, ReadResult, Want
+from snapshot.engine.reader import ReadResult
 from snapshot.engine.sharing import remember
+from snapshot.engine.sums import expect_sums
 from snapshot.engine.targets import shared_memory
 from snapshot.engine.together import Ranges, Relay, agree_on_reads, divided
+from snapshot.engine.unfold import unfold
+from snapshot.engine.wants import Want
 from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError
 from snapshot.events import Meter
+from snapshot.formats.foreign import root_of
 from snapshot.manifest.check import check_tree, locations_of
 from snapshot.manifest.document import Document
-from snapshot.manifest.entries import Container, ListEntry, OrderedDictEntry
-from snapshot.manifest.paths import component
+from snapshot.manifest.entries import Container, DictEntry, ListEntry, OrderedDictEntry
+from snapshot.manifest.paths import component, encode_key, uncomponent
 from snapshot.manifest.view import Rename, View, by_key, nearest, rank_view, renamed_view
 from snapshot.plan.globs import matcher, unmatched
 from snapshot.report import Notes, RestoreReport, listed
-from snapshot.state.kinds import Kind, kind_of
+from snapshot.state.kinds import Kind, kind_of, kind_type
 from snapshot.state.live import Choice, inflate
 from snapshot.state.rng import RNGState
 
@@ -165,16 +170,9 @@ class Restore:
 
     def _chosen(self, view: View, app_state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """The entries of each key that is asked for; keys of which nothing is wanted are left alone."""
-        grouped = by_key(view.entries)
+        grouped = self._whole(by_key(view.entries), app_state)
         notes = self._notes
-        every = [path for entries in grouped.values() for path in entries] if self._filtered else []
-        for glob in unmatched(self._include, every) if self._include else ():
-            view.unknown.append(f"include: the glob {glob!r} matches nothing in the snapshot")
-        if self._call.alone:
-            notes.mismatches += view.unknown
-        self._match.unknown = view.unknown
-        for glob in unmatched(self._exclude, every) if self._exclude else ():
-            warnings.warn(f"exclude: the glob {glob!r} matches nothing in the snapshot", stacklevel=6)
+        self._check_globs(grouped, view)
         wanted = {}
         for key, stateful in self._ordered(app_state):
             if isinstance(stateful, RNGState) and self._call.rank >= self._document.world_size:
@@ -193,12 +191,37 @@ class Restore:
                     continue
                 if not self._shared_alone(key, entries, view):
                     continue
+            run(unfold(self._operation, self._document, entries, self._wanted, kind_type(stateful)))
             check_tree(key, entries)
-            if not self._filtered or self._choose(key, entries):
+            if not self._filtered or self._choose(key, entries, view):
                 wanted[key] = entries
         if self._call.rank == 0:
             self._note_gone(view, wanted)
         return wanted
+
+    def _check_globs(self, grouped: Mapping[str, Mapping[str, Any]], view: View) -> None:
+        named = (path for entries in grouped.values() for path in entries)
+        every = [*named, *view.elsewhere] if self._filtered else []
+        for glob in unmatched(self._include, every) if self._include else ():
+            view.unknown.append(f"include: the glob {glob!r} matches nothing in the snapshot")
+        if self._call.alone:
+            self._notes.mismatches += view.unknown
+        self._match.unknown = view.unknown
+        for glob in unmatched(self._exclude, every) if self._exclude else ():
+            warnings.warn(f"exclude: the glob {glob!r} matches nothing in the snapshot", stacklevel=7)
+
+    def _whole(self, grouped: dict[str, dict[str, Any]], app_state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Where a format knows no names of statefuls, the only one of the application takes all."""
+        root = root_of(self._document)
+        if root is None or len(app_state) != 1:
+            return grouped
+        key = component(*app_state)
+        if key in grouped:
+            return grouped
+        if set(grouped) != set(root.components()):  # renamed
+            root = DictEntry([encode_key(uncomponent(name)) for name in grouped])  # type: ignore[misc]
+        below = {f"{key}/{path}": entry for entries in grouped.values() for path, entry in entries.items()}
+        return {key: {key: root, **below}}
 
     def _entries(self, key: str, grouped: Mapping[str, dict[str, Any]], view: View) -> dict[str, Any] | None:
         """What there is under a key. If only other ranks had it, a module finds its names there."""
@@ -206,10 +229,12 @@ class Restore:
             return {key: OrderedDictEntry([])}
         return grouped.get(key)
 
-    def _choose(self, key: str, entries: Mapping[str, Any]) -> bool:
-        """Whether anything under a key is asked for; what is not is left alone."""
+    def _choose(self, key: str, entries: Mapping[str, Any], view: View) -> bool:
+        """Whether anything under a key is asked for, here or with other ranks; what is not is left alone."""
         choice = Choice(entries, self._wanted)
-        if choice.nothing:
+        if choice.nothing and not any(path.startswith(f"{key}/") and self._wanted(path) for path in view.elsewhere):
+            if self._document.parts and self._may_want(key):
+                raise Uncovered  # it may stand in a part that was not read yet
             self._notes.add("skipped", key, "not asked for")
             return False
         if choice.skipped:
@@ -218,6 +243,13 @@ class Restore:
         for path in sorted(choice.skipped):
             self._notes.add("skipped", path, "not asked for")
         return True
+
+    def _may_want(self, key: str) -> bool:
+        """Whether what is asked for can be anything under a key."""
+        heads = [glob.partition("/")[0] for glob in self._include]
+        return not matcher(self._exclude)(key) and (
+            not heads or any(head.startswith("**") or matcher([head])(key) for head in heads)
+        )
 
     def _note_gone(self, view: View, wanted: Mapping[str, Any]) -> None:
         gone = Counter("/".join(path.split("/", 2)[:2]) for path in view.gone if path.split("/", 2)[1] in wanted)
@@ -259,6 +291,7 @@ class Restore:
             seen = self._fetch_shared(gather.objects, common)
             gather.finish_objects()
             if self._atomic:
+                expect_sums(self._operation, (want.stored for want in gather.wants), self._document.files)
                 dry = [
                     Want(want.name, want.stored, want.location, want.begin, want.end) for want in gather.wants
                 ]  # fmt: skip
@@ -316,29 +349,3 @@ def _whole(path: str, entries: Mapping[str, Any]) -> bool:
         if isinstance(entry, Container) and (above == path or above.startswith(f"{path}/"))
         for name in entry.components()
     )
-
-
-def fetch(operation: Operation, wants: Sequence[Want], verify: bool, meter: Meter) -> ReadResult:
-    """Read wants, and raise for what does not verify."""
-    if not wants:
-        return ReadResult()
-    reader = Reader(operation.storage, operation.budget, verify=verify, wanted_part=operation.settings.part_bytes)
-    result = run(reader.read(wants, meter.wrote))
-    expect_good(operation, result)
-    return result
-
-
-def expect_good(operation: Operation, result: ReadResult) -> None:
-    """Raise for what did not verify."""
-    if result.faults:
-        touched = sorted(result.touched)
-        raise CorruptSnapshotError(
-            f"{operation.url}: {len(result.faults)} damaged:{listed(result.faults)}"
-            + (
-                f"\nlive tensors that have been written to, and may hold wrong data now:{listed(touched)}"
-                if touched
-                else ""
-            ),
-            faults=result.faults,
-            touched=touched,
-        )

@@ -17,7 +17,7 @@ from snapshot.engine.budget import MemoryBudget
 from snapshot.errors import SnapshotError
 from snapshot.plan.layout import Extent, FilePlan, Part
 from snapshot.state.leaves import Leaf
-from snapshot.storage import Buffer
+from snapshot.storage import Buffer, in_thread
 from snapshot.tensors.digest import BLOCK, RunningDigest, of_range
 from snapshot.tensors.geometry import boxes_of_range
 from snapshot.tensors.memory import SHORT, buffer, copy, copy_short, view
@@ -60,6 +60,9 @@ class Staged:
 class Source:
     """The tensors of one take, as a source of parts."""
 
+    fetches = False
+    """Whether a part is read from elsewhere, by `fetch`, rather than staged."""
+
     def __init__(self, leaves: Sequence[Leaf], *, copies: bool, parallel: bool = False) -> None:
         self.leaves: Sequence[Leaf] = leaves
         self.copies = copies
@@ -93,6 +96,10 @@ class Source:
             if self._watched:
                 self._check(file, part)
         return staged
+
+    async def fetch(self, file: FilePlan, part: Part, slot: Slot, budget: MemoryBudget) -> Staged:
+        """The same, where that waits for another storage."""
+        return await in_thread(self.stage, file, part, slot, budget)
 
     def watch(self, late: bytes, owners: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
         """To be staged, the leaves that are marked must be then as they are now: with these versions of these."""

@@ -147,6 +147,10 @@ class Take:
         self._writer = Writer(self._storage, source, budget, self._meter.wrote, part_bytes)
         self._meter.begin(made.total_bytes)
 
+    def fetch_from(self, source: Source) -> None:
+        """Have the planned leaves' bytes from elsewhere than from their tensors."""
+        self._writer.source = source
+
     def stage_and_start(self, checked: Future[Expect] | None, process: WriterProcess | None = None) -> Work[None]:
         """Stage what must be staged now, and begin to write: afterwards, or as soon as the budget is used up."""
         self._process = process

@@ -26,7 +26,8 @@ from snapshot.engine.gather import Gather
 from snapshot.engine.loop import run, start
 from snapshot.engine.match import Match
 from snapshot.engine.operation import Operation
-from snapshot.engine.reader import Reader, ReadResult, Want
+from snapshot.engine.reader import Reader, ReadResult
+from snapshot.engine.wants import Want
 from snapshot.errors import RestoreError, SnapshotError
 from snapshot.events import Meter
 from snapshot.plan.reads import ReadPart, plan_reads
@@ -93,7 +94,7 @@ def agree_on_reads(call: Call, gather: Gather, match: Match, kinds: Iterable[Kin
     """All ranks are ready to read, or all raise, and nothing was touched. What all want, if it is to be read once."""
     if call.alone:
         return frozenset()
-    wants = [*gather.objects, *gather.wants] if once else []
+    wants = [want for want in (*gather.objects, *gather.wants) if want.opens is None] if once else []
     ranges = {Range(want.location, want.begin, want.end) for want in wants}
     named = {_digest(repr(each).encode()): each for each in ranges}
     ready = Ready(once, of_range(b"".join(sorted(named))), list(match.unexpected), match.unknown)
@@ -145,7 +146,8 @@ def divided(wants: Sequence[Want], common: Ranges) -> tuple[list[Want], list[Wan
         return list(wants), []
     parts: tuple[list[Want], list[Want]] = [], []
     for want in wants:
-        parts[Range(want.location, want.begin, want.end) in common].append(want)
+        shared = want.opens is None and Range(want.location, want.begin, want.end) in common
+        parts[shared].append(want)
     return parts
 
 

@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from snapshot.engine.operation import Operation
-from snapshot.engine.reader import Reader, Want, want_all
+from snapshot.engine.reader import Reader
+from snapshot.engine.wants import Want, want_all
 from snapshot.errors import CorruptSnapshotError, StorageError
 from snapshot.events import Meter
+from snapshot.formats import checksums
+from snapshot.formats.foreign import INLINE, is_packed
 from snapshot.manifest import entries as e
 from snapshot.manifest.check import check_range, check_tensor, check_tree
-from snapshot.manifest.document import Document, FileEntry
+from snapshot.manifest.document import Document, FileEntry, ForeignFile
 from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.view import by_key, is_rank, rank_view
 from snapshot.report import VerifyReport
@@ -70,20 +73,25 @@ async def _verify(operation: Operation, document: Document, meter: Meter) -> Ver
     began = time.perf_counter()
     missing = await operation.missing_files(document, set(document.files), errno.EIO)
     faults = list(missing.values())
-    wants, unverifiable = _wants(document, faults)
+    wants, bare = _wants(document, faults)
     faults += _uncovered(document, wants) + await in_thread(_tree_faults, document)
     wants = [want for want in wants if want.location not in missing]
+    sums = checksums.archives((want.stored for want in wants), document.files)
     headers = {location: file for location, file in document.files.items() if file.header and location not in missing}
     nbytes = sum(file.header for file in headers.values())
-    meter.begin(nbytes + sum(want.end - want.begin for want in wants))
+    summed = sum(end - begin for _, begin, end in set(sums.values()))
+    meter.begin(nbytes + summed + sum(want.end - want.begin for want in wants))
     for location, file in headers.items():
         faults += await _header_faults(operation, location, file)
         meter.wrote(file.header)
     found, read = await _data_faults(operation, wants, meter.wrote)
     faults += found
+    found, without = await _sum_faults(operation, sums.values(), meter.wrote)
+    faults += found
+    unverifiable = sum(place not in sums or sums[place] in without for place in bare)
     seconds = time.perf_counter() - began
     return VerifyReport(
-        len(document.manifest), nbytes + read, seconds, tuple(dict.fromkeys(faults)), unverifiable
+        len(document.manifest), nbytes + max(read, summed), seconds, tuple(dict.fromkeys(faults)), unverifiable
     )  # fmt: skip
 
 
@@ -140,6 +148,8 @@ def _uncovered(document: Document, wants: Iterable[Want]) -> list[str]:
             ranges[want.location].append((want.begin, want.end))
     faults = []
     for location, file in document.files.items():
+        if isinstance(file, ForeignFile):  # there is more in it than our entries say
+            continue
         position = file.header
         for begin, end in [*sorted(ranges[location]), (file.size, file.size)]:
             if begin != position:
@@ -150,10 +160,21 @@ def _uncovered(document: Document, wants: Iterable[Want]) -> list[str]:
     return faults
 
 
-def _wants(document: Document, faults: list[str]) -> tuple[list[Want], int]:
+async def _sum_faults(
+    operation: Operation, archives: Iterable[checksums.Range], progress: Callable[[int], None]
+) -> tuple[list[str], set[checksums.Range]]:
+    """What does not have the checksum that others' archives carry, and the archives that carry none."""
+    try:
+        return await checksums.faults(operation.storage, operation.budget, archives, progress)
+    except (CorruptSnapshotError, StorageError) as error:
+        return _damage(error), set()
+
+
+def _wants(document: Document, faults: list[str]) -> tuple[list[Want], list[checksums.Range]]:
     """A want for each stored range, and for each table of digests; entries that cannot be read become faults."""
     wants: dict[tuple[str, int, int], Want] = {}
-    unverifiable = 0
+    unverifiable: list[checksums.Range] = []
+    """Ranges without a digest, one for each entry that names it."""
     for path, entry in document.manifest.items():
         stored: list[e.TensorEntry | e.ObjectEntry] = []
         try:
@@ -169,13 +190,23 @@ def _wants(document: Document, faults: list[str]) -> tuple[list[Want], int]:
             faults.append(str(error))
             continue
         for each in stored:
-            unverifiable += each.digest is None
-            wants.setdefault((each.location, *each.byte_range), want_all(path, each))
+            place = (each.location, *each.byte_range)
+            if each.digest is None and each.location != INLINE:
+                unverifiable.append(place)
+            wants.setdefault(place, _want(path, each))
             if each.blocks is not None and each.digest is not None:
                 location, begin, end = each.blocks
                 table = e.ObjectEntry(location, (begin, end), "digests", "", each.digest)
                 wants.setdefault((location, begin, end), _table_want(path, table))
     return list(wants.values()), unverifiable
+
+
+def _want(path: str, stored: e.TensorEntry | e.ObjectEntry) -> Want:
+    """All of a stored range; of a packed tensor it is looked at whether it is the one that its entry says."""
+    want = want_all(path, stored)
+    if isinstance(stored, e.TensorEntry) and is_packed(stored):
+        want.opens = lambda layout: []
+    return want
 
 
 def _table_want(path: str, table: e.ObjectEntry) -> Want:

@@ -75,7 +75,8 @@ class Writer:
     ) -> list[Written]:
         """Write all files. If one fails, all are aborted, and nothing of them is left."""
         limits = self._storage.limits
-        if staging is None and self._storage.capabilities.blocking and limits.parts_per_file == 1:
+        alone = self._storage.capabilities.blocking and limits.parts_per_file == 1
+        if staging is None and alone and not getattr(self.source, "fetches", False):
             work = [in_thread(drive, self._serial, *each) for each in zip(files, locations, strict=True)]
         else:
             work = [
@@ -180,10 +181,22 @@ class Writer:
         size = arena_size(needed)
         await self._budget.acquire(size)
         try:
+            if self.source.fetches:
+                return await self._fetch(file, part, needed, digests)
             return await in_thread(self._stage, file, part, needed, digests)
         except BaseException:
             self._budget.release(size)
             raise
+
+    async def _fetch(self, file: FilePlan, part: Part, needed: int, digests: FileDigests) -> Staged:
+        slot = await in_thread(arena().take, needed)
+        try:
+            staged = await self.source.fetch(file, part, slot, self._budget)
+            await in_thread(_digest, digests, file, part, staged)
+        except BaseException:
+            arena().give(slot)
+            raise
+        return staged
 
     def _stage(self, file: FilePlan, part: Part, needed: int, digests: FileDigests) -> Staged:
         slot = arena().take(needed, pinned=self.source.pinned) if needed else None

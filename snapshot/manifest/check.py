@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
-from snapshot.manifest.document import FileEntry
+from snapshot.manifest.document import FileEntry, ForeignFile
 from snapshot.manifest.entries import (
     TENSORS,
     AnyTensor,
@@ -77,7 +77,10 @@ def check_tensor(path: str, entry: AnyTensor, files: Files, *, partial: bool = F
 def check_stored(path: str, entry: TensorEntry, files: Files) -> None:
     """Raise unless one range of a tensor can be read."""
     extra = entry.extra
-    if entry.serializer != "raw" or (extra and (extra.strides is not None or extra.storage_offset is not None)):
+    packed = entry.serializer != "raw" and isinstance(files.get(entry.location), ForeignFile)
+    if not packed and (
+        entry.serializer != "raw" or (extra and (extra.strides is not None or extra.storage_offset is not None))
+    ):
         raise UnsupportedFormatError(f"{path}: is stored in a way that this version does not know ({entry.serializer})")
     itemsize = ITEMSIZE.get(entry.dtype)
     if itemsize is None:
@@ -87,7 +90,8 @@ def check_stored(path: str, entry: TensorEntry, files: Files) -> None:
     if math.prod(max(1, size) for size in entry.shape) >= 1 << 60:
         raise CorruptSnapshotError(f"{path}: {entry.dtype}{list(entry.shape)} is no shape that can be")
     begin, end = entry.byte_range
-    if end - begin != math.prod(entry.shape) * itemsize or (entry.shape and min(entry.shape) < 0):
+    lengths_differ = end - begin != math.prod(entry.shape) * itemsize and not packed
+    if lengths_differ or (entry.shape and min(entry.shape) < 0):
         raise CorruptSnapshotError(
             f"{path}: {entry.dtype}{list(entry.shape)} does not take the {end - begin} bytes that its entry names"
         )

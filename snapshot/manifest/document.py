@@ -40,6 +40,13 @@ class FileEntry(msgspec.Struct, omit_defaults=True, gc=False, forbid_unknown_fie
     header_digest: str | None = None
 
 
+class ForeignFile(FileEntry):
+    """A file of somebody else's, which no manifest of ours names: its entries may be packed, or views."""
+
+    exact: bool = True
+    """Whether its length is known; else it is at least `size`."""
+
+
 class PartEntry(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     """A part of a large manifest, in a file of its own: the entries of some ranks alone."""
 

@@ -113,7 +113,12 @@ def _prune(view: View, rank: int, saved: int) -> None:
                 if below not in view.entries:
                     view.withheld.setdefault(below, "belongs to other ranks alone")
             view.entries[path] = entry.without(below not in view.entries for below in here)
-    for path in [path for path in view.entries if path not in named and "/" in path]:
+    unnamed = {path for path in view.entries if path not in named and "/" in path}
+    if any(isinstance(view.entries[path], Container) for path in unnamed):  # which go with all that is in them
+        for path in sorted(view.entries):
+            if path.rpartition("/")[0] in unnamed:
+                unnamed.add(path)
+    for path in [path for path in view.entries if path in unnamed]:
         view.elsewhere[path] = view.entries.pop(path)
 
 
@@ -170,7 +175,7 @@ def renamed_view(view: View, rename: Rename) -> View:
     known = {**view.elsewhere, **view.entries}
     unknown = [] if callable(rename) else [name for name in rename if name not in known]
     hints = [f"rename: {name} is not in the snapshot; {nearest(name, known)}" for name in unknown]
-    change = rename if callable(rename) else _by_mapping(rename)
+    change = rename if callable(rename) else by_mapping(rename)
     elsewhere = {change(path): entry for path, entry in view.elsewhere.items()}
     withheld = {change(path): why for path, why in view.withheld.items()}
     return View(renamed(view.entries, change), elsewhere, withheld, view.gone, hints)
@@ -221,7 +226,9 @@ def renamed(view: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, 
     return made
 
 
-def _by_mapping(rename: Mapping[str, str]) -> Callable[[str], str]:
+def by_mapping(rename: Mapping[str, str]) -> Callable[[str], str]:
+    """What renames exact paths, and whole containers with all that is beneath them."""
+
     def change(path: str) -> str:
         prefix = path
         while prefix:

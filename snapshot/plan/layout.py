@@ -236,7 +236,12 @@ def _close(pieces: list[_Piece], leaves: Sequence[Leaf]) -> Iterable[list[_Piece
     yield chosen
 
 
-def _file(leaves: Sequence[Leaf], pieces: list[_Piece]) -> FilePlan:
+def exact_file(leaves: Sequence[Leaf], chosen: Iterable[int]) -> FilePlan:
+    """A file of whole leaves under their very names, for others to read."""
+    return _file(leaves, [(index, 0, leaves[index].nbytes, None) for index in chosen], exact=True)
+
+
+def _file(leaves: Sequence[Leaf], pieces: list[_Piece], *, exact: bool = False) -> FilePlan:
     dtypes = {leaves[piece[0]].dtype for piece in pieces}
     if len({ITEMSIZE[name] for name in dtypes}) > 1:
         pieces = sorted(pieces, key=lambda piece: -ITEMSIZE[leaves[piece[0]].dtype])
@@ -247,7 +252,7 @@ def _file(leaves: Sequence[Leaf], pieces: list[_Piece]) -> FilePlan:
     for index, start, length, box in pieces:
         leaf = leaves[index]
         path, shape, end = leaf.path, leaf.shape, position + length
-        if "[" in path or path == "__metadata__":
+        if not exact and ("[" in path or path == "__metadata__"):
             path = _name(path)
         if box is not None:
             shape = box.sizes

@@ -11,6 +11,7 @@ import io
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from snapshot.state import arrays
 from snapshot.state.dicts import dict_maker
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.state.live import live_leaves
+from snapshot.state.once import Once
 from snapshot.state.replay import LOW, remember, replay
 from snapshot.state.shards import Sharded, Shards, sharded
 from snapshot.tensors import composite
@@ -60,6 +62,8 @@ class Flattened:
         self.lossy: list[str] = []
         """Tensors with attributes of Python, which are not stored."""
         self.excluded: list[str] = []
+        self.once: set[str] = set()
+        """What this rank gives for all: see `Once`."""
         self._excluded = excluded
         self._prepare = prepare
         self._prepared_of: dict[int, list[tuple[torch.Tensor, str]]] = {}
@@ -82,7 +86,7 @@ class Flattened:
             self._visit(path, value, 0)
         except RecursionError as error:
             raise SnapshotError(f"{path}: nested deeper than Python's stack allows here, or holds itself") from error
-        if plain:
+        if plain and not self.once:
             remember(path, value, self, before)
 
     def _leave_out(self, path: str, value: Any) -> None:
@@ -100,6 +104,10 @@ class Flattened:
             self._tensor_like(path, value)
         elif isinstance(value, (np.ndarray, np.generic)):
             self._array(path, value, depth)
+        elif type(value) is Once:
+            before = len(self.entries)
+            _VISITORS.get(type(value.value), Flattened._visit)(self, path, value.value, depth)
+            self.once.update(islice(self.entries, before, None))
         else:
             self._object(path, value)
 

@@ -29,6 +29,8 @@ class Kind:
     """Paths without which `mismatches` has nothing to say."""
     exact = False
     """Whether a shape or dtype that differs is an error; else the leaf is replaced by a new object."""
+    unfolds = True
+    """Whether plain values that others pickled become entries of their own, and are no objects any more."""
 
     def __init__(self, key: str, stateful: Any) -> None:
         self.key = key
@@ -114,6 +116,7 @@ class OptimizerKind(Kind):
         indices = [index for group in self.state.get("param_groups", ()) for index in group["params"]]
         self.needs = frozenset({f"{key}/param_groups"})
         self._by_index = dict(zip(map(str, indices), self._parameters, strict=False))
+        self._numbers = {str(index): index for index in indices}
         groups = f"{key}/param_groups/"  # torch copies what it is given for them: they are no places to fill
         self.live = {path: value for path, value in self.live.items() if not path.startswith(groups)}
 
@@ -123,7 +126,8 @@ class OptimizerKind(Kind):
         if not isinstance(groups, ListEntry):
             return [f"{self.key}: the snapshot holds no optimizer's parameter groups under this key"]
         here = isinstance(self.state.get("state"), dict) and f"{self.key}/state" not in self.live
-        if here and not isinstance(entries.get(f"{self.key}/state"), DictEntry):
+        found = entries.get(f"{self.key}/state")  # DCP drops what is empty, as a fresh optimizer's state is
+        if here and not isinstance(found, DictEntry) and (found is not None or self.state["state"]):
             return [f"{self.key}: the snapshot holds no optimizer's state under this key"]
         have = [len(group["params"]) for group in self.stateful.param_groups]
         saved = []
@@ -150,6 +154,12 @@ class OptimizerKind(Kind):
 
     def hand_back(self, state: Any, strict: bool) -> list[str]:
         """Torch casts state to its parameter's dtype; what was saved in another one is put back as it was."""
+        states = state.get("state")
+        if isinstance(states, dict):  # DCP makes texts of the numbers, and torch would take those for no parameter's
+            numbered = {self._numbers.get(key, key) if type(key) is str else key: each for key, each in states.items()}
+            state = {**state, "state": numbered}
+        else:
+            state = {"state": {}, **state}
         try:
             self.stateful.load_state_dict(state)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -180,7 +190,10 @@ class ModelStateKind(Kind):
         there = {
             path for path, entry in entries.items() if path.startswith(prefix) and not isinstance(entry, Container)
         }
-        return [f"{path}: is in the application, not in the snapshot" for path in sorted(here - there)]
+        lines = [f"{path}: is in the application, not in the snapshot" for path in sorted(here - there)]
+        if self.stateful.optimizers and f"{self.key}/optim" not in entries:
+            lines.append(f"{self.key}: the snapshot holds no optimizer's state as 'optim' under this key")
+        return lines
 
     def unexpected(self, entries: Mapping[str, Any]) -> list[str]:
         prefix = f"{self.key}/model/"
@@ -188,17 +201,23 @@ class ModelStateKind(Kind):
         return sorted(path for path in leaves if path.startswith(prefix) and path not in self.live)
 
 
-def kind_of(key: str, stateful: Any) -> Kind:
-    """What kind of stateful this is, with what it holds now."""
+def kind_type(stateful: Any) -> type[Kind]:
+    """What kind of stateful this is, which is known without asking for its state."""
     if isinstance(stateful, RNGState):
-        return RNGKind(key, stateful)
+        return RNGKind
     if isinstance(stateful, torch.nn.Module):
-        return ModuleKind(key, stateful)
+        return ModuleKind
     if isinstance(stateful, torch.optim.Optimizer):
-        return OptimizerKind(key, stateful)
+        return OptimizerKind
     if isinstance(stateful, ModelState):
-        return ModelStateKind(key, stateful)
-    return Kind(key, stateful)
+        return ModelStateKind
+    own: type[Kind] = getattr(type(stateful), "__snapshot_kind__", Kind)
+    return own
+
+
+def kind_of(key: str, stateful: Any) -> Kind:
+    """A stateful of its kind, with what it holds now."""
+    return kind_type(stateful)(key, stateful)
 
 
 def names_beneath(key: str, entries: Mapping[str, Any]) -> list[str] | None:

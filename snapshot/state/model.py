@@ -70,11 +70,14 @@ class ModelState:
         if not self.optimizers:
             set_model_state_dict(self.model, state_dict["model"], options=self.options)
             return
+        optim = state_dict["optim"]
+        if "param_groups" in optim:  # DCP drops what is empty, and torch would take the rest for flattened names
+            optim = {"state": {}, **optim}
         set_state_dict(
             self.model,
             self.optimizers,
             model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optim"],
+            optim_state_dict=optim,
             options=self.options,
         )
 

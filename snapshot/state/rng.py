@@ -31,8 +31,11 @@ class RNGState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> list[str]:
         """Put the generators back; the names of those that this process does not have, and which were skipped.
 
-        A generator that was not saved, or not whole, stays as it is."""
+        A generator that was not saved, or not whole, stays as it is. Snapshots of torchsnapshot have torch's alone,
+        under another name."""
         state = dict(state_dict)
+        if "torch" not in state and "rng_state" in state:
+            state["torch"] = state.pop("rng_state")
         for name, restore in (("torch", torch.set_rng_state), ("numpy", _restore_numpy), ("python", _restore_python)):
             if name in state and restore(state[name]) is not False:
                 del state[name]

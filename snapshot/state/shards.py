@@ -122,6 +122,10 @@ def sharded(path: str, value: Any) -> Shards | None:
         return _of_dtensor(path, value)
     if _is(value, "torch.distributed._shard.sharded_tensor", "ShardedTensor"):
         return _of_sharded_tensor(path, value)
+    describe = getattr(type(value), "__snapshot_shards__", None)
+    if describe is not None:
+        described: Shards = describe(value, path)
+        return described
     if _is_checkpointable(value):
         shape = value.shape if hasattr(value, "shape") else value.size()
         return _of_checkpointable(path, value, tuple(map(int, shape)))

@@ -13,6 +13,8 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError, UnsafeObjectError, UnsupportedFormatError
 
+REFUSED = "(not read)"
+"""The serializer of what only running the pickle of another library's file would make."""
 MOST_ARGUMENTS = 20
 """None of the functions that torch lets a pickle call takes more."""
 
@@ -28,6 +30,11 @@ def load_object(path: str, data: bytearray, serializer: str, obj_type: str, *, a
             return data.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as error:
             raise CorruptSnapshotError(f"{path}: is no text: {error}") from error
+    if serializer == REFUSED:
+        raise UnsafeObjectError(
+            f"{path}: a {obj_type} lies in this file's pickle, and only torch.load(..., weights_only=False) makes it, "
+            "which may run any code; leave it out with exclude=[...]"
+        )
     if serializer != "torch_save":
         raise UnsupportedFormatError(f"{path}: was stored by {serializer!r}, which this version does not know")
     pickles = _checked_archive(path, data)

@@ -110,6 +110,10 @@ class TappedStorage(Storage):
         await self.tap("copy", path)
         await self.inner.copy(source, path)
 
+    async def rename(self, source: str, path: str) -> None:
+        await self.tap("rename", path)
+        await self.inner.rename(source, path)
+
     async def sweep(self, prefix: str, older_than: float) -> Sequence[str]:
         await self.tap("sweep", prefix)
         return await self.inner.sweep(prefix, older_than)

@@ -1,11 +1,13 @@
 """Other numbers of ranks on the way back, and what belongs to one rank alone."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from snapshot import RestoreError, RNGState, Snapshot, StateDict
+from snapshot import ModelState, RestoreError, RNGState, Snapshot, StateDict
 
 
 def _save(path, replicated):
@@ -89,6 +91,54 @@ def test_a_snapshot_of_one_rank_is_for_all(two, folder):
     Snapshot.take(f"{folder}/s", {"s": state, "mine": StateDict(position=0)})
     for app, _ in two.run(_load, f"{folder}/s", ["s", "mine"]):
         assert app["s"]["x"].equal(torch.arange(3000))
+
+
+def _layers(names, number):
+    """Layers of which each parameter holds one number over and over: the first `number`, each other one more."""
+    model = nn.Sequential(OrderedDict((name, nn.Linear(4, 6)) for name in names))
+    with torch.no_grad():
+        for at, parameter in enumerate(model.parameters()):
+            parameter.fill_(number + at)
+    return model
+
+
+def _save_stages(path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    stage = dist.get_rank() // 2
+    model = _layers([("first", "second")[stage]], 10.0 * stage)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))["data"])
+    Snapshot.take(path, {"state": ModelState(model)})
+
+
+def _load_whole(path, options):
+    model = _layers(["first", "second"], -9.0)
+    report = Snapshot(path).restore({"state": ModelState(model)}, **options)
+    found = {name: set(parameter.flatten().tolist()) for name, parameter in model.named_parameters()}
+    return found, {str(line).split()[1] for line in report.skipped}
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({}, {}),
+        ({"include": ["**.weight"]}, {"first.bias": -8, "second.bias": -6}),
+        ({"exclude": ["**.weight"]}, {"first.weight": -9, "second.weight": -7}),
+        (
+            {"include": ["**/first.*", "**/second.bias"], "exclude": ["**/first.bias"]},
+            {"first.bias": -8, "second.weight": -7},
+        ),
+        ({"exclude": ["state/model/first.*"]}, {"first.weight": -9, "first.bias": -8}),
+        ({"include": ["state/model/second.*"]}, {"first.weight": -9, "first.bias": -8}),
+    ],
+)
+def test_of_what_only_other_ranks_had_that_is_restored_which_was_asked_for(four, folder, options, left):
+    four.run(_save_stages, f"{folder}/s")
+    expected = {"first.weight": 0, "first.bias": 1, "second.weight": 10, "second.bias": 11, **left}
+    for found, skipped in four.run(_load_whole, f"{folder}/s", options):
+        assert found == {name: {number} for name, number in expected.items()}
+        assert skipped == {f"state/model/{name}:" for name in left}
 
 
 def _once(path, once, restore):

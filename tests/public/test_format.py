@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from snapshot import Snapshot, StateDict
+from snapshot import CorruptSnapshotError, Snapshot, StateDict
 from snapshot.manifest import document as documents
 from snapshot.tensors.dtypes import BY_NAME, SAFETENSORS
 
@@ -162,10 +162,11 @@ def test_a_large_manifest_lies_in_parts(tmp_path, monkeypatch):
 
 
 def test_a_torchsnapshot_manifest_is_told_from_damage(tmp_path):
-    (tmp_path / ".snapshot_metadata").write_text(
-        json.dumps({"version": "0.1.0", "world_size": 1, "manifest": {}}, indent=2)
-    )
-    with pytest.raises(Exception, match="another library"):
+    written = json.dumps({"version": "0.1.0", "world_size": 1, "manifest": {}}, indent=2)
+    (tmp_path / ".snapshot_metadata").write_text(written)
+    assert Snapshot(tmp_path).get_manifest() == {}
+    (tmp_path / ".snapshot_metadata").write_text(written[:-2])
+    with pytest.raises(CorruptSnapshotError, match="is no manifest"):
         Snapshot(tmp_path).get_manifest()
 
 

@@ -23,7 +23,13 @@ SECONDS = int(os.environ.get("SNAPSHOT_SOAK_SECONDS", "120"))
 
 
 @pytest.mark.timeout(SECONDS + 120)
-@pytest.mark.parametrize("target", ["manifest", "pickled", "url"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "manifest", "pickled", "url", "dcp_metadata", "torch_pickle", "zip_directory", "safetensors_header",
+        "torchsnapshot_manifest",
+    ],
+)  # fmt: skip
 def test_what_a_fuzzer_finds_that_sees_which_lines_run(tmp_path, target):
     """Atheris, guided by coverage; manifests are also changed into other manifests."""
     pytest.importorskip("atheris", reason="pip install atheris")

@@ -10,27 +10,32 @@ import random
 import re
 import sys
 import warnings
+import zipfile
 from pathlib import Path
 
 import atheris
 
 with atheris.instrument_imports(include=["snapshot"]):
     from snapshot.engine.gather import Gather
+    from snapshot.engine.loop import run
     from snapshot.engine.verify import _uncovered, _wants
     from snapshot.errors import SnapshotError
+    from snapshot.formats import dcp, packed, pickles, safetensors, torch_file, torchsnapshot, values, zips
     from snapshot.manifest.check import check_tree, locations_of
     from snapshot.manifest.document import copied, decode_document
-    from snapshot.manifest.entries import Container
+    from snapshot.manifest.entries import Container, TensorEntry
     from snapshot.manifest.view import by_key, rank_view
     from snapshot.metadata import SnapshotMetadata
+    from snapshot.plugins import memory
+    from snapshot.registry import open_storage
     from snapshot.state.live import inflate
-    from snapshot.storage import URL, check_path
+    from snapshot.storage import URL, Context, check_path
     from snapshot.tensors.objects import load_object
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hostile import bounded, document_of, encoded, rich, sign, spoil
+from hostile import bounded, document_of, encoded, rich, sign, spoil, store
 
 from snapshot import Snapshot
 
@@ -80,8 +85,105 @@ def url(data):
         assert ".." not in check_path(text).split("/")
 
 
+PLACE = "fuzzed"
+LIMIT = 1 << 20
+
+
+def _described(name, data, describe):
+    """Somebody else's checkpoint, opened; and of what it says is there, all that can be checked without its bytes."""
+    store(f"{PLACE}/{name}", data)
+    with contextlib.suppress(SnapshotError):
+        found = run(describe(open_storage(URL.parse(f"memory://{PLACE}"), {}, Context())))
+        copied(found.manifest)
+        by_key({path.partition("/")[2]: entry for path, entry in found.manifest.items()})
+        _uncovered(found, _wants(found, [])[0])
+
+
+def dcp_metadata(data):
+    """A `.metadata` file."""
+    _described(".metadata", data, lambda storage: dcp.describe(storage, data))
+
+
+def torch_pickle(data):
+    """The data.pkl of an archive."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a/data.pkl", data)
+        archive.writestr("a/data/0", bytes(64))
+    archived = file.getvalue()
+    _described("x.pt", archived, lambda storage: torch_file.describe(storage, "x.pt", len(archived), LIMIT))
+    with contextlib.suppress(SnapshotError, values.NotPlainError):
+        repr(values.plain_value("x", archived))
+    with contextlib.suppress(SnapshotError):
+        pickles.load(data, "x")
+
+
+def zip_directory(data):
+    """A whole archive of torch's, and one with one tensor in it."""
+    _described("x.pt", data, lambda storage: torch_file.describe(storage, "x.pt", len(data), LIMIT))
+    with contextlib.suppress(SnapshotError, packed.Short):
+        entry = TensorEntry("x", (0, len(data)), "float32", (3,), serializer="torch_save")
+        found = packed.layout_of("x", entry, data, data)
+        assert 0 <= found.begin <= found.begin + found.nbytes <= len(data)
+    with contextlib.suppress(ValueError):
+        begin, end = zips.directory_range(data[-zips.TAIL :], len(data))
+        zips.members(data[begin:end], begin)
+
+
+def safetensors_header(data):
+    """The header of a file of safetensors, and an index."""
+    whole = len(data).to_bytes(8, "little") + data + bytes(64)
+    _described("x", whole, lambda storage: safetensors.describe(storage, "x", len(whole), LIMIT))
+    store(f"{PLACE}/{safetensors.INDEX}", data)
+    with contextlib.suppress(SnapshotError):
+        run(
+            safetensors.describe_index(
+                open_storage(URL.parse(f"memory://{PLACE}"), {}, Context()), safetensors.INDEX, LIMIT
+            )
+        )
+    memory._files.pop(f"{PLACE}/{safetensors.INDEX}", None)
+
+
+def torchsnapshot_manifest(data):
+    """A manifest of torchsnapshot, in JSON or YAML."""
+    _described(".snapshot_metadata", data, lambda storage: torchsnapshot.describe(storage, data))
+
+
+def _others(name):
+    """Small real files of others, or (of torchsnapshot) what it would write."""
+    file = io.BytesIO()
+    torch.save({"w": torch.ones(2, 3).t(), "n": [1, {"x": 2.5}], "p": torch.nn.Parameter(torch.ones(3))}, file)
+    if name == "zip_directory":
+        one = io.BytesIO()
+        torch.save(torch.ones(3), one)
+        return [file.getvalue(), one.getvalue()]
+    if name == "torch_pickle":
+        return [zipfile.ZipFile(file).read("archive/data.pkl")]
+    if name == "safetensors_header":
+        item = {"dtype": "F32", "shape": [2, 8], "data_offsets": [0, 64]}
+        return [json.dumps({"__metadata__": {"a": "b"}, "w": item}).encode(), b'{"weight_map": {"w": "x"}}']
+    if name == "torchsnapshot_manifest":
+        tensor = {"type": "Tensor", "location": "b", "serializer": "buffer_protocol", "dtype": "torch.float32",
+                  "shape": [4], "replicated": False, "byte_range": [0, 16]}  # fmt: skip
+        shards = [{"offsets": [0], "sizes": [4], "tensor": tensor}]
+        held = {"0/m": {"type": "dict", "keys": ["w", 1, "s"]}, "0/m/w": tensor,
+                "0/m/1": {"type": "float", "serialized_value": "mpmZmZmZuT8=", "replicated": True, "readable": "0.1"},
+                "0/m/s": {"type": "ShardedTensor", "shards": shards}}  # fmt: skip
+        document = {"version": "0.1.0", "world_size": 1, "manifest": held}
+        return [json.dumps(document).encode(), b"version: 0\nworld_size: 1\nmanifest:\n  0/m: {type: dict, keys: []}\n"]
+    import tempfile
+
+    from torch.distributed import checkpoint
+
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save({"m": {"w": torch.ones(3), "n": 3}}, checkpoint_id=folder, no_dist=True)
+        return [(Path(folder) / ".metadata").read_bytes()]
+
+
 def seeds(name):
     """What the fuzzer begins with."""
+    if name not in ("manifest", "pickled", "url"):
+        return _others(name)
     if name == "manifest":
         Snapshot.take("memory://rich/s", rich())
         document = document_of("rich/s")

@@ -1,0 +1,208 @@
+"""What of a checkpoint is copied, and under which names: selected by globs, renamed, and read by one rank's eyes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from snapshot.engine.fetch import fetch
+from snapshot.engine.gather import Gather
+from snapshot.engine.loop import run
+from snapshot.engine.operation import Operation
+from snapshot.errors import RestoreError, UnsafeObjectError
+from snapshot.events import Meter
+from snapshot.formats.foreign import ForeignDocument
+from snapshot.manifest import entries as e
+from snapshot.manifest.check import locations_of
+from snapshot.manifest.document import Document
+from snapshot.manifest.view import Rename, View, by_mapping, nearest, rank_view, renamed
+from snapshot.plan.globs import matcher, unmatched
+from snapshot.report import listed
+from snapshot.tensors.objects import REFUSED
+
+
+def chosen_of_ranks(
+    manifest: Mapping[str, Any], select: Sequence[str], exclude: Sequence[str], rename: Rename | None
+) -> dict[str, Any]:
+    """The entries of a manifest that are wanted, under the names that are wanted. What several ranks share stands under
+    one of them, and the containers of all name it."""
+    union: dict[str, Any] = {}
+    ranks: dict[str, dict[str, Any]] = {}
+    for path, entry in manifest.items():
+        number, _, logical = path.partition("/")
+        ranks.setdefault(number, {})[logical] = entry
+        union.setdefault(logical, entry)
+    change = _change(rename, union)
+    made: dict[str, Any] = {}
+    for number, own in ranks.items():
+        seen = dict(own)
+        rest = list(own)
+        while rest:
+            path = rest.pop()
+            entry = seen[path]
+            for name in entry.components() if isinstance(entry, e.Container) else ():
+                below = f"{path}/{name}"
+                if below not in seen and below in union:
+                    seen[below] = union[below]
+                    rest.append(below)
+        kept = _selected(seen, select, exclude)
+        known = {change(path): path in own for path in kept}
+        for path, entry in _renamed(kept, change).items():
+            if known.get(path, True):  # its own, or a container that a new name supposes
+                made[f"{number}/{path}"] = entry
+    return made
+
+
+def chosen(
+    entries: Mapping[str, Any], select: Sequence[str], exclude: Sequence[str], rename: Rename | None
+) -> dict[str, Any]:
+    """The entries of one view that are wanted, under the names that are wanted."""
+    return _renamed(_selected(entries, select, exclude), _change(rename, entries))
+
+
+def _change(rename: Rename | None, known: Mapping[str, Any]) -> Callable[[str], str]:
+    """What gives a path its new name. Raises for a name that is not there."""
+    if rename is None:
+        return str
+    if callable(rename):
+        return rename
+    unknown = [f"{name} is not in the checkpoint; {nearest(name, known)}" for name in rename if name not in known]
+    if unknown:
+        raise RestoreError(f"rename does not fit:{listed(unknown)}", unknown)
+    return by_mapping(rename)
+
+
+def _selected(entries: Mapping[str, Any], select: Sequence[str], exclude: Sequence[str]) -> dict[str, Any]:
+    if not (select or exclude):
+        return dict(entries)
+    included, excluded = matcher(select or ["**"]), matcher(exclude)
+    leaves = {
+        path
+        for path, entry in entries.items()
+        if not (isinstance(entry, e.Container) and entry.width) and included(path) and not excluded(path)
+    }
+    return _with_containers(entries, leaves)
+
+
+def expect_something(entries: Mapping[str, Any]) -> None:
+    """Raise where everything was left out."""
+    if not entries:
+        raise RestoreError("nothing is left of what was selected")
+
+
+def _renamed(entries: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    if change is str:
+        return entries
+    made = renamed(entries, change)
+    held = Counter(path.rpartition("/")[0] for path in made)
+    for path, entry in made.items():
+        above = path.rpartition("/")[0]
+        if above and not isinstance(made[above], e.Container):
+            raise RestoreError(f"{path}: rename puts it below {above}, which holds nothing", [path])
+        whole = isinstance(entry, e.Container) and all(f"{path}/{name}" in made for name in entry.components())
+        if isinstance(entry, e.Container) and not (whole and held[path] == entry.width):
+            raise RestoreError(f"{path}: rename took elements out of a sequence, or added some", [path])
+    return made
+
+
+def _with_containers(entries: Mapping[str, Any], leaves: set[str]) -> dict[str, Any]:
+    """Leaves, and the containers that they are in, without what else was in these."""
+    needed = set(leaves)
+    for path in leaves:
+        above = path.rpartition("/")[0]
+        while above and above not in needed:
+            needed.add(above)
+            above = above.rpartition("/")[0]
+    kept = {}
+    for path, entry in entries.items():
+        if path not in needed:
+            continue
+        kept[path] = entry
+        if isinstance(entry, e.Container) and entry.width:
+            gone = [f"{path}/{name}" not in needed for name in entry.components()]
+            if any(gone) and not isinstance(entry, e.DictEntry):
+                raise RestoreError(f"{path}: a sequence can only be taken whole: select all of it, or nothing", [path])
+            kept[path] = entry.without(gone)
+    return kept
+
+
+def expect_matches(document: Document, select: Sequence[str], exclude: Sequence[str]) -> None:
+    """Raise where a glob matches nothing: it was meant to."""
+    paths = [path.partition("/")[2] for path in document.manifest]
+    missing = unmatched([*select, *exclude], paths) if select or exclude else []
+    if missing:
+        raise RestoreError(f"the glob {missing[0]!r} matches nothing in the checkpoint", missing)
+
+
+def seen(document: Document, select: Sequence[str], exclude: Sequence[str], rename: Rename | None) -> View:
+    """What rank 0 sees of a checkpoint, with all that is sharded or shared; `gone` is what only other ranks had."""
+    expect_matches(document, select, exclude)
+    view = rank_view(document.manifest, 0, document.world_size, 1)
+    wanted, unwanted = matcher(select or ["**"]), matcher(exclude)
+    gone = [path for path in view.gone if wanted(path.partition("/")[2]) and not unwanted(path.partition("/")[2])]
+    kept = chosen(view.entries, select, exclude, rename)
+    if select or exclude:
+        expect_something(kept)
+    return View(kept, gone=gone)
+
+
+class Objects:
+    """The values of what is neither a tensor nor in the manifest itself."""
+
+    def __init__(self, operation: Operation, document: Document, *, allow_pickle: bool, verify: bool) -> None:
+        self._operation = operation
+        self._document = document
+        self._allow_pickle = allow_pickle
+        self._verify = verify
+
+    def read(self, entries: Mapping[str, Any], *, all_or_none: bool = True) -> dict[str, Any]:
+        """The values of entries; or of those that are read without running a pickle. `UnsafeObjectError` names all that
+        only a pickle would make."""
+        refused = [
+            f"{path}: {entry.obj_type}"
+            for path, entry in entries.items()
+            if isinstance(entry, e.ObjectEntry) and entry.serializer == REFUSED
+        ]
+        if refused:
+            raise UnsafeObjectError(
+                f"{self._operation.url}: holds what only running a pickle would make; leave it out with exclude=[...]:"
+                f"{listed(refused)}"
+            )
+        run(self._operation.expect_files(self._document, locations_of(entries, self._document.files)))
+        gather = Gather(self._document.files, allow_pickle=self._allow_pickle)
+        for path, entry in entries.items():
+            gather.new(path, entry)
+        meter = Meter("convert", None)
+        fetch(self._operation, gather.objects, self._verify, meter)
+        gather.finish_objects(all_or_none=all_or_none)
+        fetch(self._operation, gather.wants, self._verify, meter)
+        gather.finish()
+        return gather.values
+
+    def bytes_of(self, entries: Mapping[str, e.ObjectEntry]) -> dict[str, bytearray]:
+        """The bytes of objects, as they are stored."""
+        return self.read(
+            {path: msgspec.structs.replace(each, serializer="bytearray") for path, each in entries.items()}
+        )
+
+
+def is_leaf_value(entry: Any) -> bool:
+    """Whether an entry stands for a value that has to be made: no container, no tensor."""
+    return not isinstance(entry, (e.Container, *e.TENSORS))
+
+
+def is_foreign_object(document: Document, entry: Any) -> bool:
+    """Whether an entry is an object that somebody else stored: there may be something plain in it."""
+    return isinstance(entry, e.ObjectEntry) and isinstance(document, ForeignDocument)
+
+
+def clean(entry: Any) -> Any:
+    """An entry's `extra` without what only others' formats need."""
+    extra = getattr(entry, "extra", None)
+    if extra is None:
+        return None
+    kept = msgspec.structs.replace(extra, strides=None, storage_offset=None)
+    return None if kept == e.PLAIN else kept

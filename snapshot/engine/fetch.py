@@ -1,0 +1,39 @@
+"""Wants are read, all of them, or it is said what of them is not what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from snapshot.engine.loop import run
+from snapshot.engine.operation import Operation
+from snapshot.engine.reader import Reader, ReadResult
+from snapshot.engine.wants import Want
+from snapshot.errors import CorruptSnapshotError
+from snapshot.events import Meter
+from snapshot.report import listed
+
+
+def fetch(operation: Operation, wants: Sequence[Want], verify: bool, meter: Meter) -> ReadResult:
+    """Read wants, and raise for what does not verify."""
+    if not wants:
+        return ReadResult()
+    reader = Reader(operation.storage, operation.budget, verify=verify, wanted_part=operation.settings.part_bytes)
+    result = run(reader.read(wants, meter.wrote))
+    expect_good(operation, result)
+    return result
+
+
+def expect_good(operation: Operation, result: ReadResult) -> None:
+    """Raise for what did not verify."""
+    if result.faults:
+        touched = sorted(result.touched)
+        raise CorruptSnapshotError(
+            f"{operation.url}: {len(result.faults)} damaged:{listed(result.faults)}"
+            + (
+                f"\nlive tensors that have been written to, and may hold wrong data now:{listed(touched)}"
+                if touched
+                else ""
+            ),
+            faults=result.faults,
+            touched=touched,
+        )

@@ -1,0 +1,222 @@
+"""Checkpoints of torch.distributed.checkpoint: `.metadata` says of each tensor where its boxes lie, each an archive of
+its own. Megatron-core's directories are of this kind, too."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from snapshot.errors import CorruptSnapshotError, StorageError, UnsupportedFormatError
+from snapshot.formats import pickles, torch_file
+from snapshot.formats.foreign import ForeignDocument, bounds, checked_location, document
+from snapshot.formats.tree import container
+from snapshot.manifest.document import ForeignFile
+from snapshot.manifest.entries import ObjectEntry, Shard, ShardedTensorEntry, TensorEntry
+from snapshot.manifest.paths import component, uncomponent
+from snapshot.manifest.scalars import NoneEntry
+from snapshot.storage import Storage
+
+METADATA = ".metadata"
+COMMON = "common.pt"
+"""Where Megatron-core keeps what is not sharded."""
+_CLASSES = "torch.distributed.checkpoint.metadata."
+_TRANSFORMS = {"stream.zstd": "zstd"}
+GAP = 1000
+"""Places in a list that nothing was saved for: what was empty there is gone."""
+
+
+async def describe(storage: Storage, data: bytes) -> ForeignDocument:
+    """The checkpoint that a `.metadata` describes."""
+    where = storage.url.join(METADATA)
+    metadata = pickles.load(data, where)
+    try:
+        found = _Metadata(where, metadata)
+        manifest, names = found.tree()
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        if isinstance(error, CorruptSnapshotError):
+            raise
+        raise CorruptSnapshotError(f"{where}: is no metadata of DCP: {type(error).__name__}: {error}") from error
+    files: dict[str, Any] = dict(found.files)
+    inline = b""
+    try:
+        size = (await storage.stat(COMMON)).size
+    except StorageError:
+        pass  # not of Megatron, or of a version that keeps it elsewhere
+    else:
+        common = await torch_file.describe(storage, COMMON, size, len(data) + (1 << 28))
+        taken = {path.split("/", 2)[1] for path in manifest}
+        added = {path: entry for path, entry in common.manifest.items() if path.split("/", 2)[1] not in taken}
+        manifest |= added
+        files |= {COMMON: ForeignFile(size)}
+        inline = common.inline
+        names |= dict.fromkeys(uncomponent(path.split("/", 2)[1]) for path in added)
+    made = container(names)
+    root = made and made[0]
+    return document("dcp", found.version, storage.url, data, manifest, files, root=root, inline=inline)
+
+
+class _Metadata:
+    """What a `.metadata` holds, checked on the way."""
+
+    def __init__(self, where: object, metadata: Any) -> None:
+        self._where = where
+        if not _is(metadata, "Metadata"):
+            raise ValueError(f"it holds {pickles.shown(metadata)}")
+        fields = pickles.fields(metadata)
+        self.version = str(fields.get("version") or "")
+        self.files: dict[str, ForeignFile] = {}
+        self._stored = {}
+        self._known: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        """Sizes and offsets that have been checked: most are alike."""
+        for index, info in _items(fields.get("storage_data")):
+            named, place = pickles.fields(index), pickles.fields(info)
+            offset = named.get("offset")
+            if type(named["fqn"]) is not str:
+                raise ValueError(f"a name that is {pickles.shown(named['fqn'])}")
+            self._stored[named["fqn"], None if offset is None else self._sizes(offset)] = place
+        self._tensors = dict(_items(fields["state_dict_metadata"]))
+        planner = fields.get("planner_data")
+        self._paths: Mapping[str, Any] = planner if isinstance(planner, dict) else {}
+
+    def _sizes(self, value: Any) -> tuple[int, ...]:
+        known = self._known.get(value) if type(value) is pickles.Size else None  # which holds ints, and nothing else
+        if known is not None:
+            return known
+        if not isinstance(value, tuple) or not all(type(each) is int and 0 <= each < 1 << 60 for each in value):
+            raise ValueError(f"{pickles.shown(value)} instead of sizes")
+        return self._known.setdefault(tuple(value), tuple(value))
+
+    def tree(self) -> tuple[dict[str, Any], dict[Any, Any]]:
+        """The entries by path, and the top-level names."""
+        entries = {name: self._entry(name, each) for name, each in self._tensors.items()}
+        nested = self._nested(entries)
+        manifest: dict[str, Any] = {}
+        tree = nested if nested is not None else entries
+        for key, value in tree.items():
+            _place(manifest, f"0/{component(key) if type(key) is str else key}", value)
+        return manifest, dict.fromkeys(tree)
+
+    def _entry(self, name: str, described: Any) -> Any:
+        if type(name) is not str:
+            raise ValueError(f"a name that is {pickles.shown(name)}")
+        if _is(described, "BytesStorageMetadata"):
+            begin, end, location, transform = self._range(self._stored.get((name, None)), name)
+            kind = f"{transform}+torch_save" if transform else "torch_save"
+            return ObjectEntry(location, (begin, end), kind, "value")
+        if not _is(described, "TensorStorageMetadata"):
+            raise UnsupportedFormatError(
+                f"{self._where}: {name[:200]}: is {pickles.shown(described)}, which is not known"
+            )
+        fields = pickles.fields(described)
+        dtype = _dtype(fields["properties"])
+        shape = self._sizes(fields["size"])
+        shards = []
+        for chunk in fields["chunks"]:
+            box = pickles.fields(chunk)
+            offsets, sizes = self._sizes(box["offsets"]), self._sizes(box["sizes"])
+            place = self._stored.get((name, offsets))
+            if place is None and not math.prod(sizes):
+                continue
+            begin, end, location, transform = self._range(place, name)
+            kind = f"{transform}+torch_save" if transform else "torch_save"
+            shards.append(
+                Shard(offsets, sizes, TensorEntry(location, (begin, end), dtype, sizes, serializer=kind))
+            )  # fmt: skip
+        if len(shards) == 1 and shards[0].sizes == shape:
+            return shards[0].tensor
+        return ShardedTensorEntry(dtype, shape, shards)
+
+    def _range(self, place: Any, name: str) -> tuple[int, int, str, str]:
+        if place is None:
+            raise ValueError(f"it does not say where {name[:200]!r} is")
+        location = checked_location(place["relative_path"], self._where)
+        begin, length = place["offset"], place["length"]
+        if type(begin) is not int or type(length) is not int or begin < 0 or length < 0 or begin + length >= 1 << 62:
+            raise ValueError(f"{name[:200]!r} is in no range: {pickles.shown(begin)}, {pickles.shown(length)}")
+        bounds(self.files, location, begin + length)
+        transforms = place.get("transform_descriptors") or []
+        if not transforms:
+            return begin, begin + length, location, ""
+        shown = [pickles.shown(each) for each in transforms[:4]]
+        first = transforms[0] if len(transforms) == 1 and type(transforms[0]) is str else ""
+        known = _TRANSFORMS.get(first.partition("/")[0])
+        if known is None:
+            raise UnsupportedFormatError(f"{self._where}: {name[:200]} was transformed by {shown}, not known here")
+        return begin, begin + length, location, known
+
+    def _nested(self, entries: Mapping[str, Any]) -> dict[Any, Any] | None:
+        """The entries in the nesting that they were saved from; None where it is not known for all."""
+        if not self._paths or not all(_is_path(self._paths.get(name)) for name in entries):
+            return None
+        root: dict[Any, Any] = _Level()
+        for name, entry in entries.items():
+            *above, last = self._paths[name]
+            level = root
+            for key in above:
+                below = level.setdefault(key, _Level())
+                if type(below) is not _Level:
+                    return None
+                level = below
+            if last in level:
+                return None
+            level[last] = entry
+        return root
+
+
+class _Level(dict[Any, Any]):
+    """A container, by its keys; a list if these are its places."""
+
+
+def _place(manifest: dict[str, Any], path: str, value: Any) -> None:
+    """Put a value, and all beneath it, under its path."""
+    if not isinstance(value, dict):
+        manifest[path] = value
+        return
+    held: Any = dict(value)
+    if {"state", "param_groups"} <= held.keys():
+        held["state"] = _numbered(held["state"])
+    places = [key for key in value if type(key) is int and type(value) is _Level]
+    if len(places) == len(value) and min(places) >= 0 and max(places) < len(places) + GAP:
+        held = [value.get(place, NoneEntry("None")) for place in range(max(places) + 1)]
+    made = container(held)
+    if made is None:
+        raise ValueError(f"{path[:200]}: names that cannot be told apart")
+    entry, children = made
+    manifest[path] = entry
+    for name, child in zip(entry.components(), children, strict=True):
+        _place(manifest, f"{path}/{name}", child)
+
+
+def _numbered(state: Any) -> Any:
+    """An optimizer's state has numbers for keys, of which DCP makes texts."""
+    if type(state) is not _Level or not all(type(key) is str and _NUMBER.fullmatch(key) for key in state):
+        return state
+    return {int(key): each for key, each in state.items()}
+
+
+_NUMBER = re.compile("0|[1-9][0-9]{0,8}", re.ASCII)
+
+
+def _is(value: Any, name: str) -> bool:
+    return isinstance(value, pickles.Record) and value.name == _CLASSES + name
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, tuple) and 0 < len(value) < 400 and all(type(key) in (str, int) for key in value)
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{pickles.shown(value)} instead of a dict")
+    return list(dict.items(value))
+
+
+def _dtype(properties: Any) -> str:
+    """The dtype, from the state that torch pickles, or (old files) from attributes."""
+    state = getattr(properties, "state", None)
+    found = state[0] if isinstance(state, tuple) and len(state) > 2 else pickles.fields(properties).get("dtype")
+    if not isinstance(found, pickles.Dtype):
+        raise ValueError(f"{pickles.shown(found)} instead of a dtype")
+    return found.name

@@ -1,0 +1,53 @@
+"""What a directory of torch.distributed.checkpoint says of itself, made with torch's own classes."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from snapshot.errors import RestoreError
+
+
+def flattened(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A state by DCP's flat names, and the path of each: who loads it flattens what is to be filled the same way."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # dear, and rarely needed
+
+    try:
+        flat, paths = flatten_state_dict(dict(state))
+    except ValueError as error:  # of names that are one when they are joined
+        raise RestoreError(f"DCP joins names by dots: {error}: rename one of them") from error
+    return dict(flat), dict(paths)
+
+
+def archived(value: Any) -> bytes:
+    """An object as DCP stores it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def metadata(flat: Mapping[str, Any], paths: Mapping[str, Any], placed: Mapping[str, tuple[str, int, int]]) -> bytes:
+    """The content of `.metadata`: each name, where it lies, and its path in the nested state."""
+    from torch.distributed.checkpoint import metadata as m
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    described: dict[str, Any] = {}
+    stored = {}
+    for name, value in flat.items():
+        where = _StorageInfo(*placed[name])
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            offsets = torch.Size([0] * value.dim())
+            described[name] = m.TensorStorageMetadata(
+                properties=m.TensorProperties(dtype=value.dtype),
+                size=value.size(),
+                chunks=[m.ChunkStorageMetadata(offsets=offsets, sizes=value.size())],
+            )
+            stored[m.MetadataIndex(name, offsets)] = where
+        else:
+            described[name] = m.BytesStorageMetadata()
+            stored[m.MetadataIndex(name)] = where
+    return pickle.dumps(m.Metadata(described, planner_data=dict(paths), storage_data=stored))

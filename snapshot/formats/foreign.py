@@ -1,0 +1,193 @@
+"""What the formats of others have in common: documents that are made and not read, files that hold more than our
+entries point at, and a storage that is only read."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError, UnsafeObjectError
+from snapshot.manifest.document import Document, FileEntry, ForeignFile
+from snapshot.manifest.entries import (
+    CounterEntry,
+    DefaultdictEntry,
+    DequeEntry,
+    DictEntry,
+    ListEntry,
+    OrderedDictEntry,
+    TensorEntry,
+    TupleEntry,
+)
+from snapshot.storage import ABSENT, URL, Buffer, Capabilities, Expect, FileStat, FileWriter, Storage, check_path
+from snapshot.tensors.digest import of_range
+
+LINKLESS = ("dcp", "torchsnapshot")
+"""Formats whose files are in one folder, and no links. (Hugging Face's cache is made of links, and a file that the user
+names may be one.)"""
+INLINE = "(in the pickle)"
+"""The location of bytes that stand in a pickle, and so in no range of a file."""
+
+
+class ForeignDocument(Document):
+    """Somebody else's checkpoint, described as if it were a manifest of ours."""
+
+    place: URL
+    """The folder that its locations are names in."""
+    root: Any = None
+    """The container of all top-level names, where the format knows no names of statefuls."""
+    inline: bytes = b""
+    """The content of the location `INLINE`."""
+
+
+def document(
+    kind: str, version: str, place: URL, token: bytes, manifest: dict[str, Any], files: Mapping[str, FileEntry], *,
+    metadata: Any = None, world_size: int = 1, created: str = "", root: Any = None, inline: bytes = b"",
+) -> ForeignDocument:  # fmt: skip
+    """A document of one save; `token` is of what tells this checkpoint from another one at the same place."""
+    files = dict(files)
+    if inline:
+        files[INLINE] = ForeignFile(len(inline))
+    return ForeignDocument(
+        kind,
+        version,
+        of_range(token),
+        world_size,
+        created or "1970-01-01T00:00:00+00:00",
+        "",
+        msgspec.Raw(msgspec.json.encode(metadata or {})),
+        files,
+        [],
+        manifest,
+        place=place,
+        root=root,
+        inline=inline,
+    )
+
+
+ROOT = "snapshot.root"
+"""Of a snapshot that was made of such a document: where in its metadata the container stands."""
+_roots = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_containers = msgspec.json.Decoder(
+    DictEntry | ListEntry | TupleEntry | OrderedDictEntry | DefaultdictEntry | CounterEntry | DequeEntry
+)
+
+
+def root_of(held: Document) -> Any:
+    """The container of all top-level names, of a document that knows no names of statefuls; None for others."""
+    if isinstance(held, ForeignDocument):
+        return held.root
+    if ROOT.encode() not in bytes(held.metadata):
+        return None
+    try:
+        return _containers.decode(_roots.decode(held.metadata)[ROOT])
+    except (msgspec.DecodeError, KeyError):  # the user's own, under that name
+        return None
+
+
+def with_root(held: Document) -> msgspec.Raw:
+    """A document's metadata, for a snapshot that is made of it."""
+    root = held.root if isinstance(held, ForeignDocument) else None
+    if not isinstance(root, (DictEntry, ListEntry, TupleEntry, DequeEntry)):
+        return held.metadata
+    return msgspec.Raw(msgspec.json.encode({**_roots.decode(held.metadata), ROOT: root}))
+
+
+def says_absent(storage: Storage, error: StorageError) -> bool:
+    """Whether an error says that a file is not there. Web servers that list nothing may also say that it is none of
+    one's business: an address that is signed is of one file alone."""
+    if isinstance(error, StorageNotFoundError) or error.errno == errno.ENOTDIR:
+        return True
+    return error.errno == errno.EACCES and not storage.capabilities.list
+
+
+def is_packed(stored: TensorEntry) -> bool:
+    """Whether a tensor's bytes are not simply those of its range."""
+    return stored.serializer != "raw"
+
+
+def checked_location(path: Any, where: object) -> str:
+    """A file's name that a checkpoint gives, if it is one below its folder."""
+    try:
+        if type(path) is str and not path.startswith("/") and "://" not in path and "\\" not in path:
+            return check_path(path)
+    except ValueError:
+        pass
+    raise CorruptSnapshotError(f"{where}: {str(path)[:200]!r} is no name of a file beside it")
+
+
+def bounds(files: dict[str, ForeignFile], location: str, end: int) -> None:
+    """Take note that a file is at least so long."""
+    known = files.get(location)
+    if known is None:
+        files[location] = ForeignFile(end, exact=False)
+    elif not known.exact:
+        known.size = max(known.size, end)
+
+
+class ReadOnly(Storage):
+    """Another storage, of which nothing is changed; and the bytes that lie in no file."""
+
+    def __init__(self, inner: Storage, inline: bytes, *, links: bool) -> None:
+        """`links`: files may be links to elsewhere."""
+        self.inner = inner
+        self._inside: set[str] | None = None if links or inner.url.scheme != "file" else set()
+        self._inline = inline
+        self.url, self.options, self.context = inner.url, inner.options, inner.context
+        self.limits = inner.limits
+        has = inner.capabilities
+        self.capabilities = Capabilities(
+            write=False, delete=False, atomic_put=False, conditional_put=False, list=has.list,
+            ranged_read=has.ranged_read, concurrent=has.concurrent, blocking=has.blocking,
+        )  # fmt: skip
+
+    async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
+        if path != INLINE:
+            self._expect_inside(path)
+            await self.inner.read_into(path, offset, buffers, token=token)
+            return
+        for each in buffers:
+            view = memoryview(each).cast("B")
+            if offset + len(view) > len(self._inline):
+                raise CorruptSnapshotError(f"{self.url}: {INLINE} ends before {offset + len(view)}")
+            view[:] = self._inline[offset : offset + len(view)]
+            offset += len(view)
+
+    def _expect_inside(self, path: str) -> None:
+        """Raise for a link that leads out of the folder: its bytes have no digest, and could be any file's."""
+        if self._inside is None or path in self._inside:
+            return
+        root = os.path.realpath(self.inner.url.location)
+        if os.path.commonpath([root, os.path.realpath(os.path.join(root, path))]) != root:
+            raise UnsafeObjectError(
+                f"{self.inner.url.join(path)}: is a link to outside of its folder, and is not followed: it could lead "
+                "to any file. If it is meant: copy the folder with its links followed (cp -rL)"
+            )
+        self._inside.add(path)
+
+    async def stat(self, path: str) -> FileStat:
+        return FileStat(len(self._inline), 0.0, "") if path == INLINE else await self.inner.stat(path)
+
+    async def get(self, path: str, *, limit: int | None = None) -> bytes:
+        return await self.inner.get(path, limit=limit)
+
+    async def list(self, prefix: str = "", *, recursive: bool = True) -> list[str]:
+        return await self.inner.list(prefix, recursive=recursive)
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+    def _refused(self) -> StorageError:
+        return StorageError(f"{self.url}: was written by another library, and is only read")
+
+    async def create(self, path: str, size: int) -> FileWriter:
+        raise self._refused()
+
+    async def put(self, path: str, data: bytes, *, expect: Expect = ABSENT) -> str:
+        raise self._refused()
+
+    async def delete(self, paths: Sequence[str]) -> None:
+        raise self._refused()

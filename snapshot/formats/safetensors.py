@@ -1,0 +1,177 @@
+"""Files of safetensors, one or (Hugging Face's layout) several with an index."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import msgspec
+
+from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError, UnsupportedFormatError
+from snapshot.formats.foreign import ForeignDocument, checked_location, document, says_absent
+from snapshot.manifest.document import LONGEST_HEADER, ForeignFile
+from snapshot.manifest.entries import DictEntry, TensorEntry
+from snapshot.manifest.paths import component, encode_key
+from snapshot.storage import Storage
+from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, SAFETENSORS
+
+INDEX = "model.safetensors.index.json"
+ALONE = "model.safetensors"
+_NAMES = {theirs: ours for ours, theirs in SAFETENSORS.items()} | {
+    theirs: ours
+    for theirs, ours in {
+        "C64": "complex64", "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+        "F8_E5M2FNUZ": "float8_e5m2fnuz", "F4": "float4_e2m1fn_x2",
+    }.items()
+    if ours in BY_NAME
+}  # fmt: skip
+AT_ONCE = 16
+
+
+class _Item(msgspec.Struct, gc=False):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+    metadata: Any = None
+
+
+async def in_folder(storage: Storage, limit: int) -> ForeignDocument | None:
+    """What lies in a folder: an index and its files, or one file alone. By their usual names, where nothing says what
+    there is."""
+    try:
+        return await _named_index(storage, INDEX, limit)
+    except StorageError as error:
+        if not says_absent(storage, error):
+            raise
+    try:
+        return await describe(storage, ALONE, (await storage.stat(ALONE)).size, limit)
+    except StorageError as error:
+        if not says_absent(storage, error):
+            raise
+    try:
+        names = await storage.list(recursive=False) if storage.capabilities.list else []
+    except StorageError:
+        names = []
+    return await _listed(storage, [name for name in names if not name.endswith("/")], limit)
+
+
+async def _listed(storage: Storage, names: list[str], limit: int) -> ForeignDocument | None:
+    indices = [name for name in names if name.endswith(".safetensors.index.json")]
+    files = [name for name in names if name.endswith(".safetensors")]
+    if len(indices) == 1:
+        return await _named_index(storage, indices[0], limit)
+    if len(files) == 1 and not indices:
+        return await describe(storage, files[0], (await storage.stat(files[0])).size, limit)
+    if len(files) > 1:
+        raise UnsupportedFormatError(
+            f"{storage.url}: holds {len(files)} files of safetensors and no index that says what belongs together; "
+            f"open one of them: {storage.url.join(files[0])}"
+        )
+    return None
+
+
+async def _named_index(storage: Storage, name: str, limit: int) -> ForeignDocument:
+    """What has the name of an index, and should be one."""
+    found = await describe_index(storage, name, limit)
+    if found is None:
+        raise CorruptSnapshotError(f"{storage.url.join(name)}: is no index of files of safetensors")
+    return found
+
+
+async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocument | None:
+    """Several files, by their index; None where that is no index of this kind."""
+    data = await storage.get(name, limit=limit)
+    where = storage.url.join(name)
+    try:
+        index = msgspec.json.decode(data, type=_Index)
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return None
+    locations = dict.fromkeys(checked_location(each, where) for each in index.weight_map.values())
+    at_once = asyncio.Semaphore(AT_ONCE)
+
+    async def header(location: str) -> tuple[dict[str, Any], Any, int]:
+        async with at_once:
+            try:
+                size = (await storage.stat(location)).size
+                return (*await _header(storage, location, size, limit), size)
+            except StorageNotFoundError as error:
+                raise CorruptSnapshotError(f"{where}: names {location}, which is missing") from error
+
+    held = dict(zip(locations, await asyncio.gather(*map(header, locations)), strict=True))
+    entries: dict[str, TensorEntry] = {}
+    for tensor, location in index.weight_map.items():
+        found = held[location][0].get(tensor)
+        if found is None:
+            raise CorruptSnapshotError(f"{where}: says that {tensor[:200]!r} is in {location}, and it is not")
+        entries[tensor] = found
+    files = {location: ForeignFile(size) for location, (_, _, size) in held.items()}
+    metadata: Any = next((each for _, each, _ in held.values() if each), {})
+    return _document(storage, entries, files, data, metadata)
+
+
+async def describe(storage: Storage, name: str, size: int, limit: int) -> ForeignDocument:
+    """One file."""
+    entries, metadata = await _header(storage, name, size, limit)
+    token = (await storage.stat(name)).token
+    return _document(storage, entries, {name: ForeignFile(size)}, f"{name} {size} {token}".encode(), metadata)
+
+
+def _document(
+    storage: Storage, entries: dict[str, TensorEntry], files: dict[str, ForeignFile], token: bytes, metadata: Any
+) -> ForeignDocument:
+    manifest = {f"0/{component(name)}": entry for name, entry in entries.items()}
+    root = DictEntry([encode_key(name) for name in entries])  # type: ignore[misc]
+    return document("safetensors", "", storage.url, token, manifest, files, metadata=metadata, root=root)
+
+
+async def _header(storage: Storage, name: str, size: int, limit: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The tensors that a file's header names, and its metadata."""
+    where = storage.url.join(name)
+    try:
+        count = bytearray(8)
+        await storage.read_into(name, 0, [count])
+        length = int.from_bytes(count, "little")
+        if not 2 <= length <= min(size - 8, LONGEST_HEADER, limit):
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        header = bytearray(length)
+        await storage.read_into(name, 8, [header])
+        return _decoded(bytes(header), name, 8 + length, size)
+    except (ValueError, msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        if isinstance(error, CorruptSnapshotError):
+            raise
+        raise CorruptSnapshotError(f"{where}: is no file of safetensors: {error}") from error
+
+
+def _decoded(header: bytes, name: str, begin: int, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+    metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str] | None) or {}
+    entries = {}
+    ends = []
+    for tensor, item in raw.items():
+        found = msgspec.json.decode(item, type=_Item)
+        dtype = _NAMES.get(found.dtype)
+        if dtype is None:
+            raise UnsupportedFormatError(
+                f"{name}: {tensor[:200]!r} is of the dtype {found.dtype!r}, which is not known"
+            )
+        low, high = found.data_offsets
+        shape = tuple(found.shape)
+        if dtype == "float4_e2m1fn_x2" and shape:  # two elements a byte: torch counts the pairs
+            shape = (*shape[:-1], -(-shape[-1] // 2))
+        if any(each < 0 for each in shape) or high - low != math.prod(shape) * ITEMSIZE[dtype]:
+            raise ValueError(f"{tensor[:200]!r}: {found.dtype}{found.shape} does not take {high - low} bytes")
+        entries[tensor] = TensorEntry(name, (begin + low, begin + high), dtype, shape)
+        ends.append((low, high))
+    position = 0
+    for low, high in sorted(ends):  # as the library has it: without holes, and nothing twice
+        if low != position or high < low:
+            raise ValueError(f"its tensors overlap, or leave a hole at {position}")
+        position = high
+    if begin + position != size:
+        raise ValueError(f"its tensors end at {begin + position}, and the file at {size}")
+    return entries, metadata

@@ -1,0 +1,258 @@
+"""Snapshots of torchsnapshot, the library that this one grew out of: its manifest is JSON, or YAML by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import struct
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+
+from snapshot.errors import CorruptSnapshotError, MissingExtraError, StorageNotFoundError, UnsupportedFormatError
+from snapshot.formats.foreign import ForeignDocument, bounds, checked_location, document
+from snapshot.formats.tree import scalar
+from snapshot.manifest import entries as e
+from snapshot.manifest.document import DEEPEST, METADATA, ForeignFile, nesting
+from snapshot.manifest.paths import component, encode_key, tagged_keys
+from snapshot.manifest.view import is_rank
+from snapshot.storage import Storage
+from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
+
+AT_ONCE = 16
+_QUANTISED = {"qint8", "quint8", "qint32"}
+
+
+async def describe(storage: Storage, data: bytes) -> ForeignDocument:
+    """The snapshot whose manifest this is."""
+    where = storage.url.join(METADATA)
+    read = _document(data, where)
+    try:
+        version, world, manifest = str(read["version"]), read["world_size"], read["manifest"]
+        if type(world) is not int or world < 1 or not isinstance(manifest, dict):
+            raise ValueError("it has no ranks, or no entries")
+        made = _Manifest(where, manifest, world)
+    except (ValueError, TypeError, KeyError, AttributeError, struct.error, OverflowError) as error:
+        if isinstance(error, CorruptSnapshotError):
+            raise
+        raise CorruptSnapshotError(f"{where}: is no manifest: {type(error).__name__}: {error}") from error
+    await _measure(storage, made)
+    return document(
+        "torchsnapshot", version, storage.url, data, made.entries, made.files, world_size=world
+    )  # fmt: skip
+
+
+def _document(data: bytes, where: object) -> dict[str, Any]:
+    try:
+        if nesting(data) > DEEPEST:
+            raise CorruptSnapshotError(f"{where}: nests more than {DEEPEST} deep")
+        found = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeError):
+        found = _yaml(data, where)
+    if not isinstance(found, dict) or not {"version", "world_size", "manifest"} <= found.keys():
+        raise CorruptSnapshotError(f"{where}: is no manifest ({len(data)} bytes)")
+    return found
+
+
+def _yaml(data: bytes, where: object) -> Any:
+    if b"manifest:" not in data:
+        raise CorruptSnapshotError(f"{where}: is no manifest ({len(data)} bytes)")
+    try:
+        import yaml  # of an extra; nearly all manifests are JSON
+    except ImportError as error:
+        raise MissingExtraError(f"{where}: is YAML: pip install 'snapshot-torch[yaml]'") from error
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        for number, event in enumerate(yaml.parse(data, Loader=loader)):
+            if isinstance(event, yaml.AliasEvent) or number > len(data):
+                raise CorruptSnapshotError(f"{where}: has aliases, which no manifest has")
+        return yaml.load(data, Loader=loader)  # noqa: S506 - a safe one
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise CorruptSnapshotError(f"{where}: is neither JSON nor YAML: {error}") from error
+
+
+async def _measure(storage: Storage, made: _Manifest) -> None:
+    """Objects' files are as long as they are: the manifest does not say."""
+    at_once = asyncio.Semaphore(AT_ONCE)
+
+    async def measure(location: str) -> int:
+        async with at_once:
+            try:
+                return (await storage.stat(location)).size
+            except StorageNotFoundError:
+                return -1
+
+    locations = list(made.whole)
+    for location, size in zip(locations, await asyncio.gather(*map(measure, locations)), strict=True):
+        made.files[location] = ForeignFile(max(size, 0), exact=size >= 0)
+        for entry in made.whole[location]:
+            entry.byte_range = (0, max(size, 0))
+
+
+class _Manifest:
+    """The entries, translated."""
+
+    def __init__(self, where: object, manifest: dict[str, Any], world: int) -> None:
+        self._where = where
+        self.entries: dict[str, Any] = {}
+        self.files: dict[str, ForeignFile] = {}
+        self.whole: dict[str, list[Any]] = {}
+        """Entries of all of a file, whose length is not known."""
+        self._sharded: dict[str, str] = {}
+        renamed = {}
+        for path in manifest:
+            rank, _, logical = path.partition("/")
+            if not is_rank(rank, world) or not logical:
+                raise ValueError(f"{path[:200]!r} is an entry of no rank")
+            renamed[path] = f"{rank}/{'/'.join(component(unquote(each)) for each in logical.split('/'))}"
+        self._there = manifest.keys()
+        self._shared = {path.partition("/")[2] for path, raw in manifest.items() if _is_shared(raw)}
+        """Logical paths that the manifest has for one rank, and that all have."""
+        for path, raw in manifest.items():
+            made = self._entry(path, raw)
+            if made is not None:
+                self._add(renamed[path], made)
+        self._fill()
+
+    def _add(self, path: str, made: Any) -> None:
+        """Shards of one tensor, which each rank lists its own of, become one entry."""
+        if isinstance(made, e.ShardedTensorEntry):
+            logical = path.partition("/")[2]
+            first = self._sharded.setdefault(logical, path)
+            if first != path:
+                known = self.entries[first]
+                seen = {shard.offsets for shard in known.shards}
+                known.shards += [shard for shard in made.shards if shard.offsets not in seen]
+                return
+        self.entries[path] = made
+
+    def _fill(self) -> None:
+        """The global shapes: nothing says them but the shards."""
+        for path in self._sharded.values():
+            entry = self.entries[path]
+            if not entry.shards:
+                raise ValueError(f"{path[:200]!r} has no shards")
+            entry.dtype = entry.shards[0].tensor.dtype
+            ends = [[o + s for o, s in zip(each.offsets, each.sizes, strict=True)] for each in entry.shards]
+            entry.shape = tuple(map(max, zip(*ends, strict=True)))
+
+    def _has(self, path: str) -> bool:
+        return path in self._there or path.partition("/")[2] in self._shared
+
+    def _entry(self, path: str, raw: dict[str, Any]) -> Any:
+        kind, replicated = raw["type"], raw.get("replicated") is True
+        if kind in _DICTS:
+            return self._dict(_DICTS[kind], path, raw["keys"])
+        if kind in _VALUES:
+            entry = scalar(_VALUES[kind](raw["serialized_value"]))
+            assert entry is not None
+            entry.replicated = replicated
+            return entry
+        make: dict[str, Callable[[], Any]] = {
+            "list": lambda: e.ListEntry(self._length(path)),
+            "Tensor": lambda: self._tensor(raw, replicated),
+            "ChunkedTensor": lambda: e.ChunkedTensorEntry(
+                _dtype(raw["dtype"]), _sizes(raw["shape"]), self._shards(raw["chunks"]), replicated
+            ),
+            "ShardedTensor": lambda: e.ShardedTensorEntry("", (), self._shards(raw["shards"])),
+            "DTensor": lambda: e.ShardedTensorEntry("", (), self._shards(raw["shards"])),
+            "object": lambda: self._object(raw, str(raw["obj_type"]), replicated),
+        }
+        if kind not in make:
+            raise UnsupportedFormatError(f"{self._where}: {path[:200]} is of the unknown type {str(kind)[:80]!r}")
+        return make[kind]()
+
+    def _dict(self, made: Any, path: str, named: list[Any]) -> e.DictEntry:
+        keys = [key for key in named if self._has(_child(path, key))]
+        if not all(type(key) in (str, int) for key in keys):
+            raise ValueError(f"{path[:200]!r} has keys that are neither texts nor ints")
+        return made([encode_key(key) for key in keys], tagged_keys(keys) or None)  # type: ignore[no-any-return]
+
+    def _length(self, path: str) -> int:
+        """How many children a list has: nothing says it but they themselves."""
+        length = 0
+        while self._has(f"{path}/{length}"):
+            length += 1
+        return length
+
+    def _shards(self, raw: list[dict[str, Any]]) -> list[e.Shard]:
+        found = []
+        for each in raw:
+            tensor = self._tensor(each["tensor"], False)
+            if not isinstance(tensor, e.TensorEntry):
+                raise UnsupportedFormatError(f"{self._where}: shards of {tensor.obj_type} are not known")
+            found.append(e.Shard(_sizes(each["offsets"]), _sizes(each["sizes"]), tensor))
+        return found
+
+    def _tensor(self, raw: dict[str, Any], replicated: bool) -> Any:
+        location = checked_location(raw["location"], self._where)
+        dtype = str(raw["dtype"]).removeprefix("torch.")
+        if dtype in _QUANTISED:
+            return self._object(raw, f"torch.Tensor of {dtype}", replicated)
+        dtype, shape = _dtype(raw["dtype"]), _sizes(raw["shape"])
+        if raw["serializer"] == "torch_save":
+            entry = e.TensorEntry(location, (0, 0), dtype, shape, replicated=replicated, serializer="torch_save")
+            self._range(entry, location, raw.get("byte_range"))
+            return entry
+        if raw["serializer"] != "buffer_protocol":
+            raise UnsupportedFormatError(f"{self._where}: the serializer {str(raw['serializer'])[:80]!r} is not known")
+        given = raw.get("byte_range")
+        begin, end = _range(given) if given is not None else (0, math.prod(shape) * ITEMSIZE[dtype])
+        bounds(self.files, location, end)
+        return e.TensorEntry(location, (begin, end), dtype, shape, replicated=replicated)
+
+    def _object(self, raw: dict[str, Any], kind: str, replicated: bool) -> e.ObjectEntry:
+        if raw["serializer"] != "torch_save":
+            raise UnsupportedFormatError(f"{self._where}: the serializer {str(raw['serializer'])[:80]!r} is not known")
+        location = checked_location(raw["location"], self._where)
+        entry = e.ObjectEntry(location, (0, 0), "torch_save", kind[:200], replicated=replicated)
+        self._range(entry, location, raw.get("byte_range"))
+        return entry
+
+    def _range(self, entry: Any, location: str, given: Any) -> None:
+        if given is None:
+            self.whole.setdefault(location, []).append(entry)
+        else:
+            entry.byte_range = _range(given)
+            bounds(self.files, location, entry.byte_range[1])
+
+
+def _is_shared(raw: Any) -> bool:
+    return isinstance(raw, dict) and (raw.get("replicated") is True or raw.get("type") in ("ShardedTensor", "DTensor"))
+
+
+def _child(path: str, key: Any) -> str:
+    return f"{path}/{str(key).replace('%', '%25').replace('/', '%2F')}"
+
+
+def _range(given: Any) -> tuple[int, int]:
+    begin, end = given
+    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 1 << 62:
+        raise ValueError(f"{str(given)[:100]} is no range")
+    return begin, end
+
+
+def _sizes(given: Any) -> tuple[int, ...]:
+    if not isinstance(given, list) or not all(type(each) is int and 0 <= each < 1 << 60 for each in given):
+        raise ValueError(f"{str(given)[:100]} are no sizes")
+    return tuple(given)
+
+
+def _dtype(given: Any) -> str:
+    name = str(given).removeprefix("torch.")
+    if name not in BY_NAME:
+        raise UnsupportedFormatError(f"the dtype {str(given)[:80]!r} is not known to this version of torch")
+    return name
+
+
+_DICTS = {"dict": e.DictEntry, "OrderedDict": e.OrderedDictEntry}
+_VALUES: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "str": str,
+    "bool": {"True": True, "False": False}.__getitem__,
+    "bytes": lambda text: base64.b64decode(text, validate=True),
+    "float": lambda text: struct.unpack("<d", base64.b64decode(text, validate=True))[0],
+}

@@ -1,0 +1,1 @@
+"""Other libraries' checkpoint APIs, with this engine behind them."""

@@ -1,0 +1,79 @@
+"""Views into a storage: which element lies where, and whether that is a box in a tensor of C order.
+
+Everything is counted in elements. Nearly every view that people save is one: a slice, a transposition, both.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def contiguous(shape: Shape) -> Shape:
+    """The strides of C order.
+
+    >>> contiguous((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple(math.prod(max(1, size) for size in shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def span(shape: Shape, strides: Shape) -> int:
+    """How far a view reaches from its first element: the elements of storage that it needs.
+
+    >>> span((2, 3), (10, 2))
+    15
+    """
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+class Around(NamedTuple):
+    """A tensor of C order of which a view is a box that begins where it begins."""
+
+    order: Shape
+    """The view's dimensions from the one of the longest steps on: it is permuted so."""
+    sizes: Shape
+    """The shape of the tensor around it; one dimension more than the view has if its last steps are longer than 1."""
+
+    @property
+    def padded(self) -> bool:
+        """Whether there is one dimension more, of which the view has the first element."""
+        return len(self.sizes) > len(self.order)
+
+
+def around(shape: Shape, strides: Shape) -> Around | None:
+    """The tensor that a view is a box of; None where there is none, since elements overlap or lie across each other.
+
+    >>> around((3, 2), (1, 10))
+    Around(order=(1, 0), sizes=(2, 10))
+    >>> around((2, 3), (10, 2))
+    Around(order=(0, 1), sizes=(2, 5, 2))
+    >>> around((4, 4), (0, 1)) is None
+    True
+    """
+    order = tuple(sorted(range(len(shape)), key=lambda axis: (shape[axis] != 1, -strides[axis], axis)))
+    sizes: list[int] = []
+    step = 0
+    for axis in order:
+        size, stride = shape[axis], strides[axis]
+        if size == 1:
+            sizes.append(1)
+            continue
+        if stride <= 0:
+            return None
+        if step:  # so many of these steps make one of those of the dimension before
+            count, rest = divmod(step, stride)
+            if rest or count < size:
+                return None
+            size = count
+        sizes.append(size)
+        step = stride
+    if step > 1:
+        sizes.append(step)
+    return Around(order, tuple(sizes))
