@@ -1,0 +1,469 @@
+"""What `dcp.save` writes through our writer, and what `dcp.load` reads through our reader, on one rank: a snapshot like
+any other, with what torch's own storage does not promise."""
+
+import dataclasses
+import gc
+import os
+import pickle
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_states import emptied, load, model, quiet, save, told, trained
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItemType
+
+from snapshot import (
+    CorruptSnapshotError,
+    RestoreError,
+    Snapshot,
+    SnapshotError,
+    SnapshotNotFoundError,
+    StateDict,
+    StorageError,
+    UnsafeObjectError,
+)
+from snapshot.interop import dcp_names
+from snapshot.interop.dcp import SnapshotReader, SnapshotWriter
+from snapshot.manifest import document as d
+from snapshot.testing import faulty, recording
+
+STATE = {"model": {"w": torch.arange(12.0).view(3, 4), "b": torch.ones(3)}, "step": 3, "l": [1, (2, "x")]}
+
+
+def left(folder):
+    return sorted(os.path.relpath(os.path.join(at, name), folder) for at, _, names in os.walk(folder) for name in names)
+
+
+def failure(work, *args, **options):
+    """What the only rank failed of."""
+    with pytest.raises(CheckpointException) as raised:
+        work(*args, **options)
+    return raised.value.failures[0][0]
+
+
+# What is written
+
+
+def test_what_is_saved_stands_where_it_stood_in_the_state(folder):
+    made, optimizer = trained()
+    save({"model": made.state_dict(), "optim": optimizer.state_dict(), "a/b": {"c%": 1}}, SnapshotWriter(folder))
+    snapshot = Snapshot(folder)
+    assert snapshot.verify()
+    assert told(snapshot.read_object("0/model/0.weight")) == told(made.state_dict()["0.weight"])
+    assert snapshot.read_object("0/optim/param_groups")[0]["betas"] == (0.9, 0.999)
+    assert snapshot.read_object("0/a%2Fb/c%25") == 1
+    assert snapshot.metadata.metadata == {}
+    other = model(1)
+    snapshot.restore({"model": other})
+    assert told(dict(other.state_dict())) == told(dict(made.state_dict()))
+
+
+def test_numbers_and_tensors_are_stored_without_a_pickle(folder):
+    save(STATE, SnapshotWriter(folder))
+    assert not any(b"PK\x03\x04" in Path(folder, name).read_bytes() for name in left(folder))
+    assert [name.rpartition(".")[2] for name in left(folder)] == ["snapshot_metadata", "safetensors"]
+
+
+def test_a_state_that_is_no_nested_one_has_its_names_at_the_top(folder):
+    state = dict(model().state_dict())
+    save({**state, "more": {"x": torch.ones(2)}}, SnapshotWriter(folder), planner=DefaultSavePlanner(False))
+    assert set(Snapshot(folder).get_manifest()) == {*(f"0/{name}" for name in state), "0/more", "0/more/x"}
+    assert SnapshotReader(folder).read_metadata().planner_data is None
+
+
+def test_tied_tensors_are_stored_once(folder):
+    weight = torch.rand(1000)
+    save({"a": weight, "b": weight, "c": weight.view(10, 100)}, SnapshotWriter(folder))
+    entries = Snapshot(folder).get_manifest()
+    assert entries["0/a"].byte_range == entries["0/b"].byte_range != entries["0/c"].byte_range
+
+
+def test_objects_that_nothing_else_can_hold_are_pickled_with_a_warning(folder):
+    state = {"range": range(3), "l": [slice(1), 2]}
+    with pytest.warns(UserWarning, match="stored as pickles.*\n  range .*\n  l/0"):
+        save(state, SnapshotWriter(folder))
+    assert isinstance(failure(load, dict(state), SnapshotReader(folder)), UnsafeObjectError)
+    assert load({"range": 0, "l": []}, SnapshotReader(folder, allow_pickle=True)) == state
+
+
+def test_bytes_of_which_torch_refuses_to_make_anything_are_kept_as_they_are(folder):
+    class Custom(DefaultSavePlanner):
+        def transform_object(self, write_item, object):  # noqa: A002 - it is torch's name
+            return super().transform_object(write_item, object)
+
+    with pytest.warns(UserWarning, match="stored as pickles.*\n  range"):
+        save({"range": range(3), "step": 5}, SnapshotWriter(folder), planner=Custom())
+    assert load({"range": 0, "step": 0}, SnapshotReader(folder, allow_pickle=True)) == {"range": range(3), "step": 5}
+    assert load({"step": 0}, SnapshotReader(folder)) == {"step": 5}
+
+
+def test_a_large_manifest_lies_in_parts(folder, monkeypatch):
+    monkeypatch.setattr(d, "IN_ONE", 50)
+    state = {"t": {f"{i}": torch.full((3,), float(i)) for i in range(100)}}
+    save(state, SnapshotWriter(folder))
+    assert any(name.endswith("-0.json") for name in left(folder))
+    assert told(load(emptied(state), SnapshotReader(folder))) == told(state)
+    assert Snapshot(folder).verify()
+
+
+class Placed(DefaultSavePlanner):
+    """Says of its own where things stood."""
+
+    def __init__(self, planner_data):
+        super().__init__()
+        self.planner_data = planner_data
+
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.planner_data = self.planner_data
+        return plans, metadata
+
+
+@pytest.mark.parametrize(
+    "planner_data",
+    [
+        None,
+        {},
+        {"a": ("x", 0), "b": ("x", 2)},
+        {"a": ("x",), "b": ("x", "y")},
+        {"a": ("x",), "b": ("x",)},
+        {"a": ("a",), "b": ("b",), "c": ("nowhere",)},
+        {"a": ("a",)},
+        {"a": ("\ud800", "%", "/"), "b": ("b", 5)},
+        {"version": (1, 2), "names": ["a", {"b": None}]},
+        ["a", 1.5],
+    ],
+)
+def test_a_planners_data_survive_whatever_they_are(folder, planner_data):
+    state = {"a": torch.ones(2), "b": [1, 2]}
+    save(state, SnapshotWriter(folder), planner=Placed(planner_data))
+    read = SnapshotReader(folder).read_metadata()
+    assert read.planner_data == planner_data
+    assert set(read.state_dict_metadata) == {"a", "b"}
+    assert told(load({"a": torch.zeros(2), "b": 0}, SnapshotReader(folder))) == told(state)
+    assert Snapshot(folder).verify()
+
+
+def test_a_planners_data_that_are_more_than_values_are_left_out_with_a_warning(folder):
+    with pytest.warns(UserWarning, match=r"planner_data \(dict\) holds more than plain values"):
+        save({"a": torch.ones(2)}, SnapshotWriter(folder), planner=Placed({"a": torch.ones(1)}))
+    assert SnapshotReader(folder).read_metadata().planner_data is None
+    assert told(load({"a": torch.zeros(2)}, SnapshotReader(folder))) == told({"a": torch.ones(2)})
+
+
+def test_a_record_of_names_that_makes_no_sense_is_refused(folder):
+    note = {"items": {"a": "0/nowhere"}}
+    for record in (note, {"top": 5}, {"planner_data": {"keys": {"a": 5}}}, {"planner_data": {"entries": {"x": {}}}}):
+        Snapshot.take(folder, {"s": StateDict(a=1)}, metadata={dcp_names.KEY: record}, overwrite=True)
+        with pytest.raises(CorruptSnapshotError, match="metadata"):
+            SnapshotReader(folder).read_metadata()
+
+
+def test_a_tensor_of_more_than_the_files_hold_is_refused_before_anyone_makes_one(folder):
+    save({"a": torch.ones(3)}, SnapshotWriter(folder))
+    document = d.decode_document(Path(folder, d.METADATA).read_bytes(), folder)
+    document.manifest["0/a"].shape = (1 << 40,)
+    Path(folder, d.METADATA).write_bytes(d.encode(document))
+    with pytest.raises(CorruptSnapshotError, match="more than the files hold"):
+        SnapshotReader(folder).read_metadata()
+
+
+def test_a_save_that_begins_before_the_last_one_has_ended_takes_that_back(folder):
+    writer = SnapshotWriter(folder)
+
+    class Impatient(DefaultSavePlanner):
+        def resolve_data(self, write_item):
+            save({"b": torch.ones(2)}, writer, checkpoint_id=f"{folder}/other")
+            return super().resolve_data(write_item)
+
+    assert isinstance(failure(save, {"a": torch.ones(2)}, writer, planner=Impatient()), SnapshotError)
+    assert Snapshot(f"{folder}/other").verify()
+    assert [name for name in left(folder) if not name.startswith("other")] == []
+
+
+# What is read
+
+
+def test_what_was_taken_without_dcp_loads_by_the_names_that_dcp_gives(folder):
+    made, optimizer = trained()
+    state = StateDict(
+        step=3, names=["a", "b"], tensors=[torch.ones(2), {"x": 5}], t=(1, torch.ones(1)), empty={}, n={1: 2}
+    )
+    Snapshot.take(folder, {"model": made, "optim": optimizer, "state": state})
+    _, optim = trained(1)
+    into = {
+        "model": emptied(dict(made.state_dict())),
+        "optim": emptied(optim.state_dict()),
+        "state": {"step": 0, "names": [], "tensors": [torch.zeros(2), {"x": 0}], "t": None, "empty": {}, "n": {1: 0}},
+    }
+    load(into, SnapshotReader(folder))
+    assert told(into["model"]) == told(dict(made.state_dict()))
+    with quiet():
+        theirs = {"model": emptied(dict(made.state_dict())), "optim": emptied(optim.state_dict())}
+        dcp.save({"optim": optimizer.state_dict()}, checkpoint_id=f"{folder}-2")
+        dcp.load({"optim": theirs["optim"]}, checkpoint_id=f"{folder}-2")
+    assert told(into["optim"]) == told(theirs["optim"])
+    assert into["state"]["names"] == ["a", "b"]
+    assert torch.equal(into["state"]["tensors"][0], torch.ones(2))
+    assert into["state"]["t"][0] == 1
+    made_again = {"optim": optimizer.state_dict(), "state": dict(state)}
+    names = SnapshotReader(folder).read_metadata().planner_data
+    assert names.items() >= dcp._nested_dict.flatten_state_dict(made_again)[1].items()
+
+
+def test_what_torchs_own_storage_wrote_is_read_too(folder):
+    made, optimizer = trained()
+    state = {"model": dict(made.state_dict()), "optim": optimizer.state_dict(), "step": 3, "tuple": (1, "x")}
+    save(state, dcp.FileSystemWriter(folder))
+    reader, theirs = SnapshotReader(folder), dcp.FileSystemReader(folder).read_metadata()
+    assert reader.read_metadata().planner_data == theirs.planner_data
+    assert told(load(emptied(state), reader)) == told(load(emptied(state), dcp.FileSystemReader(folder)))
+
+
+def test_whoever_names_no_storage_gets_ours_where_it_is_put_in_torchs_place(folder, monkeypatch):
+    monkeypatch.setattr(dcp._storage_utils, "FileSystemWriter", SnapshotWriter)
+    monkeypatch.setattr(dcp._storage_utils, "FileSystemReader", SnapshotReader)
+    with quiet():
+        dcp.save(STATE, checkpoint_id=folder)
+        assert Snapshot(folder).verify()
+        into = emptied(STATE)
+        dcp.load(into, checkpoint_id=folder)
+    assert told(into) == told(STATE)
+
+
+def test_a_bit_that_flipped_is_an_error_unless_nobody_is_to_look(folder):
+    state = {"a": torch.rand(100_000)}
+    save(state, SnapshotWriter(folder))
+    with faulty(on="read_into", path="data/*", flip=4000, times=None):
+        error = failure(load, emptied(state), SnapshotReader(f"faulty+file://{folder}"))
+    assert isinstance(error, CorruptSnapshotError)
+    with faulty(on="read_into", path="data/*", flip=4000, times=None):
+        assert load(emptied(state), SnapshotReader(f"faulty+file://{folder}", verify=False))["a"].any()
+
+
+def test_a_file_that_is_gone_is_found_before_a_tensor_is_touched(folder):
+    save(STATE, SnapshotWriter(folder))
+    os.unlink(f"{folder}/{next(name for name in left(folder) if name.startswith('data'))}")
+    into = emptied(STATE)
+    assert "missing" in str(failure(load, into, SnapshotReader(folder)))
+    assert not into["model"]["w"].any()
+
+
+def test_a_box_of_a_long_tensor_reads_only_its_blocks(folder):
+    state = {"a": torch.rand(1000, 4096)}
+    save(state, SnapshotWriter(folder))
+
+    class Rows(DefaultLoadPlanner):
+        def create_local_plan(self):
+            index = MetadataIndex("a", [0, 0])
+            part = torch.Size([10, 4096])
+            return LoadPlan(
+                [ReadItem(LoadItemType.TENSOR, index, torch.Size([0, 0]), index, torch.Size([500, 0]), part)]
+            )
+
+    into = {"a": torch.zeros(1000, 4096)}
+    with recording() as log:
+        load(into, SnapshotReader(f"recording+file://{folder}"), planner=Rows())
+    assert torch.equal(into["a"][:10], state["a"][500:510])
+    assert log.nbytes("read_into", "*.safetensors") <= 1 << 20
+
+
+def test_a_planner_that_asks_for_what_is_not_there_is_told_so(folder):
+    save(STATE, SnapshotWriter(folder))
+
+    class Wrong(DefaultLoadPlanner):
+        def create_local_plan(self):
+            plan = super().create_local_plan()
+            index = MetadataIndex(self.name, [0, 0])
+            size = torch.Size(self.size)
+            plan.items += [ReadItem(LoadItemType.TENSOR, index, torch.Size([0, 0]), index, torch.Size([0, 0]), size)]
+            return plan
+
+        def lookup_tensor(self, index):
+            return torch.zeros(self.size) if index.fqn == self.name else super().lookup_tensor(index)
+
+    for name, size, what in (
+        ("model.v", [3, 4], "did you mean"),
+        ("step", [3, 4], "no tensor"),
+        ("model.w", [4, 4], "lie"),
+    ):
+        planner = Wrong()
+        planner.name, planner.size = name, size
+        error = failure(load, emptied({"l": STATE["l"]}), SnapshotReader(folder), planner=planner)
+        assert isinstance(error, RestoreError)
+        assert what in str(error)
+
+
+def test_a_reader_that_other_metadata_are_given_looks_for_itself(folder):
+    save(STATE, SnapshotWriter(folder))
+    other = SnapshotReader(folder).read_metadata()
+    reader = SnapshotReader(folder)
+    reader.set_up_storage_reader(other, True)
+    assert reader.prepare_local_plan(LoadPlan([])).storage_data[1] == other.storage_meta.save_id
+
+
+# What fails
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("on", ["put", "create", "write", "finish", "stat", "commit"])
+def test_a_storage_that_fails_at_any_step_leaves_nothing(folder, on, before):
+    if before:
+        save(STATE, SnapshotWriter(folder))
+    held = left(folder)
+    path = ".take*" if on == "stat" else "*"
+    with faulty(on=on, path=path, error=StorageError("planned")):
+        error = failure(save, {"a": torch.rand(1000), "s": "x" * 20_000}, SnapshotWriter(f"faulty+file://{folder}"))
+    assert isinstance(error, StorageError)
+    assert left(folder) == held
+    save({"b": torch.ones(2)}, SnapshotWriter(folder))
+    assert set(Snapshot(folder).get_manifest()) == {"0/b"}
+
+
+def test_a_save_that_is_not_finished_is_taken_back_when_its_writer_goes(folder):
+    class Late(DefaultSavePlanner):
+        def finish_plan(self, new_plan):
+            raise OSError("planned")
+
+    writer = SnapshotWriter(folder)
+    assert isinstance(failure(save, STATE, writer, planner=Late()), OSError)
+    assert left(folder) == [f".take-{writer.storage_meta().save_id}"]
+    writer.reset()
+    assert left(folder) == []
+    assert isinstance(failure(save, STATE, writer, planner=Late()), OSError)
+    done = threading.Event()
+    writer._save.operation.close = _telling(writer._save.operation.close, done)
+    del writer
+    gc.collect()
+    assert done.wait(30)
+    assert left(folder) == []
+
+
+def _telling(close, done):
+    async def closed():
+        await close()
+        done.set()
+
+    return closed
+
+
+def test_a_commit_that_another_save_was_faster_with_loses_nothing(folder):
+    writer = SnapshotWriter(folder)
+
+    class Racing(DefaultSavePlanner):
+        def finish_plan(self, new_plan):
+            save({"b": torch.ones(2)}, SnapshotWriter(folder))
+            return super().finish_plan(new_plan)
+
+    assert isinstance(failure(save, STATE, writer, planner=Racing()), SnapshotError)
+    assert set(Snapshot(folder).get_manifest()) == {"0/b"}
+    assert Snapshot(folder).verify()
+    assert len(left(folder)) == 2
+
+
+def test_a_writer_without_a_path_or_a_plan_says_what_it_lacks(folder):
+    with pytest.raises(CheckpointException, match="no path"):
+        save(STATE, SnapshotWriter())
+    with pytest.raises(CheckpointException, match="no path"):
+        load({}, SnapshotReader())
+    with pytest.raises(SnapshotError, match="no save was begun"):
+        SnapshotWriter(folder).finish(None, [])
+    with pytest.raises(SnapshotNotFoundError):
+        SnapshotReader(folder).read_metadata()
+
+
+# What it is
+
+
+def test_writer_and_reader_are_configuration_that_can_be_sent(folder):
+    writer = pickle.loads(pickle.dumps(SnapshotWriter(folder, overwrite=False, durable=False, storage_options={})))
+    save(STATE, writer)
+    assert (writer.overwrite, writer.durable, writer.checkpoint_id) == (False, False, folder)
+    reader = SnapshotReader(folder, verify=False)
+    reader.read_metadata()
+    assert told(load(emptied(STATE), pickle.loads(pickle.dumps(reader)))) == told(STATE)
+    assert repr(writer) == f"SnapshotWriter({folder!r})"
+    assert SnapshotReader("s3://key:secret@bucket").checkpoint_id == "s3://key:***@bucket"  # torch logs it
+    assert repr(SnapshotReader("s3://key:secret@bucket")) == "SnapshotReader('s3://key:***@bucket')"
+
+
+def test_any_storage_that_is_known_can_be_named():
+    for kind in (SnapshotWriter, SnapshotReader):
+        assert kind.validate_checkpoint_id("memory://x")
+        assert kind.validate_checkpoint_id("relative/path")
+        assert not kind.validate_checkpoint_id("nowhere-at-all://x")
+        assert not kind.validate_checkpoint_id("")
+    save(STATE, SnapshotWriter(), checkpoint_id="memory://dcp/any")
+    assert told(load(emptied(STATE), SnapshotReader(), checkpoint_id="memory://dcp/any")) == told(STATE)
+
+
+def test_what_ranks_tell_is_short_text():
+    state = {f"t{i}": torch.ones(2) for i in range(1000)}
+    told_of = []
+
+    class Listening(SnapshotWriter):
+        def finish(self, metadata, results):
+            told_of.append(pickle.dumps(results))
+            super().finish(metadata, pickle.loads(told_of[0]))
+
+    save(state, Listening("memory://dcp/told"))
+    assert len(told_of[0]) < 250 * len(state)
+    assert told(load(emptied(state), SnapshotReader("memory://dcp/told"))) == told(state)
+
+
+class Copying(DefaultSavePlanner):
+    """Makes a tensor anew whenever it is asked for it."""
+
+    def transform_object(self, write_item, object):  # noqa: A002 - it is torch's name
+        return object.clone() if isinstance(object, torch.Tensor) else super().transform_object(write_item, object)
+
+
+def test_what_a_planner_makes_is_asked_for_in_portions(folder):
+    alive, most = weakref.WeakSet(), []
+    state = {f"t{i}": torch.full((1 << 18,), float(i)) for i in range(16)}
+
+    class Watched(Copying):
+        def transform_object(self, write_item, object):  # noqa: A002 - as above
+            copied = super().transform_object(write_item, object)
+            alive.add(copied)
+            most.append(len(alive))
+            return copied
+
+    save(state, SnapshotWriter(folder, memory_budget_bytes=2 << 20), planner=Watched())
+    assert len(most) == 16
+    assert max(most) <= 4  # two of 1 MiB at a time, and those of the portion before
+    assert told(load(emptied(state), SnapshotReader(folder))) == told(state)
+
+
+class Split(Copying):
+    """Makes three shards of one tensor."""
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        [item], parts = plan.items, []
+        for row in (0, 2, 4):
+            chunk = ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([2, 1 << 16]))
+            data = dataclasses.replace(item.tensor_data, chunk=chunk)
+            index = MetadataIndex("w", [row, 0])
+            parts.append(dataclasses.replace(item, index=index, type=WriteItemType.SHARD, tensor_data=data))
+        return dataclasses.replace(plan, items=parts)
+
+    def lookup_object(self, index):
+        return self.state_dict["w"][index.offset[0] : index.offset[0] + 2]
+
+
+@pytest.mark.parametrize("budget", [1 << 18, 1 << 26])
+def test_shards_of_one_tensor_come_together_whatever_portions_they_are_written_in(folder, budget):
+    state = {"w": torch.rand(6, 1 << 16)}
+    save(state, SnapshotWriter(folder, memory_budget_bytes=budget), planner=Split())
+    entry = Snapshot(folder).get_manifest()["0/w"]
+    assert [shard.offsets for shard in entry.chunks] == [(0, 0), (2, 0), (4, 0)]
+    assert Snapshot(folder).metadata.metadata == {}
+    assert Snapshot(folder).verify()
+    assert told(load(emptied(state), SnapshotReader(folder))) == told(state)
