@@ -129,3 +129,10 @@ def test_what_three_ranks_saved_two_restore_and_one_process_reads(tmp_path: Path
     assert restored[-1].split() == ["resharded", "state/weight:", "from", "shards", "of", "another", "layout"]
     read = warm.run(ROOT / "examples" / "reshard.py", tmp_path).splitlines()
     assert read == ["read (10000, 64), and row 4321 of it: 276544 to 276607"]
+
+
+def test_a_loop_of_ones_own_resumes_in_the_middle_of_an_epoch(tmp_path: Path, warm: Warm) -> None:
+    shown = warm.run(ROOT / "examples" / "bare_loop.py", tmp_path, PYTHONPATH=str(ROOT))
+    assert "bit for bit" in shown
+    assert Snapshot(tmp_path / "broken" / "step-20").verify()
+    assert Snapshot(tmp_path / "broken" / "step-20").read_object("0/progress/epoch") == 2

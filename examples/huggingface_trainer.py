@@ -1,0 +1,77 @@
+"""Train with Hugging Face's Trainer, be interrupted, and go on to the very same bits.
+
+    python examples/huggingface_trainer.py
+
+All that differs from any other use of the Trainer is the class: the mixin keeps the optimizer, the scheduler and the
+random numbers in a snapshot, in the Trainer's own checkpoint folder.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.utils import logging
+
+from snapshot.interop.transformers import SnapshotTrainerMixin
+
+
+class SnapshotTrainer(SnapshotTrainerMixin, Trainer):
+    pass
+
+
+class Interrupt(TrainerCallback):
+    """Ends training at a step, as somebody who needs the machine would."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.step:
+            control.should_training_stop = True
+
+
+def train(
+    folder: Path, stop_at: int | None = None, resume: bool = False, kind: type[Trainer] = SnapshotTrainer
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Six steps over a text that nobody wrote, or fewer; the losses, and the weights that came of it."""
+    torch.manual_seed(0)
+    texts = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 64, (16, 16))]
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))  # with dropout
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=6,
+        per_device_train_batch_size=4,
+        save_steps=2,
+        save_total_limit=2,
+        logging_steps=1,
+        learning_rate=1e-3,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = kind(model, arguments, train_dataset=texts, callbacks=[Interrupt(stop_at)])
+    trainer.remove_callback(PrinterCallback)
+    trainer.train(resume_from_checkpoint=resume)
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return losses, model.state_dict()
+
+
+def main(folder: Path) -> None:
+    whole, weights = train(folder / "whole")
+    train(folder / "broken", stop_at=3)  # the last checkpoint is of step 2, in the middle of an epoch
+    resumed, others = train(folder / "broken", resume=True)
+    assert resumed[-4:] == whole[-4:], "the losses differ"
+    assert all(torch.equal(weights[name], others[name]) for name in weights), "the weights differ"
+    print("Losses and weights of the run that was interrupted are bit for bit those of the other.")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path, nargs="?")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the model is tiny: a second thread would only be waited for
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as temporary:
+        main(arguments.folder or Path(temporary))

@@ -1,0 +1,393 @@
+"""Lightning's checkpoints as snapshots: `SnapshotCheckpointIO` for those that Lightning itself decides to save, and
+`SnapshotCallback`, which saves while training goes on, with the random numbers that Lightning leaves out.
+
+For `lightning.pytorch` and `pytorch_lightning` alike: the two classes are made when they are first asked for, of the
+library that has been imported by then, else of the one that is installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from snapshot.distributed.group import ranks_of
+from snapshot.errors import MissingExtraError, SnapshotError, SnapshotNotFoundError
+from snapshot.manifest.document import FORMAT
+from snapshot.pending import PendingSnapshot
+from snapshot.snapshot import Snapshot
+from snapshot.state.rng import RNGState
+from snapshot.storage import URL
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+KEY = "lightning"
+"""Under which a snapshot's metadata says what of it is Lightning's checkpoint."""
+STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+"""Where every rank holds the whole of the model."""
+_LIBRARIES = ("lightning.pytorch", "pytorch_lightning")
+
+
+class _Given:
+    """A value that is there to be saved."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def state_dict(self) -> Any:
+        return self._value
+
+    def load_state_dict(self, state: Any) -> None:
+        raise SnapshotError("Lightning takes its checkpoints back itself: read them with SnapshotCheckpointIO")
+
+
+def _app_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _Given(value) for key, value in checkpoint.items()}
+
+
+def _group() -> ProcessGroup | None:
+    """Of this rank alone: Lightning lets only one save, and all load, each for itself."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return None
+    if not _alone or _alone[0] is not dist.group.WORLD:
+        _alone[:] = [dist.group.WORLD, dist.new_group([dist.get_rank()], use_local_synchronization=True)]
+    group: ProcessGroup = _alone[1]
+    return group
+
+
+_alone: list[Any] = []
+"""The default process group, and the group that was made of this rank while that one was."""
+
+
+class _CheckpointIO:
+    """Lightning's checkpoints as snapshots: `Trainer(plugins=[SnapshotCheckpointIO()])`.
+
+    A checkpoint is a folder, or a prefix in a bucket, in which each part of Lightning's dictionary stands under a name
+    of its own (`0/state_dict/layer.weight`). It is read back as the dictionary that it was, to the type; checkpoints
+    that Lightning itself wrote before are read, and removed, as before.
+
+    Args:
+        asynchronous: Go on with training while a checkpoint is written. A checkpoint that Lightning wants removed
+            meanwhile is kept until the new one is committed.
+        allow_pickle: Read objects that were stored as pickles, which can run any code. So does `weights_only=False` of
+            `Trainer.fit`.
+        storage_options: What the storage plugin should know.
+        options: More arguments of `Snapshot.take`, or `Snapshot.async_take`.
+    """
+
+    def __init__(
+        self,
+        *,
+        asynchronous: bool = False,
+        allow_pickle: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self._asynchronous = asynchronous
+        self._allow_pickle = allow_pickle
+        self._storage_options = storage_options
+        self._options = options
+        self._pending: PendingSnapshot | None = None
+        self._doomed: list[str] = []
+
+    def save_checkpoint(
+        self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Save what Lightning gives, in the place of whatever is there."""
+        self._settle()
+        name = os.fspath(path)
+        options = {
+            "storage_options": storage_options or self._storage_options,
+            "overwrite": True,
+            "metadata": {KEY: {"keys": list(checkpoint)}},
+            **self._options,
+        }
+        if self._asynchronous:
+            self._pending = Snapshot.async_take(name, _app_state(checkpoint), _group(), **options)
+        else:
+            Snapshot.take(name, _app_state(checkpoint), _group(), **options)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """The dictionary that was saved, on the host, unless `map_location` is a device."""
+        self._settle()
+        snapshot = self._snapshot(path, allow_pickle=self._allow_pickle or weights_only is False)
+        if not _is_ours(snapshot):
+            more = {} if weights_only is None else {"weights_only": weights_only}
+            loaded: dict[str, Any] = super().load_checkpoint(path, map_location=map_location, **more)  # type: ignore[misc]
+            return loaded
+        told = snapshot.metadata.metadata.get(KEY)
+        if told is None:
+            raise SnapshotError(f"{path}: is a snapshot, but no checkpoint of Lightning's")
+        checkpoint = {key: snapshot.get_state_dict_for_key(key, replicate_from_rank0=True) for key in told["keys"]}
+        if isinstance(map_location, (str, torch.device)):
+            return {key: _moved(value, torch.device(map_location)) for key, value in checkpoint.items()}
+        return checkpoint
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint; while another is being written, when that is committed."""
+        if self._pending is not None:
+            self._doomed.append(os.fspath(path))
+        else:
+            self._remove(os.fspath(path))
+
+    def teardown(self) -> None:
+        """Wait for what is being written."""
+        self._settle()
+
+    def _settle(self) -> None:
+        pending, self._pending = self._pending, None
+        doomed, self._doomed = self._doomed, []
+        if pending is not None:
+            pending.wait()  # if it fails, what it was to replace stays
+        for path in doomed:
+            self._remove(path)
+
+    def _remove(self, path: str) -> None:
+        snapshot = self._snapshot(path)
+        if not _is_ours(snapshot):
+            super().remove_checkpoint(path)  # type: ignore[misc]
+            return
+        snapshot.delete()
+        if os.path.isdir(path) and not os.listdir(path):
+            os.rmdir(path)
+
+    def _snapshot(self, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Snapshot:
+        return Snapshot(path, storage_options=self._storage_options, allow_pickle=allow_pickle)
+
+
+def _is_ours(snapshot: Snapshot) -> bool:
+    """Whether it is a snapshot of this library, and no file that Lightning wrote."""
+    return not os.path.isfile(snapshot.path) and snapshot.exists() and snapshot.metadata.format == FORMAT
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return type(value)((key, _moved(child, device)) for key, child in value.items())
+    return type(value)(_moved(child, device) for child in value) if type(value) in (list, tuple) else value
+
+
+class _Callback:
+    """Saves asynchronously every so many steps or seconds, so that a run resumes to the very same bits: with every
+    rank's random numbers, which Lightning's checkpoints do not hold.
+
+        callback = SnapshotCallback("run", every_n_steps=100)
+        trainer = Trainer(callbacks=[callback], plugins=[SnapshotCheckpointIO()])
+        trainer.fit(model, ckpt_path=callback.latest())
+
+    Snapshots lie in `<folder>/step-<global step>`; each is there, whole, or not there. Works on one device and with
+    `DDPStrategy`. What Lightning's checkpoint does not say cannot be resumed: of a dataloader in the middle of an
+    epoch, the position, unless it has `state_dict()` and `load_state_dict()`.
+
+    Args:
+        folder: A folder that all ranks see, or a URL.
+        every_n_steps: Save after every so many optimizer steps.
+        every_n_seconds: Save at the first batch that ends so long after the last save: one of the two is enough.
+        keep: How many to keep; all by default. An older one is removed when a newer one is committed. One of another
+            folder, which a run went on from, is not removed.
+        storage_options: What the storage plugin should know.
+        options: More arguments of `Snapshot.async_take`: `worker="process"`.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every_n_steps: int | None = None,
+        every_n_seconds: float | None = None,
+        keep: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        if (every_n_steps or 0) < 1 and every_n_seconds is None:
+            raise ValueError("SnapshotCallback: give every_n_steps, which is at least 1, or every_n_seconds, or both")
+        if keep is not None and keep < 1:
+            raise ValueError(f"SnapshotCallback: keep={keep}: it keeps at least 1")
+        self.folder = os.fspath(folder)
+        self._every = every_n_steps
+        self._seconds = every_n_seconds
+        self._keep = keep
+        self._storage_options = storage_options
+        self._options = options
+        self._pending: PendingSnapshot | None = None
+        self._written: list[str] = []
+        self._saved_step = -1
+        self._seen_step = -1
+        self._saved_at = time.monotonic()
+        self._resumed: Snapshot | None = None
+
+    def latest(self) -> str | None:
+        """The newest snapshot that is committed, for `fit(ckpt_path=...)`; None where there is none.
+
+        Raises SnapshotError where `folder` is a URL: its snapshots have to be known by name.
+        """
+        if "://" in self.folder:
+            raise SnapshotError(f"{self.folder}: latest() looks into folders only; name the snapshot to go on from")
+        found = sorted(Path(self.folder).glob("step-*"), key=_step, reverse=True)
+        return next((str(path) for path in found if _step(path) >= 0 and Snapshot(path).exists()), None)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse what could not be resumed, before it is begun."""
+        if stage != "fit":
+            return
+        strategy = type(trainer.strategy).__name__
+        if strategy not in STRATEGIES:
+            raise SnapshotError(
+                f"SnapshotCallback: {strategy} does not hold the whole model on every rank; it works with "
+                f"{' and '.join(STRATEGIES)}"
+            )
+        if not isinstance(trainer.strategy.checkpoint_io, _CheckpointIO):
+            raise SnapshotError(
+                "SnapshotCallback: what it saves only SnapshotCheckpointIO can read: "
+                "Trainer(plugins=[SnapshotCheckpointIO()])"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `keep` is about, so that a run that resumes goes on with it."""
+        return {"written": list(self._written)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take that back."""
+        self._written = []
+        for path in state_dict["written"]:
+            self._remember(path)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Where the next epoch is to begin, iterators draw from the random numbers before training starts."""
+        self._saved_at = time.monotonic()
+        self._saved_step = self._seen_step = trainer.global_step
+        if trainer.ckpt_path is not None:
+            snapshot = Snapshot(trainer.ckpt_path, storage_options=self._storage_options)
+            told = snapshot.metadata.metadata.get(KEY, {}) if _is_ours(snapshot) else {}
+            if "in_epoch" in told:
+                self._resumed = snapshot
+                self._saved_step = self._seen_step = told["step"]
+                self._remember(os.fspath(trainer.ckpt_path))
+                if not told["in_epoch"]:
+                    self._restore_random_numbers()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """In the middle of an epoch, the next draw is for a batch."""
+        self._restore_random_numbers()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Save, if it is time."""
+        step, before = trainer.global_step, self._seen_step
+        self._seen_step = step
+        if step in (before, self._saved_step) or not self._is_time(trainer, step):
+            return  # gradients that are being accumulated are in no checkpoint
+        self._settle(trainer)
+        checkpoint = _dumped(trainer)
+        in_epoch = not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        several = trainer.world_size > 1
+        self._pending = Snapshot.async_take(
+            f"{self.folder}/step-{step}",
+            {**_app_state(checkpoint), "rng": RNGState()},
+            replicated=["state_dict", "optimizer_states"] if several else None,
+            storage_options=self._storage_options,
+            overwrite=True,
+            metadata={KEY: {"keys": list(checkpoint), "in_epoch": in_epoch, "step": step}},
+            **self._options,
+        )
+        self._saved_step, self._saved_at = step, time.monotonic()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Wait for the last one."""
+        self._settle(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """What is being written when training fails is finished all the same."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            try:
+                pending.wait()
+            except SnapshotError as error:  # what training failed of is what is to be raised
+                exception.add_note(f"and its last snapshot was not committed: {error}")
+
+    def _is_time(self, trainer: Any, step: int) -> bool:
+        if self._every and step % self._every == 0:
+            return True
+        if self._seconds is None:
+            return False
+        return bool(trainer.strategy.broadcast(time.monotonic() - self._saved_at >= self._seconds))
+
+    def _settle(self, trainer: Any) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        path = pending.wait().path
+        if self._keep is None:
+            return
+        self._remember(path)
+        while len(self._written) > self._keep:
+            old = self._written.pop(0)
+            if ranks_of(None).rank == 0:
+                with suppress(SnapshotNotFoundError):  # what a checkpoint says of those before it is older than it is
+                    Snapshot(old, storage_options=self._storage_options).delete()
+
+    def _remember(self, path: str) -> None:
+        """Count a snapshot as the newest of those of which `keep` are kept. Those of other folders are not ours to
+        remove."""
+        own = f"{self.folder}/{path.rstrip('/').rpartition('/')[2]}"
+        if URL.parse(own) == URL.parse(path):
+            self._written = [*(each for each in self._written if each != own), own]
+
+    def _restore_random_numbers(self) -> None:
+        snapshot, self._resumed = self._resumed, None
+        if snapshot is not None:
+            snapshot.restore({"rng": RNGState()})
+
+
+def _step(path: Path) -> int:
+    number = path.name.removeprefix("step-")
+    return int(number) if number.isascii() and number.isdigit() else -1
+
+
+def _dumped(trainer: Any) -> dict[str, Any]:
+    """Lightning's checkpoint, as it makes it for its own."""
+    connector: Any = getattr(trainer, "_checkpoint_connector", None)
+    if not hasattr(connector, "dump_checkpoint"):
+        raise SnapshotError(
+            "SnapshotCallback: this version of Lightning makes its checkpoints in another way than 2.0 to 2.6 do"
+        )
+    checkpoint: dict[str, Any] = connector.dump_checkpoint(weights_only=False)
+    return checkpoint
+
+
+_MADE_OF = {
+    "SnapshotCheckpointIO": (_CheckpointIO, "plugins.io", "TorchCheckpointIO"),
+    "SnapshotCallback": (_Callback, "callbacks", "Callback"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MADE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    body, module, base = _MADE_OF[name]
+    made = type(name, (body, _of_lightning(module, base)), {"__doc__": body.__doc__, "__module__": __name__})
+    globals()[name] = made  # a process, or a pickle, finds it here
+    return made
+
+
+def _of_lightning(module: str, name: str) -> Any:
+    """Lightning's class of a name, from the library that is in use."""
+    imported = [library for library in _LIBRARIES if sys.modules.get(library)]
+    for library in imported or _LIBRARIES:
+        try:
+            return getattr(importlib.import_module(f"{library}.{module}"), name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{library}.".startswith(f"{error.name}."):
+                raise  # it is there, and lacks something
+    raise MissingExtraError("Lightning is not installed: pip install 'snapshot-torch[lightning]'")

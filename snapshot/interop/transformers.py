@@ -1,0 +1,147 @@
+"""Hugging Face's Trainer with its optimizer, scheduler, scaler and random numbers in a snapshot: in its own checkpoint
+folder, beside the model, which stays as `save_pretrained` writes it, so that `from_pretrained` finds it.
+
+A callback could not do this: the Trainer saves and loads these itself, at moments of its own. So it is a mixin that
+takes the place of the methods which do. Nothing of transformers is imported here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from snapshot.errors import SnapshotError, SnapshotNotFoundError
+from snapshot.snapshot import Snapshot
+from snapshot.state.rng import RNGState
+
+FOLDER = "trainer_snapshot"
+"""Where in a checkpoint folder the snapshot lies."""
+_HOOKS = (
+    "_save_optimizer_and_scheduler",
+    "_save_scaler",
+    "_save_rng_state",
+    "_load_optimizer_and_scheduler",
+    "_load_scaler",
+    "_load_rng_state",
+)
+_PARALLEL = ("NOT_PARALLEL", "NOT_DISTRIBUTED", "DISTRIBUTED")
+_OLD = ("optimizer.pt", "optimizer.bin")
+
+
+class SnapshotTrainerMixin:
+    """Saves and loads what a Trainer needs, beside the model, to go on exactly: `class MyTrainer(SnapshotTrainerMixin,
+    Trainer)`. All else is as before: `save_steps`, `save_total_limit`, `train(resume_from_checkpoint=True)`.
+
+    Works for one process and for `DistributedDataParallel`, where what all ranks hold is written once, by all of them,
+    and each has random numbers of its own. FSDP, DeepSpeed and TPUs write checkpoints in ways of their own, and are
+    refused. Checkpoints that the Trainer wrote without the mixin are read as the Trainer reads them.
+    """
+
+    snapshot_options: ClassVar[Mapping[str, Any]] = {}
+    """More arguments of `Snapshot.take`: `{"durable": False}`."""
+
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
+    args: Any
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        _check_hooks(type(self))
+        super().__init__(*args, **options)
+
+    # In the order in which the Trainer calls them
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._refuse_what_is_not_ours()
+        state = self._resumable()
+        Snapshot.take(
+            os.path.join(output_dir, FOLDER),
+            {**state, "rng": RNGState()},
+            replicated=[*state] if self.args.world_size > 1 else None,
+            overwrite=True,
+            **self.snapshot_options,
+        )
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """It is in the snapshot."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """It is in the snapshot: nothing draws random numbers between the two."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        self._refuse_what_is_not_ours()
+        snapshot = _snapshot_in(checkpoint)
+        if snapshot is not None:
+            snapshot.restore(self._resumable())
+        elif any(os.path.isfile(os.path.join(checkpoint, name)) for name in _OLD):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        else:
+            raise SnapshotNotFoundError(
+                f"{checkpoint}: holds neither {FOLDER!r} nor an optimizer's state, so training cannot go on from there "
+                "as it was; to begin anew with its weights, load them with from_pretrained"
+            )
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and _snapshot_in(checkpoint) is None:
+            super()._load_scaler(checkpoint)  # type: ignore[misc]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        snapshot = _snapshot_in(checkpoint)
+        if snapshot is None:
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        else:
+            snapshot.restore({"rng": RNGState()})
+
+    def _resumable(self) -> dict[str, Any]:
+        """All that is the same on all ranks."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # which accelerate wraps
+        state = {"optimizer": optimizer, "scheduler": self.lr_scheduler}
+        scaler = getattr(self.accelerator, "scaler", None)
+        if scaler is not None:
+            state["scaler"] = scaler
+        return state
+
+    def _refuse_what_is_not_ours(self) -> None:
+        others = {
+            "FSDP": getattr(self, "is_fsdp_enabled", False),
+            "DeepSpeed": getattr(self, "is_deepspeed_enabled", False),
+            str(self.args.parallel_mode): getattr(self.args.parallel_mode, "name", "") not in _PARALLEL,
+        }
+        found = [name for name, is_there in others.items() if is_there]
+        if found:
+            raise SnapshotError(
+                f"SnapshotTrainerMixin: training uses {found[0]}, which saves its state in a way of its own; leave the "
+                "mixin out, or train in one process or with DistributedDataParallel"
+            )
+
+
+def _snapshot_in(checkpoint: str) -> Snapshot | None:
+    snapshot = Snapshot(os.path.join(checkpoint, FOLDER))
+    return snapshot if snapshot.exists() else None
+
+
+def _check_hooks(kind: type) -> None:
+    """Raise unless the mixin takes the place of what this version's Trainer has: methods of these names, with one
+    argument, that come after it."""
+    order = kind.__mro__
+    after = order[order.index(SnapshotTrainerMixin) + 1 :]
+    before = [each for each in order if each not in after and not issubclass(each, SnapshotTrainerMixin)]
+    for name in _HOOKS:
+        hidden = [each for each in before if name in vars(each)]
+        if hidden:
+            raise TypeError(
+                f"{kind.__name__}: {hidden[0].__name__} comes before SnapshotTrainerMixin, and has its own {name}; "
+                f"write class {kind.__name__}(SnapshotTrainerMixin, {hidden[0].__name__})"
+            )
+        own = next((vars(each)[name] for each in after if name in vars(each)), None)
+        if own is None or len(inspect.signature(own).parameters) != 2:
+            raise SnapshotError(
+                f"{kind.__name__}: the Trainer of this version of transformers has no method {name} that takes a "
+                "folder, so SnapshotTrainerMixin cannot take its place; it is made for transformers 5"
+            )

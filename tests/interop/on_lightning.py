@@ -1,0 +1,401 @@
+"""The plugin and the callback under the real Lightning. `test_lightning.py` runs this in a process of its own, which
+imports it once."""
+
+import importlib.util
+import multiprocessing
+import os
+import sys
+import warnings
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+import snapshot.interop.lightning as interop
+from snapshot import CancelledError, MissingExtraError, RNGState, Snapshot, SnapshotError, StateDict, UnsafeObjectError
+from snapshot.interop.lightning import SnapshotCallback, SnapshotCheckpointIO
+
+pytestmark = [pytest.mark.filterwarnings("ignore:" + text) for text in (
+    "The 'train_dataloader' does not have many workers",
+    "You're resuming from a checkpoint that ended",
+    ".*isinstance.treespec, LeafSpec.*",
+    "The number of training batches",
+    "Checkpoint directory .* exists and is not empty",
+    "The dirpath has changed",
+    "Be aware that when using `ckpt_path`",
+)]  # fmt: skip
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_trainer.py"
+spec = importlib.util.spec_from_file_location("lightning_trainer", EXAMPLE)
+example = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(example)
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def same(one, other, path=""):
+    assert type(one) is type(other), f"{path}: {type(one)} and {type(other)}"
+    if isinstance(one, dict):
+        assert list(one) == list(other), path
+        for key in one:
+            same(one[key], other[key], f"{path}/{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), path
+        for i, (a, b) in enumerate(zip(one, other, strict=True)):
+            same(a, b, f"{path}/{i}")
+    elif isinstance(one, (torch.Tensor, np.ndarray)):
+        assert one.dtype == other.dtype, path
+        assert bool((one == other).all()), path
+    else:
+        assert one == other, path
+
+
+def _rank(rank, folder, answers):
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "TORCHELASTIC_RUN_ID": "test",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    warnings.simplefilter("ignore")
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    options = {"strategy": "ddp", "devices": 2, "num_nodes": 1, "use_distributed_sampler": False}
+
+    class Own(example.Model):
+        def on_train_start(self):
+            if not self.trainer.ckpt_path:
+                torch.manual_seed(rank)  # each rank draws batches of its own
+
+    example.Model = Own
+    try:
+        whole = example.train(folder / "whole", 20, **options)
+        for steps in (12, 20):  # the group stays, as it would not in a job
+            resumed = example.train(folder / "broken", steps, **options)
+        assert resumed.losses == whole.losses[-10:]
+        same(dict(whole.state_dict()), dict(resumed.state_dict()))
+        checkpoint = SnapshotCheckpointIO().load_checkpoint(folder / "broken" / "step-20")  # each for itself
+        same(dict(checkpoint["state_dict"]), dict(resumed.state_dict()))
+        if rank == 0:  # as Lightning has it
+            SnapshotCheckpointIO().save_checkpoint({"epoch": 1}, folder / "alone")
+        answers.put((rank, None, resumed.losses))
+    except BaseException as error:
+        answers.put((rank, repr(error), None))
+        raise
+
+
+def test_data_parallel_ranks_resume_to_the_same_bits_each_with_its_own_random_numbers(tmp_path):
+    """First of all, while no thread has been started: what is forked then is sound."""
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    ranks = [context.Process(target=_rank, args=(rank, tmp_path, answers)) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    (_, first, one), (_, second, other) = sorted(answers.get(timeout=90) for _ in ranks)
+    for each in ranks:
+        each.join(20)
+    assert first is None
+    assert second is None
+    assert one != other
+    snapshot = Snapshot(tmp_path / "broken" / "step-20")
+    assert snapshot.verify()
+    assert {path.split("/")[1] for path in snapshot.get_manifest() if path.startswith("1/")} == {"rng"}
+    assert Snapshot(tmp_path / "alone").metadata.world_size == 1
+
+
+def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, capsys):
+    example.main(tmp_path)
+    assert "bit for bit" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "broken").iterdir() if Snapshot(path).exists()) == [
+        "step-15",
+        "step-20",
+    ]
+    snapshot = Snapshot(tmp_path / "broken" / "step-20")
+    assert snapshot.verify()
+    assert snapshot.read_object("0/hyper_parameters/width") == 32
+    assert snapshot.read_object("0/global_step") == 20
+    assert "0/state_dict/layers.0.weight" in snapshot.get_manifest()
+    assert not [path for path, entry in snapshot.get_manifest().items() if type(entry).__name__ == "ObjectEntry"]
+
+
+def test_without_the_random_numbers_the_run_would_be_another(tmp_path, monkeypatch):
+    whole = example.train(tmp_path / "whole", 10)
+    monkeypatch.setattr(SnapshotCallback, "on_train_start", lambda *_: None)
+    example.train(tmp_path / "broken", 7)
+    assert example.train(tmp_path / "broken", 10).losses != whole.losses[-5:]
+
+
+class Shuffled(example.Model):
+    """Whose batches come in an order that is drawn anew for each epoch."""
+
+    def train_dataloader(self):
+        data = torch.arange(8 * 16, dtype=torch.float32).view(8, 16) / 100
+        return torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+
+
+def fitted(steps, callbacks, plugins, ckpt_path=None, model=Shuffled, **options):
+    torch.manual_seed(0)
+    made = model()
+    options = {"enable_checkpointing": any(isinstance(each, ModelCheckpoint) for each in callbacks), **options}
+    trainer = pl.Trainer(max_steps=steps, max_epochs=-1, callbacks=callbacks, plugins=plugins, **QUIET, **options)
+    trainer.fit(made, ckpt_path=ckpt_path)
+    return made
+
+
+def test_a_run_saved_at_an_epochs_end_goes_on_with_the_next_order(tmp_path):
+    def run(folder, steps):
+        callback = SnapshotCallback(folder, every_n_steps=4)
+        return fitted(steps, [callback], [SnapshotCheckpointIO()], callback.latest())
+
+    whole = run(tmp_path / "whole", 12)
+    run(tmp_path / "broken", 8)
+    resumed = run(tmp_path / "broken", 12)
+    assert resumed.losses == whole.losses[-4:]
+    same(dict(whole.state_dict()), dict(resumed.state_dict()))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_lightnings_own_checkpoints_are_snapshots_and_resume_as_files_do(tmp_path, asynchronous):
+    def run(folder, plugin):
+        keeper = ModelCheckpoint(folder, filename="{step}", save_top_k=1, monitor=None, every_n_train_steps=4)
+        fitted(8, [keeper], [plugin])
+        path = folder / "step=8.ckpt"
+        assert [each.name for each in folder.iterdir()] == [path.name]
+        return fitted(12, [], [plugin], str(path)), path
+
+    ours, path = run(tmp_path / "ours", SnapshotCheckpointIO(asynchronous=asynchronous, durable=False))
+    theirs, file = run(tmp_path / "theirs", TorchCheckpointIO())
+    same(dict(ours.state_dict()), dict(theirs.state_dict()))
+    assert ours.losses == theirs.losses
+    assert Snapshot(path).verify()
+    one = SnapshotCheckpointIO().load_checkpoint(path)
+    other = SnapshotCheckpointIO().load_checkpoint(file)  # which is no snapshot: read as before
+    for checkpoint in (one, other):
+        checkpoint["callbacks"] = str(checkpoint["callbacks"]).replace("ours", "").replace("theirs", "")
+    same(one, other)
+    SnapshotCheckpointIO().remove_checkpoint(file)
+    SnapshotCheckpointIO().remove_checkpoint(path)
+    assert not file.exists()
+    assert not path.exists()
+
+
+def everything():
+    return {
+        "epoch": 3,
+        "state_dict": OrderedDict([("a/b", torch.ones(3, dtype=torch.bfloat16)), ("b", torch.tensor(2))]),
+        "loops": {"fit_loop": {"progress": {"total": 5, "ratio": 0.1, "none": None, "done": False}}},
+        "callbacks": {"ModelCheckpoint{'monitor': None}": {"best": torch.tensor(float("inf")), "paths": {}}},
+        "optimizer_states": [{"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"betas": (0.9, 0.99)}]}],
+        "lr_schedulers": [],
+        "hparams_name": "kwargs",
+        "array": np.arange(4, dtype=np.int16),
+        "size": torch.Size([1, 2]),
+        "bytes": b"\0\1",
+    }
+
+
+def test_a_checkpoint_comes_back_as_it_was_to_the_type(tmp_path):
+    plugin = SnapshotCheckpointIO()
+    plugin.save_checkpoint(everything(), tmp_path / "c")
+    same(plugin.load_checkpoint(tmp_path / "c"), everything())
+    plugin.save_checkpoint({"epoch": 4}, tmp_path / "c")
+    assert plugin.load_checkpoint(tmp_path / "c", map_location="cpu") == {"epoch": 4}
+    plugin.remove_checkpoint(tmp_path / "c")
+    plugin.remove_checkpoint(tmp_path / "c")  # as Lightning's own
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FileNotFoundError):
+        plugin.load_checkpoint(tmp_path / "c")
+    Snapshot.take(tmp_path / "other", {"s": StateDict(x=1)})
+    with pytest.raises(SnapshotError, match="no checkpoint of Lightning's"):
+        plugin.load_checkpoint(tmp_path / "other")
+
+
+class Odd:
+    """What only a pickle can hold."""
+
+    def __eq__(self, other):
+        return type(other) is Odd
+
+    __hash__ = None
+
+
+def test_what_needs_a_pickle_is_named_and_read_only_if_told_to(tmp_path):
+    with pytest.warns(UserWarning, match=r"stored as pickles.*\s+hyper_parameters/odd \(.*Odd\)"):
+        SnapshotCheckpointIO().save_checkpoint({"hyper_parameters": {"odd": Odd()}}, tmp_path / "c")
+    with pytest.raises(UnsafeObjectError, match="hyper_parameters/odd"):
+        SnapshotCheckpointIO().load_checkpoint(tmp_path / "c")
+    for plugin, options in (
+        (SnapshotCheckpointIO(allow_pickle=True), {}),
+        (SnapshotCheckpointIO(), {"weights_only": False}),
+    ):
+        assert plugin.load_checkpoint(tmp_path / "c", **options) == {"hyper_parameters": {"odd": Odd()}}
+
+
+def test_an_asynchronous_save_that_fails_is_told_and_leaves_what_it_was_to_replace(tmp_path):
+    plugin = SnapshotCheckpointIO(asynchronous=True)
+    plugin.save_checkpoint({"epoch": 1}, tmp_path / "one")
+    plugin.save_checkpoint({"state_dict": torch.zeros(8 << 20)}, tmp_path / "two")
+    plugin.remove_checkpoint(tmp_path / "one")
+    assert plugin._pending.cancel()  # as any fault in the background would end it
+    with pytest.raises(CancelledError):
+        plugin.teardown()
+    assert SnapshotCheckpointIO().load_checkpoint(tmp_path / "one") == {"epoch": 1}
+    assert not Snapshot(tmp_path / "two").exists()
+
+
+def test_what_was_being_saved_when_training_fails_is_finished(tmp_path):
+    class Fails(Shuffled):
+        def training_step(self, batch):
+            if self.global_step == 3:
+                raise ValueError("a fault of the model's")
+            return super().training_step(batch)
+
+    callback = SnapshotCallback(tmp_path, every_n_seconds=0)
+    with pytest.raises(ValueError, match="a fault of the model's"):
+        fitted(8, [callback], [SnapshotCheckpointIO()], model=Fails)
+    assert callback.latest() == str(tmp_path / "step-3")
+    assert Snapshot(tmp_path / "step-3").verify()
+
+
+def test_what_could_not_be_resumed_is_refused_before_it_begins(tmp_path):
+    with pytest.raises(ValueError, match="every_n_steps"):
+        SnapshotCallback(tmp_path)
+    with pytest.raises(ValueError, match="keep=0"):
+        SnapshotCallback(tmp_path, every_n_steps=1, keep=0)
+    with pytest.raises(SnapshotError, match=r"plugins=\[SnapshotCheckpointIO"):
+        fitted(1, [SnapshotCallback(tmp_path, every_n_steps=1)], [])
+    assert SnapshotCallback(tmp_path / "none", every_n_steps=1).latest() is None
+    with pytest.raises(SnapshotError, match=r"latest\(\) looks into folders only"):
+        SnapshotCallback("s3://bucket/run", every_n_steps=1).latest()
+
+    class FSDPStrategy:
+        checkpoint_io = SnapshotCheckpointIO()
+
+    class Trainer:
+        strategy = FSDPStrategy()
+
+    with pytest.raises(SnapshotError, match="FSDPStrategy does not hold the whole model"):
+        SnapshotCallback(tmp_path, every_n_steps=1).setup(Trainer(), None, "fit")
+
+
+def test_nothing_is_saved_between_the_batches_of_one_step(tmp_path):
+    def run(folder, steps):
+        callback = SnapshotCallback(folder, every_n_seconds=0)
+        options = {"accumulate_grad_batches": 2}
+        return fitted(steps, [callback], [SnapshotCheckpointIO()], callback.latest(), example.Model, **options)
+
+    whole = run(tmp_path / "whole", 6)
+    assert len(whole.losses) == 12
+    assert len(list((tmp_path / "whole").iterdir())) == 6
+    run(tmp_path / "broken", 3)
+    resumed = run(tmp_path / "broken", 6)
+    assert resumed.losses == whole.losses[-6:]
+    same(dict(whole.state_dict()), dict(resumed.state_dict()))
+
+
+def test_the_random_state_is_that_of_the_save(tmp_path):
+    fitted(4, [SnapshotCallback(tmp_path, every_n_steps=4)], [SnapshotCheckpointIO()])
+    expected = torch.rand(3)
+    torch.manual_seed(99)
+    Snapshot(tmp_path / "step-4").restore({"rng": RNGState()})
+    assert torch.rand(3).equal(expected)
+
+
+def steps_in(folder):
+    return sorted(path.name for path in folder.iterdir() if Snapshot(path).exists())
+
+
+def kept_two(folder, steps, ckpt_path=None):
+    callback = SnapshotCallback(folder, every_n_steps=1, keep=2, durable=False)
+    fitted(steps, [callback], [SnapshotCheckpointIO()], ckpt_path or callback.latest())
+
+
+def test_as_many_as_are_to_be_kept_are_left_by_each_run_that_resumes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    for steps in (4, 7, 9):
+        kept_two(folder, steps)
+        assert steps_in(folder) == [f"step-{steps - 1}", f"step-{steps}"]
+    kept_two(folder, 10, "run/step-8")  # the same folder, in other words; and the step after it is saved again
+    assert steps_in(folder) == ["step-10", "step-9"]
+
+
+def test_what_another_folder_holds_is_not_removed_by_a_run_that_goes_on_from_it(tmp_path):
+    kept_two(tmp_path / "base", 3)
+    kept_two(tmp_path / "tuned", 7, str(tmp_path / "base" / "step-3"))
+    assert steps_in(tmp_path / "tuned") == ["step-6", "step-7"]
+    assert steps_in(tmp_path / "base") == ["step-2", "step-3"]
+
+
+def test_a_run_that_begins_anew_in_its_folder_counts_each_snapshot_once(tmp_path):
+    callback = SnapshotCallback(tmp_path, every_n_steps=1, keep=3, durable=False)
+    for steps in (2, 4):  # the second writes the first's again
+        fitted(steps, [callback], [SnapshotCheckpointIO()])
+    assert steps_in(tmp_path) == ["step-2", "step-3", "step-4"]
+
+
+def test_pytorch_lightning_has_classes_of_its_own(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lightning"]:
+        monkeypatch.delitem(sys.modules, name)  # as where only the other has been imported
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other = pytest.importorskip("pytorch_lightning")
+    plugin = interop.__getattr__("SnapshotCheckpointIO")
+    callback = interop.__getattr__("SnapshotCallback")
+    monkeypatch.setattr(interop, "SnapshotCheckpointIO", SnapshotCheckpointIO)  # which was replaced by the above
+    monkeypatch.setattr(interop, "SnapshotCallback", SnapshotCallback)
+    assert issubclass(plugin, other.plugins.io.CheckpointIO)
+    assert issubclass(callback, other.Callback)
+
+    class Model(other.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(16, 1)
+
+        def training_step(self, batch):
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        train_dataloader = example.Model.train_dataloader
+
+    trainer = other.Trainer(
+        max_steps=4, callbacks=[callback(tmp_path, every_n_steps=2)], plugins=[plugin()], enable_checkpointing=False,
+        **QUIET,
+    )  # fmt: skip
+    trainer.fit(Model())
+    assert Snapshot(tmp_path / "step-4").read_object("0/global_step") == 4
+
+
+def test_without_lightning_the_error_says_what_to_install(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("lightning", "pytorch_lightning")]:
+        monkeypatch.delitem(sys.modules, name)
+
+    class Missing:
+        def find_spec(self, name, path=None, target=None):
+            if name in ("lightning", "pytorch_lightning"):
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    with pytest.raises(MissingExtraError, match=r"pip install 'snapshot-torch\[lightning\]'"):
+        interop.__getattr__("SnapshotCallback")
+    with pytest.raises(AttributeError, match="no attribute 'Other'"):
+        interop.Other  # noqa: B018

@@ -1,0 +1,198 @@
+"""The mixin under the real Trainer, and a loop with accelerate. `test_transformers.py` runs this in a process of its
+own, which imports them once."""
+
+import importlib.util
+import multiprocessing
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from accelerate.state import AcceleratorState
+    from transformers import GPT2LMHeadModel, Trainer
+    from transformers.utils import logging
+
+from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError
+from snapshot.interop.transformers import FOLDER, SnapshotTrainerMixin
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
+logging.disable_progress_bar()
+logging.set_verbosity_error()
+
+
+def _example(name):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+example = _example("huggingface_trainer")
+loop = _example("accelerate_loop")
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def _trainer(folder):
+    whole, weights = example.train(folder / "whole")
+    example.train(folder / "broken", stop_at=3)
+    resumed, others = example.train(folder / "broken", resume=True)
+    assert resumed[-4:] == whole[-4:]
+    same(weights, others)
+
+
+def _rank(run, rank, folder, answers):
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    warnings.simplefilter("ignore")
+    try:
+        run(folder)
+        answers.put((rank, None))
+    except BaseException as error:
+        answers.put((rank, repr(error)))
+        raise
+
+
+def two(run, folder):
+    """Run something as two ranks. Before all else, while no thread has been started: what is forked then is sound."""
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    ranks = [context.Process(target=_rank, args=(run, rank, folder, answers)) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    assert sorted(answers.get(timeout=90) for _ in ranks) == [(0, None), (1, None)]
+    for each in ranks:
+        each.join(20)
+
+
+def test_data_parallel_ranks_resume_to_the_same_bits(tmp_path):
+    two(_trainer, tmp_path)
+    snapshot = Snapshot(tmp_path / "broken" / "checkpoint-6" / FOLDER)
+    assert snapshot.verify()
+    assert {path.split("/")[1] for path in snapshot.get_manifest() if path.startswith("1/")} == {"rng"}
+
+
+def test_ranks_of_accelerate_resume_to_the_same_bits(tmp_path):
+    two(loop.main, tmp_path)
+    snapshot = Snapshot(tmp_path / "broken" / "step-20")
+    assert snapshot.verify()
+    own = {path.split("/", 1)[1] for path in snapshot.get_manifest() if path.startswith("1/")}
+    assert {path.split("/")[0] for path in own} == {"rng", "progress"}  # the losses are each rank's own
+
+
+def test_a_loop_with_accelerate_resumes_to_the_same_bits(tmp_path, capsys):
+    loop.main(tmp_path)
+    assert "bit for bit" in capsys.readouterr().out
+    assert Snapshot(tmp_path / "broken" / "step-20").read_object("0/progress/epoch") == 2
+    AcceleratorState._reset_state(reset_partial_state=True)  # the Trainer wants one of its own
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What a run that nobody interrupts comes to."""
+    return example.train(tmp_path_factory.mktemp("whole"))
+
+
+def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, capsys):
+    example.main(tmp_path)
+    assert "bit for bit" in capsys.readouterr().out
+    left = {file.name for file in (tmp_path / "broken" / "checkpoint-6").iterdir()}
+    assert {FOLDER, "model.safetensors", "trainer_state.json"} <= left
+    assert not {name for name in left if name.startswith(("optimizer", "scheduler", "scaler", "rng_state"))}
+    assert {file.name for file in (tmp_path / "broken").iterdir()} == {"checkpoint-4", "checkpoint-6"}
+    snapshot = Snapshot(tmp_path / "broken" / "checkpoint-6" / FOLDER)
+    assert snapshot.verify()
+    assert snapshot.read_object("0/optimizer/state/0/step") == 6
+    GPT2LMHeadModel.from_pretrained(tmp_path / "broken" / "checkpoint-6")
+
+
+def test_without_the_random_numbers_the_run_would_be_another(tmp_path, whole):
+    class Forgets(example.SnapshotTrainer):
+        def _load_rng_state(self, checkpoint):
+            pass
+
+    example.train(tmp_path, stop_at=3)
+    resumed, _ = example.train(tmp_path, resume=True, kind=Forgets)
+    assert resumed[-4:] != whole[0][-4:]
+
+
+def test_a_checkpoint_of_the_trainer_itself_is_read_as_before(tmp_path, whole):
+    losses, weights = whole
+    example.train(tmp_path / "broken", stop_at=3, kind=Trainer)
+    assert (tmp_path / "broken" / "checkpoint-2" / "optimizer.pt").exists()
+    resumed, others = example.train(tmp_path / "broken", resume=True)
+    assert resumed[-4:] == losses[-4:]
+    same(weights, others)
+    assert Snapshot(tmp_path / "broken" / "checkpoint-6" / FOLDER).exists()
+
+
+def test_a_checkpoint_without_the_optimizers_state_is_an_error_not_a_fresh_optimizer(tmp_path):
+    example.train(tmp_path, stop_at=3)
+    Snapshot(tmp_path / "checkpoint-2" / FOLDER).delete()
+    with pytest.raises(SnapshotNotFoundError, match="checkpoint-2: holds neither 'trainer_snapshot' nor"):
+        example.train(tmp_path, resume=True)
+
+
+def test_damage_is_found_before_training_goes_on(tmp_path):
+    example.train(tmp_path, stop_at=3)
+    file = max((tmp_path / "checkpoint-2" / FOLDER / "data").iterdir(), key=lambda each: each.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(SnapshotError, match="damaged"):
+        example.train(tmp_path, resume=True)
+
+
+def test_options_reach_the_take(tmp_path):
+    class Noted(example.SnapshotTrainer):
+        snapshot_options = {"durable": False, "metadata": {"by": "a test"}}  # noqa: RUF012
+
+    example.train(tmp_path, stop_at=2, kind=Noted)
+    assert Snapshot(tmp_path / "checkpoint-2" / FOLDER).metadata.metadata == {"by": "a test"}
+
+
+def test_what_saves_in_a_way_of_its_own_is_refused(tmp_path):
+    class Sharded(example.SnapshotTrainer):
+        def _save_optimizer_and_scheduler(self, output_dir):
+            self.is_fsdp_enabled = True
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    with pytest.raises(SnapshotError, match="training uses FSDP, which saves its state in a way of its own"):
+        example.train(tmp_path, stop_at=3, kind=Sharded)
+
+
+def test_bases_in_the_wrong_order_and_trainers_of_other_versions_are_told(tmp_path):
+    class Backwards(Trainer, SnapshotTrainerMixin):
+        pass
+
+    with pytest.raises(TypeError, match=r"write class Backwards\(SnapshotTrainerMixin, Trainer\)"):
+        SnapshotTrainerMixin.__init__(Backwards.__new__(Backwards))
+
+    class Old:
+        def _save_optimizer_and_scheduler(self, output_dir):
+            pass
+
+    class OfOld(SnapshotTrainerMixin, Old):
+        pass
+
+    with pytest.raises(SnapshotError, match="has no method _save_scaler that takes a folder"):
+        OfOld()

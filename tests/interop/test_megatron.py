@@ -1,0 +1,413 @@
+"""Megatron-core's sharded state dicts, made by the real library, saved by us on real ranks, restored in other splits:
+the same as what Megatron's own save and load give."""
+
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+HERE = Path(__file__).parent
+for folder in (HERE, HERE.parent / "distributed"):
+    sys.path.insert(0, str(folder))
+from megatron_dirs import LAYERS, Split, load, megatron, save, sharded, write_directory  # noqa: E402 - it is found from here on
+from pool import Pool  # noqa: E402
+
+from snapshot import RankError, RestoreError, Snapshot, SnapshotError  # noqa: E402
+from snapshot.interop.megatron import MegatronState  # noqa: E402
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Pool(2) as pool:
+        pool.run(_import, timeout=100)
+        yield pool
+
+
+def _import():
+    megatron()
+
+
+@functools.cache
+def alone(rank):
+    """A group of one rank, which sees the world as a job of one process does."""
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
+    return groups[rank]
+
+
+def same(one, other, path=""):
+    """Raise unless two state dicts are equal in every bit, type and key."""
+    assert type(one) is type(other), f"{path}: {type(one)} and {type(other)}"
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), f"{path}: {one.keys()} and {other.keys()}"
+        for key in one:
+            same(one[key], other[key], f"{path}/{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), path
+        for i, (a, b) in enumerate(zip(one, other, strict=True)):
+            same(a, b, f"{path}/{i}")
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype, path
+        assert torch.equal(one, other), f"{path}: {one} and {other}"
+    else:
+        assert one == other, path
+
+
+def unwrapped(value):
+    """A state dict with what its wrappers hold in their places: what a restore is to give."""
+    if isinstance(value, dict):
+        return {key: unwrapped(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [unwrapped(child) for child in value]
+    if isinstance(value, torch.Tensor):
+        return value
+    return value.unwrap() if hasattr(value, "unwrap") else getattr(value, "data", value)
+
+
+def restored(path, split, pg=None):
+    state, live = sharded(split, blank=True)
+    stateful = MegatronState(state, pg=pg)
+    Snapshot(path, pg).restore({"megatron": stateful})
+    same(stateful.loaded, unwrapped(sharded(split)[0]))
+    return stateful.loaded, live
+
+
+def _other_splits(path, saved, others):
+    rank = dist.get_rank()
+    state, _ = sharded(Split(**saved, rank=rank))
+    Snapshot.take(path, {"megatron": MegatronState(state)})
+    for other in others:
+        restored(path, Split(**other, rank=rank))
+    group = alone(rank)
+    if rank == 0:
+        restored(path, Split(), group)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("saved", [{"tensor": 2}, {"pipeline": 2}, {"data": 2}])
+def test_what_one_split_saved_every_other_restores(two, tmp_path, saved):
+    others = [{"tensor": 2}, {"pipeline": 2}, {"data": 2}]
+    two.run(_other_splits, str(tmp_path / "s"), saved, others)
+    snapshot = Snapshot(tmp_path / "s")
+    assert snapshot.verify()
+    entries = snapshot.get_manifest()
+    assert entries["0/megatron/layers.out.weight"].shape == (LAYERS, 6, 8)
+    assert snapshot.read_object("0/megatron/layers._extra_state%2Fshard_3_4/layer") == 3
+    assert snapshot.read_object("0/megatron/common_state/optimizer/param_groups/0/betas") == (0.9, 0.95)
+    assert not [path for path, entry in entries.items() if type(entry).__name__ == "ObjectEntry"]  # no pickle
+    alike = [path for path in entries if path.startswith("1/") and "/" in path.removeprefix("1/")]
+    assert alike == []  # all else is for all ranks, and stands once
+
+
+def _one_rank_saves(path):
+    group = alone(dist.get_rank())
+    if dist.get_rank() == 0:
+        Snapshot.take(path, {"megatron": MegatronState(sharded(Split())[0], pg=group)}, group)
+    dist.barrier()
+    for other in ({"tensor": 2}, {"pipeline": 2}):
+        restored(path, Split(**other, rank=dist.get_rank()))
+
+
+def test_what_one_rank_saved_two_restore(two, tmp_path):
+    two.run(_one_rank_saves, str(tmp_path / "s"))
+
+
+def _in_place(path):
+    split = Split(tensor=2, rank=dist.get_rank())
+    Snapshot.take(path, {"megatron": MegatronState(sharded(split)[0])})
+    loaded, live = restored(path, split)
+    kept = {each.data_ptr() for each in live}
+    model = loaded["model"]
+    for name, value in model.items():
+        if not name.endswith(("_extra_state", "fc1.weight")):  # objects are new, and what is merged is, too
+            assert value.data_ptr() in kept, name
+    again, _ = sharded(split)
+    again["iteration"] = 8
+    Snapshot.take(f"{path}-again", {"megatron": MegatronState(again)})  # goes by what the restored one had agreed on
+    stateful = MegatronState(sharded(split, blank=True)[0])
+    Snapshot(f"{path}-again").restore({"megatron": stateful})
+    same(stateful.loaded, unwrapped({**sharded(split)[0], "iteration": 8}))
+
+
+def test_tensors_are_restored_in_place_and_taken_again(two, tmp_path):
+    two.run(_in_place, str(tmp_path / "s"))
+
+
+def _against_megatron(folder, saved, wanted):
+    rank = dist.get_rank()
+    theirs, ours = f"{folder}/theirs", f"{folder}/ours"
+    save(sharded(Split(**saved, rank=rank))[0], theirs)
+    Snapshot.take(ours, {"megatron": MegatronState(sharded(Split(**saved, rank=rank))[0])})
+    split = Split(**wanted, rank=rank)
+    one = load(sharded(split, blank=True)[0], theirs)
+    stateful = MegatronState(lambda: sharded(split, blank=True)[0])
+    Snapshot(ours).restore({"megatron": stateful})
+    same(stateful.loaded, one)
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        ({"tensor": 2}, {"tensor": 2}),
+        ({"tensor": 2}, {"pipeline": 2}),
+        ({"pipeline": 2}, {"tensor": 2}),
+        ({"data": 2}, {"pipeline": 2}),
+        ({"tensor": 2}, {"tensor": 2, "padded": 14}),  # the stored vocabulary is longer
+        ({"tensor": 2, "padded": 14}, {"tensor": 2, "padded": 20}),  # and shorter
+        ({"tensor": 2, "padded": 14}, {"tensor": 2, "padded": 40}),  # so that the second rank has only padding
+    ],
+)
+def test_a_restore_gives_what_megatrons_own_load_gives(two, tmp_path, saved, wanted):
+    two.run(_against_megatron, str(tmp_path), saved, wanted)
+
+
+def _from_megatrons(folder, wanted):
+    write_directory(folder)
+    split = Split(**wanted, rank=dist.get_rank())
+    stateful = MegatronState(lambda: sharded(split, blank=True)[0])
+    Snapshot(folder).restore({"megatron": stateful})
+    same(stateful.loaded, load(sharded(split, blank=True)[0], folder))
+
+
+@pytest.mark.parametrize("wanted", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "padded": 20}])
+def test_a_directory_of_megatrons_own_is_restored_as_megatron_loads_it(two, tmp_path, wanted):
+    two.run(_from_megatrons, str(tmp_path / "theirs"), wanted)
+
+
+def _converted(folder):
+    write_directory(folder)
+    rank = dist.get_rank()
+    if rank == 0:
+        Snapshot(folder).convert(f"{folder}-ours", "snapshot")
+    dist.barrier()
+    restored(f"{folder}-ours", Split(tensor=2, rank=rank))
+
+
+def test_a_directory_of_megatrons_own_is_restored_from_what_it_was_converted_to(two, tmp_path):
+    two.run(_converted, str(tmp_path / "theirs"))
+
+
+def _nothing_common(folder):
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    def state(held):
+        return {"o": ShardedObject("o", held, (2,), (dist.get_rank(),))}
+
+    save(state([5]), folder)
+    stateful = MegatronState(state(None))
+    Snapshot(folder).restore({"megatron": stateful})
+    assert stateful.loaded == {"o": [5]} == load(state(None), folder)
+
+
+def test_a_directory_with_objects_alone_is_restored_as_megatron_loads_it(two, tmp_path):
+    two.run(_nothing_common, str(tmp_path / "theirs"))
+
+
+def _all_but_one_object(folder):
+    write_directory(folder)
+    stateful = MegatronState(sharded(Split(tensor=2, rank=dist.get_rank()), blank=True)[0])
+    Snapshot(folder).restore({"megatron": stateful}, exclude=["megatron/plain.list*"])
+    assert stateful.loaded["plain"] == {"dict": {"a": 1}, "list": ["here"], "one": [[7]], "int": 5, "none": None}
+
+
+def test_a_list_that_is_not_asked_for_stays_what_it_was(two, tmp_path):
+    two.run(_all_but_one_object, str(tmp_path / "theirs"))
+
+
+def _planned(path):
+    split = Split(tensor=2, rank=dist.get_rank())
+    state, live = sharded(split)
+    app_state = {"megatron": MegatronState(state)}
+    plan = Snapshot.plan(app_state, path=path)
+    for step in range(2):  # one plan for many steps
+        pending = Snapshot.async_take(f"{path}-{step}", app_state, plan=plan)
+        with torch.no_grad():
+            for each in live:
+                each.add_(1)  # cannot reach the snapshot
+        pending.wait()
+    found = MegatronState(sharded(split, blank=True)[0])
+    Snapshot(f"{path}-1").restore({"megatron": found})
+    same(found.loaded["model"]["final_norm.weight"], state["model"]["final_norm.weight"].data - 1)
+    return plan.bytes_per_rank
+
+
+def test_a_plan_is_made_once_and_written_asynchronously_with_nothing_to_poll(two, tmp_path):
+    loads = two.run(_planned, str(tmp_path / "s"))
+    assert loads[0] == loads[1]
+    assert Snapshot(tmp_path / "s-0").verify()
+
+
+def _unfit(path):
+    rank = dist.get_rank()
+    plan = Snapshot.plan({"megatron": MegatronState(sharded(Split(tensor=2, rank=rank))[0])}, path=path)
+    changed = sharded(Split(tensor=2, rank=rank))[0]
+    if rank == 1:
+        changed["optimizer"]["momentum"] = torch.zeros(3)  # which is rank 0's to save, and not known there
+        del changed["model"]["layers.1.out.weight"]
+    Snapshot.take(path, {"megatron": MegatronState(changed)}, plan=plan)
+
+
+def test_a_plan_that_does_not_fit_any_more_is_an_error_on_all_ranks(two, tmp_path):
+    first, second = two.outcomes(_unfit, str(tmp_path / "s"))
+    assert isinstance(first, SnapshotError)
+    assert isinstance(second, SnapshotError | ValueError)
+    assert not Snapshot(tmp_path / "s").exists()
+
+
+def _other_plan(path):
+    rank = dist.get_rank()
+    plan = Snapshot.plan({"megatron": MegatronState(sharded(Split(tensor=2, rank=rank))[0])}, path=path)
+    other = MegatronState(sharded(Split(tensor=2, rank=rank), dtype=torch.bfloat16)[0])
+    Snapshot.take(path, {"megatron": other}, plan=plan)
+
+
+def test_a_plan_for_another_dtype_says_so(two, tmp_path):
+    outcomes = two.outcomes(_other_plan, str(tmp_path / "s"))
+    assert any("the plan was made for other names, shapes or dtypes" in str(error) for error in outcomes)
+    assert all(isinstance(error, ValueError | RankError) for error in outcomes)
+    assert list(tmp_path.glob("s/*")) == []
+
+
+def _no_main_replica(path):
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    part = ShardedTensor.from_rank_offsets("weight", torch.ones(3), replica_id=dist.get_rank() + 1)
+    Snapshot.take(path, {"megatron": MegatronState({"weight": part})})
+
+
+def test_a_tensor_whose_main_replica_nobody_has_is_an_error_not_a_loss(two, tmp_path):
+    for error in two.outcomes(_no_main_replica, str(tmp_path / "s")):
+        assert isinstance(error, SnapshotError)
+        assert "megatron/weight: the parts that are replica 0 on some rank hold 0 of its 3 elements" in str(error)
+
+
+def _two_mains(path):
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    Snapshot.take(path, {"m": MegatronState({"rng": ShardedObject("rng", {"of": dist.get_rank()}, (1,), (0,))})})
+
+
+def test_an_object_of_which_two_ranks_have_the_main_replica_is_an_error(two, tmp_path):
+    for error in two.outcomes(_two_mains, str(tmp_path / "s")):
+        assert isinstance(error, SnapshotError)
+        assert "m/rng%2Fshard_0_1/of" in str(error)
+    assert list(tmp_path.glob("s/*")) == []
+
+
+def _names_differ(path):
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+    def state(name, number):
+        return {
+            "a": ShardedTensor.from_rank_offsets(name, torch.full((2,), number), (0, dist.get_rank(), 2)),
+            "rng": ShardedObject("rng", {"seed": number}, (3,), (dist.get_rank() if number else 2,)),
+        }
+
+    Snapshot.take(path, {"m": MegatronState(state("old", 1.0))})
+    live = state("new", 0.0)
+    with pytest.raises(RestoreError) as error:
+        Snapshot(path).restore({"m": MegatronState(live)})
+    told = "\n".join(error.value.mismatches)
+    assert "m/new: is in the application, not in the snapshot" in told
+    assert "m/rng%2Fshard_2_3: is in the application, not in the snapshot" in told
+    assert live["a"].data.eq(0).all()
+    del live["rng"]
+    report = Snapshot(path).restore({"m": MegatronState(live)}, rename={"m/old": "m/new"})
+    assert live["a"].data.eq(1).all()
+    return [str(line) for line in report.lines]
+
+
+def test_names_that_are_missing_are_all_named_and_may_be_renamed(two, tmp_path):
+    for rank, lines in enumerate(two.run(_names_differ, str(tmp_path / "s"))):
+        assert any(f"m/rng%2Fshard_{rank}_3: has no place here" in line for line in lines), lines
+
+
+def _odd_structures(path):
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
+
+    def state(number):
+        part = ShardedTensor.from_rank_offsets("w", torch.full((2,), number), (0, dist.get_rank(), 2))
+        return {
+            "mixed": [part, "text" if number else "other", {"inner": None, 3: (1, 2)}],
+            5: {"deep": [{"x": LocalNonpersistentObject([number])}]},
+            "none": {},
+            "empty": [],
+            "tuple": (1.5, torch.arange(3) if number else torch.zeros(3)),
+        }
+
+    Snapshot.take(path, {"m": MegatronState(state(1.0))})
+    found = []
+    stateful = MegatronState(state(0.0), found.append)
+    Snapshot(path).restore({"m": stateful})
+    assert found == [stateful.loaded]
+    same(stateful.loaded, unwrapped({**state(1.0), 5: {"deep": [{"x": [0.0]}]}}))
+    shorter = state(0.0)
+    del shorter["mixed"][2]
+    with pytest.raises(RestoreError, match="common_state/mixed: the snapshot has a list of 3 here"):
+        Snapshot(path).restore({"m": MegatronState(shorter)})
+
+
+def test_lists_that_mix_tensors_and_values_empty_containers_and_other_keys_come_back(two, tmp_path):
+    two.run(_odd_structures, str(tmp_path / "s"))
+
+
+def _parts_of_it(path):
+    split = Split(tensor=2, rank=dist.get_rank())
+    Snapshot.take(path, {"m": MegatronState(sharded(split)[0])}, metadata={"content": {"distrib_optim": False}})
+    assert Snapshot(path).metadata.metadata["content"] == {"distrib_optim": False}
+    state = sharded(split, blank=True)[0]
+    stateful = MegatronState(state)
+    report = Snapshot(path).restore({"m": stateful}, include=["m/layers.out.weight", "m/common_state/iteration"])
+    assert report.restored == 2  # all layers are one tensor
+    assert stateful.loaded["iteration"] == 7
+    assert stateful.loaded["optimizer"]["param_groups"][0]["lr"] == 0.0  # what was here
+    assert stateful.loaded["model"]["layers.0.norm.weight"].eq(-1).all()
+    assert stateful.loaded["model"]["layers.0.out.weight"].ne(-1).any()
+    weights = {"model": {key: value for key, value in sharded(split, blank=True)[0]["model"].items() if "out" in key}}
+    with pytest.raises(SnapshotError, match=r"m/final_norm\.weight"):
+        Snapshot(path).restore({"m": MegatronState(weights)})
+    stateful = MegatronState(weights)
+    Snapshot(path).restore({"m": stateful}, strict=False)
+    same(stateful.loaded["model"]["layers.1.out.weight"], unwrapped(sharded(split)[0])["model"]["layers.1.out.weight"])
+
+
+def test_a_part_may_be_restored_and_content_metadata_kept(two, tmp_path):
+    two.run(_parts_of_it, str(tmp_path / "s"))
+
+
+def _without_data(path):
+    split = Split(tensor=2, rank=dist.get_rank())
+    state = {"model": sharded(split)[0]["model"]}
+    Snapshot.take(path, {"m": MegatronState(state)})
+    empty = {"model": sharded(split, blank=True)[0]["model"]}
+    for value in empty["model"].values():
+        if hasattr(value, "local_shape"):
+            value.data = None
+    with pytest.raises(SnapshotError, match="ShardedTensor without data"):
+        Snapshot.take(f"{path}-2", {"m": MegatronState(empty)}, alone(dist.get_rank()))
+    stateful = MegatronState(empty)
+    Snapshot(path).restore({"m": stateful})
+    same(stateful.loaded, unwrapped(state))
+
+
+def test_tensors_without_data_are_given_memory_by_a_restore_and_refused_by_a_take(two, tmp_path):
+    two.run(_without_data, str(tmp_path / "s"))
+
+
+def test_megatron_is_not_imported_for_a_state_dict_without_its_objects(warm):
+    script = """
+import sys
+from snapshot import Snapshot
+from snapshot.interop.megatron import MegatronState
+state = MegatronState({"a": 1})
+Snapshot.take("memory://x", {"m": state}).restore({"m": state})
+assert state.loaded == {"a": 1}
+assert not [name for name in sys.modules if name.startswith("megatron")]
+"""
+    warm.run(script)
