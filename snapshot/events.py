@@ -17,7 +17,8 @@ log = logging.getLogger("snapshot")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something happened: `start`, `staged`, `committed`, `restored`, `verified`, `deleted`, `failed`, `cleaned`.
+    """Something happened: `start`, `staged`, `committed`, `restored`, `verified`, `deleted`, `converted`, `failed`,
+    `cleaned`.
 
     And on the way: `retry`, whose verb is a request and whose path is its file, with `attempt`, `error` and `pause` (in
     seconds); `swept`, with the number of `uploads` that were dropped.
@@ -45,7 +46,7 @@ def remove_handler(handler: Handler) -> None:
 
 def emit(name: str, verb: str, path: str, **fields: Any) -> None:
     """Tell the handlers; and the log, where it ends a verb."""
-    if name in ("committed", "restored", "deleted", "verified"):
+    if name in ("committed", "restored", "deleted", "verified", "converted"):
         log.info("%s %s: %s", verb, path, ", ".join(f"{key} {value}" for key, value in fields.items()))
     for handler in list(_handlers):
         try:
