@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Any
 from snapshot.distributed.call import Call
 from snapshot.distributed.group import ranks_of
 from snapshot.engine import commit
-from snapshot.engine.convert import Choice
-from snapshot.engine.converting import converted
-from snapshot.engine.export import SHARD
 from snapshot.engine.guard import wait_for_all
 from snapshot.engine.inflight import in_flight
 from snapshot.engine.loop import refuse_on_loop, run, start
@@ -35,6 +32,7 @@ from snapshot.errors import (
     StorageError,
 )
 from snapshot.events import Meter, ProgressArgument, emit
+from snapshot.formats.safetensors import SHARD
 from snapshot.manifest.document import Document, copied
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.view import Rename
@@ -474,6 +472,9 @@ class Snapshot:
         >>> snapshot.convert("memory://docs/model.safetensors", "safetensors").tensors
         1
         """
+        from snapshot.engine.convert import Choice  # who only trains need not wait for it
+        from snapshot.engine.converting import converted
+
         refuse_on_loop()
         choice = Choice(select, exclude, rename, dtype, verify, self._allow_pickle)
         return converted(

@@ -12,7 +12,7 @@ import torch
 from snapshot.cli.arguments import add_options
 from snapshot.cli.status import ExitStatus
 from snapshot.engine.converting import FORMATS
-from snapshot.engine.export import SHARD
+from snapshot.formats.safetensors import SHARD
 from snapshot.snapshot import Snapshot
 from snapshot.storage import URL
 from snapshot.tensors.dtypes import BY_NAME

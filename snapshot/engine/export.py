@@ -28,20 +28,18 @@ from snapshot.errors import (
 from snapshot.events import Meter
 from snapshot.formats import archives, dcp, safetensors
 from snapshot.formats.dcp_writing import archived, flattened, metadata
-from snapshot.formats.foreign import root_of
+from snapshot.formats.foreign import root_of, root_over
 from snapshot.formats.torch_file import VALUE
 from snapshot.manifest import document
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
-from snapshot.manifest.paths import encode_key, uncomponent
+from snapshot.manifest.paths import uncomponent
 from snapshot.plan.layout import Extent, FilePlan, exact_file
 from snapshot.report import ConvertReport, listed
 from snapshot.state.leaves import Leaf
 from snapshot.state.live import inflate
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, SAFETENSORS
 
-SHARD = 5_000_000_000
-"""Bytes of one file of several, as Hugging Face has it."""
 _PARAMETER = "torch.nn.parameter.Parameter"
 DCP_ALIGNMENT = 64
 
@@ -182,12 +180,10 @@ class Export:
         objects = Objects(self._source, self._document, allow_pickle=choice.allow_pickle, verify=choice.verify)
         values = objects.read({path: entry for path, entry in self._entries.items() if is_leaf_value(entry)})
         values |= {path: tensor(path, entry) for path, entry in self._entries.items() if isinstance(entry, e.TENSORS)}
-        root = root_of(self._document)
-        if root is None and self._entries.keys() == {VALUE} and self._document.format == "torch.save":
+        bare = root_of(self._document) is None and self._document.format == "torch.save"
+        if bare and self._entries.keys() == {VALUE}:
             return values[VALUE]  # it was saved bare
-        names = list(dict.fromkeys(path.partition("/")[0] for path in self._entries))
-        if root is None or set(root.components()) != set(names):
-            root = e.DictEntry([encode_key(uncomponent(name)) for name in names])  # type: ignore[misc]
+        root = root_over(self._document, dict.fromkeys(path.partition("/")[0] for path in self._entries))
         below = {f"0/{path}": entry for path, entry in self._entries.items()}
         return inflate("0", {"0": root, **below}, {f"0/{path}": value for path, value in values.items()})
 

@@ -15,11 +15,11 @@ from snapshot.engine.operation import Operation
 from snapshot.engine.targets import writable
 from snapshot.errors import RestoreError
 from snapshot.events import Meter
-from snapshot.formats.foreign import root_of
+from snapshot.formats.foreign import root_over
 from snapshot.manifest import entries as e
 from snapshot.manifest.check import check_tensor, check_tree, locations_of
 from snapshot.manifest.document import Document
-from snapshot.manifest.paths import component, encode_key, uncomponent
+from snapshot.manifest.paths import component
 from snapshot.manifest.view import is_rank, nearest, rank_view
 from snapshot.state import arrays
 from snapshot.state.live import inflate
@@ -103,19 +103,17 @@ def _tree(operation: Operation, document: Document, path: str) -> dict[str, Any]
         manifest = {f"{number}/{below}": each for below, each in entries.items()}
     prefix = path + "/"
     if path not in manifest and is_rank(path, document.world_size):
-        return _all(path, manifest, root_of(document))
+        return _all(path, manifest, document)
     if path not in manifest:
         raise RestoreError(f"{operation.url}: holds no {path!r}; {nearest(path, manifest)}", [path])
     return {below: each for below, each in manifest.items() if below == path or below.startswith(prefix)}
 
 
-def _all(number: str, manifest: Mapping[str, Any], root: e.Container | None) -> dict[str, Any]:
+def _all(number: str, manifest: Mapping[str, Any], document: Document) -> dict[str, Any]:
     """All that a rank has, under its number."""
     below = {path: entry for path, entry in manifest.items() if path.startswith(f"{number}/")}
     names = dict.fromkeys(path.split("/", 2)[1] for path in below)
-    if root is None or set(root.components()) != set(names):
-        root = e.DictEntry([encode_key(uncomponent(name)) for name in names])  # type: ignore[misc]
-    return {number: root, **below}
+    return {number: root_over(document, names), **below}
 
 
 def _read_tree(

@@ -29,11 +29,11 @@ from snapshot.engine.unfold import unfold
 from snapshot.engine.wants import Want
 from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError
 from snapshot.events import Meter
-from snapshot.formats.foreign import root_of
+from snapshot.formats.foreign import root_of, root_over
 from snapshot.manifest.check import check_tree, locations_of
 from snapshot.manifest.document import Document
-from snapshot.manifest.entries import Container, DictEntry, ListEntry, OrderedDictEntry
-from snapshot.manifest.paths import component, encode_key, uncomponent
+from snapshot.manifest.entries import Container, ListEntry, OrderedDictEntry
+from snapshot.manifest.paths import component
 from snapshot.manifest.view import Rename, View, by_key, nearest, rank_view, renamed_view
 from snapshot.plan.globs import matcher, unmatched
 from snapshot.report import Notes, RestoreReport, listed
@@ -212,16 +212,13 @@ class Restore:
 
     def _whole(self, grouped: dict[str, dict[str, Any]], app_state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Where a format knows no names of statefuls, the only one of the application takes all."""
-        root = root_of(self._document)
-        if root is None or len(app_state) != 1:
+        if root_of(self._document) is None or len(app_state) != 1:
             return grouped
         key = component(*app_state)
         if key in grouped:
             return grouped
-        if set(grouped) != set(root.components()):  # renamed
-            root = DictEntry([encode_key(uncomponent(name)) for name in grouped])  # type: ignore[misc]
         below = {f"{key}/{path}": entry for entries in grouped.values() for path, entry in entries.items()}
-        return {key: {key: root, **below}}
+        return {key: {key: root_over(self._document, grouped), **below}}
 
     def _entries(self, key: str, grouped: Mapping[str, dict[str, Any]], view: View) -> dict[str, Any] | None:
         """What there is under a key. If only other ranks had it, a module finds its names there."""

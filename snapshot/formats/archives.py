@@ -42,9 +42,8 @@ class Member(msgspec.Struct):
 
 
 class Frame(msgspec.Struct):
-    """Bytes between two storages: from where on in the archive, how many, and how they are made."""
+    """Bytes between two storages: how many, and how they are made."""
 
-    begin: int
     size: int
     make: Callable[[], bytes]
 
@@ -108,7 +107,7 @@ def laid_out(members: Sequence[Member], crc32: Callable[[bytes], int]) -> tuple[
         def make() -> bytes:
             return b"".join(each if isinstance(each, bytes) else each() for each in held)
 
-        found.append(Frame(begin, position - begin, make))
+        found.append(Frame(position - begin, make))
         parts = []
 
     def append(part: bytes | Callable[[], bytes], size: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ import msgspec
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError, UnsafeObjectError
 from snapshot.manifest.document import Document, FileEntry, ForeignFile
 from snapshot.manifest.entries import (
+    Container,
     CounterEntry,
     DefaultdictEntry,
     DequeEntry,
@@ -22,6 +23,7 @@ from snapshot.manifest.entries import (
     TensorEntry,
     TupleEntry,
 )
+from snapshot.manifest.paths import encode_key, uncomponent
 from snapshot.storage import ABSENT, URL, Buffer, Capabilities, Expect, FileStat, FileWriter, Storage, check_path
 from snapshot.tensors.digest import of_range
 
@@ -45,7 +47,7 @@ class ForeignDocument(Document):
 
 def document(
     kind: str, version: str, place: URL, token: bytes, manifest: dict[str, Any], files: Mapping[str, FileEntry], *,
-    metadata: Any = None, world_size: int = 1, created: str = "", root: Any = None, inline: bytes = b"",
+    metadata: Any = None, world_size: int = 1, root: Any = None, inline: bytes = b"",
 ) -> ForeignDocument:  # fmt: skip
     """A document of one save; `token` is of what tells this checkpoint from another one at the same place."""
     files = dict(files)
@@ -56,7 +58,7 @@ def document(
         version,
         of_range(token),
         world_size,
-        created or "1970-01-01T00:00:00+00:00",
+        "1970-01-01T00:00:00+00:00",
         "",
         msgspec.Raw(msgspec.json.encode(metadata or {})),
         files,
@@ -86,6 +88,14 @@ def root_of(held: Document) -> Any:
         return _containers.decode(_roots.decode(held.metadata)[ROOT])
     except (msgspec.DecodeError, KeyError):  # the user's own, under that name
         return None
+
+
+def root_over(held: Document, names: Iterable[str]) -> Container:
+    """The container of some top-level names (as components of paths): the document's own, if these are all of its."""
+    root, names = root_of(held), list(names)
+    if root is not None and set(root.components()) == set(names):
+        return root  # type: ignore[no-any-return]
+    return DictEntry([encode_key(uncomponent(name)) for name in names])  # type: ignore[misc]
 
 
 def with_root(held: Document) -> msgspec.Raw:

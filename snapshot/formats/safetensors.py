@@ -27,6 +27,8 @@ _NAMES = {theirs: ours for ours, theirs in SAFETENSORS.items()} | {
     if ours in BY_NAME
 }  # fmt: skip
 AT_ONCE = 16
+SHARD = 5_000_000_000
+"""Bytes of one file of several, as Hugging Face has it."""
 
 
 class _Item(msgspec.Struct, gc=False):
