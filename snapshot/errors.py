@@ -59,11 +59,12 @@ class CancelledError(SnapshotError):
 
 
 class RankError(SnapshotError):
-    """Raised on every rank when one rank failed; names the rank and its exception."""
+    """Raised on every rank when one rank failed; names the rank and its exception, whose class's name is `kind`."""
 
-    def __init__(self, message: str, *, rank: int = -1) -> None:
+    def __init__(self, message: str, *, rank: int = -1, kind: str = "") -> None:
         super().__init__(message)
         self.rank = rank
+        self.kind = kind
 
 
 class MissingExtraError(SnapshotError, ImportError):

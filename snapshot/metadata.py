@@ -30,6 +30,8 @@ class SnapshotMetadata:
     entries: int
     nbytes: int
     """Bytes of the data files."""
+    files: dict[str, int]
+    """The data files, and how many bytes each has."""
 
     @classmethod
     def of(cls, document: Document) -> SnapshotMetadata:
@@ -51,4 +53,5 @@ class SnapshotMetadata:
             metadata,
             len(document.manifest),
             sum(file.size for file in document.files.values()),
+            {location: file.size for location, file in document.files.items()},
         )

@@ -37,6 +37,9 @@ class Settings:
     """A file to which every verb appends a timeline of what it did, in Chrome's trace format."""
     pending: int = 3
     """How many asynchronous takes may be under way at once in a process; another one waits, or is refused."""
+    storage_options: str = ""
+    """What the storage plugins of the `snapshot` command's URLs should know: a JSON object, or the name of a file of
+    JSON or YAML. The library itself is given `storage_options`."""
     timeout: float = 600.0
     """Seconds without a sign of life after which a rank counts as dead."""
 

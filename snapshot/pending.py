@@ -26,12 +26,16 @@ class PendingSnapshot:
     It is finished at the interpreter's exit if nobody waits for it, and what fails reaches the log.
     """
 
-    def __init__(self, path: str, work: Work[None], meter: Meter, snapshot: Snapshot, held: Held | None = None) -> None:
+    def __init__(
+        self, path: str, work: Work[None], meter: Meter, snapshot: Snapshot, held: Held | None = None,
+        save_id: str = "",
+    ) -> None:  # fmt: skip
         self.path = path
         self._work = work
         self._meter = meter
         self._snapshot = snapshot
         self._held = held
+        self._save_id = save_id
         self._awaited = False
         self._waiting = 0
         self._pid = os.getpid()

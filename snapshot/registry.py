@@ -86,7 +86,7 @@ def plugin_for(url: URL) -> type[Storage]:
         return loaded
     if (found := _by_fsspec(url)) is not None:
         return found
-    near = difflib.get_close_matches(url.scheme, schemes(), n=1)
+    near = difflib.get_close_matches(url.scheme, schemes(), n=1, cutoff=0.5)  # as s4 is to s3
     hint = f"; did you mean {near[0]}://?" if near else ""
     raise StorageError(
         f"{url}: no storage plugin for the scheme {url.scheme!r}; known are {', '.join(schemes())}{hint}"

@@ -109,21 +109,32 @@ class VerifyReport:
     faults: tuple[str, ...] = ()
     """A line per damaged or missing piece; none if all is well."""
     unverifiable: int = 0
-    """Stored ranges that carry no digest: only others' formats have such."""
+    """Entries of which bytes carry neither a digest nor a checksum: only others' formats have such."""
+    quick: bool = False
+    """Whether only presence and sizes of the files were looked at."""
+    files: int = 0
+    bytes_before: int = 0
+    """Bytes that the verification had looked at before it was interrupted, and that were not read again."""
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is what was written."""
+        """Whether no fault was found; see `unverifiable` and `quick` for what was not looked for."""
         return not self.faults
 
     def __bool__(self) -> bool:
         return self.ok
 
     def __str__(self) -> str:
-        head = f"{self.entries:,} entries, {size_text(self.bytes_read)} in {self.seconds:.3f} s: "
+        files = "1 file" if self.files == 1 else f"{self.files:,} files"
+        looked = files if self.quick else size_text(self.bytes_read)
+        before = f" (and {size_text(self.bytes_before)} before)" if self.bytes_before else ""
+        head = f"{self.entries:,} entries, {looked}{before} in {self.seconds:.3f} s: "
         if self.ok:
+            bare = "1 entry" if self.unverifiable == 1 else f"{self.unverifiable:,} entries"
+            if self.quick:
+                return head + "all files are there, and as long as they were; no byte was compared"
             if self.unverifiable:
-                return head + f"no fault, but {self.unverifiable:,} carry no digest, and could only be read"
+                return head + f"structure only, {bare} can't be verified: without a digest, they could only be read"
             return head + "every byte is what was written"
         count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults):,} faults"
         return head + count + listed(self.faults, 1000)
@@ -146,6 +157,35 @@ class ConvertReport:
     def __str__(self) -> str:
         head = f"{self.tensors:,} tensors, {size_text(self.nbytes)} to {self.format} in {self.seconds:.3f} s"
         return head + (f"; {len(self.left_out):,} left out:{listed(self.left_out)}" if self.left_out else "")
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """What a copy wrote."""
+
+    format: str
+    """`snapshot`, or whose format it is that was copied as it is."""
+    entries: int
+    files: int
+    nbytes: int
+    """Bytes of the files."""
+    checked: str
+    """What the bytes were compared by on their way: `digests`, `checksums`, or only `sizes`."""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        rate = f", {size_text(self.nbytes / self.seconds)}/s" if self.seconds > 0 else ""
+        kind = "" if self.format == "snapshot" else f" of {self.format}"
+        files = "1 file" if self.files == 1 else f"{self.files:,} files"
+        head = f"{self.entries:,} entries, {files}{kind}, {size_text(self.nbytes)} in {self.seconds:.3f} s{rate}"
+        return f"{head}; {_COMPARED[self.checked]}"
+
+
+_COMPARED = {
+    "digests": "every byte was compared with its digest",
+    "checksums": "the checksums in its archives were compared",
+    "sizes": "only sizes were compared",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snapshot.distributed.call import Call
 from snapshot.distributed.group import ranks_of
-from snapshot.engine import commit
 from snapshot.engine.guard import wait_for_all
 from snapshot.engine.inflight import in_flight
 from snapshot.engine.loop import refuse_on_loop, run, start
@@ -19,41 +16,28 @@ from snapshot.engine.opening import expectation, open_restore, open_take, path_o
 from snapshot.engine.operation import Operation
 from snapshot.engine.portion import portion_of
 from snapshot.engine.quiet import no_collection
-from snapshot.engine.read_object import read_object, read_state_dict
 from snapshot.engine.restore import Restore
 from snapshot.engine.take import begin, make
-from snapshot.engine.verify import verify_files
 from snapshot.engine.worker import check, writer_process
-from snapshot.errors import (
-    CorruptSnapshotError,
-    SnapshotError,
-    SnapshotExistsError,
-    SnapshotNotFoundError,
-    StorageError,
-)
 from snapshot.events import Meter, ProgressArgument, emit
-from snapshot.formats.safetensors import SHARD
-from snapshot.manifest.document import Document, copied
-from snapshot.manifest.entry import Entry
 from snapshot.manifest.view import Rename
-from snapshot.metadata import SnapshotMetadata
 from snapshot.options import Settings
 from snapshot.pending import PendingSnapshot
 from snapshot.plan.layout import SavePlan
-from snapshot.report import ConvertReport, RestoreReport, VerifyReport
+from snapshot.report import RestoreReport
 from snapshot.state.flatten import Prepare
 from snapshot.state.owned import Owned
 from snapshot.state.stateful import Stateful, check_app_state
 from snapshot.storage import URL
+from snapshot.stored import Stored
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
 
 AppState = Mapping[str, Stateful]
 
 
-class Snapshot:
+class Snapshot(Stored):
     """A reference to a snapshot that exists, or that is about to.
 
     Args:
@@ -71,21 +55,6 @@ class Snapshot:
     >>> progress["step"]
     3
     """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        pg: ProcessGroup | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        *,
-        allow_pickle: bool = False,
-    ) -> None:
-        self.path = os.fspath(path)
-        self._pg = pg
-        self._url = URL.parse(self.path)
-        self._options = dict(storage_options or {})
-        self._allow_pickle = allow_pickle
-        self._document: Document | None = None
 
     # Save
 
@@ -226,7 +195,7 @@ class Snapshot:
                     snapshot = cls(path_of(path, opening), pg, storage_options)  # a relative path is of this folder
                     future = work.stage_and_start(checked, process)
                     place.leave_after(future)
-                    pending = PendingSnapshot(snapshot.path, future, meter, snapshot, work.held)
+                    pending = PendingSnapshot(snapshot.path, future, meter, snapshot, work.held, opening.save_id)
         return pending
 
     @classmethod
@@ -337,210 +306,6 @@ class Snapshot:
             meter.close()
         emit("restored", "restore", str(self._url), bytes=report.bytes_read, seconds=round(report.total_seconds, 3))
         return report
-
-    def read_object(
-        self,
-        path: str,
-        obj_out: Any = None,
-        memory_budget_bytes: int | None = None,
-        *,
-        box: Sequence[slice | int] | None = None,
-        verify: bool = True,
-    ) -> Any:
-        """Read one object; a container comes with all that is in it.
-
-        Args:
-            path: Its name in the manifest: `"0/model/layer.0.weight"`.
-            obj_out: A tensor or an array of its shape, which is filled and returned. Ignored for what cannot be filled.
-            memory_budget_bytes: Host memory for what cannot be read in place; by default 64 MiB from
-                files, 256 MiB elsewhere.
-            box: A slice for each dimension (trailing ones may be left out): only that part is read. An int is a
-                slice of one that drops its dimension.
-            verify: Check the digests of what is read.
-
-        >>> import torch
-        >>> from snapshot import StateDict
-        >>> snapshot = Snapshot.take("memory://docs/read", {"state": StateDict(weight=torch.arange(12).view(4, 3))})
-        >>> snapshot.read_object("0/state/weight", box=[slice(1, 3)])
-        tensor([[3, 4, 5],
-                [6, 7, 8]])
-        """
-        return self._read(
-            memory_budget_bytes,
-            lambda operation, document: read_object(
-                operation, document, path, obj_out, box, verify=verify, allow_pickle=self._allow_pickle
-            ),
-        )
-
-    def get_state_dict_for_key(self, key: str, replicate_from_rank0: bool = False) -> Any:
-        """The state dict that this rank saved under a key of the app state, made anew; with `replicate_from_rank0` that
-        of rank 0. Weights that were tied are tied again, tensors that were sharded are whole."""
-        number = 0 if replicate_from_rank0 else ranks_of(self._pg).rank
-
-        return self._read(
-            None,
-            lambda operation, document: read_state_dict(
-                operation, document, key, number, allow_pickle=self._allow_pickle
-            ),
-        )
-
-    # Look
-
-    def get_manifest(self) -> dict[str, Entry]:
-        """What is in the snapshot: an entry for each object, by `"<rank>/<logical path>"`. A copy, yours to change."""
-        return copied(self._open().manifest)
-
-    @property
-    def metadata(self) -> SnapshotMetadata:
-        """When, by which version, and with which metadata of your own the snapshot was taken."""
-        return SnapshotMetadata.of(self._open())
-
-    def exists(self) -> bool:
-        """Whether a committed snapshot is here, or a checkpoint of another library that can be opened; only that, not
-        whether it is whole."""
-        operation = self._operation(None)
-        try:
-            return run(operation.exists())
-        finally:
-            run(operation.close())
-
-    def verify(self, *, memory_budget_bytes: int | None = None, progress: ProgressArgument = None) -> VerifyReport:
-        """Read every byte, and compare it with its digest. Live tensors are not involved.
-
-        >>> import torch
-        >>> from snapshot import StateDict
-        >>> snapshot = Snapshot.take("memory://docs/verify", {"state": StateDict(weight=torch.zeros(3))})
-        >>> bool(snapshot.verify())
-        True
-        """
-        operation = self._operation(memory_budget_bytes)
-        meter = Meter("verify", progress)
-        try:
-            report = run(verify_files(operation, meter))
-        finally:
-            run(operation.close())
-            meter.close()
-        emit("verified", "verify", str(self._url), ok=report.ok, bytes=report.bytes_read)
-        return report
-
-    # Convert
-
-    def convert(
-        self,
-        url: str | os.PathLike[str],
-        to: str = "snapshot",
-        *,
-        select: Sequence[str] = (),
-        exclude: Sequence[str] = (),
-        rename: Rename | None = None,
-        dtype: torch.dtype | None = None,
-        shard_bytes: int = SHARD,
-        overwrite: bool = False,
-        durable: bool = True,
-        verify: bool = True,
-        storage_options: Mapping[str, Any] | None = None,
-        memory_budget_bytes: int | None = None,
-        progress: ProgressArgument = None,
-    ) -> ConvertReport:
-        """Write what is here once more, in another format; in the memory budget, whatever its size. One process does
-        it, also where several ranks run.
-
-        Args:
-            url: Where to: a folder; for `"torch"`, and for `"safetensors"` if it ends so, a file.
-            to: `"snapshot"`; `"safetensors"`: one file, or a folder as Hugging Face has it; `"torch"`: a file as
-                torch.save writes it; `"dcp"`: a folder that `torch.distributed.checkpoint.load` reads.
-            select: Globs over `<key>/<logical path>` of what is wanted; all by default.
-            exclude: Globs of what is not.
-            rename: Names here -> names there: a dict of paths, or a function.
-            dtype: Cast floating point tensors to it.
-            shard_bytes: How long a file of several may be.
-            overwrite: Replace what is there.
-            durable: Return only when it survives a loss of power.
-            verify: Check every digest, and the checksums that others' formats carry.
-            storage_options: What the storage plugin of `url` should know.
-            memory_budget_bytes: Host memory: half of it for reading, half for writing.
-            progress: True for a bar, or a function that is called with `Progress`.
-
-        Raises:
-            SnapshotExistsError: Something is there already; nothing was written.
-            UnsupportedFormatError: The format cannot hold a tensor; nothing was written.
-            UnsafeObjectError: What is here holds a pickle of more than plain values; exclude it.
-
-        >>> import torch
-        >>> from snapshot import StateDict
-        >>> snapshot = Snapshot.take("memory://docs/convert", {"model": StateDict(weight=torch.zeros(3))})
-        >>> snapshot.convert("memory://docs/model.safetensors", "safetensors").tensors
-        1
-        """
-        from snapshot.engine.convert import Choice  # who only trains need not wait for it
-        from snapshot.engine.converting import converted
-
-        refuse_on_loop()
-        choice = Choice(select, exclude, rename, dtype, verify, self._allow_pickle)
-        return converted(
-            self._url, self._options, URL.parse(os.fspath(url)), storage_options, to, choice,
-            Meter("convert", progress), shard_bytes=shard_bytes, overwrite=overwrite, durable=durable,
-            budget=memory_budget_bytes,
-        )  # fmt: skip
-
-    # Remove
-
-    def delete(self) -> None:
-        """Remove the snapshot: the manifest first, so that what an interruption leaves is no snapshot. Also removes
-        what interrupted takes left here; nothing else in the folder is touched."""
-        operation = self._operation(None)
-
-        try:
-            run(commit.remove(operation.storage))
-        except (SnapshotNotFoundError, StorageError) as error:
-            foreign = False
-            with suppress(SnapshotError):
-                foreign = run(operation.is_foreign())
-            if not foreign and getattr(error, "errno", None) == errno.ENOTDIR:
-                raise SnapshotNotFoundError(f"{self._url}: there is no snapshot to delete") from error
-            if not foreign:
-                raise
-            raise SnapshotExistsError(
-                f"{self._url}: was written by another library; it is only read, never replaced or deleted: remove it "
-                "yourself"
-            ) from error
-        finally:
-            run(operation.close())
-        self._document = None
-        emit("deleted", "delete", str(self._url))
-
-    def _operation(self, budget: int | None) -> Operation:
-        return Operation(self._url, self._options, budget=budget)
-
-    def _open(self) -> Document:
-        """The manifest. A snapshot never changes, so it is read once; `restore` reads it anew."""
-        if self._document is None:
-            operation = self._operation(None)
-            try:
-                self._document = run(operation.open())
-            finally:
-                run(operation.close())
-        return self._document
-
-    def _read(self, budget: int | None, read: Callable[[Operation, Document], Any]) -> Any:
-        """Read by the manifest that is known; if the snapshot was replaced since, by the new one."""
-        known = self._open()
-        operation = self._operation(budget)
-        try:
-            run(operation.use(known))
-            return read(operation, known)
-        except CorruptSnapshotError:
-            run(operation.close())
-            operation = self._operation(budget)
-            self._document = run(operation.open())
-            if self._document.save_id == known.save_id:
-                raise
-            return read(operation, self._document)
-        finally:
-            run(operation.close())
-
-    def __repr__(self) -> str:
-        return f"Snapshot({str(self._url)!r})"
 
 
 def _timeout(given: float | None) -> float:

@@ -29,6 +29,7 @@ _SECRET_WITH_SLASH = re.compile(r"[^/:@]+:(?!\d+(?:/|$))[^@]*@")
 """`name:secret@` where the secret has a `/`, which should be written `%2F`, but people paste keys as they are."""
 _NAMES = {"abfs", "abfss", "sftp", "ssh", "ftp"}
 """Schemes where what stands before an `@` is a container or a user; elsewhere it may be a token."""
+_ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/(?!/)")
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*(?:::[A-Za-z][A-Za-z0-9+.\-]*)*)://")
 
 
@@ -52,6 +53,12 @@ class URL:
             raise ValueError("an empty path; the current folder is '.'")
         found = _SCHEME.match(text)
         if not found:
+            if _ONE_SLASH.match(text):
+                scheme, _, rest = text.partition(":/")
+                raise ValueError(
+                    f"{scheme}:/...: a URL has two slashes behind its scheme, {scheme}://...; and a path of the file "
+                    f"system that begins so is ./{scheme}:/..."
+                )
             return cls("file", str(Path(os.path.expanduser(text)).absolute()))  # as in shells, ~nobody is a name
         scheme, rest = found[1].lower(), text[found.end() :]
         if scheme == "file":

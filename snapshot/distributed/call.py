@@ -50,7 +50,7 @@ class Fault(msgspec.Struct):
         if isinstance(kind, type) and issubclass(kind, SnapshotError) and kind is not RankError:
             return kind(self.text)
         text = f"failed: {self.kind}: {self.text}" if self.kind else self.text
-        return RankError(f"rank {self.rank} {text}", rank=self.rank)
+        return RankError(f"rank {self.rank} {text}", rank=self.rank, kind=self.kind)
 
 
 class Undecided(Exception):

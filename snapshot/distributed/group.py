@@ -31,6 +31,8 @@ class Ranks:
         self.world = len(members)
         self.pg = pg
         self.sequence = itertools.count()
+        self.managers = itertools.count()
+        """Numbers for those who agree among these ranks without calls."""
         self._shared = shared
         self._connected: tuple[Any, Heart] | None = None
         self._connecting = threading.Lock()
@@ -45,7 +47,11 @@ class Ranks:
         """A connection of our own to the group's store, and the heart that beats through another."""
         with self._connecting:
             if self._connected is None:
-                store, other = (dist.distributed_c10d.PrefixStore("snapshot", _client(self._shared)) for _ in range(2))
+                # who destroys a group and makes another one on the same store would meet the first one's keys
+                session = self._shared.add(f"snapshot/sessions/{self.rank}", 1)
+                store, other = (
+                    dist.distributed_c10d.PrefixStore(f"snapshot/{session}", _client(self._shared)) for _ in range(2)
+                )
                 self._connected = store, Heart(other, self.rank, self.world)
             return self._connected
 

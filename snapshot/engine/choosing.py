@@ -35,7 +35,7 @@ def chosen_of_ranks(
         number, _, logical = path.partition("/")
         ranks.setdefault(number, {})[logical] = entry
         union.setdefault(logical, entry)
-    change = _change(rename, union)
+    change = change_of(rename, union)
     made: dict[str, Any] = {}
     for number, own in ranks.items():
         seen = dict(own)
@@ -60,10 +60,10 @@ def chosen(
     entries: Mapping[str, Any], select: Sequence[str], exclude: Sequence[str], rename: Rename | None
 ) -> dict[str, Any]:
     """The entries of one view that are wanted, under the names that are wanted."""
-    return _renamed(_selected(entries, select, exclude), _change(rename, entries))
+    return _renamed(_selected(entries, select, exclude), change_of(rename, entries))
 
 
-def _change(rename: Rename | None, known: Mapping[str, Any]) -> Callable[[str], str]:
+def change_of(rename: Rename | None, known: Mapping[str, Any]) -> Callable[[str], str]:
     """What gives a path its new name. Raises for a name that is not there."""
     if rename is None:
         return str

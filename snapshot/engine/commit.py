@@ -12,6 +12,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Awaitable, Callable
 
 from snapshot.errors import (
     SnapshotError,
@@ -130,7 +131,9 @@ async def standing(storage: Storage) -> str | None:
     return found[1].decode() if found else None
 
 
-async def _remove_claims(storage: Storage, found: list[str], committed: str | None = None) -> list[str]:
+async def _remove_claims(
+    storage: Storage, found: list[str], committed: str | None = None, older_than: float = DAY
+) -> list[str]:
     """Remove the claims among what was found, but for those of this process; the rest that may be removed.
 
     Once its claim is gone a take cannot commit any more; so what is not committed afterwards never will be. Where the
@@ -140,28 +143,28 @@ async def _remove_claims(storage: Storage, found: list[str], committed: str | No
         found = [path for path in found if save_id_of(path) not in _active]
     claims = [path for path in found if path.startswith(".take-")]
     if claims and not storage.capabilities.guarded_commit:
-        young = {save_id_of(claim) for claim in claims if await _young(storage, claim)} - {committed}
+        young = {save_id_of(claim) for claim in claims if await _young(storage, claim, older_than)} - {committed}
         found = [path for path in found if save_id_of(path) not in young]
         claims = [claim for claim in claims if save_id_of(claim) not in young]
     if claims:
         await storage.delete(claims)
-        await _sweep(storage, {save_id for claim in claims if (save_id := save_id_of(claim))})
+        await _sweep(storage, {save_id for claim in claims if (save_id := save_id_of(claim))}, older_than)
     return [path for path in found if not path.startswith(".take-")]
 
 
-async def _young(storage: Storage, claim: str) -> bool:
+async def _young(storage: Storage, claim: str, older_than: float) -> bool:
     try:
-        return (await storage.stat(claim)).mtime > time.time() - DAY
+        return (await storage.stat(claim)).mtime > time.time() - older_than
     except StorageNotFoundError:
         return False
 
 
-async def _sweep(storage: Storage, save_ids: set[str]) -> None:
+async def _sweep(storage: Storage, save_ids: set[str], older_than: float = DAY) -> None:
     """Drop the uploads that takes which were killed a day ago did not finish: theirs, and nobody else's."""
     try:
         for save_id in save_ids:
             for prefix in (f"data/{save_id}-", f"data/.{save_id}-", f".{claim_path(save_id)}"):
-                swept = await storage.sweep(prefix, DAY)
+                swept = await storage.sweep(prefix, older_than)
                 if swept:
                     emit("swept", "take", str(storage.url), uploads=len(swept))
     except SnapshotError as error:  # a permission of its own on many stores; what is left costs space, no more
@@ -183,6 +186,40 @@ async def clean(storage: Storage, keep: str) -> None:
         log.warning("%s: leftovers of earlier takes could not be removed: %s", storage.url, error)
         return
     emit("cleaned", "take", str(storage.url), files=len(gone))
+
+
+async def leftovers(storage: Storage, older_than: float = DAY) -> list[str]:
+    """The files of takes that are not committed here and are over: whose claim is gone, as after a deletion that was
+    cut off, or is older than so many seconds. A younger claim may be of a take that still runs somewhere."""
+    found = await ours(storage)
+    with _lock:
+        spared = {*_active}
+    for claim in (path for path in found if path.startswith(".take-")):
+        if await _young(storage, claim, older_than):
+            spared.add(save_id_of(claim) or "")
+    if found:  # last: what had no claim any more may have been committed
+        now = await standing(storage)
+        if now is None and METADATA in await storage.list(METADATA):
+            return []  # whose data this is cannot be read any more
+        spared.add(now or "")
+    return [path for path in found if save_id_of(path) not in spared]
+
+
+async def clear(storage: Storage, older_than: float = DAY) -> list[str]:
+    """Remove those, and the uploads that their takes did not finish; what was removed."""
+    found = await leftovers(storage, older_than)
+    if found:
+        left = await _remove_claims(storage, found, None, older_than)
+        now = await standing(storage)
+        await storage.delete([path for path in left if save_id_of(path) != now])
+    return found
+
+
+async def is_busy(storage: Storage, older_than: float = DAY) -> bool:
+    """Whether a take may be running here, beside what is committed."""
+    claims = [path for path in await storage.list(".take-") if save_id_of(path) is not None]
+    now = await standing(storage) if claims else None
+    return any([save_id_of(claim) != now and await _young(storage, claim, older_than) for claim in claims])
 
 
 _OTHERS = re.compile(rb'\s*(\{\s*"version"|version:|manifest:|world_size:)')
@@ -215,3 +252,19 @@ async def remove(storage: Storage) -> None:
     else:
         await storage.delete([METADATA])
     await storage.delete(data)
+
+
+async def remove_this(storage: Storage, token: str, older_than: float, spared: Callable[[], Awaitable[bool]]) -> bool:
+    """`remove`, of the snapshot whose manifest has this token: it was chosen some time ago, and another may stand in
+    its place, or a take may be writing it. `spared` is asked last. False where it is not removed."""
+    await expect_ours(storage)
+    if await is_busy(storage, older_than):
+        return False
+    found = await ours(storage)
+    if await spared() or (await storage.stat(METADATA)).token != token:
+        return False
+    await storage.delete([METADATA])
+    data = await _remove_claims(storage, found, None, older_than)
+    now = await standing(storage)  # a take that is not committed by now has lost its claim, or began after the list
+    await storage.delete([path for path in data if save_id_of(path) != now])
+    return True

@@ -144,7 +144,7 @@ class Ending:
             return False
 
     async def _commit(self, described: Described, done: Sequence[Done]) -> bool:
-        """Make all parts one manifest, and commit it. Afterwards clean up."""
+        """Make all parts one manifest, and commit it."""
         if total(each.filled[0] for each in done) != total(each.filled[1] for each in done):
             raise CorruptSnapshotError("all ranks together did not write every shard once")
         parts = [
@@ -172,6 +172,10 @@ class Ending:
         others = await asyncio.gather(*map(tells, range(1, len(done))))
         document = await in_thread(join, described, self._save_id, self._metadata, self._structure, parts, others)
         data = await in_thread(encode, document)
+        return await self.commit(data, [told_path(self._save_id, rank) for rank in range(1, len(done))])
+
+    async def commit(self, data: bytes, told: Sequence[str] = ()) -> bool:
+        """Commit a manifest whose files are written. Afterwards clean up, and remove what the ranks told the leader."""
         await commit.claimed(self._storage, self._save_id)
         await self._expect_written()
         await in_own_thread(self._call.commit)
@@ -202,9 +206,9 @@ class Ending:
         commit.leave(self._save_id)  # from now on whoever replaces it may clean it away
         with contextlib.suppress(TimeoutError):  # what is not cleaned away now is by the next take
             async with self._not_for_long():
-                if others:
+                if told:
                     with contextlib.suppress(SnapshotError):
-                        await self._storage.delete([told_path(self._save_id, rank) for rank in range(1, len(done))])
+                        await self._storage.delete(told)
                 await commit.clean(self._storage, self._save_id)
         return True
 

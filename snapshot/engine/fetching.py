@@ -40,7 +40,7 @@ Made = Callable[[], bytes]
 class Fetched(Source):
     """Leaves whose tensors are read from a checkpoint, part by part; or whose bytes are given, or made in time."""
 
-    fetches = True
+    fetches = waits = True
 
     def __init__(
         self,
@@ -70,6 +70,7 @@ class Fetched(Source):
         """Tensors that are read once, whole: see `_whole`."""
         self._left: dict[int, int] = {}
         """How many of their elements are not yet where they belong."""
+        self.bytes_read = 0
         self._used: list[tuple[int, int]] = []
         self._making = asyncio.Lock()
         self._parted: set[int] = set()
@@ -185,8 +186,9 @@ class Fetched(Source):
         return any(_is_odd(shape, layout.strides) for shape, layout in layouts)
 
     async def _read(self, gather: Gather) -> None:
-        operation = self._operation
-        expect_good(operation, await self._reader().read(gather.wants, lambda _: None))
+        result = await self._reader().read(gather.wants, lambda _: None)
+        self.bytes_read += result.bytes_read
+        expect_good(self._operation, result)
 
     def _reader(self) -> Reader:
         operation = self._operation

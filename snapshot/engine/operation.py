@@ -65,6 +65,13 @@ class Operation:
 
     async def open(self, rank: int | None = None) -> Document:
         """The snapshot's manifest, with all of its parts, or with those that one rank needs first."""
+        document = await self.open_main()
+        first = rank if rank is None or rank < document.world_size else 0
+        await self.load(document, [part for part in document.parts if first is None or first in part.ranks])
+        return document
+
+    async def open_main(self) -> Document:
+        """The snapshot's manifest without those of its parts that stand in files of their own."""
         if isinstance(self.storage, ReadOnly):  # what stood here was somebody else's: now it may be another's
             await self.storage.close()
             self.storage = self._beside(self.url)
@@ -84,8 +91,6 @@ class Operation:
                 ) from error
             document = found
         await self.use(document)
-        first = rank if rank is None or rank < document.world_size else 0
-        await self.load(document, [part for part in document.parts if first is None or first in part.ranks])
         return document
 
     async def exists(self) -> bool:
@@ -147,15 +152,19 @@ class Operation:
 
     async def load(self, document: Document, parts: Sequence[PartEntry]) -> None:
         """Read parts of a manifest, and add what is in them. Each only once."""
+        for part, held in zip(parts, await self.read_parts(parts), strict=True):
+            merge(document.manifest, held.manifest, part.location)
+            document.parts.remove(part)
+
+    async def read_parts(self, parts: Sequence[PartEntry]) -> list[Part]:
+        """What parts of a manifest hold."""
         at_once = asyncio.Semaphore(16)
 
         async def read(part: PartEntry) -> Part:
             async with at_once:
                 return await self.twice(part.location, lambda: self._part(part))
 
-        for part, held in zip(parts, await asyncio.gather(*map(read, parts)), strict=True):
-            merge(document.manifest, held.manifest, part.location)
-            document.parts.remove(part)
+        return await asyncio.gather(*map(read, parts))
 
     async def _part(self, part: PartEntry) -> Part:
         try:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from snapshot.engine.commit import DAY
-from snapshot.engine.writer import Writer
+from snapshot.engine.writer import Staging, Writer
 from snapshot.errors import SnapshotError, SnapshotExistsError, StorageError, StorageNotFoundError
 from snapshot.events import log
 from snapshot.plan.layout import FilePlan
@@ -49,8 +49,9 @@ class Outputs:
             )
 
     async def write(
-        self, writer: Writer, files: Sequence[FilePlan], last: Callable[[], list[tuple[str, bytes]]]
-    ) -> None:
+        self, writer: Writer, files: Sequence[FilePlan], last: Callable[[], list[tuple[str, bytes]]],
+        staging: Staging | None = None,
+    ) -> None:  # fmt: skip
         """Write all files. What stood there is whole until all of them are, where the storage can rename; elsewhere it
         is gone before the first is replaced. So there never is a mixture."""
         storage, renames = self._storage, self._storage.capabilities.renames
@@ -60,7 +61,7 @@ class Outputs:
         try:
             if markers and not renames:
                 await storage.delete(markers)
-            await writer.write(files, aside)
+            await writer.write(files, aside, staging)
             await storage.settle()
             if renames:
                 if markers:

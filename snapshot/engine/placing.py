@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
 import torch
@@ -17,6 +18,12 @@ from snapshot.tensors.geometry import Box, boxes_of_range, intersect, is_run, ru
 from snapshot.tensors.memory import is_plain
 from snapshot.tensors.strides import around, contiguous, span
 
+_BITS = {
+    dtype: torch.int16 if dtype.itemsize == 2 else torch.uint8
+    for name, dtype in BY_NAME.items()
+    if re.fullmatch(r"u?int[1-7]|bits.*|float4.*", name)
+}
+"""Dtypes that torch cannot copy, and as what it can."""
 _GAP = 64 << 10
 """Bytes of a partly wanted range that are rather read than asked around."""
 
@@ -98,21 +105,24 @@ def _placer(stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box) -
     def place(start: int, slot: Slot, at: int, length: int) -> None:
         first = start // itemsize
         arrived = slot.tensor[at : at + length].view(dtype)
-        with torch.no_grad():
-            for position, part in boxes_of_range(piece.sizes, first, first + length // itemsize):
-                there = part.within(piece.offsets)
-                shared = intersect(there, box)
-                if shared is None:
-                    continue
-                source = arrived[position - first : position - first + math.prod(part.sizes)].view(part.sizes)
-                target[shared.relative_to(box.offsets).slices()].copy_(
-                    source[shared.relative_to(there.offsets).slices()]
-                )
+        for position, part in boxes_of_range(piece.sizes, first, first + length // itemsize):
+            there = part.within(piece.offsets)
+            shared = intersect(there, box)
+            if shared is None:
+                continue
+            source = arrived[position - first : position - first + math.prod(part.sizes)].view(part.sizes)
+            copy_into(
+                target[shared.relative_to(box.offsets).slices()], source[shared.relative_to(there.offsets).slices()]
+            )
 
     return place
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy elements, whatever `requires_grad` says."""
+    target, source = target.detach(), source.detach()
+    bits = _BITS.get(target.dtype)
+    if bits is not None and source.dtype == target.dtype:
+        target, source = target.view(bits), source.view(bits)
     with torch.no_grad():
-        target.detach().copy_(source.detach())
+        target.copy_(source)

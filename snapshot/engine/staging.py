@@ -62,6 +62,8 @@ class Source:
 
     fetches = False
     """Whether a part is read from elsewhere, by `fetch`, rather than staged."""
+    waits = False
+    """Whether that waits for a loop, so that no thread can do it alone."""
 
     def __init__(self, leaves: Sequence[Leaf], *, copies: bool, parallel: bool = False) -> None:
         self.leaves: Sequence[Leaf] = leaves
@@ -100,6 +102,10 @@ class Source:
     async def fetch(self, file: FilePlan, part: Part, slot: Slot, budget: MemoryBudget) -> Staged:
         """The same, where that waits for another storage."""
         return await in_thread(self.stage, file, part, slot, budget)
+
+    def digests(self, file: FilePlan) -> FileDigests:
+        """What digests a file's parts as they come by."""
+        return FileDigests(file)
 
     def watch(self, late: bytes, owners: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
         """To be staged, the leaves that are marked must be then as they are now: with these versions of these."""

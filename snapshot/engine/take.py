@@ -116,6 +116,7 @@ class Take:
                 if self._claimed:
                     run(commit.withdraw(self._storage, self._save_id))
                 run(self.operation.close())
+                emit("failed", self._verb, str(self.operation.url), error=error)
 
     def prepare(self, portion: Portion, plan: SavePlan | None, *, stage: bool, owned: Owned | None = None) -> None:
         """Plan, or check the plan that was given. `stage`: everything will be copied, by the caller's thread, but for
@@ -146,6 +147,7 @@ class Take:
             part_bytes = PART_AHEAD
         self._writer = Writer(self._storage, source, budget, self._meter.wrote, part_bytes)
         self._meter.begin(made.total_bytes)
+        emit("start", self._verb, str(self.operation.url), bytes=made.total_bytes)
 
     def fetch_from(self, source: Source) -> None:
         """Have the planned leaves' bytes from elsewhere than from their tensors."""
@@ -220,7 +222,6 @@ class Take:
         From the commit on nothing can be interrupted: a snapshot that is there must not be taken back.
         """
         self._writing = True
-        emit("start", self._verb, str(self.operation.url), bytes=self._plan.total_bytes)
         commit.enter(self._save_id)
         try:
             if self._call.rank == 0 and not self._claimed:

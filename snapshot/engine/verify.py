@@ -3,36 +3,49 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from snapshot.engine.notes import Key, VerifyNotes
 from snapshot.engine.operation import Operation
+from snapshot.engine.passing import tokens
 from snapshot.engine.reader import Reader
-from snapshot.engine.wants import Want, want_all
+from snapshot.engine.stored import TABLE, Place, stored_of, uncovered, wants_of
+from snapshot.engine.wants import Want
 from snapshot.errors import CorruptSnapshotError, StorageError
 from snapshot.events import Meter
 from snapshot.formats import checksums
-from snapshot.formats.foreign import INLINE, is_packed
+from snapshot.formats.foreign import INLINE
 from snapshot.manifest import entries as e
-from snapshot.manifest.check import check_range, check_tensor, check_tree
-from snapshot.manifest.document import Document, FileEntry, ForeignFile
-from snapshot.manifest.scalars import Scalar
+from snapshot.manifest.check import check_tree
+from snapshot.manifest.document import Document
 from snapshot.manifest.view import by_key, is_rank, rank_view
 from snapshot.report import VerifyReport
 from snapshot.storage import in_thread
-from snapshot.tensors.digest import of_range
+from snapshot.tensors.digest import BLOCK, of_range
+
+AGAIN = 10
+"""How often a snapshot is looked at that others keep replacing."""
+MOST_VIEWS = 2_000_000
+"""Entries that are looked at to see each rank's tree; of very many ranks only the first."""
+STRETCH = 64 << 20
+"""Bytes that are verified between two notes: so much is read again, at most, after an interruption."""
 
 
-async def verify_files(operation: Operation, meter: Meter) -> VerifyReport:
+async def verify_files(
+    operation: Operation, meter: Meter, *, quick: bool = False, resume: str | os.PathLike[str] | None = None
+) -> VerifyReport:
     """Read everything; faults are listed, not raised, but for a manifest that cannot be read at all.
 
     What another take replaces meanwhile loses its files: then what stands there now is looked at instead.
     """
     document = await operation.open()
     for _ in range(AGAIN):
-        report = await _verify(operation, document, meter)
+        report = await _Verification(operation, document, meter).run(quick, resume)
         if report.ok:
             break
         now = await operation.open()
@@ -40,12 +53,6 @@ async def verify_files(operation: Operation, meter: Meter) -> VerifyReport:
             break
         document = now
     return report
-
-
-AGAIN = 10
-"""How often a snapshot is looked at that others keep replacing."""
-MOST_VIEWS = 2_000_000
-"""Entries that are looked at to see each rank's tree; of very many ranks only the first."""
 
 
 def _tree_faults(document: Document) -> list[str]:
@@ -69,64 +76,232 @@ def _tree_faults(document: Document) -> list[str]:
     return faults
 
 
-async def _verify(operation: Operation, document: Document, meter: Meter) -> VerifyReport:
-    began = time.perf_counter()
-    missing = await operation.missing_files(document, set(document.files), errno.EIO)
-    faults = list(missing.values())
-    wants, bare = _wants(document, faults)
-    faults += _uncovered(document, wants) + await in_thread(_tree_faults, document)
-    wants = [want for want in wants if want.location not in missing]
-    sums = checksums.archives((want.stored for want in wants), document.files)
-    headers = {location: file for location, file in document.files.items() if file.header and location not in missing}
-    nbytes = sum(file.header for file in headers.values())
-    summed = sum(end - begin for _, begin, end in set(sums.values()))
-    meter.begin(nbytes + summed + sum(want.end - want.begin for want in wants))
-    for location, file in headers.items():
-        faults += await _header_faults(operation, location, file)
-        meter.wrote(file.header)
-    found, read = await _data_faults(operation, wants, meter.wrote)
-    faults += found
-    found, without = await _sum_faults(operation, sums.values(), meter.wrote)
-    faults += found
-    unverifiable = sum(place not in sums or sums[place] in without for place in bare)
-    seconds = time.perf_counter() - began
-    return VerifyReport(
-        len(document.manifest), nbytes + max(read, summed), seconds, tuple(dict.fromkeys(faults)), unverifiable
-    )  # fmt: skip
+@dataclass
+class _Stretch:
+    """What is verified between two notes."""
+
+    plain: list[Want] = field(default_factory=list)
+    """Headers, and long tables: digested as they are, however long."""
+    wants: list[Want] = field(default_factory=list)
+    sums: list[Place] = field(default_factory=list)
+    """Archives of others, which carry checksums."""
+    nbytes: int = 0
+
+    def add(self, want: Want) -> None:
+        """One more range."""
+        plain = want.stored.serializer == TABLE and (not want.name or want.end - want.begin > BLOCK)
+        (self.plain if plain else self.wants).append(want)
+        self.nbytes += want.end - want.begin
+
+    def keys(self) -> list[Key]:
+        """What is noted when all of it has been looked at."""
+        ranges = [("range", each.location, each.begin, each.end) for each in (*self.plain, *self.wants)]
+        return [*ranges, *(("sum", *place) for place in self.sums)]
 
 
-async def _header_faults(operation: Operation, location: str, file: FileEntry) -> list[str]:
-    header = bytearray(file.header)
-    try:
-        await operation.storage.read_into(location, 0, [header])
-    except (CorruptSnapshotError, StorageError) as error:
-        return _damage(error)
-    actual = of_range(header)
-    if actual == file.header_digest:
+class _Verification:
+    """One look at one snapshot."""
+
+    def __init__(self, operation: Operation, document: Document, meter: Meter) -> None:
+        self._operation = operation
+        self._document = document
+        self._meter = meter
+        self._faults: list[str] = []
+        self._without: set[Place] = set()
+        """Archives without checksums."""
+        self._heads = self._read = self._summed = 0
+
+    async def run(self, quick: bool, resume: str | os.PathLike[str] | None) -> VerifyReport:
+        """Look at all of it; `quick`: at what there is, and not into it."""
+        began = time.perf_counter()
+        operation, document = self._operation, self._document
+        missing = await operation.missing_files(document, set(document.files), errno.EIO)
+        self._faults += _held_by(missing, document.manifest)
+        bare: dict[str, list[Place]] = {}
+        wants = wants_of([document.manifest], document.files, self._faults, bare)
+        self._faults += uncovered(document.files, wants) + await in_thread(_tree_faults, document)
+        wants = [want for want in wants if want.location not in missing]
+        sums = checksums.archives((want.stored for want in wants), document.files)
+        before = 0
+        if not quick:
+            stretch = self._everything(wants, sums, missing)
+            if resume is None:
+                self._meter.begin(stretch.nbytes)
+                await self._look(stretch, self._meter.wrote)
+            else:
+                before = await self._resumed(stretch, resume)
+        unverifiable = sum(
+            any(place not in sums or sums[place] in self._without for place in places) for places in bare.values()
+        )
+        return VerifyReport(
+            len(document.manifest), self._heads + max(self._read, self._summed), time.perf_counter() - began,
+            tuple(dict.fromkeys(self._faults)), unverifiable, quick, len(document.files.keys() - {INLINE}), before,
+        )  # fmt: skip
+
+    def _everything(self, wants: list[Want], sums: Mapping[Place, Place], missing: Mapping[str, str]) -> _Stretch:
+        plain = []
+        for location, file in self._document.files.items():
+            if file.header and location not in missing:
+                held = e.ObjectEntry(location, (0, file.header), TABLE, "", file.header_digest)
+                plain.append(Want("", held, location, 0, file.header))
+        wants = [*plain, *wants]
+        made = _Stretch(sums=sorted(set(sums.values())))
+        for want in wants:
+            made.add(want)
+        made.nbytes += sum(end - begin for _, begin, end in made.sums)
+        return made
+
+    async def _resumed(self, everything: _Stretch, resume: str | os.PathLike[str]) -> int:
+        """Go on where a verification of the same was interrupted, and note how far this one comes; how many bytes
+        were verified before."""
+        operation, document = self._operation, self._document
+        known = sorted(each for each in document.files if each != INLINE and each in _locations(everything))
+        held = await tokens(operation.storage, known)
+        notes = await in_thread(VerifyNotes.open, resume, str(operation.url), document.save_id, held)
+        try:
+            self._faults += notes.faults
+            self._without |= notes.without
+            self._meter.begin(everything.nbytes)
+            self._meter.wrote(notes.before)
+            for stretch in _stretches(everything, notes.done):
+                if not stretch.nbytes:
+                    continue
+                met = len(self._faults)
+                await self._look(stretch, self._meter.wrote)
+                bare = self._without.intersection(stretch.sums)
+                await in_thread(notes.add, stretch.keys(), self._faults[met:], bare)
+        finally:
+            await in_thread(notes.close)
+        if not self._faults:
+            await in_thread(notes.remove)
+        return notes.before
+
+    async def _look(self, stretch: _Stretch, progress: Callable[[int], None]) -> None:
+        """Verify a stretch."""
+        for want in stretch.plain:
+            self._faults += await self._plain_faults(want)
+            progress(want.end - want.begin)
+        found, read = await self._data_faults(stretch.wants, progress)
+        self._faults += found
+        self._read += read
+        if stretch.sums:
+            self._faults += await self._sum_faults(stretch.sums, progress)
+
+    async def _plain_faults(self, want: Want) -> list[str]:
+        """Whether a header, or a long table, is what was written."""
+        where = f"{want.location}[{want.begin}:{want.end}]"
+        name = f"{want.name}: " if want.name else ""
+        held = bytearray(want.end - want.begin)
+
+        async def actual() -> str:
+            await self._operation.storage.read_into(want.location, want.begin, [held])
+            self._heads += len(held)
+            return of_range(held)
+
+        try:
+            found = await actual()
+            if found != want.stored.digest and not self._operation.storage.capabilities.blocking:
+                found = await actual()
+        except (CorruptSnapshotError, StorageError) as error:
+            return [f"{name}{where}: {each}" for each in _damage(error)]
+        if found == want.stored.digest:
+            return []
+        return [f"{name}{where} is {found}, and {want.stored.digest} was written"]
+
+    async def _data_faults(self, wants: Sequence[Want], progress: Callable[[int], None]) -> tuple[list[str], int]:
+        """What does not verify, and how many bytes were read. What cannot be read does not keep the rest from being
+        looked at: it is narrowed down to the entries that it is of."""
+        if not wants:
+            return [], 0
+        operation = self._operation
+        reader = Reader(operation.storage, operation.budget, verify=True, wanted_part=operation.settings.part_bytes)
+        try:
+            await reader.read(wants, progress)
+        except (CorruptSnapshotError, StorageError) as error:
+            damage = _damage(error)
+            if len(wants) == 1:
+                (want,) = wants
+                where = f"{want.name}: {want.location}[{want.begin}:{want.end}]"
+                lines = [line if want.name in line else f"{where}: {line}" for line in damage]
+                return lines + reader.result.faults, reader.result.bytes_read
+            files = sorted({want.location for want in wants})
+            if len(files) > 1:
+                halves = [[want for want in wants if want.location == each] for each in files]
+            else:
+                ordered = sorted(wants, key=lambda want: want.begin)
+                halves = [ordered[: len(wants) // 2], ordered[len(wants) // 2 :]]
+            faults, nbytes = [], 0
+            for half in halves:
+                found, read = await self._data_faults(half, _unseen)
+                faults += found
+                nbytes += read
+            return faults, nbytes
+        return reader.result.faults, reader.result.bytes_read
+
+    async def _sum_faults(self, archives: Sequence[Place], progress: Callable[[int], None]) -> list[str]:
+        """What does not have the checksum that others' archives carry."""
+        operation = self._operation
+        self._summed += sum(end - begin for _, begin, end in archives)
+        try:
+            found, without = await checksums.faults(operation.storage, operation.budget, archives, progress)
+        except (CorruptSnapshotError, StorageError) as error:
+            return _damage(error)
+        self._without |= without
+        return found
+
+
+def _held_by(missing: Mapping[str, str], manifest: Mapping[str, Any]) -> list[str]:
+    """A line for each file that is not what it was, with what it held."""
+    if not missing:
         return []
-    return [f"{location}[0:{file.header}] is {actual}, and {file.header_digest} was written"]
+    held: dict[str, list[str]] = {location: [] for location in missing}
+    for path, entry in manifest.items():
+        files = {each.location for each in stored_of(entry)} | {
+            each.blocks[0] for each in stored_of(entry) if each.blocks is not None
+        }
+        for location in files & held.keys():
+            held[location].append(path)
+    lines = []
+    for location, line in missing.items():
+        first, more = held[location][:1], len(held[location]) - 1
+        what = f" (holds {first[0]}{f' and {more:,} more' if more else ''})" if first else ""
+        lines.append(line + what)
+    return lines
 
 
-async def _data_faults(
-    operation: Operation, wants: Sequence[Want], progress: Callable[[int], None]
-) -> tuple[list[str], int]:
-    """What does not verify, and how many bytes were read. A file that cannot be read does not keep the others from
-    being looked at."""
-    reader = Reader(operation.storage, operation.budget, verify=True, wanted_part=operation.settings.part_bytes)
-    try:
-        await reader.read(wants, progress)
-    except (CorruptSnapshotError, StorageError) as error:
-        damage = _damage(error)
-        files = sorted({want.location for want in wants})
-        if len(files) == 1:
-            return damage + reader.result.faults, reader.result.bytes_read
-        faults, nbytes = [], 0
-        for each in files:
-            found, read = await _data_faults(operation, [want for want in wants if want.location == each], _unseen)
-            faults += found
-            nbytes += read
-        return faults, nbytes
-    return reader.result.faults, reader.result.bytes_read
+def _locations(stretch: _Stretch) -> set[str]:
+    return {each.location for each in (*stretch.plain, *stretch.wants)} | {place[0] for place in stretch.sums}
+
+
+def _stretches(everything: _Stretch, done: set[Key]) -> Iterator[_Stretch]:
+    """All that is not done, in pieces."""
+    made = _Stretch()
+    for want in _cut((*everything.plain, *everything.wants)):
+        if ("range", want.location, want.begin, want.end) in done:
+            continue
+        made.add(want)
+        if made.nbytes >= STRETCH:
+            yield made
+            made = _Stretch()
+    for place in everything.sums:
+        if ("sum", *place) not in done:
+            made.sums.append(place)
+            made.nbytes += place[2] - place[1]
+            if made.nbytes >= STRETCH:
+                yield made
+                made = _Stretch()
+    yield made
+
+
+def _cut(wants: Iterable[Want]) -> Iterator[Want]:
+    """Wants in the order in which they lie on storage; the long ones, whose blocks have digests, in pieces."""
+    for want in sorted(wants, key=lambda want: (want.location, want.begin)):
+        if want.end - want.begin <= STRETCH or want.stored.blocks is None:
+            yield want
+            continue
+        for begin in range(want.begin, want.end, STRETCH):
+            end = min(begin + STRETCH, want.end)
+            yield Want(want.name, want.stored, want.location, begin, end)
 
 
 def _damage(error: CorruptSnapshotError | StorageError) -> list[str]:
@@ -138,87 +313,3 @@ def _damage(error: CorruptSnapshotError | StorageError) -> list[str]:
 
 def _unseen(nbytes: int) -> None:
     """Nobody is told: these bytes were counted already."""
-
-
-def _uncovered(document: Document, wants: Iterable[Want]) -> list[str]:
-    """A line for each part of a file that has no digest, or two: what is written fills its files, and nothing twice."""
-    ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for want in wants:
-        if want.begin < want.end:
-            ranges[want.location].append((want.begin, want.end))
-    faults = []
-    for location, file in document.files.items():
-        if isinstance(file, ForeignFile):  # there is more in it than our entries say
-            continue
-        position = file.header
-        for begin, end in [*sorted(ranges[location]), (file.size, file.size)]:
-            if begin != position:
-                what = "belong to nothing" if begin > position else "belong to two things"
-                low, high = sorted((begin, position))
-                faults.append(f"{location}[{low}:{high}]: the manifest says that these bytes {what}")
-            position = max(position, end)
-    return faults
-
-
-async def _sum_faults(
-    operation: Operation, archives: Iterable[checksums.Range], progress: Callable[[int], None]
-) -> tuple[list[str], set[checksums.Range]]:
-    """What does not have the checksum that others' archives carry, and the archives that carry none."""
-    try:
-        return await checksums.faults(operation.storage, operation.budget, archives, progress)
-    except (CorruptSnapshotError, StorageError) as error:
-        return _damage(error), set()
-
-
-def _wants(document: Document, faults: list[str]) -> tuple[list[Want], list[checksums.Range]]:
-    """A want for each stored range, and for each table of digests; entries that cannot be read become faults."""
-    wants: dict[tuple[str, int, int], Want] = {}
-    unverifiable: list[checksums.Range] = []
-    """Ranges without a digest, one for each entry that names it."""
-    for path, entry in document.manifest.items():
-        stored: list[e.TensorEntry | e.ObjectEntry] = []
-        try:
-            for held in _tensors(entry):
-                check_tensor(path, held, document.files)
-                stored += [piece for _, piece in held.pieces()]
-            if isinstance(entry, e.ObjectEntry):
-                check_range(path, entry, document.files)
-                stored.append(entry)
-            elif isinstance(entry, Scalar):
-                entry.value()
-        except CorruptSnapshotError as error:
-            faults.append(str(error))
-            continue
-        for each in stored:
-            place = (each.location, *each.byte_range)
-            if each.digest is None and each.location != INLINE:
-                unverifiable.append(place)
-            wants.setdefault(place, _want(path, each))
-            if each.blocks is not None and each.digest is not None:
-                location, begin, end = each.blocks
-                table = e.ObjectEntry(location, (begin, end), "digests", "", each.digest)
-                wants.setdefault((location, begin, end), _table_want(path, table))
-    return list(wants.values()), unverifiable
-
-
-def _want(path: str, stored: e.TensorEntry | e.ObjectEntry) -> Want:
-    """All of a stored range; of a packed tensor it is looked at whether it is the one that its entry says."""
-    want = want_all(path, stored)
-    if isinstance(stored, e.TensorEntry) and is_packed(stored):
-        want.opens = lambda layout: []
-    return want
-
-
-def _table_want(path: str, table: e.ObjectEntry) -> Want:
-    begin, end = table.byte_range
-    return Want(f"{path} (digests)", table, table.location, begin, end)
-
-
-def _tensors(entry: object) -> list[e.AnyTensor]:
-    if isinstance(entry, e.TENSORS):
-        return [entry]
-    if isinstance(entry, e.NDArrayEntry):
-        return [entry.data]
-    if isinstance(entry, e.TensorPartsEntry):
-        return list(entry.parts.values())
-    return []

@@ -7,10 +7,10 @@ all cores are used. Nothing here knows what a manifest is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from snapshot.engine.arena import GRAIN, arena
 from snapshot.engine.budget import MemoryBudget
@@ -54,14 +54,17 @@ class Writer:
     """Writes the data files of one take."""
 
     def __init__(
-        self, storage: Storage, source: Source, budget: MemoryBudget, progress: Progress, wanted_part: int = 0
-    ) -> None:
+        self, storage: Storage, source: Source, budget: MemoryBudget, progress: Progress, wanted_part: int = 0,
+        most_files: int = 1 << 30,
+    ) -> None:  # fmt: skip
+        """`most_files`: so many are written side by side; with `staging` ahead of it, that has to know."""
         self._storage = storage
         self.source = source
         self._budget = budget
         self._progress = progress
         self._wanted_part = wanted_part
         self._slots = asyncio.Semaphore(storage.limits.parallel_parts)
+        self._files = asyncio.Semaphore(most_files)
         self._open: list[FileWriter] = []
         self._stopped = False
 
@@ -70,20 +73,28 @@ class Writer:
         limits = self._storage.limits
         return parts_of(file, part_size(limits, self._budget.limit, file.size, self._wanted_part))
 
+    @property
+    def serial(self) -> bool:
+        """Whether a thread alone does a whole file, part after part, where nothing is staged ahead."""
+        blocking = self._storage.capabilities.blocking and not getattr(self.source, "waits", False)
+        return blocking and self._storage.limits.parts_per_file == 1
+
+    def _digests(self, file: FilePlan) -> FileDigests:
+        made: FileDigests = getattr(self.source, "digests", FileDigests)(file)
+        return made
+
     async def write(
         self, files: Sequence[FilePlan], locations: Sequence[str], staging: Staging | None = None
     ) -> list[Written]:
         """Write all files. If one fails, all are aborted, and nothing of them is left."""
-        limits = self._storage.limits
-        alone = self._storage.capabilities.blocking and limits.parts_per_file == 1
-        if staging is None and alone and not getattr(self.source, "fetches", False):
-            work = [in_thread(drive, self._serial, *each) for each in zip(files, locations, strict=True)]
+        if staging is None and self.serial:
+            work = [partial(in_thread, drive, self._serial, *each) for each in zip(files, locations, strict=True)]
         else:
             work = [
-                self._lane(number, file, where, staging)
+                partial(self._lane, number, file, where, staging)
                 for number, (file, where) in enumerate(zip(files, locations, strict=True))
             ]
-        lanes = [asyncio.create_task(each) for each in work]
+        lanes = [asyncio.create_task(self._in_turn(each)) for each in work]
         try:
             return list(await asyncio.gather(*lanes))
         except BaseException as error:
@@ -95,6 +106,10 @@ class Writer:
             if staging is not None:
                 staging.release()
 
+    async def _in_turn(self, lane: Callable[[], Coroutine[Any, Any, Written]]) -> Written:
+        async with self._files:
+            return await lane()
+
     async def _abort(self, lanes: Sequence[asyncio.Task[Written]]) -> None:
         self._stopped = True
         await cancelled(lanes)
@@ -105,7 +120,7 @@ class Writer:
         """A lane that one thread does alone, part by part: each is digested, and written, while it is in a cache."""
         writer = await self._storage.create(location, file.size)
         self._open.append(writer)
-        digests = FileDigests(file)
+        digests = self._digests(file)
         for part in self.parts(file):
             if self._stopped:
                 raise asyncio.CancelledError
@@ -126,7 +141,7 @@ class Writer:
         this = asyncio.current_task()
         if this is not None and this.cancelling():  # meanwhile, where it was not heard
             raise asyncio.CancelledError
-        digests = FileDigests(file)
+        digests = self._digests(file)
         writes: set[asyncio.Task[None]] = set()
         limits = self._storage.limits
         at_once = limits.parts_per_file
@@ -189,7 +204,7 @@ class Writer:
             raise
 
     async def _fetch(self, file: FilePlan, part: Part, needed: int, digests: FileDigests) -> Staged:
-        slot = await in_thread(arena().take, needed)
+        slot = arena().take(needed)  # not in a thread: a cancellation would lose it
         try:
             staged = await self.source.fetch(file, part, slot, self._budget)
             await in_thread(_digest, digests, file, part, staged)

@@ -140,7 +140,9 @@ class Pool:
 
     def healthy(self):
         """Whether all ranks are there, none is busy or stopped, and they still agree on their collectives."""
-        if self._pending or self._stopped or not all(process.is_alive() for process in self._processes):
+        if not self._processes or self._pending or self._stopped:
+            return False
+        if not all(process.is_alive() for process in self._processes):
             return False
         nonce = time.monotonic_ns()
         with contextlib.suppress(Hang):

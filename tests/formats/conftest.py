@@ -1,39 +1,9 @@
-"""Pools of ranks for the tests of this folder, which are those of `tests/distributed`."""
+"""The modules of other folders that the tests of this one import, and servers."""
 
 import sys
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).parent.parent
-for folder in ("distributed", "storage", "trust", "interop"):
+for folder in ("storage", "trust", "interop"):
     sys.path.append(str(TESTS / folder))
-from pool import Pool  # noqa: E402 - it is found from here on
-from servers import moto, nginx  # noqa: E402, F401
-
-SHARED = []
-"""The pools that all tests of this folder share."""
-
-
-@pytest.fixture(scope="session")
-def two():
-    """Two ranks, shared by all tests."""
-    with Pool(2) as pool:
-        SHARED.append(pool)
-        yield pool
-
-
-def pytest_runtest_teardown(nextitem):
-    """Gloo's threads poll as long as their group is there: behind this folder's last test they only take time."""
-    if nextitem is None or TESTS / "formats" not in nextitem.path.parents:
-        for pool in SHARED:
-            pool.close()
-
-
-@pytest.fixture(autouse=True)
-def mended(request):
-    """The shared pool, where an earlier test left it broken, is made anew before the next one that uses it."""
-    if "two" in request.fixturenames:
-        pool = request.getfixturevalue("two")
-        if not pool.healthy():
-            pool.restart()
+from servers import moto, nginx  # noqa: E402, F401 - they are found from here on

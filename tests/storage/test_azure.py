@@ -134,7 +134,7 @@ def test_what_passes_is_borne(url, proxy, given, method, path, fault):
         assert await fetch(storage, "data/file", 0, [len(data)]) == data
         assert (await storage.stat("data/file")).size == len(data)
 
-    data = pattern(3 * MiB + 5)
+    data = pattern(3 * MiB + 700_000)  # the last block, which may be the first to come, is also long enough
     given.update(patience(fault))
     if fault.get("times", 1) is None:
         given["deadline"] = 1

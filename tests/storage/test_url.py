@@ -123,3 +123,14 @@ def test_quoting_is_a_file_urls_own(tmp_path):
     folder = tmp_path / "ünï #1"
     assert URL.parse(f"file://{quote(str(folder))}").location == str(folder)
     assert URL.parse(folder.as_uri()) == URL.parse(str(folder))
+
+
+@pytest.mark.parametrize("text", ["s3:/bucket/run", "file:/tmp/x", "https:/host", "fsspec+s3:/a", "gs:/"])
+def test_one_slash_too_few_is_no_path_of_the_file_system(text):
+    with pytest.raises(ValueError, match="two slashes"):
+        URL.parse(text)
+
+
+@pytest.mark.parametrize("text", ["./s3:/bucket", "/s3:/bucket", "a:1/b", "c:/b", "run:5", "x/s3:/y"])
+def test_what_is_like_it_is_a_path(text):
+    assert URL.parse(text).scheme == "file"

@@ -18,7 +18,7 @@ import atheris
 with atheris.instrument_imports(include=["snapshot"]):
     from snapshot.engine.gather import Gather
     from snapshot.engine.loop import run
-    from snapshot.engine.verify import _uncovered, _wants
+    from snapshot.engine.stored import uncovered, wants_of
     from snapshot.errors import SnapshotError
     from snapshot.formats import dcp, packed, pickles, safetensors, torch_file, torchsnapshot, values, zips
     from snapshot.manifest.check import check_tree, locations_of
@@ -50,7 +50,7 @@ def manifest(data):
         copied(document.manifest)
         with contextlib.suppress(SnapshotError):
             SnapshotMetadata.of(document)
-        _uncovered(document, _wants(document, [])[0])
+        uncovered(document.files, wants_of([document.manifest], document.files, []))
         small = sum(file.size for file in document.files.values()) < MADE_OF
         for rank in {0, 1, document.world_size}:
             view = rank_view(document.manifest, rank, document.world_size, rank + 1)
@@ -96,7 +96,7 @@ def _described(name, data, describe):
         found = run(describe(open_storage(URL.parse(f"memory://{PLACE}"), {}, Context())))
         copied(found.manifest)
         by_key({path.partition("/")[2]: entry for path, entry in found.manifest.items()})
-        _uncovered(found, _wants(found, [])[0])
+        uncovered(found.files, wants_of([found.manifest], found.files, []))
 
 
 def dcp_metadata(data):

@@ -258,11 +258,17 @@ def test_the_manifest_knows_nothing_of_where_it_lies(tmp_path, monkeypatch):
         assert text.encode() not in written
 
 
-def test_options_are_not_shown_by_the_command(tmp_path, capfd):
+def test_options_are_not_shown_by_the_command(tmp_path, capfd, monkeypatch):
     from snapshot.cli import main
 
-    for text in (f'{{"secret": "{SECRET}"', f'["{SECRET}"]', f'{{"secret": "{SECRET}"}}'):
-        assert main(["verify", str(tmp_path), "--options", text]) == 2
+    file = tmp_path / "options"
+    for text in (f'{{"secret": "{SECRET}"', f'["{SECRET}"]', f'{{"secret": "{SECRET}"}}', f"a: [{SECRET}", SECRET):
+        file.write_text(text)
+        assert main(["verify", str(tmp_path), "--options", str(file)]) == 2
+        assert main(["verify", str(tmp_path), "-o", text]) == 2
+    monkeypatch.setenv("SNAPSHOT_STORAGE_OPTIONS", f'{{"secret": "{SECRET}"')
+    assert main(["verify", str(tmp_path)]) == 2
     out, err = capfd.readouterr()
     assert SECRET not in out + err
-    assert "not a JSON object" in err
+    assert "is not a mapping" in err
+    assert "neither JSON nor YAML" in err

@@ -1,0 +1,35 @@
+"""Copies into a bucket, from one to another, and out of it: in parts of the sizes that the storage wants."""
+
+import pytest
+import torch
+
+from snapshot import Snapshot, StateDict
+
+MiB = 1 << 20
+
+
+@pytest.mark.parametrize("engine", ["s3fs", "obstore"])
+def test_a_snapshot_passes_through_buckets(tmp_path, moto, engine):
+    options = {
+        "key": moto.key, "secret": moto.secret, "endpoint_url": moto.url, "engine": engine,
+        "client_kwargs": {"region_name": moto.region},
+    }  # fmt: skip
+    one, two = moto.bucket(), moto.bucket()
+    state = {"w": torch.arange(3 * MiB + 7.0), "b": torch.ones(3), "blob": b"x" * 300_000, "step": 1}
+    snapshot = Snapshot.take(tmp_path / "a", {"m": StateDict(**state)}, metadata={"run": 1})
+    budget = {"memory_budget_bytes": 24 * MiB}
+    snapshot.copy(f"s3://{one}/a", storage_options=options, **budget)
+    there = Snapshot(f"s3://{one}/a", storage_options=options)
+    assert there.verify()
+    assert there.metadata.created == snapshot.metadata.created
+    there.copy(f"s3://{two}/b", storage_options=options, **budget)
+    again = Snapshot(f"s3://{two}/b", storage_options=options)
+    again.copy(tmp_path / "back", **budget)
+    assert Snapshot.diff(tmp_path / "a", tmp_path / "back").same
+    assert Snapshot(tmp_path / "back").verify()
+    assert Snapshot.diff(there, again).same
+    with pytest.raises(ValueError, match="is where it is copied from"):
+        there.copy(f"s3://{one}/a", storage_options=options, overwrite=True)
+    snapshot.convert(tmp_path / "hf", "safetensors", select=["m/w", "m/b"], shard_bytes=MiB)
+    Snapshot(tmp_path / "hf").copy(f"s3://{one}/hf", storage_options=options)
+    assert Snapshot.diff(tmp_path / "hf", Snapshot(f"s3://{one}/hf", storage_options=options)).same

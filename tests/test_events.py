@@ -1,0 +1,96 @@
+"""Events reach the handlers that a program adds, and those that installed packages bring; none can fail a snapshot."""
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from snapshot import Snapshot, SnapshotExistsError, StateDict, StorageError
+from snapshot.events import add_handler, remove_handler
+from snapshot.testing import faulty
+
+ROOT = Path(__file__).parents[1]
+STATE = {"s": StateDict(x=torch.arange(1000.0))}
+
+
+@pytest.fixture
+def events():
+    found = []
+    add_handler(found.append)
+    yield found
+    remove_handler(found.append)
+
+
+def test_a_take_tells_what_it_does_with_bytes_and_seconds(tmp_path, events):
+    Snapshot.async_take(tmp_path / "s", STATE).wait()
+    told = {event.name: event for event in events}
+    assert [event.name for event in events] == ["start", "staged", "committed"]
+    assert {event.verb for event in events} == {"async_take"}
+    assert {event.path for event in events} == {str(tmp_path / "s")}
+    assert all(event.fields["bytes"] >= 4000 for event in events)
+    assert told["committed"].fields["seconds"] >= 0
+
+
+def test_one_that_fails_says_why(tmp_path, events):
+    fault = faulty(on="create", error=PermissionError(13, "Permission denied"))
+    with fault, pytest.raises(StorageError, match="Permission denied") as caught:
+        Snapshot.take(f"faulty+file://{tmp_path / 's'}", STATE)
+    assert [event.name for event in events] == ["start", "failed"]
+    assert events[-1].fields["error"] is caught.value
+    Snapshot.take(tmp_path / "s", STATE)
+    del events[:]
+    with pytest.raises(SnapshotExistsError) as refused:
+        Snapshot.take(tmp_path / "s", STATE)
+    assert [(event.name, event.fields["error"]) for event in events] == [("failed", refused.value)]
+
+
+def test_each_verb_writes_one_line_to_the_log(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="snapshot"):
+        snapshot = Snapshot.take(tmp_path / "s", STATE)
+        snapshot.restore(STATE)
+        snapshot.verify()
+        snapshot.delete()
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert [line.split()[0] for line in lines] == ["take", "restore", "verify", "delete"]
+    assert all(str(tmp_path / "s") in line for line in lines)
+
+
+def test_handlers_of_installed_packages_are_called_and_fail_nothing(tmp_path):
+    package = tmp_path / "site"
+    info = package / "listens-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: listens\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        "[snapshot.events]\ngood = listens:heard\nbad = listens:raises\ngone = nowhere:nothing\n"
+    )
+    (package / "listens.py").write_text(
+        textwrap.dedent("""
+            def heard(event):
+                print("heard", event.name, flush=True)
+
+            def raises(event):
+                raise RuntimeError("of a handler")
+        """)
+    )
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+            import os, sys
+            import torch
+            sys.path.insert(0, os.environ["SITE"])
+            from snapshot import Snapshot, StateDict
+            snapshot = Snapshot.take(os.environ["SITE"] + "/s", {"s": StateDict(x=torch.ones(3))})
+            print("there" if snapshot.exists() else "not there")
+        """)
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SITE": str(package)}
+    shown = subprocess.run(  # handlers are looked for when the library is imported
+        [sys.executable, script], env=environment, check=True, capture_output=True, text=True, timeout=100
+    ).stdout
+    assert shown.splitlines()[-3:] == ["heard start", "heard committed", "there"], shown
+    assert sys.modules.get("listens") is None
