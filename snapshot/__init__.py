@@ -1,5 +1,6 @@
 """Exact, verified, fast checkpoints of running PyTorch applications."""
 
+from snapshot.difference import Diff
 from snapshot.engine.arena import release_memory
 from snapshot.errors import (
     CancelledError,
@@ -16,8 +17,11 @@ from snapshot.errors import (
     UnsafeObjectError,
     UnsupportedFormatError,
 )
+from snapshot.manager.manager import SnapshotManager
+from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest
+from snapshot.manager.signals import ignore_stop_signals
 from snapshot.pending import PendingSnapshot
-from snapshot.report import ConvertReport, Progress, RestoreReport, VerifyReport
+from snapshot.report import ConvertReport, CopyReport, Progress, RestoreReport, VerifyReport
 from snapshot.snapshot import Snapshot
 from snapshot.state.model import ModelState
 from snapshot.state.rng import RNGState
@@ -27,6 +31,12 @@ from snapshot.state.stateful import StateDict, Stateful
 __all__ = [
     "Snapshot",
     "PendingSnapshot",
+    "SnapshotManager",
+    "KeepLatest",
+    "KeepBest",
+    "KeepEvery",
+    "KeepFor",
+    "ignore_stop_signals",
     "Stateful",
     "StateDict",
     "RNGState",
@@ -35,6 +45,8 @@ __all__ = [
     "RestoreReport",
     "VerifyReport",
     "ConvertReport",
+    "CopyReport",
+    "Diff",
     "Progress",
     "SnapshotError",
     "SnapshotNotFoundError",

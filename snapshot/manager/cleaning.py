@@ -1,0 +1,261 @@
+"""What becomes of each step under a root, and the removing: one engine for the manager and for the command.
+
+First everything is looked at and decided, as values that can be shown; then what is to go is removed, each step by
+itself, after another look at what may have changed meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from snapshot.engine import commit
+from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, StorageNotFoundError
+from snapshot.events import emit, log
+from snapshot.manager.policies import KeepBest, Policy, Taken, parts, reasons
+from snapshot.manager.root import UNREADABLE as CANNOT_READ
+from snapshot.manager.root import Folders, Head, NotOurs, Root, side_by_side
+from snapshot.storage import Storage
+
+PINNED, BUSY = "pinned", "a take may be running there"
+NOT_OURS = "not a snapshot of ours"
+UNREADABLE = "its manifest cannot be read"
+
+
+class UnknownMetric(SnapshotError):
+    """No snapshot has a metric that a policy goes by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What becomes of one step."""
+
+    step: int
+    what: str
+    """`snapshot`, `damaged` (a snapshot that is not whole), `leftovers` (of takes and removals that were cut off) or
+    `other` (what is none of ours, or cannot be read)."""
+    goes: bool
+    why: str
+    taken: Taken | None = None
+    """Where the manifest was read."""
+    nbytes: int | None = None
+    """What it takes on storage, where that was asked for."""
+    files: int = 0
+    """Of leftovers."""
+    token: str = ""
+    """Of the manifest that was looked at: another one is another snapshot."""
+
+
+async def survey(
+    root: Root,
+    policy: Policy | None,
+    *,
+    upto: int | None = None,
+    damaged: Collection[int] = (),
+    older_than: float = commit.DAY,
+    thorough: bool = False,
+) -> list[Fate]:
+    """Decide what becomes of each step, ascending. Nothing is changed.
+
+    Args:
+        root: Where the steps lie.
+        policy: What is kept; all is if there is none.
+        upto: The step that was just committed: later ones are not looked at. If it is not there, nothing goes.
+        damaged: Steps that were found damaged: no policy counts them.
+        older_than: Takes that began so many seconds ago, and are not committed, are over.
+        thorough: Look into every folder, and at sizes; else only where something may have to go.
+
+    Raises:
+        UnknownMetric: The policy goes by a metric that none has.
+    """
+    folders = await root.folders()
+    if upto is not None:
+        if upto not in folders.committed:
+            return []
+        folders.committed = {step: stat for step, stat in folders.committed.items() if step <= upto}
+        folders.others = [step for step in folders.others if step < upto]
+    fates = await _of_snapshots(root, policy, folders, damaged, older_than, upto=upto, thorough=thorough)
+    if not thorough and not folders.committed:
+        return fates
+    looked = list(folders.others)
+    if thorough:
+        looked += [fate.step for fate in fates if fate.what in ("snapshot", "damaged") and not fate.goes]
+    found = await side_by_side(
+        looked, lambda step: _leftovers(root, step, older_than, alone=step in folders.others, thorough=thorough)
+    )
+    return sorted([*fates, *(fate for fate in found if fate)], key=lambda fate: (fate.step, fate.what != "snapshot"))
+
+
+async def _of_snapshots(
+    root: Root,
+    policy: Policy | None,
+    folders: Folders,
+    damaged: Collection[int],
+    older_than: float,
+    *,
+    upto: int | None,
+    thorough: bool,
+) -> list[Fate]:
+    """Only what is ours counts for a policy or may go; and what of that is not whole does neither."""
+    stats = folders.committed
+    heads = await root.heads(stats)
+    taken: dict[int, Taken] = {}
+    fates = [Fate(step, "other", goes=False, why=str(error)) for step, error in folders.unreadable.items()]
+    for step, head in heads.items():
+        if isinstance(head, Head):
+            taken[step] = head.taken(step)
+        elif isinstance(head, CorruptSnapshotError) and step in damaged:
+            taken[step] = Taken(step)
+        else:
+            why = NOT_OURS if isinstance(head, NotOurs) else UNREADABLE
+            fates.append(Fate(step, "other", goes=False, why=why))
+    good = {step: each for step, each in taken.items() if step not in damaged}
+    broken: dict[int, str] = {}
+
+    async def fault(step: int) -> str:
+        head = heads[step]
+        # what was just committed is whole
+        return await root.missing(step, stats[step], head) if step != upto and isinstance(head, Head) else ""
+
+    while True:
+        kept = reasons(policy, list(good.values()), time.time())
+        found = {step: why for step, why in zip(kept, await side_by_side(kept, fault), strict=True) if why}
+        if not found:
+            break
+        broken |= found
+        good = {step: each for step, each in good.items() if step not in found}
+    # where nothing good is there what is damaged is better than nothing
+    going = [step for step in taken if step not in kept and step not in broken] if good else []
+    if policy is not None and (going or thorough):
+        expect_metrics(root, policy, taken.values())
+    held = dict(zip(going, await side_by_side(going, lambda step: _held(root, step, older_than)), strict=True))
+    for step, each in taken.items():
+        head = heads[step]
+        read = each if isinstance(head, Head) else None
+        size = head.nbytes if thorough and isinstance(head, Head) else None
+        token = stats[step].token
+        if step in broken or not good:
+            why = broken.get(step, "it was passed over by a restore")
+            fates.append(Fate(step, "damaged", goes=False, why=f"damaged: {why}", taken=read, nbytes=size))
+            continue
+        why = held.get(step) or ", ".join(kept.get(step, ())) or "no policy keeps it"
+        goes = step in held and not held[step]
+        fates.append(Fate(step, "snapshot", goes, why, read, size, token=token))
+    return fates
+
+
+def expect_metrics(root: Root, policy: Policy, taken: Collection[Taken]) -> None:
+    """Raise if a metric's name is that of none: it may be misspelt, and the best would go."""
+    known = sorted({name for each in taken for name in each.metrics})
+    for each in parts(policy):
+        if isinstance(each, KeepBest) and taken and each.metric not in known:
+            there = f"; there are {', '.join(known)}" if known else ", nor any other"
+            raise UnknownMetric(f"{root.url}: no snapshot has the metric {each.metric!r}{there}; nothing was removed")
+
+
+async def _held(root: Root, step: int, older_than: float) -> str:
+    """Why a step stays that no policy keeps, or nothing."""
+    try:
+        if await root.pinned([step]):
+            return PINNED
+        async with root.opened(step) as operation:
+            return BUSY if await commit.is_busy(operation.storage, older_than) else ""
+    except StorageError as error:
+        if error.errno not in CANNOT_READ:
+            raise
+        return str(error)
+
+
+async def _leftovers(root: Root, step: int, older_than: float, *, alone: bool, thorough: bool) -> Fate | None:
+    """What is left in a step's folder of takes that are over. `alone`: there is no snapshot beside it."""
+    async with root.opened(step) as operation:
+        storage = operation.storage
+        try:
+            files = await commit.leftovers(storage, older_than)
+            if files:
+                size = await _size(storage, files) if thorough else None
+                return Fate(step, "leftovers", goes=True, why="a take that was cut off", nbytes=size, files=len(files))
+            if not (alone and thorough):
+                return None
+            why = BUSY if await commit.is_busy(storage, older_than) else NOT_OURS
+        except StorageError as error:
+            if error.errno not in CANNOT_READ:
+                raise
+            why = str(error)
+        return Fate(step, "other", goes=False, why=why)
+
+
+async def _size(storage: Storage, files: Iterable[str]) -> int:
+    total = 0
+    for path in files:
+        with suppress(StorageNotFoundError):
+            total += (await storage.stat(path)).size
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What was removed, and what could not be."""
+
+    fates: tuple[Fate, ...]
+    failed: tuple[tuple[Fate, Exception], ...] = ()
+
+
+async def remove(
+    root: Root,
+    fates: Iterable[Fate],
+    *,
+    older_than: float = commit.DAY,
+    spared: Callable[[int], bool] = lambda step: False,
+) -> Removed:
+    """Remove what is to go. What fails keeps nothing else from going; it is logged, and goes another time."""
+    going = [fate for fate in fates if fate.goes]
+
+    async def one(index: int) -> Exception | bool:
+        fate = going[index]
+        try:
+            return await _remove(root, fate, older_than, spared)
+        except (SnapshotError, OSError) as error:
+            emit("failed", "prune", str(root.step_url(fate.step)), error=error)
+            return error
+
+    found = await side_by_side(range(len(going)), one)
+    gone = tuple(fate for fate, outcome in zip(going, found, strict=True) if outcome is True)
+    failed = tuple((fate, each) for fate, each in zip(going, found, strict=True) if isinstance(each, Exception))
+    if gone:
+        steps = [fate.step for fate in gone if fate.what == "snapshot"]
+        leftovers = [fate.step for fate in gone if fate.what == "leftovers"]
+        emit("pruned", "prune", str(root.url), steps=steps, leftovers=leftovers)
+        log.info("prune %s: removed %s", root.url, _named(steps, leftovers))
+    return Removed(gone, failed)
+
+
+async def _remove(root: Root, fate: Fate, older_than: float, spared: Callable[[int], bool]) -> bool:
+    """Remove one; False where it is wanted now, or gone already."""
+    async with root.opened(fate.step) as operation:
+        if fate.what == "leftovers":
+            return bool(await commit.clear(operation.storage, older_than))
+
+        async def wanted() -> bool:
+            return spared(fate.step) or bool(await root.pinned([fate.step]))
+
+        try:
+            removed = await commit.remove_this(operation.storage, fate.token, older_than, wanted)
+        except StorageNotFoundError:
+            return False
+        if removed:
+            await root.forget_pin(fate.step)
+        return removed
+
+
+def _named(steps: Sequence[int], leftovers: Sequence[int]) -> str:
+    """
+    >>> _named([10, 20], [5])
+    'step-10, step-20; leftovers in step-5'
+    """
+    named = [", ".join(f"step-{step}" for step in steps)] if steps else []
+    return "; ".join(
+        [*named, *(["leftovers in " + ", ".join(f"step-{step}" for step in leftovers)] if leftovers else [])]
+    )

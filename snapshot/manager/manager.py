@@ -1,0 +1,391 @@
+"""SnapshotManager: the snapshots of one run, under one root."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from snapshot.distributed.call import Call
+from snapshot.distributed.group import ranks_of
+from snapshot.engine.loop import Work, run
+from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError
+from snapshot.events import emit, log
+from snapshot.manager import at_exit
+from snapshot.manager.advice import Advice, Measured
+from snapshot.manager.arguments import checked_policy, checked_root, checked_signals, checked_timeout
+from snapshot.manager.beginning import agree_on
+from snapshot.manager.cadence import Cadence, Every
+from snapshot.manager.channels import Channels
+from snapshot.manager.cleaner import Cleaner
+from snapshot.manager.durations import Duration
+from snapshot.manager.falling_back import FallingBack
+from snapshot.manager.notes import checked_metrics, checked_step, note, noted_metrics
+from snapshot.manager.pendings import Pendings
+from snapshot.manager.policies import KeepBest, Policy, parts
+from snapshot.manager.root import Head, Root
+from snapshot.manager.signals import Signals
+from snapshot.options import Settings
+from snapshot.pending import PendingSnapshot
+from snapshot.snapshot import AppState, Snapshot
+from snapshot.storage import URL
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class SnapshotManager:
+    """Snapshots of one run, in `step-<n>` below a root: takes, restores, removes them, and says when.
+
+    Args:
+        root: A URL, or a path of the file system.
+        keep: Which are kept: `KeepLatest(3) | KeepBest("loss", 2)`, say. All are if it is None.
+        every: When `should_take` says so: after so many steps (an int), after a time (a `timedelta`, or `"10m"`), or
+            whenever no take is under way (`"continuous"`).
+        pg: The process group of those who take part.
+        storage_options: What the storage plugin should know.
+        signals: Those that ask the job to stop. They are only seen by a manager that is made in the main thread.
+        allow_pickle: As for `Snapshot`.
+        timeout: Seconds without a sign of life after which another rank, or the store of the group, counts as dead.
+
+    >>> from snapshot import KeepLatest, StateDict
+    >>> progress = StateDict(step=0)
+    >>> with SnapshotManager("memory://docs/run", keep=KeepLatest(2), signals=()) as manager:
+    ...     for step in (10, 20, 30):
+    ...         snapshot = manager.take(step, {"progress": progress}, metrics={"loss": 1 / step})
+    >>> manager.steps()
+    [20, 30]
+    >>> manager.restore_latest({"progress": progress})
+    30
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep: Policy | None = None,
+        every: Every | None = None,
+        pg: ProcessGroup | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
+        allow_pickle: bool = False,
+        timeout: float | None = None,
+    ) -> None:
+        self._url = URL.parse(checked_root(root))
+        self._root = Root(self._url, storage_options)
+        self._keep = checked_policy(keep)
+        self._cadence = Cadence(every)
+        self._pg = pg
+        self._options = storage_options
+        self._allow_pickle = allow_pickle
+        self._timeout = checked_timeout(timeout)
+        self._measured = Measured()
+        self._pendings = Pendings()
+        self._using: set[int] = set()
+        """Steps that are taken or restored now."""
+        self._damaged: set[int] = set()
+        """Steps that `restore_latest` passed over, of those that are this library's."""
+        self._cleaner = None if keep is None else Cleaner(self._root, keep, self._spared, lambda: set(self._damaged))
+        self._channels = Channels(pg, timeout)
+        self._leads = True
+        self._stopping = False
+        self._pid = os.getpid()
+        self._signals = Signals(checked_signals(signals))
+        weakref.finalize(self, self._signals.close)  # nobody would see the signals any more
+        at_exit.open_ones.add(self)
+
+    # Save
+
+    def take(
+        self,
+        step: int,
+        app_state: AppState,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        **given: Any,
+    ) -> Snapshot:
+        """Save a step, and return when it is committed. What the policy does not keep goes later, in the background.
+
+        If this manager has just saved the step, by `async_take`, that take is waited for, and its snapshot returned.
+        It counts as the same one while no other step was taken or restored, and the loop has not gone on. A step that
+        `restore_latest` found damaged is replaced.
+
+        Args:
+            step: Which one; all ranks give the same.
+            app_state: As for `Snapshot.take`.
+            metrics: Numbers by name, which `best` and `KeepBest` go by; those of rank 0 are kept.
+            metadata: As for `Snapshot.take`.
+            overwrite: Replace a snapshot of this step.
+            given: What else `Snapshot.take` takes: `replicated`, `exclude`, `durable`, ...
+
+        Raises:
+            SnapshotExistsError: There is a snapshot of this step; nothing was written.
+            SnapshotError: The ranks gave different steps.
+        """
+        noted, number, pending = self._begin("take", step, metrics, metadata, given, overwrite=overwrite)
+        if pending is not None:
+            return self._snapshot(number)
+        began = time.monotonic()
+        self._using.add(number)
+        try:
+            snapshot = Snapshot.take(
+                self._path(number), app_state, self._pg, storage_options=self._options, metadata=noted,
+                overwrite=overwrite or number in self._damaged, **given,
+            )  # fmt: skip
+        finally:
+            self._using.discard(number)
+        self._took(number, began)
+        self._ended(number, began, given.get("durable", True))
+        return snapshot
+
+    def async_take(
+        self,
+        step: int,
+        app_state: AppState,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        **given: Any,
+    ) -> PendingSnapshot:
+        """Save a step as it is now, and write it while the application goes on.
+
+        As `take`; `given` is what else `Snapshot.async_take` takes.
+        """
+        noted, number, pending = self._begin("async_take", step, metrics, metadata, given, overwrite=overwrite)
+        if pending is not None:
+            return pending
+        began = time.monotonic()
+        pending = Snapshot.async_take(
+            self._path(number), app_state, self._pg, storage_options=self._options, metadata=noted,
+            overwrite=overwrite or number in self._damaged, **given,
+        )  # fmt: skip
+        self._pendings.add(number, pending)
+        self._took(number, began)
+        pending._work.add_done_callback(partial(self._done, number, began, given.get("durable", True)))
+        return pending
+
+    def _begin(
+        self,
+        verb: str,
+        step: int,
+        metrics: Mapping[str, Any] | None,
+        metadata: Mapping[str, Any] | None,
+        given: Mapping[str, Any],
+        *,
+        overwrite: bool,
+    ) -> tuple[dict[str, Any], int, PendingSnapshot | None]:
+        """Agree on a step; and if it was taken asynchronously, what became of that."""
+        with self._call(verb, given.get("timeout")) as call:
+            number = checked_step(step)
+            noted = note(number, checked_metrics(metrics), metadata)
+            before = self._pendings.of(number)
+            latest = self._pendings.is_latest(number) and number not in self._damaged and not overwrite
+            known = agree_on(call, self._root, number, before, latest=latest)
+            call.close()
+        self._leads = call.rank == 0
+        self._measured.at_step(number)
+        if not known:
+            self._pendings.moved_on()
+        return noted, number, before if known else None
+
+    def _took(self, step: int, began: float) -> None:
+        self._cadence.began(step)
+        self._measured.took(began, time.monotonic() - began)
+
+    def _done(self, step: int, began: float, durable: bool, work: Work[None]) -> None:
+        """One is over. Called on the loop: nothing here may block."""
+        if not work.cancelled() and work.exception() is None:
+            self._ended(step, began, durable)
+
+    def _ended(self, step: int, began: float, durable: bool) -> None:
+        """A take is committed. Rank 0 removes what is superfluous now; what is not durable makes nothing so."""
+        self._damaged.discard(step)
+        self._measured.durable(began)
+        if durable and self._leads and self._cleaner is not None:
+            self._cleaner.committed(step)
+
+    def _spared(self, step: int) -> bool:
+        """Whether a step is under way, or being restored."""
+        return step in self._using or self._pendings.running(step)
+
+    # Look
+
+    def steps(self) -> list[int]:
+        """The steps that are committed, ascending, as this process sees them now."""
+        return sorted(run(self._root.folders()).committed)
+
+    def latest(self, verify: bool = False) -> int | None:
+        """The newest step that is committed; None if there is none. With `verify` every byte is read, and what is not
+        as it was written is passed over, and said so in the log."""
+        for step in reversed(self.steps()):
+            if not verify:
+                return step
+            try:
+                report = self._snapshot(step).verify()
+                fault = "" if report else str(report)
+            except (CorruptSnapshotError, SnapshotNotFoundError) as error:
+                fault = str(error)
+            if not fault:
+                return step
+            log.warning("%s: is passed over, since it does not verify: %s", self._root.step_url(step), fault)
+        return None
+
+    def best(self, metric: str | None = None, mode: str = "min") -> int | None:
+        """The best step by a metric, or by the first `KeepBest` of the policy; None if no step has the metric."""
+        if metric is not None:
+            policy = KeepBest(metric, 1, mode)
+        else:
+            found = [each for each in parts(self._keep) if isinstance(each, KeepBest)] if self._keep else []
+            if not found:
+                raise ValueError(
+                    "best: there is no KeepBest in `keep`, so name a metric: best('loss'), best('f1', 'max')"
+                )
+            policy = found[0]
+        heads = run(self._root.heads(run(self._root.folders()).committed))
+        for step, head in heads.items():
+            if not isinstance(head, Head):
+                log.warning("%s: is passed over: %s", self._root.step_url(step), head)
+        ranked = policy.ranked([head.taken(step) for step, head in heads.items() if isinstance(head, Head)])
+        return ranked[0] if ranked else None
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """The metrics of a step."""
+        return noted_metrics(self._snapshot(checked_step(step)).metadata.metadata)
+
+    def snapshot(self, step: int) -> Snapshot:
+        """The snapshot of a step, which may exist or not."""
+        number = checked_step(step)
+        if not self._pendings.is_latest(number):
+            self._pendings.moved_on()  # who restores it is back at that step
+        return self._snapshot(number)
+
+    def _snapshot(self, step: int) -> Snapshot:
+        return Snapshot(self._path(step), self._pg, self._options, allow_pickle=self._allow_pickle)
+
+    def pin(self, step: int) -> None:
+        """Keep a step whatever any policy says, also in other processes and later ones, until `unpin`."""
+        run(self._root.pin(checked_step(step)))
+
+    def unpin(self, step: int) -> None:
+        """Let the policy decide over a step again."""
+        run(self._root.unpin(checked_step(step)))
+
+    def pinned(self) -> list[int]:
+        """The steps that are pinned, ascending."""
+        return sorted(run(self._root.pinned(self.steps())))
+
+    # Load
+
+    def restore_latest(self, app_state: AppState, **given: Any) -> int | None:
+        """Restore the newest step that is whole, on all ranks the same one; which one, or None if there is none at all.
+
+        Steps of which files are missing or short, or bytes are not as they were written, are passed over, with a line
+        in the log and an event. If bytes turn out to be wrong while they are read, live tensors have been written to;
+        the older step then overwrites them. What does not fit the application is an error, and so is a storage that
+        fails: neither says that a snapshot is bad.
+
+        Args:
+            app_state: As for `Snapshot.restore`.
+            given: What else `Snapshot.restore` takes; with `atomic=True` no live tensor is touched by what is bad.
+
+        Raises:
+            CorruptSnapshotError: There are steps, and all are damaged; names each and why, and as `touched` the live
+                tensors that were written to.
+        """
+        began = time.monotonic()
+        self._pendings.moved_on()
+        begin = partial(self._call, "restore_latest", given.get("timeout"))
+        step, damaged = FallingBack(self._root, self._snapshot, begin, self._using).restore(app_state, given)
+        self._damaged = set(damaged)
+        if step is not None:
+            self._cadence.began(step)
+            self._measured.restore = time.monotonic() - began
+        return step
+
+    # When
+
+    def should_take(self, step: int) -> bool:
+        """Whether `every` says that it is time to take this step: the same on all ranks, which all ask at every step.
+
+        Nobody waits for anybody here. By time, all ranks take at the same step, soon after rank 0's clock says so.
+        """
+        number = checked_step(step)
+        self._measured.at_step(number)
+        self._pendings.at_call()
+        cadence = self._cadence
+        if not cadence.given:
+            raise ValueError("should_take: the manager was made without `every`")
+        if cadence.steps is not None:
+            return cadence.due_at(number)
+        wish = number != cadence.last and cadence.due_now(busy=self._pendings.busy())
+        return self._channels.ask("take", wish, leader_alone=True)
+
+    def should_stop(self) -> bool:
+        """Whether a signal has asked any rank to stop: True on all ranks at the same call, and from then on.
+
+        All ranks ask once a step. Nobody waits for anybody here, and most calls only count: ranks look at the store of
+        their group about every half second, or at each call if those are further apart. A rank that asks more often
+        than others stops earlier than they do.
+
+        Raises:
+            RankError: The store of the group cannot be reached.
+        """
+        self._measured.at_call()
+        self._pendings.at_call()
+        if not self._stopping:
+            self._stopping = self._channels.ask("stop", self._signals.number is not None)
+            if self._stopping:
+                number = self._signals.number
+                own = signal.Signals(number).name if number else "another rank's signal"
+                emit("stopping", "should_stop", str(self._url), reason=own)
+                log.info("should_stop %s: %s, the job is to stop", self._url, own)
+        return self._stopping
+
+    def advice(self, mtbf: Duration) -> Advice:
+        """How often to save so that least is lost, by what takes and steps cost so far, and the mean time between
+        failures: seconds, a `timedelta`, or a text such as `"12h"`. Of what this rank measured.
+
+        Raises SnapshotError where nothing was measured yet.
+        """
+        return self._measured.advice(mtbf)
+
+    # End
+
+    def close(self) -> None:
+        """Finish what is under way, removals too, and put the signals' handlers back. What fails is in the log.
+
+        A signal that comes meanwhile is noted, as `should_stop` still says afterwards.
+        """
+        if self._pid != os.getpid():
+            return
+        try:
+            self._pendings.close()
+            if self._cleaner is not None:
+                self._cleaner.close()
+        finally:
+            self._signals.close()
+        at_exit.open_ones.discard(self)
+
+    def __enter__(self) -> SnapshotManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, verb: str, timeout: float | None) -> Call:
+        chosen = timeout if timeout is not None else self._timeout
+        return Call(ranks_of(self._pg), verb, Settings.current().timeout if chosen is None else chosen)
+
+    def _path(self, step: int) -> str:
+        url = self._root.step_url(step)
+        return url.location if url.scheme == "file" else url.reveal()
+
+    def __repr__(self) -> str:
+        return f"<SnapshotManager {self._url}: keep {self._keep or 'all'}>"

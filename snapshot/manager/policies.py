@@ -1,0 +1,168 @@
+"""Which snapshots are kept, as values: pure functions of what is there, which compose with `|`."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from snapshot.manager.durations import duration_text, seconds_of
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A committed snapshot, as a policy sees it."""
+
+    step: int
+    created: float = 0.0
+    """Seconds since the epoch."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Policy(ABC):
+    """Says which snapshots are kept. `a | b` keeps what either keeps."""
+
+    @abstractmethod
+    def keep(self, taken: Sequence[Taken], now: float) -> set[int]:
+        """The steps to keep, of those taken, in any order; `now` is in seconds since the epoch."""
+
+    def __or__(self, other: object) -> Policy:
+        return Union((*parts(self), *parts(other))) if isinstance(other, Policy) else NotImplemented
+
+
+@dataclass(frozen=True)
+class KeepLatest(Policy):
+    """Keep the latest `n`, by their steps.
+
+    >>> sorted(KeepLatest(2).keep([Taken(30), Taken(10), Taken(20)], now=0))
+    [20, 30]
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _count("KeepLatest", self.n)
+
+    def keep(self, taken: Sequence[Taken], now: float) -> set[int]:
+        return set(heapq.nlargest(self.n, (each.step for each in taken)))
+
+    def __str__(self) -> str:
+        return "latest" if self.n == 1 else f"latest {self.n}"
+
+
+@dataclass(frozen=True)
+class KeepBest(Policy):
+    """Keep the `n` best by a metric; of equal ones the later. NaN is never best, nor is what lacks the metric.
+
+    >>> sorted(KeepBest("loss").keep([Taken(1, 0, {"loss": 0.5}), Taken(2, 0, {"loss": 0.7})], now=0))
+    [1]
+    """
+
+    metric: str
+    n: int = 1
+    mode: str = "min"
+
+    def __post_init__(self) -> None:
+        _count("KeepBest", self.n)
+        if not isinstance(self.metric, str) or not self.metric:
+            raise TypeError(f"KeepBest: {self.metric!r} is no metric's name")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"KeepBest: mode={self.mode!r} is neither 'min' nor 'max'")
+
+    def keep(self, taken: Sequence[Taken], now: float) -> set[int]:
+        return set(self.ranked(taken)[: self.n])
+
+    def ranked(self, taken: Sequence[Taken]) -> list[int]:
+        """The steps that have the metric, the best first."""
+        sign = 1 if self.mode == "min" else -1
+        having = [
+            (sign * value, -each.step)
+            for each in taken
+            if not math.isnan(value := each.metrics.get(self.metric, math.nan))
+        ]
+        return [-step for _, step in sorted(having)]
+
+    def __str__(self) -> str:
+        return f"best {self.n} by {self.metric}" if self.n > 1 else f"best by {self.metric}"
+
+
+@dataclass(frozen=True)
+class KeepEvery(Policy):
+    """Keep each step that `n` divides.
+
+    >>> sorted(KeepEvery(1000).keep([Taken(500), Taken(1000), Taken(2000)], now=0))
+    [1000, 2000]
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _count("KeepEvery", self.n)
+
+    def keep(self, taken: Sequence[Taken], now: float) -> set[int]:
+        return {each.step for each in taken if each.step % self.n == 0}
+
+    def __str__(self) -> str:
+        return f"every {self.n:,}"
+
+
+@dataclass(frozen=True)
+class KeepFor(Policy):
+    """Keep what was taken within a duration: seconds, a `timedelta`, or a text such as `"7d"`.
+
+    >>> sorted(KeepFor("1h").keep([Taken(1, created=0), Taken(2, created=9000)], now=10_000))
+    [2]
+    """
+
+    duration: float | timedelta | str
+
+    def __post_init__(self) -> None:
+        seconds_of(self.duration, "KeepFor")
+
+    def keep(self, taken: Sequence[Taken], now: float) -> set[int]:
+        since = now - seconds_of(self.duration, "KeepFor")
+        return {each.step for each in taken if each.created >= since}
+
+    def __str__(self) -> str:
+        return f"within {duration_text(seconds_of(self.duration, 'KeepFor'))}"
+
+
+@dataclass(frozen=True)
+class Union(Policy):
+    """Keep what any of several policies keeps; made by `|`."""
+
+    policies: tuple[Policy, ...]
+
+    def keep(self, taken: Sequence[Taken], now: float) -> set[int]:
+        return set().union(*(each.keep(taken, now) for each in self.policies))
+
+    def __str__(self) -> str:
+        return " | ".join(map(str, self.policies))
+
+
+def parts(policy: Policy) -> tuple[Policy, ...]:
+    """The policies that a union is of, or the only one."""
+    return policy.policies if isinstance(policy, Union) else (policy,)
+
+
+def reasons(policy: Policy | None, taken: Sequence[Taken], now: float) -> dict[int, list[str]]:
+    """Each step that is kept, and why. The newest is kept whatever the policy says; without a policy all are."""
+    if not taken:
+        return {}
+    found: dict[int, list[str]] = {}
+    for each in parts(policy) if policy is not None else ():
+        for step in each.keep(taken, now):
+            found.setdefault(step, []).append(str(each))
+    if policy is None:
+        found = {each.step: ["no policy"] for each in taken}
+    newest = max(each.step for each in taken)
+    found.setdefault(newest, ["newest"])
+    return found
+
+
+def _count(name: str, n: object) -> None:
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise ValueError(f"{name}: {n!r} is no number of 1 or more")

@@ -1,0 +1,307 @@
+"""The steps under one root, as they stand on storage: found, described, pinned. Nothing here decides what may go."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, TypeVar
+
+import msgspec
+
+from snapshot.engine import commit
+from snapshot.engine.operation import Operation
+from snapshot.errors import (
+    CorruptSnapshotError,
+    SnapshotError,
+    SnapshotNotFoundError,
+    StorageError,
+    StorageNotFoundError,
+)
+from snapshot.events import log
+from snapshot.formats.foreign import says_absent
+from snapshot.manager.notes import noted_metrics
+from snapshot.manager.policies import Taken
+from snapshot.manifest.document import FORMAT, METADATA, FileEntry, PartEntry
+from snapshot.storage import ANYTHING, URL, FileStat, Storage
+from snapshot.tensors.digest import of_range
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+AT_ONCE = 16
+UNREADABLE = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP}
+"""What a storage says of a single file that cannot be read, while others can."""
+PINNED = ".pinned"
+"""The file in a step's folder that keeps it from being removed. It is none of a snapshot's, so cleaning leaves it."""
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+
+
+class NotOurs(SnapshotError):
+    """What stands in the place of a manifest is none that this version wrote."""
+
+
+class Head(msgspec.Struct):
+    """Of a manifest all but its entries, which are skipped, and may be many."""
+
+    format: str
+    version: str
+    save_id: str
+    world_size: int
+    created: str
+    metadata: dict[str, Any]
+    files: dict[str, FileEntry]
+    parts: list[PartEntry]
+    size: int = 0
+    """Of the manifest itself."""
+
+    @property
+    def nbytes(self) -> int:
+        """What the snapshot takes on storage."""
+        return self.size + sum(each.size for each in self.files.values()) + sum(each.size for each in self.parts)
+
+    def taken(self, step: int) -> Taken:
+        """As a policy sees it."""
+        return Taken(step, datetime.fromisoformat(self.created).timestamp(), noted_metrics(self.metadata))
+
+
+_heads = msgspec.json.Decoder(Head)
+_OURS = re.compile(rb'\{"format":"%s","version":"[^"]{1,80}","save_id":"[0-9a-f]{12}",' % FORMAT.encode())
+_DIGEST = re.compile(rb',"digest":"(xxh3:[0-9a-f]{32})"\}$')
+
+
+def decode_head(data: bytes, where: object) -> Head:
+    """What a manifest of ours says of itself. `NotOurs` if it does not begin as one does, and `CorruptSnapshotError`
+    if it is not as it was written."""
+    if not _OURS.match(data):
+        raise NotOurs(f"{where}: is no manifest that this version of the library wrote")
+    tail = _DIGEST.search(data, max(0, len(data) - 64))
+    if tail is None or of_range(memoryview(data)[: tail.start()]).encode() != tail[1]:
+        raise CorruptSnapshotError(f"{where}: the manifest is not as it was written")
+    try:
+        head = _heads.decode(data)
+        datetime.fromisoformat(head.created)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise CorruptSnapshotError(f"{where}: {error}") from error
+    head.size = len(data)
+    return head
+
+
+@dataclass(slots=True)
+class Folders:
+    """The step folders under a root."""
+
+    committed: dict[int, FileStat] = field(default_factory=dict)
+    """Those with a manifest, ascending; and the manifest's size, time and token."""
+    others: list[int] = field(default_factory=list)
+    """Those without one: interrupted, of another library, or anything."""
+    unreadable: dict[int, StorageError] = field(default_factory=dict)
+    """Those of which the storage does not say whether they have one, and what it says."""
+
+
+class Root:
+    """A root on storage, and what was read there: each manifest once."""
+
+    def __init__(self, url: URL, options: Mapping[str, Any] | None) -> None:
+        self.url = url
+        self.options = options
+        self._heads: dict[int, tuple[str, Head | SnapshotError]] = {}
+        """The manifest's token, and what it says, or why it says nothing."""
+        self._whole: dict[int, str] = {}
+        """The tokens of those that were found to have all of their files."""
+
+    def step_url(self, step: int) -> URL:
+        """Where a step lies."""
+        return self.url.join(f"step-{step}")
+
+    @asynccontextmanager
+    async def opened(self, step: int | None = None) -> AsyncIterator[Operation]:
+        """The storage of the root, or of one step."""
+        operation = Operation(self.url if step is None else self.step_url(step), self.options)
+        try:
+            yield operation
+        finally:
+            await operation.close()
+
+    # Steps
+
+    async def folders(self) -> Folders:
+        """What there is. Raises where the storage cannot say; of a single step it is logged."""
+        async with self.opened() as operation:
+            storage = operation.storage
+            if not storage.capabilities.list:
+                raise SnapshotError(
+                    f"{self.url}: this storage cannot list what is there, so its steps are not known; name one: "
+                    "manager.snapshot(step).restore(app_state)"
+                )
+            steps = steps_of(await listed(storage, "step-"))
+            found = await side_by_side(steps, lambda step: _seen(storage, f"step-{step}/{METADATA}"))
+        folders = Folders()
+        for step, stat in zip(steps, found, strict=True):
+            if isinstance(stat, StorageError):
+                log.warning("%s: is passed over, since it cannot be looked at: %s", self.step_url(step), stat)
+                folders.unreadable[step] = stat
+            elif stat is None:
+                folders.others.append(step)
+            else:
+                folders.committed[step] = stat
+        return folders
+
+    async def _head(self, step: int, stat: FileStat) -> Head | SnapshotError | None:
+        """What a step's manifest says of itself, or why that is not known; it is read once, unless another took its
+        place. None if it is gone."""
+        known = self._heads.get(step)
+        if known is not None and known[0] == stat.token:
+            return known[1]
+        async with self.opened(step) as operation:
+            try:
+                data = await operation.storage.get(METADATA, limit=operation.settings.manifest_bytes)
+                head: Head | SnapshotError = decode_head(data, operation.url.join(METADATA))
+            except StorageError as error:
+                if says_absent(operation.storage, error):
+                    return None
+                if error.errno not in UNREADABLE:
+                    raise
+                return error
+            except (CorruptSnapshotError, NotOurs) as error:
+                head = error
+        self._heads[step] = stat.token, head
+        return head
+
+    async def heads(self, committed: Mapping[int, FileStat]) -> dict[int, Head | SnapshotError]:
+        """What several manifests say; of one that is damaged, somebody else's, or unreadable, the error that says
+        so."""
+        for gone in self._heads.keys() - committed.keys():
+            self._heads.pop(gone, None)
+        found = await side_by_side(committed, lambda step: self._head(step, committed[step]))
+        return {step: head for step, head in zip(committed, found, strict=True) if head is not None}
+
+    async def missing(self, step: int, stat: FileStat, head: Head) -> str:
+        """Which of a step's files is not there, or not as long as it was; nothing if all are. What was whole once is
+        not looked at again, unless another took its place."""
+        if self._whole.get(step) == stat.token:
+            return ""
+        sizes = {name: each.size for name, each in head.files.items()}
+        sizes |= {each.location: each.size for each in head.parts}
+        async with self.opened(step) as operation:
+
+            async def fault(name: str) -> str:
+                found = await _seen(operation.storage, name)
+                if isinstance(found, StorageError):
+                    return str(found)
+                if found is None:
+                    return f"{name} is missing"
+                return "" if found.size == sizes[name] else f"{name} has {found.size:,} bytes of {sizes[name]:,}"
+
+            faults = [each for each in await side_by_side(sizes, fault) if each]
+        if not faults:
+            self._whole[step] = stat.token
+        return faults[0] if faults else ""
+
+    async def token(self, step: int) -> str | None:
+        """That of a step's manifest; None if there is none."""
+        async with self.opened(step) as operation:
+            stat = await _stat(operation.storage, METADATA)
+        return None if stat is None else stat.token
+
+    async def fault(self, step: int) -> str | None:
+        """Why a step cannot be restored, as far as that is seen without reading data: None if nothing is seen."""
+        async with self.opened(step) as operation:
+            try:
+                document = await operation.open()
+                await operation.expect_files(document, set(document.files))
+            except (CorruptSnapshotError, SnapshotNotFoundError, StorageNotFoundError) as error:
+                return str(error)
+            except SnapshotError:
+                raise
+            except Exception as error:  # noqa: BLE001 - what reads other formats may stumble over anything
+                return f"{self.step_url(step)}: is no snapshot that can be read ({type(error).__name__}: {error})"
+        return None
+
+    async def is_replaceable(self, step: int) -> bool:
+        """Whether what is damaged there is of this library: its manifest begins as one of ours; or it is empty, as
+        after a loss of power, beside data of ours."""
+        async with self.opened(step) as operation:
+            try:
+                head = await operation.storage.get(METADATA, limit=operation.settings.manifest_bytes)
+                return bool(_OURS.match(head) or (not head.strip(b"\0") and await commit.ours(operation.storage)))
+            except StorageError:
+                return False
+
+    # Pins
+
+    async def pin(self, step: int) -> None:
+        """Keep a step, for all who look, until it is unpinned."""
+        async with self.opened(step) as operation:
+            if await _stat(operation.storage, METADATA) is None:
+                raise SnapshotNotFoundError(f"{operation.url}: there is no snapshot to pin")
+            await operation.storage.put(PINNED, b"", expect=ANYTHING)
+            if await _stat(operation.storage, METADATA) is None:  # it was removed meanwhile
+                await operation.storage.delete([PINNED])
+                raise SnapshotNotFoundError(f"{operation.url}: was removed while it was being pinned")
+
+    async def unpin(self, step: int) -> None:
+        """Keep it no longer; no error if it was not pinned."""
+        async with self.opened(step) as operation:
+            await operation.storage.delete([PINNED])
+
+    async def forget_pin(self, step: int) -> None:
+        """Take away a pin of what is not there any more: it is not meant for what comes in its place."""
+        async with self.opened(step) as operation:
+            with suppress(StorageError):  # who writes there next is told
+                if await _stat(operation.storage, PINNED) and await _stat(operation.storage, METADATA) is None:
+                    await operation.storage.delete([PINNED])
+
+    async def pinned(self, steps: Iterable[int]) -> set[int]:
+        """Which of some steps are pinned."""
+        steps = list(steps)
+        async with self.opened() as operation:
+            found = await side_by_side(steps, lambda step: _stat(operation.storage, f"step-{step}/{PINNED}"))
+        return {step for step, stat in zip(steps, found, strict=True) if stat is not None}
+
+
+def steps_of(listed: Iterable[str]) -> list[int]:
+    """The steps whose folders are among what was listed, ascending. `step-007` is none of ours, nor is a file."""
+    found = (_STEP.fullmatch(path[:-1]) for path in listed if path.endswith("/"))
+    return sorted(int(each[1]) for each in found if each)
+
+
+async def listed(storage: Storage, prefix: str) -> list[str]:
+    """One level; nothing where there is no such folder."""
+    try:
+        return await storage.list(prefix, recursive=False)
+    except StorageNotFoundError:
+        return []
+
+
+async def side_by_side(items: Iterable[Item], work: Callable[[Item], Awaitable[T]]) -> list[T]:
+    """Do something for each of several steps, or files, a bounded number at a time."""
+    at_once = asyncio.Semaphore(AT_ONCE)
+
+    async def one(item: Item) -> T:
+        async with at_once:
+            return await work(item)
+
+    return await asyncio.gather(*map(one, items))
+
+
+async def _stat(storage: Storage, path: str) -> FileStat | None:
+    try:
+        return await storage.stat(path)
+    except StorageError as error:
+        if not says_absent(storage, error):
+            raise
+        return None
+
+
+async def _seen(storage: Storage, path: str) -> FileStat | StorageError | None:
+    """As `_stat`; and of what cannot be read, the error that says so."""
+    try:
+        return await _stat(storage, path)
+    except StorageError as error:
+        if error.errno not in UNREADABLE:
+            raise
+        return error

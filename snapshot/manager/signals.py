@@ -1,0 +1,121 @@
+"""Signals that ask the job to stop: they set a flag, and whoever handled them before is called, too.
+
+A handler must do next to nothing: it runs between any two steps of the main thread, which may hold any lock. So it
+sets a flag, and what is to be said of it is said where the flag is read.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+from snapshot.events import log
+
+SAME = 1.0
+"""Signals this close to the first, in seconds, are taken for the same one: where a scheduler signals a whole process
+group, a launcher in it passes on to its ranks what they have got already."""
+
+
+class Signals:
+    """Watches signals, from the main thread, until `close`."""
+
+    _passing_on = 0
+    """How many handlers that have noted a signal are calling the one before them: signals come in the main thread
+    alone."""
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        self.number: int | None = None
+        """The signal that came, if one did."""
+        self._at = 0.0
+        self._pid = os.getpid()
+        self._closed = False
+        self._before: dict[int, Any] = {}
+        wanted = [signal.Signals(number) for number in numbers]
+        if not wanted:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            log.warning(
+                "%s will not be seen: a SnapshotManager that is made outside of the main thread cannot handle signals",
+                ", ".join(each.name for each in wanted),
+            )
+            return
+        for number in wanted:
+            self._before[number] = signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._closed or self._pid != os.getpid():  # a forked child is not the job, and must end when it is told to
+            self._give_up(number, frame)
+        elif self.number is None:
+            self.number, self._at = number, time.monotonic()
+            if (before := self._chained(number)) is not None:
+                Signals._passing_on += 1
+                try:
+                    before(number, frame)
+                finally:
+                    Signals._passing_on -= 1
+        elif time.monotonic() - self._at >= SAME:
+            self._put_back()
+            self._give_up(number, frame, at_once=True)
+
+    def _earlier(self, number: int) -> Any:
+        """The handler that was there before, but for those of managers that are closed by now."""
+        before = self._before[number]
+        while isinstance(owner := getattr(before, "__self__", None), Signals) and owner._closed:
+            before = owner._before[number]
+        return before
+
+    def _chained(self, number: int) -> Callable[[int, FrameType | None], Any] | None:
+        """What was there before, if it is the application's: the default ones would end the process."""
+        before = self._earlier(number)
+        return before if callable(before) and before is not signal.default_int_handler else None
+
+    def _give_up(self, number: int, frame: FrameType | None, *, at_once: bool = False) -> None:
+        """Do what would be done without us; `at_once`: and if that leaves the process alive, end it."""
+        before = self._earlier(number)
+        if callable(before):
+            before(number, frame)
+        # an open manager has noted it, and the application's handler has called this one, which it knows from before
+        noted = Signals._passing_on > 0 and self._pid == os.getpid()
+        if at_once or (before == signal.SIG_DFL and not noted):
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def _put_back(self) -> None:
+        for number in self._before:
+            if signal.getsignal(number) == self._handle:
+                before = self._earlier(number)
+                # None is a handler that was not set from Python, and that Python cannot set again
+                signal.signal(number, signal.SIG_DFL if before is None else before)
+
+    def close(self) -> None:
+        """Put the handlers back that were there, unless somebody has set others since. From then on a signal that
+        still comes here does what it would have done."""
+        self._closed = True
+        if self._pid == os.getpid() and threading.current_thread() is threading.main_thread():
+            self._put_back()
+
+
+def ignore_stop_signals(worker: int = 0) -> None:
+    """Ignore SIGTERM and SIGUSR1 in a worker process, but for those of its parent: a data loader's `worker_init_fn`.
+
+    Schedulers signal every process of a job. A worker that dies of that breaks the loop before it comes to its last
+    take; one that ignored its parent, too, would never be ended. `worker` is the number that data loaders give.
+
+    >>> from torch.utils.data import DataLoader
+    >>> loader = DataLoader(range(8), num_workers=2, worker_init_fn=ignore_stop_signals)
+    """
+    numbers = {signal.SIGTERM, signal.SIGUSR1}
+    # blocked, so that a thread can take them with the word who sent them, which no handler is told
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+    def wait() -> None:
+        while True:
+            if signal.sigwaitinfo(numbers).si_pid == os.getppid():
+                os._exit(0)
+
+    threading.Thread(target=wait, name="snapshot-signals", daemon=True).start()

@@ -1,0 +1,198 @@
+"""Signals that ask the job to stop: really sent, to this process and to children of it."""
+
+import logging
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from snapshot import SnapshotManager, StateDict
+from snapshot.testing import stalling
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """Each test leaves the handlers as it found them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    after = {number: signal.getsignal(number) for number in before}
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert after == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_sets_the_flag_and_reaches_who_handled_it_before(number, tmp_path):
+    seen = []
+    before = signal.signal(number, lambda got, frame: seen.append(got))
+    with SnapshotManager(tmp_path) as manager:
+        assert not manager.should_stop()
+        os.kill(os.getpid(), number)
+        assert manager.should_stop()
+        assert manager.should_stop()
+    assert seen == [number]
+    os.kill(os.getpid(), number)
+    assert seen == [number] * 2  # it is theirs again
+    signal.signal(number, before)
+
+
+def test_what_comes_within_a_second_is_the_same_request(tmp_path):
+    """A launcher and its ranks are both signalled, and the launcher passes it on."""
+    with SnapshotManager(tmp_path) as manager:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert manager.should_stop()
+
+
+def test_who_set_a_handler_since_keeps_it(tmp_path):
+    manager = SnapshotManager(tmp_path)
+    ours = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def theirs(number, frame):
+        seen.append(number)
+        ours(number, frame)
+
+    signal.signal(signal.SIGTERM, theirs)
+    manager.close()
+    assert signal.getsignal(signal.SIGTERM) is theirs
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_several_managers_see_the_same_signal(tmp_path):
+    with SnapshotManager(tmp_path / "a") as first, SnapshotManager(tmp_path / "b") as second:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert first.should_stop()
+        assert second.should_stop()
+
+
+def test_a_manager_that_nobody_holds_takes_no_signals():
+    SnapshotManager("memory://forgotten")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_outside_of_the_main_thread_it_says_that_signals_are_not_seen(tmp_path, caplog):
+    made = []
+    with caplog.at_level(logging.WARNING):
+        thread = threading.Thread(target=lambda: made.append(SnapshotManager(tmp_path)))
+        thread.start()
+        thread.join()
+    assert "SIGTERM, SIGUSR1 will not be seen" in caplog.text
+    assert not made[0].should_stop()
+    made[0].close()
+
+
+def test_without_signals_none_are_touched(tmp_path):
+    with SnapshotManager(tmp_path, signals=()):
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_manager_that_was_closed_before_a_later_one_ends_nothing(tmp_path):
+    first = SnapshotManager(tmp_path / "a")
+    second = SnapshotManager(tmp_path / "b")
+    first.close()
+    with SnapshotManager(tmp_path / "c") as third:
+        second.close()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert third.should_stop()
+        assert not second.should_stop()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_closed_one_that_somebody_elses_handler_calls_ends_nothing_either(tmp_path):
+    first = SnapshotManager(tmp_path / "a")
+    ours = signal.getsignal(signal.SIGTERM)
+
+    def theirs(number, frame):
+        ours(number, frame)
+
+    signal.signal(signal.SIGTERM, theirs)
+    first.close()
+    with SnapshotManager(tmp_path / "b") as second:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert second.should_stop()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_a_signal_while_it_closes_ends_nothing_before_the_last_snapshot_is_there(tmp_path):
+    with stalling(on="write", path="*data/*", nth=1, times=1) as stall:
+        with SnapshotManager(f"stalling+file://{tmp_path}") as manager:
+            manager.async_take(1, {"s": StateDict(x=torch.zeros(8))})
+            stall.wait_reached()
+
+            def signalled():
+                os.kill(os.getpid(), signal.SIGTERM)
+                while manager._signals.number is None:
+                    time.sleep(0.002)
+                stall.release()
+
+            thread = threading.Timer(0.05, signalled)
+            thread.start()
+        thread.join()
+        assert manager.should_stop()
+        assert manager.steps() == [1]
+
+
+WORKERS = """
+import os, subprocess, sys
+from torch.utils.data import DataLoader
+from snapshot import SnapshotManager, StateDict, ignore_stop_signals
+os.setpgrp()
+with SnapshotManager(sys.argv[1]) as manager:
+    batches = iter(DataLoader(range(300), num_workers=1, worker_init_fn=ignore_stop_signals))
+    next(batches)
+    subprocess.run(["sh", "-c", f"trap '' TERM; kill -TERM -{os.getpid()}"], check=True)
+    for _ in range(200):  # more than is there already: a worker that is gone is noticed
+        next(batches)
+    assert manager.should_stop()
+    manager.take(1, {"s": StateDict(step=1)})
+    for _ in batches:
+        pass
+"""
+
+
+def test_workers_of_a_data_loader_live_on_when_the_whole_group_is_signalled(tmp_path, warm):
+    assert warm.run(WORKERS, tmp_path) == ""
+    assert (tmp_path / "step-1").exists()
+
+
+CHILD = """
+import os, signal, sys, time
+from snapshot.manager import signals
+from snapshot.manager.signals import Signals
+if len(sys.argv) > 1:
+    signal.signal(signal.SIGTERM, lambda number, frame: print("theirs", flush=True))
+one = Signals([signal.SIGTERM, signal.SIGUSR1])
+signals.SAME = 0.0
+if len(sys.argv) == 1:
+    there, here = os.pipe()
+    pid = os.fork()
+    if pid == 0:  # as a data loader's worker: who ends it means it
+        os.write(here, b"!")
+        time.sleep(60)
+        os._exit(0)
+    os.read(there, 1)  # before that, Python would forget the signal
+    os.kill(pid, signal.SIGTERM)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
+os.kill(os.getpid(), signal.SIGTERM)
+assert one.number == signal.SIGTERM
+print("goes on", flush=True)
+os.kill(os.getpid(), signal.SIGUSR1 if len(sys.argv) == 1 else signal.SIGTERM)
+print("never", flush=True)
+"""
+
+
+def test_a_second_signal_ends_the_process_at_once_and_a_forked_child_is_not_the_job(warm):
+    started = warm.start(CHILD)
+    with pytest.raises(Exception, match=r"exit status -10:\ngoes on\n$"):  # SIGUSR1
+        warm.finish(started)
+
+
+def test_a_second_signal_ends_it_even_if_the_handler_that_was_there_returns(warm):
+    started = warm.start(CHILD, "handler")
+    with pytest.raises(Exception, match=r"exit status -15:\ntheirs\ngoes on\ntheirs\n$"):
+        warm.finish(started)
