@@ -1,45 +1,126 @@
 """The `snapshot` command: what a shell can ask of snapshots.
 
-Each verb is a module with `add(subparsers)`, which describes its arguments and sets `run` to a function that takes them
-and returns the exit status. So a verb is added by one name in `VERBS`, and nothing here knows what any of them does.
+Each verb is a module with `add(verbs)`, which describes its arguments and sets `run` to a function that takes them and
+returns the exit status. So a verb is added by one name in `VERBS`, and nothing here knows what any of them does.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
-from snapshot.cli import bench, convert, verify
+from snapshot.cli import bench, completion, convert, cp, diff, doctor, ls, prune, report, rm, show, verify
+from snapshot.cli.arguments import Run
+from snapshot.cli.interrupts import unwinding
+from snapshot.cli.screen import printable
 from snapshot.cli.status import ExitStatus
+from snapshot.engine.describe import VERSION
 from snapshot.errors import SnapshotError
+from snapshot.events import Event, add_handler, remove_handler
 
-VERBS = (verify, convert, bench)
+VERBS = (ls, show, verify, diff, cp, convert, report, rm, prune, bench, doctor, completion)
+
+
+def parser() -> argparse.ArgumentParser:
+    """All that the command understands."""
+    made = argparse.ArgumentParser(
+        prog="snapshot",
+        description="Exact, verified, fast checkpoints of PyTorch applications.",
+        epilog="snapshot VERB --help shows what a verb takes, with examples. Exit status: 0; 1 if it found a "
+        "difference or a fault; 2 if it could not run.",
+    )
+    made.add_argument("--version", action="store_true", help="print the library's version")
+    verbs = made.add_subparsers(metavar="VERB")
+    for verb in VERBS:
+        verb.add(verbs)
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status: 0, 1 (it found a difference or a fault) or 2 (it could not run)."""
-    parser = argparse.ArgumentParser(
-        prog="snapshot", description="Exact, verified, fast checkpoints of PyTorch applications."
-    )
-    verbs = parser.add_subparsers(metavar="VERB", required=True)
-    for verb in VERBS:
-        verb.add(verbs)
     try:
-        arguments = parser.parse_args(argv)
-    except SystemExit as stop:  # argparse has printed help (0) or what was wrong (2)
-        return int(stop.code or 0)
-    run: Callable[[argparse.Namespace], int] = arguments.run
-    try:
-        status = run(arguments)
-        sys.stdout.flush()
+        return _run(parser(), argv)
+    except SystemExit as stop:  # argparse has printed help (0) or what was wrong (2); or a signal ended the verb
+        return stop.code if isinstance(stop.code, int) else ExitStatus.OK
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitStatus.FOUND
     except (SnapshotError, OSError, ValueError) as error:
-        if isinstance(error, BrokenPipeError):  # the reader of our output, such as `head`, has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return ExitStatus.FOUND
-        print(f"snapshot: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return ExitStatus.FAILED
+        _complain("error", error)
     except KeyboardInterrupt:
         return 130  # what shells give for SIGINT
+    except Exception:  # noqa: BLE001 - a fault of ours, and no difference that was found
+        traceback.print_exc()
+        _complain("error", "this is a fault of the command; please report it, with the lines above")
+    return ExitStatus.FAILED
+
+
+def _run(whole: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that the terminal's encoding lacks is escaped
+            stream.reconfigure(errors="backslashreplace")
+    arguments, rest = whole.parse_known_args(argv)
+    several = next((each for each in ("globs", "urls") if hasattr(arguments, each)), "")
+    if rest and (not several or any(each.startswith("-") for each in rest)):
+        names = [printable(each.partition("=")[0]) for each in rest if each.startswith("-")]
+        whole.error(f"unrecognized arguments: {', '.join(names) or 'more than this verb takes'}")  # no values: secrets
+    if rest:  # argparse takes those of one name from one place only: `ls URL --flat GLOB`
+        getattr(arguments, several).extend(rest)
+    if arguments.version:
+        print(f"snapshot {VERSION}")
+        return ExitStatus.OK
+    run: Run | None = getattr(arguments, "run", None)
+    if run is None:
+        whole.print_help(sys.stderr)
+        return ExitStatus.FAILED
+    with unwinding(), _spoken():
+        status = run(arguments)
+        sys.stdout.flush()
     return status
+
+
+@contextmanager
+def _spoken() -> Iterator[None]:
+    """The library's warnings, as a command gives them: a line on standard error."""
+    handler = _Complaints(logging.WARNING)
+    log = logging.getLogger("snapshot")
+    log.addHandler(handler)
+    waiting = _Waiting()
+    add_handler(waiting)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: _complain("warning", message)
+            yield
+    finally:
+        log.removeHandler(handler)
+        remove_handler(waiting)
+
+
+class _Waiting:
+    """Says what a verb waits for, where requests are made again; now and then."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + 2.0
+
+    def __call__(self, event: Event) -> None:
+        if event.name == "retry" and time.monotonic() >= self._next:
+            self._next = time.monotonic() + 10.0
+            _complain("trying again", f"attempt {event.fields['attempt']}: {event.fields['error']}")
+
+
+class _Complaints(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        _complain(record.levelname.lower(), record.getMessage())
+
+
+def _complain(kind: str, what: object) -> None:
+    with suppress(OSError, ValueError):  # nobody may be there to hear it
+        print(f"snapshot: {kind}: {printable(' '.join(str(what).split()))}", file=sys.stderr)

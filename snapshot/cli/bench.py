@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from snapshot.cli import bench_async
-from snapshot.cli.arguments import add_options
+from snapshot.cli.arguments import Verbs, add_storage, handed_on, options_of, verb
 from snapshot.cli.bench_async_systems import TRAINED
 from snapshot.cli.bench_cases import BULK, CASES, DEFAULT, Case
 from snapshot.cli.bench_place import Place, describe, place
@@ -23,19 +22,25 @@ from snapshot.cli.bench_run import Step, measure
 from snapshot.cli.bench_systems import PEERS, SYSTEMS, installed
 from snapshot.cli.bench_world import compare
 from snapshot.cli.interrupts import unwinding
+from snapshot.cli.screen import say
 from snapshot.cli.status import ExitStatus
-
-Verbs = Any
-"""What `add_subparsers` returns: argparse has no public name for it."""
 
 
 def add(verbs: Verbs) -> None:
     """Describe the verb's arguments."""
-    parser: argparse.ArgumentParser = verbs.add_parser(
+    cases = "; ".join(f"{case.name}: {case.about}" for case in CASES.values())
+    parser = verb(
+        verbs,
         "bench",
-        help="measure saving and restoring beside raw I/O and other libraries",
-        description="Measure saving and restoring beside raw I/O of the same bytes, and beside other libraries.",
-        epilog="Cases: " + "; ".join(f"{case.name}: {case.about}" for case in CASES.values()) + ".",
+        "measure saving and restoring beside raw I/O and other libraries",
+        "Measure saving and restoring beside raw I/O of the same bytes, and beside other libraries. It works in a "
+        f"fresh folder below the URL, and removes it. Cases: {cases}.",
+        [
+            ("bench /scratch --scale 0.1", "all, with a tenth of the bytes"),
+            ("bench s3://bucket/x --case large --only take,restore", "one case on a store"),
+            ("bench /scratch --async --case train", "what saving in the background costs a training"),
+        ],
+        run,
     )
     parser.add_argument(
         "url", nargs="?", default=".", metavar="URL", help="where to save (default: the current folder)"
@@ -89,12 +94,16 @@ def add(verbs: Verbs) -> None:
     )  # fmt: skip
     parser.add_argument("--trace", metavar="FILE", help="with --async: a timeline of ours, to open at ui.perfetto.dev")
     parser.add_argument("--figure", metavar="FILE.svg", help="with --async: draw the time of each training step")
-    add_options(parser, "storage_options, for --store at a URL")
-    parser.set_defaults(run=run)
+    add_storage(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure what was asked for, and print it."""
+    with handed_on(options_of(arguments)):
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     if arguments.background:
         return _run_async(arguments)
     if arguments.trace or arguments.figure or "params" in arguments.case:
@@ -113,10 +122,10 @@ def run(arguments: argparse.Namespace) -> int:
             print(_header(host, arguments), flush=True)
         tables = []
         for number, step in enumerate(steps, 1):
-            _progress(f"{number}/{len(steps)} {step.case.name}: {OPERATIONS[step.operation]} ...")
+            say(f"{number}/{len(steps)} {step.case.name}: {OPERATIONS[step.operation]} ...")
             table = measure(step, where, arguments.scale, arguments.rounds)
             tables.append(table)
-            _progress("")
+            say("")
             if not arguments.json:
                 print(f"\n{table.as_text()}", flush=True)
     if arguments.json:
@@ -142,7 +151,7 @@ def _run_apart(arguments: argparse.Namespace) -> int:
             from snapshot.cli.bench_remote import compare as compare_store  # whose clients may not be installed
 
             url = None if arguments.url == "." else arguments.url
-            for line in compare_store(url, arguments.options, arguments.scale, arguments.rounds):
+            for line in compare_store(url, options_of(arguments), arguments.scale, arguments.rounds):
                 print(line, flush=True)
             return ExitStatus.OK
         with place(arguments.url) as where:
@@ -229,12 +238,6 @@ def _header(host: dict[str, Any], arguments: argparse.Namespace) -> str:
 def _json(host: dict[str, Any], arguments: argparse.Namespace, tables: list[Table]) -> str:
     settings = {"scale": arguments.scale, "rounds": arguments.rounds}
     return json.dumps({"host": host, "settings": settings, "tables": [table.as_json() for table in tables]}, indent=2)
-
-
-def _progress(text: str) -> None:
-    """Say on a terminal what is under way; the next table overwrites it."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 class Names:

@@ -27,6 +27,7 @@ from snapshot.cli.bench_run import LIBRARIES, Child, ChildFailed
 from snapshot.cli.bench_systems import installed
 from snapshot.cli.bench_worker import Task
 from snapshot.cli.interrupts import held
+from snapshot.cli.screen import say
 from snapshot.report import size_text
 
 BUDGETED = ("train", "single")
@@ -182,7 +183,7 @@ def _name(trace: Path, case: str, children: dict[str, _Child]) -> None:
 
 def _ask(run: Run, table: Table, seat: _Seat, what: str, **question: Any) -> dict[str, Any] | None:
     """One repetition, begun on a quiet disk; None if it failed, which the table then says."""
-    _say(f"{table.case}, {what}: {seat.row.name} ...")
+    say(f"{table.case}, {what}: {seat.row.name} ...")
     if run.where.local:
         os.sync()
     try:
@@ -191,7 +192,7 @@ def _ask(run: Run, table: Table, seat: _Seat, what: str, **question: Any) -> dic
         table.note(f"{seat.row.name}: {failed}", fault=not WAYS[seat.row.system].peer)
         return None
     finally:
-        _say("")
+        say("")
 
 
 def _budgets(run: Run, table: Table) -> Iterator[str]:
@@ -228,9 +229,3 @@ def systems(peers: Sequence[str], local: bool) -> tuple[tuple[str, ...], list[st
         else:
             chosen.append(name)
     return tuple(chosen), left_out
-
-
-def _say(text: str) -> None:
-    """Say on a terminal what is under way."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

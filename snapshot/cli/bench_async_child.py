@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from snapshot import Snapshot
+from snapshot.cli.arguments import inherited
 from snapshot.cli.bench_async_systems import HELD, WAYS, Started
 from snapshot.cli.bench_cases import Payload
 from snapshot.cli.bench_worker import Task, reset_peak, status
@@ -197,7 +198,7 @@ class Worker:
         if URL.parse(where).scheme == "file":
             shutil.rmtree(where, ignore_errors=True)
         else:
-            Snapshot(where).delete()
+            Snapshot(where, storage_options=inherited()).delete()
 
 
 class _Ending(threading.Thread):

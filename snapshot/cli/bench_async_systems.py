@@ -16,6 +16,7 @@ from torch import nn
 
 from snapshot import Snapshot, StateDict
 from snapshot.cli import bench_raw as raw
+from snapshot.cli.arguments import inherited
 from snapshot.cli.bench_cases import CASES, SEED, Case, Payload
 from snapshot.cli.bench_systems import DCP, Ours, System, TorchSnapshot
 from snapshot.options import Settings
@@ -107,8 +108,9 @@ class InBackground(Background):
 
     def start(self, where: str, budget: int | None) -> Started:
         pending = Snapshot.async_take(
-            where, self.app_state, staging=self.staging, worker=self.worker, memory_budget_bytes=budget
-        )
+            where, self.app_state, storage_options=inherited(), staging=self.staging, worker=self.worker,
+            memory_budget_bytes=budget,
+        )  # fmt: skip
         overlapped = self.staging == "overlapped"
         return Started(pending.wait, pending.wait_staged if overlapped else None, waits_itself=overlapped)
 
@@ -123,7 +125,7 @@ class Take(Background):
         self.app_state = _stateful(payload)
 
     def start(self, where: str, budget: int | None) -> Started:
-        Snapshot.take(where, self.app_state)
+        Snapshot.take(where, self.app_state, storage_options=inherited())
         return Started(lambda: None)
 
 

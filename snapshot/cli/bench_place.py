@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from snapshot.cli.arguments import inherited
 from snapshot.cli.interrupts import held
 from snapshot.errors import StorageError
 from snapshot.options import Settings
@@ -93,7 +94,7 @@ def _folder(parsed: URL) -> Iterator[Path]:
 
 
 async def _probe(url: URL) -> None:
-    storage = open_storage(url)
+    storage = open_storage(url, inherited())
     try:
         await storage.put("probe", b"probe")
         await storage.delete(["probe"])
@@ -102,7 +103,7 @@ async def _probe(url: URL) -> None:
 
 
 async def _clear(url: URL) -> None:
-    storage = open_storage(url)
+    storage = open_storage(url, inherited())
     try:
         await storage.delete(await storage.list())
     finally:
@@ -114,7 +115,7 @@ def describe(where: Place) -> dict[str, Any]:
     return {
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "where": str(where.url),
-        "file_system": _file_system(Path(where.url.location)) if where.local else where.url.scheme,
+        "file_system": file_system(Path(where.url.location)) if where.local else where.url.scheme,
         "cores": Settings.current().cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load": round(os.getloadavg()[0], 2),
@@ -132,7 +133,7 @@ def available_memory() -> int:
     return 4 << 30
 
 
-def _file_system(path: Path) -> str:
+def file_system(path: Path) -> str:
     """The type of the file system that holds a path: of all mount points above it, the deepest."""
     mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
     above = [(point, kind) for point, kind in mounts if path.is_relative_to(point.encode().decode("unicode_escape"))]

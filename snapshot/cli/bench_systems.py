@@ -21,6 +21,7 @@ import torch
 
 from snapshot import Snapshot, StateDict
 from snapshot.cli import bench_raw as raw
+from snapshot.cli.arguments import inherited
 from snapshot.cli.bench_cases import Payload
 from snapshot.options import Settings
 
@@ -78,16 +79,16 @@ class Ours(System):
         }
 
     def save(self, where: str, durable: bool = False) -> None:
-        Snapshot.take(where, self.app_state, durable=durable)
+        Snapshot.take(where, self.app_state, storage_options=inherited(), durable=durable)
 
     def load(self, where: str, verify: bool = True) -> None:
-        Snapshot(where).restore(self.app_state, verify=verify)
+        Snapshot(where, storage_options=inherited()).restore(self.app_state, verify=verify)
 
     def start(self, where: str) -> Wait:
-        return Snapshot.async_take(where, self.app_state, durable=False).wait
+        return Snapshot.async_take(where, self.app_state, storage_options=inherited(), durable=False).wait
 
     def _open(self, where: str) -> None:
-        _ = Snapshot(where).metadata
+        _ = Snapshot(where, storage_options=inherited()).metadata
 
     def ways(self, operation: str) -> dict[str, Way]:
         if operation == "open":

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from snapshot import Snapshot
+from snapshot.cli.arguments import inherited
 from snapshot.cli.bench_cache import StaysCached, drop
 from snapshot.cli.bench_cases import CASES
 from snapshot.cli.bench_systems import SYSTEMS, Wait
@@ -114,7 +115,7 @@ class Worker:
         if self.local:
             shutil.rmtree(where, ignore_errors=True)
         else:
-            Snapshot(where).delete()
+            Snapshot(where, storage_options=inherited()).delete()
 
     def _manifest_bytes(self) -> int | None:
         manifest = Path(self.saved) / ".snapshot_metadata"

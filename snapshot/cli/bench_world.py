@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -26,9 +25,11 @@ import torch
 import torch.distributed as dist
 
 from snapshot import Snapshot, StateDict
+from snapshot.cli.arguments import inherited
 from snapshot.cli.bench_cases import CASES
 from snapshot.cli.bench_place import Place, available_memory
 from snapshot.cli.interrupts import held
+from snapshot.cli.screen import say
 from snapshot.errors import SnapshotError
 from snapshot.report import size_text
 
@@ -98,9 +99,9 @@ class _Rank:
         path, group = f"{self.where}/{job.path}", self.solo if job.alone else None
         read, began = 0, time.perf_counter()
         if job.verb == "take":
-            Snapshot.take(path, self.app_state, pg=group, replicated=["**"], durable=False)
+            Snapshot.take(path, self.app_state, pg=group, replicated=["**"], storage_options=inherited(), durable=False)
         else:
-            read = Snapshot(path, pg=group).restore(self.app_state, read_once=job.once).bytes_read
+            read = Snapshot(path, group, inherited()).restore(self.app_state, read_once=job.once).bytes_read
         seconds = time.perf_counter() - began
         if job.check and self.payload.digest() != digest:
             raise SnapshotError("what was restored is not what was saved")
@@ -110,9 +111,9 @@ class _Rank:
 def _written(path: str) -> dict[int, int]:
     """Bytes of the data files of each rank."""
     found: Counter[int] = Counter()
-    for location, file in Snapshot(path)._open().files.items():
+    for location, size in Snapshot(path, storage_options=inherited()).metadata.files.items():
         of = _RANK.match(location)
-        found[int(of[1]) if of else 0] += file.size
+        found[int(of[1]) if of else 0] += size
     return dict(found)
 
 
@@ -220,14 +221,14 @@ def compare(where: Place, world: int, scale: float, rounds: int) -> Iterator[str
         best: dict[str, Told] = {}
         for number in range(rounds + 1):
             for name, job in VERBS.items():
-                _say(f"round {number} of {rounds}: {name.format(world=world)} ...")
+                say(f"round {number} of {rounds}: {name.format(world=world)} ...")
                 told = ranks.do(Job(job.verb, job.path, job.alone, job.once, check=not number))
                 if job.verb == "take":
-                    Snapshot(f"{where.text()}/{job.path}").delete()
+                    Snapshot(f"{where.text()}/{job.path}", storage_options=inherited()).delete()
                 whole = Told(max(each.seconds for each in told), sum(each.read for each in told), told[0].written)
                 if number and (name not in best or whole.seconds < best[name].seconds):
                     best[name] = whole
-        _say("")
+        say("")
     yield f"\n{world} ranks, each with the same model and optimizer of {size_text(nbytes)} (minimum of {rounds} rounds)"
     yield f"  {'':<42} {'seconds':>8} {'x alone':>8} {'bytes':>10} {'x model':>8} {'most/mean':>10}"
     for name, job in VERBS.items():
@@ -245,9 +246,3 @@ def _row(name: str, told: Told, alone: float, nbytes: int, ranks: int) -> str:
         f"  {name:<42} {told.seconds:>8.3f} {told.seconds / alone:>8.2f} {size_text(moved):>10} "
         f"{moved / nbytes:>8.3f} {balance:>10}"
     ).rstrip()
-
-
-def _say(text: str) -> None:
-    """Say on a terminal what is under way."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

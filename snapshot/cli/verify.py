@@ -3,73 +3,103 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
-from tqdm import tqdm
-
-from snapshot.cli.arguments import add_options
+from snapshot.cli.arguments import Verbs, add_json, add_memory, add_storage, options_of, verb
+from snapshot.cli.opening import ENDINGS, explained
+from snapshot.cli.screen import as_json, bar, paint, printable
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import CorruptSnapshotError, SnapshotError
-from snapshot.report import Progress, VerifyReport
+from snapshot.formats.finding import UnknownFormatError
+from snapshot.report import VerifyReport
 from snapshot.snapshot import Snapshot
 from snapshot.storage import URL
 
 
-def add(verbs: Any) -> None:
+def add(verbs: Verbs) -> None:
     """Describe the verb's arguments."""
-    parser: argparse.ArgumentParser = verbs.add_parser(
+    parser = verb(
+        verbs,
         "verify",
-        help="read every byte of a snapshot, and compare it with its digest",
-        description="Read every byte, and compare it with its digest. Nothing is unpickled, and nothing changed.",
-        epilog="Exit status: 0 if all is as it was written, 1 if something is not, 2 if that could not be found out.",
+        "read every byte of a snapshot, and compare it with its digest",
+        "Read every byte, and compare it with its digest; each fault names the entry, the file and the range. Nothing "
+        "is unpickled, and nothing changed. Exit status: 0 if all is as it was written, 1 if something is not, 2 if "
+        "that could not be found out.",
+        [
+            ("verify run/step-100", "every byte"),
+            ("verify run/step-*", "several"),
+            ("verify --quick s3://bucket/run/step-100", "presence and sizes of its files only"),
+            ("verify --resume ~/step-100.verify s3://bucket/run/step-100", "one that goes on where it was interrupted"),
+        ],
+        run,
     )
-    parser.add_argument("urls", nargs="+", metavar="URL", help="a snapshot")
-    parser.add_argument("--memory", type=int, metavar="BYTES", help="how much memory to use at most, about")
-    parser.add_argument("--json", action="store_true", help="print a JSON object a line, one for each snapshot")
-    add_options(parser)
-    parser.set_defaults(run=run)
+    parser.add_argument("urls", nargs="+", metavar="URL", help="a snapshot, or a checkpoint of another library")
+    parser.add_argument("--quick", action="store_true", help="only look at the files' presence and sizes")
+    parser.add_argument(
+        "--strict", action="store_true", help="exit status 1 where something can't be verified, having no digest"
+    )
+    parser.add_argument(
+        "--resume", metavar="FILE", help="note here how far it has come; if the file is there, go on from there"
+    )
+    add_memory(parser)
+    add_json(parser, "print a JSON object a line, one for each snapshot")
+    add_storage(parser)
 
 
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Verify each snapshot, also behind one that is damaged."""
+    if arguments.resume and len(arguments.urls) > 1:
+        raise ValueError("--resume: a file is of one snapshot, and there are several URLs")
+    if arguments.resume and arguments.quick:
+        raise ValueError("--resume and --quick: what takes no time is never resumed")
     status = ExitStatus.OK
+    options = options_of(arguments)
     for url in arguments.urls:
         try:
-            report = _verified(url, arguments.options, arguments.memory)
+            report = _verified(url, options, arguments)
         except (SnapshotError, OSError) as error:
-            print(f"snapshot: error: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"snapshot: error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
             status = ExitStatus.FAILED
             continue
         name = str(URL.parse(url))
+        good = report.ok and not (arguments.strict and report.unverifiable)
         if arguments.json:
-            print(json.dumps({"url": name, "ok": report.ok, **_fields(report)}), flush=True)
+            print(as_json({"url": name, "ok": report.ok, **_fields(report)}), flush=True)
         else:
-            print(f"{name}: {report}", flush=True)
-        status = max(status, ExitStatus.OK if report else ExitStatus.FOUND)
+            head, *faults = map(printable, f"{name}: {report}".split("\n"))
+            print(head if good else paint(head, "red" if faults else "yellow"), *faults, sep="\n", flush=True)
+        status = max(status, ExitStatus.OK if good else ExitStatus.FOUND)
     return status
 
 
-def _verified(url: str, options: dict[str, Any] | None, memory: int | None) -> VerifyReport:
+def _verified(url: str, options: dict[str, Any], arguments: argparse.Namespace) -> VerifyReport:
     """The report on one snapshot; of one whose manifest is damaged, that."""
-    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, delay=1.0, leave=False, disable=None) as bar:
-
-        def show(progress: Progress) -> None:
-            bar.total = progress.total
-            bar.update(progress.done - bar.n)
-
-        try:
-            return Snapshot(url, storage_options=options).verify(memory_budget_bytes=memory, progress=show)
-        except CorruptSnapshotError as error:
-            return VerifyReport(0, 0, 0.0, (str(error),))
+    snapshot = Snapshot(url, storage_options=options)
+    try:
+        with explained(url, options), bar("verify") as show:
+            return snapshot.verify(
+                quick=arguments.quick,
+                resume=arguments.resume,
+                memory_budget_bytes=arguments.memory,
+                progress=show,
+            )
+    except UnknownFormatError as error:
+        if not snapshot.path.endswith(ENDINGS):
+            raise
+        return VerifyReport(0, 0, 0.0, (str(error),))  # going by its name, it was one
+    except CorruptSnapshotError as error:
+        return VerifyReport(0, 0, 0.0, (str(error),))
 
 
 def _fields(report: VerifyReport) -> dict[str, Any]:
     return {
         "entries": report.entries,
+        "files": report.files,
         "bytes_read": report.bytes_read,
+        "bytes_before": report.bytes_before,
         "seconds": round(report.seconds, 6),
+        "quick": report.quick,
         "faults": report.faults,
         "unverifiable": report.unverifiable,
     }

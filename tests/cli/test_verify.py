@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import Failed, Warm
 
 from snapshot import Snapshot, StateDict
 from snapshot.cli import main
@@ -98,3 +99,86 @@ def test_the_installed_command_gives_the_status_to_its_shell(tmp_path: Path) -> 
     )
     assert (done.returncode, done.stderr) == (1, "")
     assert "1 fault" in done.stdout
+
+
+def test_quick_says_that_no_byte_was_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = damage(taken(tmp_path / "s"))
+    assert main(["verify", "--quick", str(path)]) == 0
+    assert "no byte was compared" in capsys.readouterr().out
+    entry = Snapshot(path).get_manifest()["0/s/x"]
+    (path / entry.location).unlink()
+    assert main(["verify", "--quick", "--json", str(path)]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["quick"], found["ok"], found["files"]) == (True, False, 1)
+    assert found["faults"] == [f"{entry.location} is missing (holds 0/s/x and 1 more)"]
+
+
+def test_what_has_no_digest_is_never_a_bare_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "x.safetensors")
+    assert main(["convert", str(taken(tmp_path / "s")), path]) == 0
+    capsys.readouterr()
+    assert main(["verify", path]) == 0
+    assert "structure only, 2 entries can't be verified" in capsys.readouterr().out
+    assert main(["verify", "--strict", path]) == 1
+    assert main(["verify", "--strict", str(tmp_path / "s")]) == 0
+
+
+def test_one_that_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, notes = taken(tmp_path / "s"), str(tmp_path / "notes")
+    assert main(["verify", "--resume", notes, str(damage(path))]) == 1
+    assert main(["verify", "--resume", notes, str(path)]) == 1
+    assert ", 0 B (and " in capsys.readouterr().out
+    damage(path)
+    assert main(["verify", "--resume", notes, str(path)]) == 0
+    assert not Path(notes).exists()
+    assert main(["verify", "--resume", notes, str(path), str(path)]) == 2
+    assert main(["verify", "--resume", notes, "--quick", str(path)]) == 2
+    Path(notes).write_text("mine")
+    assert main(["verify", "--resume", notes, str(path)]) == 2
+    assert "name another one" in capsys.readouterr().err
+
+
+def test_hostile_names_are_shown_and_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Snapshot.take(tmp_path / "s", {"s": StateDict({"a\x1b[2J": torch.ones(9)})})
+    assert main(["verify", str(damage(tmp_path / "s", "0/s/a\x1b[2J"))]) == 1
+    assert "0/s/a\\x1b[2J: data/" in capsys.readouterr().out
+
+
+def test_what_is_no_checkpoint_is_status_2_and_a_known_one_that_is_damaged_is_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file.txt").write_text("something else")
+    assert main(["verify", str(tmp_path / "file.txt")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, "is no checkpoint of a format that is known" in err) == ("", True)
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
+    assert main(["verify", str(tmp_path / "model.safetensors")]) == 1
+    assert "1 fault" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_ends_it_soon_and_the_same_again_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], warm: Warm, number: str, status: int
+) -> None:
+    state = StateDict(**{f"t{i}": torch.full((1 << 16,), float(i)) for i in range(40)})
+    Snapshot.take(tmp_path / "s", {"m": state}, durable=False)
+    script = f"""
+import os, signal, sys
+from snapshot.cli import main
+from snapshot.engine import verify, notes
+verify.STRETCH = 256 << 10
+add = notes.VerifyNotes.add
+def counted(self, *arguments):
+    add(self, *arguments)
+    counted.met += 1
+    if counted.met == 3:
+        os.kill(os.getpid(), signal.{number})
+counted.met = 0
+notes.VerifyNotes.add = counted
+sys.exit(main(["verify", "--resume", "{tmp_path}/notes", "{tmp_path}/s"]))
+"""
+    with pytest.raises(Failed) as failed:
+        warm.run(script)
+    assert str(failed.value) == f"exit status {status}:\n"
+    assert main(["verify", "--json", "--resume", str(tmp_path / "notes"), str(tmp_path / "s")]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes_before"] >= 3 * (256 << 10)

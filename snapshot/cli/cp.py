@@ -1,0 +1,71 @@
+"""`snapshot cp`: a snapshot once more, elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+
+from snapshot.cli.arguments import Verbs, add_json, add_memory, add_select, add_storage, options_of, verb
+from snapshot.cli.opening import explained
+from snapshot.cli.screen import as_json, bar, printable
+from snapshot.cli.status import ExitStatus
+from snapshot.errors import SnapshotExistsError
+from snapshot.snapshot import Snapshot
+from snapshot.storage import URL
+
+
+def add(verbs: Verbs) -> None:
+    """Describe the verb's arguments."""
+    parser = verb(
+        verbs,
+        "cp",
+        "copy a snapshot from one storage to another",
+        "Copy a snapshot, byte for byte, from any storage to any other; each byte is compared with its digest as it "
+        "passes. The copy is there when it is whole, and not before. A checkpoint of another library is copied file by "
+        "file: those that it consists of, and no others that lie beside them.",
+        [
+            ("cp run/step-100 s3://bucket/run/step-100", "into a bucket"),
+            ("cp run/step-100 model-only --select 'model/**'", "a part of it"),
+            ("cp s3://a/x s3://b/x --dst-o endpoint_url=http://localhost:9000", "to another server"),
+        ],
+        run,
+    )
+    parser.add_argument("source", metavar="SRC", help="a snapshot, or a checkpoint of another library")
+    parser.add_argument("target", metavar="DST", help="where to: its whole name, and not the folder above it")
+    add_select(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there, once the copy is whole")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare digests and checksums")
+    add_memory(parser)
+    add_json(parser)
+    add_storage(parser, "src", "dst")
+
+
+@contextmanager
+def in_our_words() -> Iterator[None]:
+    """Within, an error that something stands there already speaks of options of the command."""
+    try:
+        yield
+    except SnapshotExistsError as error:
+        text = str(error).replace("overwrite=True", "--overwrite").replace("take to another path", "name another place")
+        raise SnapshotExistsError(text) from error
+
+
+def run(arguments: argparse.Namespace) -> ExitStatus:
+    """Copy, and say what was copied."""
+    options = options_of(arguments, "src")
+    with in_our_words(), explained(arguments.source, options), bar("copy") as show:
+        report = Snapshot(arguments.source, storage_options=options).copy(
+            arguments.target,
+            arguments.select,
+            exclude=arguments.exclude,
+            overwrite=arguments.overwrite,
+            verify=not arguments.no_verify,
+            storage_options=options_of(arguments, "dst"),
+            memory_budget_bytes=arguments.memory,
+            progress=show,
+        )
+    name = str(URL.parse(arguments.target))
+    print(as_json({"url": name, **asdict(report)}) if arguments.json else printable(f"{name}: {report}"))
+    return ExitStatus.OK

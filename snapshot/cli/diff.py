@@ -1,0 +1,117 @@
+"""`snapshot diff`: what differs between two snapshots?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from snapshot.cli.arguments import Verbs, add_json, add_memory, add_select, add_storage, options_of, verb
+from snapshot.cli.opening import opened
+from snapshot.cli.quiet import torch_is_quiet
+from snapshot.cli.screen import as_json, bar, paint, printable
+from snapshot.cli.status import ExitStatus
+from snapshot.difference import MARKS, Diff
+from snapshot.errors import SnapshotNotFoundError
+from snapshot.snapshot import Snapshot
+
+STYLES = {"added": "green", "removed": "red", "changed": "yellow", "renamed": "cyan"}
+SHOWN = 200
+"""Lines that are shown on a terminal, where not all were asked for."""
+
+
+def add(verbs: Verbs) -> None:
+    """Describe the verb's arguments."""
+    parser = verb(
+        verbs,
+        "diff",
+        "what differs between two snapshots",
+        "Say what only B has (+), what only A has (-), what has changed (~) and what has another name (>). Two "
+        "snapshots are compared by the digests in their manifests; data is read only where these do not say it: of "
+        "tensors that are cut otherwise, of other formats, or with --values. Exit status: 0 if they are the same, "
+        "1 if not.",
+        [
+            ("diff run/step-100 run/step-200", "what changed in between"),
+            ("diff run/step-100 run/step-200 --values", "and by how much"),
+            ("diff run/step-100 s3://bucket/run/step-100", "is the copy the same?"),
+            ("diff run/step-100 model.safetensors --select 'model/**' --rename model=", "and the export?"),
+        ],
+        run,
+    )
+    parser.add_argument("a", metavar="A", help="a snapshot, or a checkpoint of another library")
+    parser.add_argument("b", metavar="B", help="another one")
+    parser.add_argument("--values", action="store_true", help="read tensors that differ, and say by how much")
+    parser.add_argument("--all", action="store_true", help=f"more than {SHOWN} lines, on a terminal")
+    add_select(parser)
+    parser.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        type=_pair,
+        metavar="OLD=NEW",
+        help="what a name of A is called in B; 'model=' takes that level away; repeatable",
+    )
+    add_memory(parser)
+    add_json(parser)
+    add_storage(parser, "src", "dst")
+
+
+def run(arguments: argparse.Namespace) -> ExitStatus:
+    """Compare, and say what differs."""
+    sides = [
+        (url, options_of(arguments, prefix)) for url, prefix in ((arguments.a, "src"), (arguments.b, "dst"))
+    ]  # fmt: skip
+    a, b = (Snapshot(url, storage_options=options) for url, options in sides)
+    try:
+        with torch_is_quiet(), bar("diff") as show:
+            found = Snapshot.diff(
+                a,
+                b,
+                values=arguments.values,
+                select=arguments.select,
+                exclude=arguments.exclude,
+                rename=dict(arguments.rename) or None,
+                memory_budget_bytes=arguments.memory,
+                progress=show,
+            )
+    except SnapshotNotFoundError:
+        for url, options in sides:
+            opened(url, options)  # says what stands there instead
+        raise
+    if arguments.json:
+        print(as_json(_fields(found)))
+    else:
+        _show(found, whole=arguments.all)
+    return ExitStatus.OK if found.same else ExitStatus.FOUND
+
+
+def _show(found: Diff, *, whole: bool) -> None:
+    most = SHOWN if sys.stdout.isatty() and not whole else len(found)
+    for change in found.changes[:most]:
+        line = printable(str(change))
+        print(paint(line, STYLES[change.kind]))
+    if most < len(found):
+        print(paint(f"... and {len(found) - most:,} more: --all shows them", "dim"))
+    print(found.summary)
+
+
+def _fields(found: Diff) -> dict[str, Any]:
+    return {
+        "a": found.a,
+        "b": found.b,
+        "same": found.same,
+        "equal": found.equal,
+        **{kind: len([change for change in found if change.kind == kind]) for kind in MARKS},
+        "entries_read": found.entries_read,
+        "bytes_read": found.bytes_read,
+        "seconds": round(found.seconds, 6),
+        "changes": [asdict(change) for change in found],
+    }
+
+
+def _pair(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not (old and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not OLD=NEW")
+    return old, new

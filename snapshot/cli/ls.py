@@ -1,0 +1,323 @@
+"""`snapshot ls`: what is in a snapshot, and which snapshots are in a folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from snapshot.cli.arguments import Verbs, add_json, add_storage, count, options_of, verb
+from snapshot.cli.listing import Fold, Item, Total, by_key, folded, heaviest, items, objects_text, shape_text
+from snapshot.cli.opening import explained, hasty, side_by_side, snapshots_below
+from snapshot.cli.screen import Column, Table, as_json, paint, printable, width
+from snapshot.cli.status import ExitStatus
+from snapshot.errors import SnapshotError, SnapshotNotFoundError
+from snapshot.metadata import SnapshotMetadata
+from snapshot.plan.globs import matcher, unmatched
+from snapshot.report import size_text
+from snapshot.snapshot import Snapshot
+from snapshot.storage import URL
+
+FOLDED = 40
+"""Lines of one key that are shown, where not all were asked for."""
+BAR = 20
+
+
+def add(verbs: Verbs) -> None:
+    """Describe the verb's arguments."""
+    parser = verb(
+        verbs,
+        "ls",
+        "list what is in a snapshot, or the snapshots in a folder",
+        "List what is in a snapshot, or in a checkpoint of another library; of a folder of snapshots, these. Only the "
+        "manifest is read. Objects whose names differ in numbers alone stand in one line.",
+        [
+            ("ls run", "the snapshots in a folder"),
+            ("ls run/step-100", "what is in one"),
+            ("ls run/step-100 'model/**'", "a part of it"),
+            ("ls run/step-100 --flat | grep bias", "a line for each object"),
+            ("ls run/step-100 --du --depth 3", "what takes the space"),
+        ],
+        run,
+    )
+    parser.add_argument(
+        "url", nargs="?", default=".", metavar="URL", help="a snapshot or a folder (default: the current one)"
+    )
+    parser.add_argument("globs", nargs="*", metavar="GLOB", help="only what matches, as 'model/**'")
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--flat", action="store_true", help="a line for each object, with its whole name")
+    shape.add_argument("--tree", action="store_true", help="all objects, as a tree")
+    shape.add_argument("--du", action="store_true", help="what takes the space, largest first")
+    parser.add_argument("--depth", type=count, metavar="N", help="how many parts of names --du and --tree show")
+    parser.add_argument("--all", action="store_true", help=f"more than {FOLDED} lines of a key")
+    add_json(parser)
+    add_storage(parser)
+
+
+def run(arguments: argparse.Namespace) -> ExitStatus:
+    """List what stands at the URL."""
+    options = hasty(URL.parse(arguments.url), options_of(arguments))
+    snapshot = Snapshot(arguments.url, storage_options=options)
+    try:
+        metadata = snapshot.metadata
+    except SnapshotNotFoundError:
+        with explained(arguments.url, options):
+            return _root(arguments, options)
+    found = _selected(list(items(snapshot.get_manifest(), metadata.world_size)), arguments.globs)
+    name = str(URL.parse(arguments.url))
+    if arguments.json:
+        print(as_json({"url": name, **summary(metadata, found), "items": [item.as_json() for item in found]}))
+        return ExitStatus.OK
+    several = metadata.world_size > 1
+    if arguments.flat:
+        lines: Iterable[str] = Table(_columns(several), [_row(item.path, [item], several) for item in found]).lines()
+    else:
+        print(_head(name, metadata, found))
+        if arguments.du:
+            lines = _du(found, arguments.depth or 2)
+        elif arguments.tree:
+            lines = _tree(found, several, arguments.depth)
+        else:
+            lines = _folded(found, several, arguments.all)
+    for line in lines:
+        print(line)
+    return ExitStatus.OK
+
+
+def _selected(found: list[Item], globs: Sequence[str]) -> list[Item]:
+    if not globs:
+        return found
+    if missing := unmatched(globs, [item.path for item in found]):
+        raise ValueError(f"the glob {missing[0]!r} matches nothing in the snapshot")
+    wanted = matcher(globs)
+    return [item for item in found if wanted(item.path)]
+
+
+def summary(metadata: SnapshotMetadata, found: Sequence[Item]) -> dict[str, Any]:
+    """What a snapshot is as a whole, for programs."""
+    totals = _totals(found)
+    return {
+        "format": metadata.format,
+        "version": metadata.version,
+        "save_id": metadata.save_id,
+        "world_size": metadata.world_size,
+        "created": metadata.created.isoformat(),
+        "metadata": metadata.metadata,
+        "entries": len(found),
+        "bytes": sum(item.nbytes for item in found),
+        "keys": {key: {"entries": total.entries, "bytes": total.nbytes} for key, total in totals.items()},
+    }
+
+
+def _totals(found: Sequence[Item]) -> dict[str, Total]:
+    return {key: Total(len(each), sum(item.nbytes for item in each)) for key, each in by_key(found).items()}
+
+
+def _head(name: str, metadata: SnapshotMetadata, found: Sequence[Item]) -> str:
+    parts = [objects_text(len(found)), size_text(sum(item.nbytes for item in found))]
+    if metadata.world_size > 1:
+        parts.append(f"{metadata.world_size} ranks")
+    if metadata.format.startswith("snapshot/"):
+        parts.append(f"taken {metadata.created:%Y-%m-%d %H:%M:%S} UTC by snapshot {metadata.version}")
+    else:
+        parts.append(f"written by {metadata.format}".rstrip())
+    lines = [f"{paint(printable(name), 'bold')}: {printable(', '.join(parts))}"]
+    if metadata.metadata:
+        text = json.dumps(metadata.metadata, ensure_ascii=False)
+        lines.append(printable(f"metadata: {text if len(text) <= 500 else text[:500] + '...'}"))
+    return "\n".join(lines)
+
+
+# The shapes of a listing
+
+
+def _columns(several: bool) -> list[Column]:
+    made = [
+        Column("name", shrinks=True),
+        Column("kind", style="cyan", optional=True),
+        Column("dtype", style="cyan"),
+        Column("shape"),
+        Column("size", right=True),
+    ]
+    if several:
+        made.append(Column("ranks", style="dim", optional=True))
+    return [*made, Column("value", shrinks=True, optional=True, style="dim")]
+
+
+def _row(name: str, held: Sequence[Item], several: bool, value: str | None = None) -> list[str]:
+    first = held[0]
+    nbytes = sum(item.nbytes for item in held)
+    size = size_text(nbytes) if nbytes else ""
+    made = [name, first.kind, first.dtype, shape_text(first.shape), size]
+    if several:
+        own = len({item.rank for item in held})
+        made.append(f"{own} ranks, each its own" if own > 1 else first.placed)
+    return [*made, first.value if value is None else value]
+
+
+def _folded(found: Sequence[Item], several: bool, everything: bool) -> Iterator[str]:
+    """Each key with its total, and what is in it; of what is alike, one line."""
+    table = Table(_columns(several))
+    for key, held in by_key(found).items():
+        folds = folded(held)
+        if key:
+            total = Total(len(held), sum(item.nbytes for item in held))
+            blank = [""] * (len(table.columns) - 2)
+            blank[3] = size_text(total.nbytes)
+            table.add(f"{key}/", *blank, objects_text(total.entries), style="bold")
+        shown = folds if everything or len(folds) <= FOLDED + 1 else folds[:FOLDED]
+        for fold in shown:
+            name = f"  {fold.name.removeprefix(key + '/')}" if key else fold.name
+            table.add(*_row(name, fold.items, several, _times(fold)))
+        if rest := folds[len(shown) :]:
+            nbytes = size_text(sum(fold.nbytes for fold in rest))
+            number = sum(len(fold.items) for fold in rest)
+            table.add(f"  ... {number:,} more, {nbytes}: --all, --flat or a glob", *[""] * (len(table.columns) - 1))
+    yield from table.lines()
+
+
+def _times(fold: Fold) -> str:
+    names = {item.path for item in fold.items}
+    times = f"x {len(names):,}" if len(names) > 1 else ""
+    return ", ".join(filter(None, (times, fold.value)))
+
+
+def _tree(found: Sequence[Item], several: bool, depth: int | None) -> Iterator[str]:
+    """All objects below the containers that they are in."""
+    totals: dict[str, Total] = {}
+    for item in found:
+        above = item.path
+        while "/" in above:
+            above = above.rpartition("/")[0]
+            totals.setdefault(above, Total()).add(item.nbytes)
+    table = Table(_columns(several))
+    shown: set[str] = set()
+    for item in found:
+        parts = item.path.split("/")
+        for level in range(1, len(parts)):
+            above = "/".join(parts[:level])
+            if above not in shown and (depth is None or level <= depth):
+                shown.add(above)
+                blank = [""] * (len(table.columns) - 2)
+                blank[3] = size_text(totals[above].nbytes)
+                table.add(
+                    f"{'  ' * (level - 1)}{parts[level - 1]}/",
+                    *blank,
+                    objects_text(totals[above].entries),
+                    style="bold",
+                )
+        if depth is None or len(parts) <= depth:
+            table.add(*_row("  " * (len(parts) - 1) + parts[-1], [item], several))
+    yield from table.lines()
+
+
+def _du(found: Sequence[Item], depth: int) -> Iterator[str]:
+    """What takes the space, with a bar for its share."""
+    whole = sum(item.nbytes for item in found)
+    table = Table(
+        [
+            Column("size", right=True),
+            Column("share", right=True),
+            Column("", style="blue", optional=True),
+            Column("objects", right=True, optional=True),
+            Column("name", shrinks=True),
+        ]
+    )
+    for name, total in heaviest(found, depth):
+        share = total.nbytes / whole if whole else 0.0
+        bar = "#" * round(share * BAR)
+        table.add(size_text(total.nbytes), f"{share:.1%}", bar, f"{total.entries:,}", name)
+    yield from table.lines()
+
+
+# A folder of snapshots
+
+
+@dataclass(frozen=True)
+class _Found:
+    name: str
+    metadata: SnapshotMetadata | None
+    problem: str = ""
+
+
+def _root(arguments: argparse.Namespace, options: Mapping[str, Any]) -> ExitStatus:
+    """List the snapshots of a folder: a manager's steps, or whatever there is."""
+    url = URL.parse(arguments.url)
+    try:
+        names = snapshots_below(url, options)
+    except SnapshotError as error:  # of what cannot list, that there is no snapshot says more
+        raise SnapshotNotFoundError(f"{url}: there is no snapshot here ({error})") from error
+    if not names:
+        raise SnapshotNotFoundError(f"{url}: there is no snapshot here")
+    if arguments.globs:
+        wanted = matcher(arguments.globs)
+        names = [name for name in names if wanted(name)]
+
+    def look(name: str) -> _Found:
+        try:
+            return _Found(name, Snapshot(url.join(name).reveal(), storage_options=options).metadata)
+        except SnapshotError as error:
+            return _Found(name, None, str(error))
+
+    found = side_by_side(look, names)
+    if arguments.json:
+        print(as_json({"url": str(url), "snapshots": [_as_json(each) for each in found]}))
+    else:
+        for line in _steps(found):
+            print(line)
+    return ExitStatus.FOUND if any(each.metadata is None for each in found) else ExitStatus.OK
+
+
+def _as_json(found: _Found) -> dict[str, Any]:
+    if found.metadata is None:
+        return {"name": found.name, "problem": found.problem}
+    held = found.metadata
+    return {
+        "name": found.name,
+        "format": held.format,
+        "created": held.created.isoformat(),
+        "entries": held.entries,
+        "bytes": held.nbytes,
+        "world_size": held.world_size,
+        "metadata": held.metadata,
+    }
+
+
+def _steps(found: Sequence[_Found]) -> Iterator[str]:
+    table = Table(
+        [
+            Column("name", shrinks=True, style="bold"),
+            Column("taken (UTC)"),
+            Column("size", right=True),
+            Column("entries", right=True, optional=True),
+            Column("ranks", right=True, optional=True),
+            Column("metadata", shrinks=True, optional=True, style="dim"),
+        ]
+    )
+    for each in found:
+        held = each.metadata
+        if held is None:
+            table.add(each.name, "cannot be read", "", "", "", each.problem, style="red")
+            continue
+        ours = held.format.startswith("snapshot/")
+        taken = f"{held.created:%Y-%m-%d %H:%M}" if ours else held.format
+        told = ", ".join(f"{key} {_short(value)}" for key, value in _flat(held.metadata))
+        if width() is None:
+            told = told[:500]
+        table.add(each.name, taken, size_text(held.nbytes), f"{held.entries:,}", str(held.world_size), told)
+    yield from table.lines()
+
+
+def _flat(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The user's own metadata; what is in mappings stands beside it."""
+    for key, value in metadata.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value)
+        else:
+            yield key, value
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

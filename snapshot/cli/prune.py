@@ -1,0 +1,209 @@
+"""`snapshot prune`: remove the steps of a root that a policy does not keep, and what interrupted takes left."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+from snapshot.cli.arguments import Verbs, add_json, add_storage, count, duration, options_of, verb
+from snapshot.cli.opening import explained
+from snapshot.cli.screen import Column, Table, as_json, ask, printable
+from snapshot.cli.status import ExitStatus
+from snapshot.engine.commit import DAY
+from snapshot.engine.loop import run as on_loop
+from snapshot.errors import SnapshotError, SnapshotNotFoundError
+from snapshot.manager.cleaning import Fate, Removed, remove, survey
+from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest, Policy
+from snapshot.manager.root import Root
+from snapshot.manifest.document import METADATA
+from snapshot.report import size_text
+from snapshot.storage import URL
+
+UNASKED = "nothing was removed: this needs a terminal to ask at, or --yes; --dry-run only shows"
+
+
+def add(verbs: Verbs) -> None:
+    """Describe the verb's arguments."""
+    parser = verb(
+        verbs,
+        "prune",
+        "remove the steps of a folder that a policy does not keep",
+        "Remove snapshots named step-<number> in a folder, but for those that a --keep option keeps, the newest, and "
+        "pinned ones; and what interrupted takes and removals left there. Without a --keep option all snapshots stay, "
+        "and only leftovers go. What another library wrote is left alone. It shows what would go, and asks.",
+        [
+            ("prune run --keep-latest 3 --dry-run", "what would go"),
+            ("prune run --keep-latest 3 --keep-every 1000", "the latest 3, and each 1000th"),
+            ("prune run --keep-best loss:2 --keep-best f1:1:max", "the best by metrics"),
+            ("prune run --keep-for 7d --yes", "without a question, for scripts"),
+            ("prune run", "only what interrupted takes left"),
+        ],
+        run,
+    )
+    parser.add_argument("root", metavar="ROOT", help="the folder of the steps")
+    keep = parser.add_argument_group("what stays", "Each adds to what the others keep.")
+    for flag, kind, metavar, what in (
+        ("--keep-latest", lambda text: KeepLatest(count(text)), "N", "the latest N"),
+        ("--keep-best", best, "METRIC[:N[:max]]", "the N best by a metric, of which less is better, or more (max)"),
+        ("--keep-every", lambda text: KeepEvery(count(text)), "N", "each step that N divides"),
+        ("--keep-for", lambda text: KeepFor(duration(text)), "TIME", "what was taken since then: 12h, 7d"),
+    ):
+        keep.add_argument(flag, action="append", default=[], type=kind, dest="keep", metavar=metavar, help=what)
+    add_careful(parser)
+    add_json(parser)
+    add_storage(parser)
+
+
+def add_careful(parser: argparse.ArgumentParser) -> None:
+    """What all verbs that remove something take."""
+    parser.add_argument("--dry-run", action="store_true", help="only show what would go")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument(
+        "--older-than",
+        type=duration,
+        default=DAY,
+        metavar="TIME",
+        help="takes that began so long ago and are not committed are over, and what they left goes (default: 1d)",
+    )
+
+
+def best(text: str) -> KeepBest:
+    """A policy, as `loss`, `loss:2` or `f1:1:max`. A metric's name may hold colons."""
+    name, n, mode = text, 1, "min"
+    head, colon, tail = name.rpartition(":")
+    if colon and tail in ("min", "max"):
+        name, mode = head, tail
+    head, colon, tail = name.rpartition(":")
+    if colon and tail.isascii() and tail.isdecimal():
+        name, n = head, count(tail)
+    if not name:
+        raise argparse.ArgumentTypeError(f"{text!r} names no metric; it is METRIC, METRIC:N or METRIC:N:max")
+    return KeepBest(name, n, mode)
+
+
+def run(arguments: argparse.Namespace) -> ExitStatus:
+    """Show what would go, ask, and remove it."""
+    options = options_of(arguments)
+    url = URL.parse(arguments.root)
+    root = Root(url, options)
+    policy: Policy | None = reduce(lambda one, other: one | other, arguments.keep) if arguments.keep else None
+    fates = on_loop(survey(root, policy, older_than=arguments.older_than, thorough=True))
+    if not fates:
+        on_loop(_expect_folder(root))
+        with explained(arguments.root, options):
+            raise SnapshotNotFoundError("no steps")
+    going = [fate for fate in fates if fate.goes]
+    if not arguments.json:
+        print(_table(fates))
+        print(_total(fates, going))
+    if not going or arguments.dry_run:
+        return _told(arguments, url, fates, Removed(()))
+    if not confirmed(arguments, f"remove {_counted(going)} from {url}?"):
+        return ExitStatus.FOUND
+    done = on_loop(remove(root, going, older_than=arguments.older_than))
+    return _told(arguments, url, fates, done)
+
+
+async def _expect_folder(root: Root) -> None:
+    """Raise for what has no steps because it is something else."""
+    async with root.opened() as operation:
+        storage = operation.storage
+        if METADATA in await storage.list(METADATA):
+            above = root.url.location.rstrip("/").rpartition("/")[0]
+            raise SnapshotError(
+                f"{root.url}: is a snapshot itself; name the folder that it lies in"
+                + (f": {URL(root.url.scheme, above, root.url.query)}" if above else "")
+            )
+        if await operation.is_foreign() or (root.url.scheme == "file" and os.path.isfile(root.url.location)):
+            raise SnapshotError(f"{root.url}: is a file, or a checkpoint, and not a folder of steps")
+
+
+def confirmed(arguments: argparse.Namespace, question: str) -> bool:
+    """Whether to go on; raises where there is nobody to ask."""
+    if arguments.yes:
+        return True
+    if not (sys.stdin and sys.stdin.isatty()):
+        raise SnapshotError(UNASKED)
+    if ask(printable(question)):
+        return True
+    print("nothing was removed", file=sys.stderr)
+    return False
+
+
+def _table(fates: Sequence[Fate]) -> Table:
+    table = Table(
+        [
+            Column("step"),
+            Column("size", right=True),
+            Column(""),
+            Column("why", shrinks=True),
+            Column("metrics", optional=True),
+        ]
+    )
+    for fate in fates:
+        metrics = fate.taken.metrics if fate.taken is not None else {}
+        table.add(
+            f"step-{fate.step}",
+            "" if fate.nbytes is None else size_text(fate.nbytes),
+            "goes" if fate.goes else "stays",
+            _why(fate),
+            ", ".join(f"{name} {value:.6g}" for name, value in metrics.items()),
+            style="red" if fate.goes else "",
+        )
+    return table
+
+
+def _why(fate: Fate) -> str:
+    return f"{fate.why}: {files_text(fate.files)}" if fate.what == "leftovers" else fate.why
+
+
+def files_text(files: int) -> str:
+    """So many files."""
+    return "1 file" if files == 1 else f"{files:,} files"
+
+
+def _counted(fates: Sequence[Fate]) -> str:
+    snapshots = sum(fate.what == "snapshot" for fate in fates)
+    said = [f"{snapshots:,} snapshot{'s' * (snapshots != 1)}"] if snapshots else []
+    if len(fates) > snapshots:
+        said.append(f"leftovers in {len(fates) - snapshots:,} folder{'s' * (len(fates) - snapshots != 1)}")
+    return " and ".join(said) or "nothing"
+
+
+def _total(fates: Sequence[Fate], going: Sequence[Fate]) -> str:
+    kept = sum(fate.what == "snapshot" and not fate.goes for fate in fates)
+    size = size_text(sum(fate.nbytes or 0 for fate in going))
+    return f"{_counted(going)} to go, {size}; {kept:,} snapshot{'s' * (kept != 1)} to stay"
+
+
+def _told(arguments: argparse.Namespace, url: URL, fates: Sequence[Fate], done: Removed) -> ExitStatus:
+    """Say what was done."""
+    if arguments.json:
+        failed = {(fate.step, fate.what): str(error) for fate, error in done.failed}
+        steps = [_json(fate, fate in done.fates, failed.get((fate.step, fate.what))) for fate in fates]
+        print(as_json({"url": str(url), "steps": steps}))
+    else:
+        if done.fates:
+            print(f"removed {_counted(done.fates)}, {size_text(sum(fate.nbytes or 0 for fate in done.fates))}")
+        for fate, error in done.failed:
+            print(printable(f"snapshot: step-{fate.step} could not be removed: {error}"), file=sys.stderr)
+    return ExitStatus.FOUND if done.failed else ExitStatus.OK
+
+
+def _json(fate: Fate, removed: bool, error: str | None) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "step": fate.step,
+        "what": fate.what,
+        "goes": fate.goes,
+        "why": fate.why,
+        "removed": removed,
+    }
+    if fate.nbytes is not None:
+        made["bytes"] = fate.nbytes
+    if fate.taken is not None:
+        made["metrics"] = dict(fate.taken.metrics)
+    return made | ({"error": error} if error else {})

@@ -1,0 +1,256 @@
+"""`snapshot report`: a snapshot as a page: what takes the space, how it is spread, and how its take went."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from snapshot.cli.arguments import Verbs, add_storage, assignment, options_of, verb
+from snapshot.cli.listing import Item, Total, folded, items, objects_text, shape_text
+from snapshot.cli.opening import opened
+from snapshot.cli.screen import as_json, bar
+from snapshot.cli.status import ExitStatus
+from snapshot.engine.describe import VERSION
+from snapshot.manifest import entries as e
+from snapshot.manifest.entry import Entry
+from snapshot.metadata import SnapshotMetadata
+from snapshot.storage import URL
+
+SMALLEST = 1 / 4000
+"""What takes less than this share of its parent is drawn together with others like it."""
+WIDEST = 300
+"""Parts of one node that are drawn."""
+MOST_ROWS = 5000
+"""Lines of the table of objects."""
+MOST_SPANS = 50_000
+_RANK = re.compile(r"data/[0-9a-f]+-([0-9]+)-[0-9]+\.")
+
+
+def add(verbs: Verbs) -> None:
+    """Describe the verb's arguments."""
+    parser = verb(
+        verbs,
+        "report",
+        "draw a snapshot as an HTML page",
+        "Draw a snapshot, or a checkpoint of another library, as one HTML page that needs no network: what takes the "
+        "space, dtypes, bytes of each rank, files, digests, metadata; with --trace the timeline of its take. Only the "
+        "manifest is read.",
+        [
+            ("report run/step-100 -o report.html", "the page"),
+            ("report run/step-100 -o report.html --verify", "with the result of a verification"),
+            ("report run/step-100 -o report.html --trace t.json", "with what SNAPSHOT_TRACE=t.json recorded"),
+        ],
+        run,
+    )
+    parser.add_argument("url", metavar="URL", help="a snapshot")
+    parser.add_argument("--output", metavar="FILE", help="where to; also -o FILE, of a name without '='")
+    parser.add_argument("--trace", metavar="FILE", help="a timeline that SNAPSHOT_TRACE recorded")
+    parser.add_argument("--verify", action="store_true", help="read every byte, and say what was found")
+    add_storage(parser)
+    action = next(each for each in parser._actions if "-o" in each.option_strings)
+    action.type = _option_or_file
+    action.metavar = "FILE|KEY=VALUE"
+    action.help = "where to; or, with '=', an option of the storage"
+
+
+def _option_or_file(text: str) -> Any:
+    return assignment(text) if "=" in text else text
+
+
+def run(arguments: argparse.Namespace) -> ExitStatus:
+    """Write the page."""
+    targets = [each for each in arguments.o if isinstance(each, str)]
+    arguments.o = [each for each in arguments.o if not isinstance(each, str)]
+    targets += [arguments.output] if arguments.output else []
+    if len(targets) != 1:
+        raise ValueError("one file is wanted: -o report.html")
+    spans = _spans(Path(arguments.trace)) if arguments.trace else []
+    snapshot = opened(arguments.url, options_of(arguments))
+    told = picture(str(URL.parse(arguments.url)), snapshot.metadata, snapshot.get_manifest())
+    told["spans"] = spans
+    status = ExitStatus.OK
+    if arguments.verify:
+        with bar("verify") as shown:
+            found = snapshot.verify(progress=shown)
+        told["verified"] = {"ok": found.ok, "text": str(found).partition("\n")[0], "faults": list(found.faults[:200])}
+        status = ExitStatus.OK if found else ExitStatus.FOUND
+    _write(Path(targets[0]), page(told))
+    print(f"{targets[0]}: {objects_text(told['objects'])} of {told['url']}")
+    return status
+
+
+def _write(target: Path, text: str) -> None:
+    """The page, whole or not at all."""
+    aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(target)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def page(told: dict[str, Any]) -> str:
+    """The template with the data in it. No name in them can end the element that they stand in."""
+    template = (files("snapshot.cli") / "report.html").read_text(encoding="utf-8")
+    data = as_json(told).replace("<", "\\u003c")
+    return template.replace("@DATA@", data, 1)
+
+
+def picture(url: str, metadata: SnapshotMetadata, manifest: dict[str, Entry]) -> dict[str, Any]:
+    """All that the page shows."""
+    found = list(items(manifest, metadata.world_size))
+    dtypes: dict[str, Total] = {}
+    for item in found:
+        if item.nbytes:
+            dtypes.setdefault(item.dtype or item.kind, Total()).add(item.nbytes)
+    ranks: dict[int, int] = {}
+    for name, size in metadata.files.items():
+        if match := _RANK.match(name):
+            ranks[int(match[1])] = ranks.get(int(match[1]), 0) + size
+    folds = folded(found)
+    with_digest, without = _digests(manifest)
+    ours = metadata.format.startswith("snapshot/")
+    return {
+        "url": url,
+        "version": VERSION,
+        "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "format": metadata.format,
+        "created": f"{metadata.created:%Y-%m-%d %H:%M:%S} UTC" if ours else "",
+        "save_id": metadata.save_id if ours else "",
+        "world_size": metadata.world_size,
+        "metadata": metadata.metadata,
+        "objects": len(found),
+        "bytes": sum(item.nbytes for item in found),
+        "file_bytes": metadata.nbytes,
+        "tree": _tree(found),
+        "dtypes": [
+            [name, total.nbytes, total.entries] for name, total in sorted(dtypes.items(), key=lambda x: -x[1].nbytes)
+        ],
+        "ranks": [[rank, ranks.get(rank, 0)] for rank in range(metadata.world_size)] if ranks else [],
+        "files": sorted(metadata.files.items())[:MOST_ROWS],
+        "digests": [with_digest, without],
+        "rows": [
+            [
+                fold.name,
+                len({item.path for item in fold.items}),
+                fold.items[0].kind,
+                fold.items[0].dtype,
+                shape_text(fold.items[0].shape),
+                fold.nbytes,
+                fold.items[0].placed if len({item.rank for item in fold.items}) == 1 else "each rank its own",
+                fold.value,
+            ]
+            for fold in folds[:MOST_ROWS]
+        ],
+        "rows_left": max(0, len(folds) - MOST_ROWS),
+    }
+
+
+def _digests(manifest: dict[str, Entry]) -> tuple[int, int]:
+    """How many stored ranges carry a digest, and how many do not."""
+    counts = [0, 0]
+    for entry in manifest.values():
+        for each in _stored(entry):
+            counts[each.digest is None] += 1
+    return counts[0], counts[1]
+
+
+def _stored(entry: Any) -> Iterator[Any]:
+    if isinstance(entry, e.TENSORS):
+        yield from (stored for _, stored in entry.pieces())
+    elif isinstance(entry, e.NDArrayEntry):
+        yield from _stored(entry.data)
+    elif isinstance(entry, e.TensorPartsEntry):
+        for part in entry.parts.values():
+            yield from _stored(part)
+    elif isinstance(entry, e.ObjectEntry):
+        yield entry
+
+
+def _tree(found: Sequence[Item]) -> dict[str, Any]:
+    """The bytes by the parts of names, which `/` and `.` divide; small parts together."""
+    root: dict[str, Any] = {"n": "", "b": 0, "c": {}}
+    for item in found:
+        if not item.nbytes:
+            continue
+        node = root
+        node["b"] += item.nbytes
+        for part in filter(None, re.split(r"(?<=/)|(?<=\.)", item.path)):
+            node = node["c"].setdefault(part, {"n": part, "b": 0, "c": {}})
+            node["b"] += item.nbytes
+        node["t"] = f"{item.dtype or item.kind}{shape_text(item.shape)}"
+    return _pruned(root, root["b"])
+
+
+def _pruned(root: dict[str, Any], whole: int) -> dict[str, Any]:
+    """The tree with lists for children, none of them too small to be seen; a path, without forks, in one node."""
+    made: dict[str, Any] = {}
+    rest = [(root, made)]
+    while rest:
+        node, into = rest.pop()
+        name = node["n"]
+        while len(node["c"]) == 1:
+            (node,) = node["c"].values()
+            name += node["n"]
+        into |= {"n": name, "b": node["b"]} | ({"t": node["t"]} if "t" in node else {})
+        children = sorted(node["c"].values(), key=lambda child: -child["b"])
+        kept = [child for child in children[:WIDEST] if child["b"] >= whole * SMALLEST]
+        into["c"] = [{} for _ in kept]
+        rest += zip(kept, into["c"], strict=True)
+        if others := children[len(kept) :]:
+            into["c"].append({"n": f"{len(others):,} others", "b": sum(child["b"] for child in others), "c": []})
+    return made
+
+
+# The timeline
+
+
+def _spans(path: Path) -> list[list[Any]]:
+    """The spans of a trace: name, row, begin and length in milliseconds, and what is said of it."""
+    events = _events(path.read_text(encoding="utf-8"), path)
+    found = [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
+    try:
+        begin = min((float(event["ts"]) for event in found), default=0.0)
+        made = [
+            [
+                str(event["name"]),
+                f"{event['pid']} {event['tid']}",
+                round((float(event["ts"]) - begin) / 1000, 3),
+                round(float(event["dur"]) / 1000, 3),
+                ", ".join(f"{key} {value}" for key, value in dict(event.get("args", {})).items())[:200],
+            ]
+            for event in found
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: is no timeline of ours: {error!r}") from None
+    if not made:
+        raise ValueError(f"{path}: holds no timeline")
+    if len(made) > MOST_SPANS:
+        made = sorted(made, key=_length, reverse=True)[:MOST_SPANS]
+    return sorted(made, key=_begin)
+
+
+def _length(span: list[Any]) -> float:
+    return float(span[3])
+
+
+def _begin(span: list[Any]) -> float:
+    return float(span[2])
+
+
+def _events(text: str, path: Path) -> list[Any]:
+    try:
+        value = json.loads(text.rstrip().rstrip(",").rstrip("]") + "]" if text.lstrip().startswith("[") else text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is no timeline in Chrome's trace format: {error}") from None
+    found = value.get("traceEvents") if isinstance(value, dict) else value
+    if not isinstance(found, list):
+        raise ValueError(f"{path}: is no timeline in Chrome's trace format")
+    return found

@@ -1,0 +1,164 @@
+"""`snapshot rm`: remove snapshots by their names, and what interrupted takes left there."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from snapshot.cli.arguments import Verbs, add_json, add_storage, options_of, verb
+from snapshot.cli.opening import explained
+from snapshot.cli.prune import add_careful, confirmed, files_text
+from snapshot.cli.screen import Column, Table, as_json, printable
+from snapshot.cli.status import ExitStatus
+from snapshot.engine import commit
+from snapshot.engine.loop import run as on_loop
+from snapshot.engine.operation import Operation
+from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError
+from snapshot.formats.foreign import says_absent
+from snapshot.manager.root import PINNED
+from snapshot.manifest.document import METADATA
+from snapshot.report import size_text
+from snapshot.snapshot import Snapshot
+from snapshot.storage import URL
+
+
+def add(verbs: Verbs) -> None:
+    """Describe the verb's arguments."""
+    parser = verb(
+        verbs,
+        "rm",
+        "remove a snapshot, and what interrupted takes left",
+        "Remove snapshots, and what interrupted takes left in their folders; no other file. What another library wrote "
+        "is left alone. It shows what would go, and asks.",
+        [
+            ("rm run/step-100", "after a question"),
+            ("rm run/step-100 run/step-200 --yes", "without one, for scripts"),
+            ("rm run/step-100 --dry-run", "what would go"),
+        ],
+        run,
+    )
+    parser.add_argument("urls", nargs="+", metavar="URL", help="a snapshot, or the folder of an interrupted take")
+    parser.add_argument("--pinned", action="store_true", help="also one that a manager has pinned")
+    add_careful(parser)
+    add_json(parser, "print a JSON object a line, one for each URL")
+    add_storage(parser)
+
+
+@dataclass
+class Target:
+    """What is to go at one URL."""
+
+    url: URL
+    what: str
+    """`snapshot` or `leftovers`."""
+    files: int
+    nbytes: int
+    error: str = ""
+    """Why it could not be removed."""
+
+
+def run(arguments: argparse.Namespace) -> ExitStatus:
+    """Show what would go, ask, and remove it; nothing goes if one of several cannot."""
+    options = options_of(arguments)
+    targets = []
+    for text in {str(URL.parse(text)).rstrip("/"): text for text in arguments.urls}.values():
+        with explained(text, options):
+            targets.append(on_loop(_target(URL.parse(text), options, arguments)))
+    if not arguments.json:
+        columns = [Column("what"), Column("files", right=True), Column("size", right=True), Column("url", shrinks=True)]
+        table = Table(columns)
+        for target in targets:
+            table.add(target.what, f"{target.files:,}", size_text(target.nbytes), str(target.url))
+        print(table)
+    if not arguments.dry_run:
+        what = str(targets[0].url) if len(targets) == 1 else f"these {len(targets)}"
+        if not confirmed(arguments, f"remove {what}?"):
+            return ExitStatus.FOUND
+        for target in targets:
+            _remove(target, options, arguments.older_than)
+    for target in targets:
+        _tell(target, arguments)
+    return ExitStatus.FOUND if any(target.error for target in targets) else ExitStatus.OK
+
+
+async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Namespace) -> Target:
+    """What there is to remove. Raises for what is not to be removed."""
+    operation = Operation(url, options)
+    storage = operation.storage
+    try:
+        if not (storage.capabilities.list and storage.capabilities.delete):
+            raise SnapshotError(f"{url}: nothing can be removed from this storage")
+        try:
+            manifest = await storage.stat(METADATA)
+        except StorageError as error:
+            if not says_absent(storage, error):
+                raise
+            return await _leftovers(operation, arguments.older_than)
+        await commit.expect_ours(storage)
+        if not arguments.pinned and PINNED in await storage.list(PINNED):
+            raise SnapshotError(f"{url}: is pinned by a manager, and stays; --pinned removes it all the same")
+        await _expect_quiet(operation, arguments.older_than)
+        files = await commit.ours(storage)
+        nbytes = manifest.size + await _size(operation, files)
+        return Target(url, "snapshot", len(files) + 1, nbytes)
+    finally:
+        await operation.close()
+
+
+async def _leftovers(operation: Operation, older_than: float) -> Target:
+    """What is left of takes that are over."""
+    storage, url = operation.storage, operation.url
+    files = await commit.leftovers(storage, older_than)
+    if files:
+        return Target(url, "leftovers", len(files), await _size(operation, files))
+    await _expect_quiet(operation, older_than)
+    if await operation.is_foreign():
+        raise SnapshotExistsError(f"{url}: was written by another library, and is left alone: remove it yourself")
+    raise SnapshotNotFoundError(f"{url}: there is no snapshot")
+
+
+async def _expect_quiet(operation: Operation, older_than: float) -> None:
+    """Raise where a take may be running."""
+    if await commit.is_busy(operation.storage, older_than):
+        raise SnapshotError(
+            f"{operation.url}: a take is running here, or was interrupted not long ago; if you know that it does not "
+            "run any more: --older-than 0"
+        )
+
+
+async def _size(operation: Operation, files: list[str]) -> int:
+    return sum([(await operation.storage.stat(path)).size for path in files])
+
+
+def _remove(target: Target, options: Mapping[str, Any], older_than: float) -> None:
+    try:
+        if target.what == "snapshot":
+            Snapshot(target.url.reveal(), storage_options=options).delete()
+        on_loop(_clear(target.url, options, older_than, unpin=target.what == "snapshot"))
+    except (SnapshotError, OSError) as error:
+        target.error = str(error)
+
+
+async def _clear(url: URL, options: Mapping[str, Any], older_than: float, *, unpin: bool) -> None:
+    operation = Operation(url, options)
+    try:
+        if unpin:
+            await operation.storage.delete([PINNED])
+        await commit.clear(operation.storage, older_than)
+    finally:
+        await operation.close()
+
+
+def _tell(target: Target, arguments: argparse.Namespace) -> None:
+    """Say what became of one."""
+    if arguments.json:
+        made = {"url": str(target.url), "what": target.what, "files": target.files, "bytes": target.nbytes}
+        made["removed"] = not (arguments.dry_run or target.error)
+        print(as_json(made | ({"error": target.error} if target.error else {})))
+    elif target.error:
+        print(printable(f"snapshot: {target.url} could not be removed: {target.error}"), file=sys.stderr)
+    elif not arguments.dry_run:
+        print(printable(f"removed {target.url}: {files_text(target.files)}, {size_text(target.nbytes)}"))

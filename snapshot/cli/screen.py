@@ -1,0 +1,209 @@
+"""What people see: tables that fit their terminal, colours where there is one, a bar while work runs, a question.
+
+In a pipe all of it is plain, whole text. Names come from snapshots, which may be hostile: none can move the cursor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from snapshot.report import Progress
+
+STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
+NARROWEST = 12
+"""Cells that a column which shrinks keeps."""
+
+
+def coloured() -> bool:
+    """Whether standard output is a terminal that shows colours. NO_COLOR and FORCE_COLOR say otherwise."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and os.environ.get("TERM") != "dumb")
+
+
+def paint(text: str, style: str) -> str:
+    """The text in a style of `STYLES`, where that can be seen."""
+    return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if style and text and coloured() else text
+
+
+def width() -> int | None:
+    """The terminal's width in cells; None where the output goes to no terminal, and may be as wide as it likes."""
+    return max(20, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
+
+
+def printable(text: str) -> str:
+    """The text with all that is no visible character escaped.
+
+    >>> print(printable("a\\x1b[2Jb"))
+    a\\x1b[2Jb
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def cells(text: str) -> int:
+    """How many cells of a terminal a text takes."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text
+    )
+
+
+def fit(text: str, most: int) -> str:
+    """The text in at most so many cells: of what is too long, the middle is left out."""
+    if cells(text) <= most:
+        return text
+    try:
+        "…".encode(getattr(sys.stdout, "encoding", None) or "ascii")
+        mark = "…"
+    except UnicodeEncodeError:
+        mark = "~"
+    head, tail = list(text), []
+    while cells("".join(head)) > (most - 1 + 1) // 2:
+        tail.append(head.pop())
+    tail.reverse()
+    while tail and cells("".join(head)) + 1 + cells("".join(tail)) > most:
+        tail.pop(0)
+    return "".join(head) + mark + "".join(tail)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table."""
+
+    name: str
+    right: bool = False
+    """Whether it holds numbers, which stand at its right edge."""
+    shrinks: bool = False
+    """Whether its texts may be shortened on a narrow terminal."""
+    optional: bool = False
+    """Whether it may be left out there; the last such goes first."""
+    style: str = ""
+
+
+class Table:
+    """Rows below a heading, as wide as their texts, and no wider than the terminal.
+
+    >>> print(Table([Column("name"), Column("size", right=True)], [("a", "1 B"), ("bc", "12 B")]))
+    name  size
+    a      1 B
+    bc    12 B
+    """
+
+    def __init__(self, columns: Sequence[Column], rows: Sequence[Sequence[str]] = ()) -> None:
+        self.columns = columns
+        self.rows: list[tuple[Sequence[str], str]] = []
+        for row in rows:
+            self.add(*row)
+
+    def add(self, *row: str, style: str = "") -> None:
+        """Add a row; a style of its own goes over those of the columns."""
+        self.rows.append(([printable(each) if i < len(self.columns) else each for i, each in enumerate(row)], style))
+
+    def lines(self) -> Iterator[str]:
+        """The lines of the table, fitted."""
+        kept = list(range(len(self.columns)))
+        texts = [[column.name, *(row[i] for row, _ in self.rows)] for i, column in enumerate(self.columns)]
+        widths = [max(map(cells, each)) for each in texts]
+        most = width()
+        if most is not None:
+            kept = self._fit(widths, most)
+        if any(column.name for column in self.columns):
+            yield paint(self._line([column.name for column in self.columns], kept, widths, None), "dim")
+        for row, style in self.rows:
+            yield self._line(row, kept, widths, style)
+
+    def _fit(self, widths: list[int], most: int) -> list[int]:
+        """Shorten columns, and leave some out; which are left."""
+        kept = list(range(len(self.columns)))
+        while True:
+            shrinking = [i for i in kept if self.columns[i].shrinks]
+            over = sum(widths[i] for i in kept) + 2 * (len(kept) - 1) - most
+            for i in sorted(shrinking, key=lambda i: -widths[i]):
+                less = min(max(over, 0), max(0, widths[i] - NARROWEST))
+                if over - less > 0 and any(self.columns[j].optional for j in kept):
+                    break
+                widths[i] -= less
+                over -= less
+            if over <= 0:
+                return kept
+            optional = [i for i in kept if self.columns[i].optional]
+            if not optional:
+                return kept
+            kept.remove(optional[-1])
+
+    def _line(self, row: Sequence[str], kept: Sequence[int], widths: Sequence[int], style: str | None) -> str:
+        parts = []
+        for i in kept:
+            text = fit(row[i], widths[i]) if self.columns[i].shrinks else row[i]
+            space = " " * (widths[i] - cells(text))
+            if i == kept[-1] and not self.columns[i].right:
+                space = ""
+            shown = text if style is None else paint(text, style or self.columns[i].style)
+            parts.append(space + shown if self.columns[i].right else shown + space)
+        return "  ".join(parts).rstrip()
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def as_json(value: Any) -> str:
+    """JSON that any program reads: what is no finite number, or not known to JSON, becomes a text.
+
+    >>> as_json({"loss": float("nan"), "at": (1, 2)})
+    '{"loss": "nan", "at": [1, 2]}'
+    """
+    return json.dumps(_plain(value), allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(below) for key, below in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(below) for below in value]
+    return str(value)
+
+
+@contextmanager
+def bar(verb: str) -> Iterator[Callable[[Progress], None]]:
+    """A bar with rate and time left, on standard error if that is a terminal: from the second second on, and gone
+    afterwards. It is given what shows `Progress` in it."""
+    with tqdm(desc=verb, unit="B", unit_scale=True, unit_divisor=1024, delay=1.0, leave=False, disable=None) as shown:
+
+        def show(progress: Progress) -> None:
+            shown.total = progress.total
+            shown.update(progress.done - shown.n)
+
+        yield show
+
+
+def say(text: str) -> None:
+    """Say on a terminal what is under way; the next line goes over it. An empty text takes it away."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def ask(question: str) -> bool:
+    """Whether somebody at the terminal says yes; without one nobody does."""
+    if not (sys.stdin and sys.stdin.isatty()):
+        return False
+    sys.stdout.flush()
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -1,0 +1,333 @@
+"""`snapshot show`: one object of a snapshot: what it is, its statistics, and some of its values."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import pprint
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from snapshot.cli.arguments import Verbs, add_json, add_pickle, add_storage, options_of, verb
+from snapshot.cli.listing import items, shape_text, value_text
+from snapshot.cli.opening import opened
+from snapshot.cli.quiet import torch_is_quiet
+from snapshot.cli.screen import as_json, bar, paint, printable
+from snapshot.cli.statistics import Statistics, countable, statistics
+from snapshot.cli.status import ExitStatus
+from snapshot.manifest import entries as e
+from snapshot.manifest.entry import Entry
+from snapshot.manifest.scalars import Scalar
+from snapshot.manifest.view import nearest
+from snapshot.report import Progress, size_text
+from snapshot.snapshot import Snapshot
+from snapshot.tensors.dtypes import ITEMSIZE
+from snapshot.tensors.geometry import split, whole
+
+AT_ONCE = 32 << 20
+"""Bytes of a tensor that are read at once."""
+SHOWN = 64
+"""Values that are shown where no box was asked for."""
+NONE = "  no statistics of this dtype"
+LONGEST = 10_000
+"""Characters of a value that are shown."""
+
+
+def add(verbs: Verbs) -> None:
+    """Describe the verb's arguments."""
+    parser = verb(
+        verbs,
+        "show",
+        "show one object: what it is, its statistics, some of its values",
+        "Show one object of a snapshot, or of a checkpoint of another library: of a tensor what it is, its statistics "
+        "and its first values; of anything else its value. Only the ranges of files that hold it are read, part by "
+        "part.",
+        [
+            ("show run/step-100 model/head.weight", "a tensor"),
+            ("show run/step-100 model/head.weight --box 0:2,:8 --no-stats", "a part of it alone"),
+            ("show run/step-100 progress/step", "a number"),
+            ("show run/step-100 1/rng/torch", "what rank 1 saved under this name"),
+        ],
+        run,
+    )
+    parser.add_argument("url", metavar="URL", help="a snapshot")
+    parser.add_argument("path", metavar="PATH", help="the object's name, as `snapshot ls --flat` shows it")
+    parser.add_argument("--rank", type=int, metavar="N", help="that of this rank (default: the first that has one)")
+    parser.add_argument("--box", type=_box, metavar="BOX", help="the part whose values are shown: 0:4,:8 or 3,...")
+    parser.add_argument("--no-stats", action="store_true", help="do not read the whole tensor for its statistics")
+    add_pickle(parser)
+    add_json(parser)
+    add_storage(parser)
+
+
+def run(arguments: argparse.Namespace) -> ExitStatus:
+    """Show the object."""
+    with torch_is_quiet():
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> ExitStatus:
+    snapshot = opened(arguments.url, options_of(arguments), allow_pickle=arguments.allow_pickle)
+    manifest = snapshot.get_manifest()
+    path = _find(manifest, arguments.path, arguments.rank)
+    entry = manifest[path]
+    told = _described(path, entry, manifest, snapshot.metadata.world_size)
+    if isinstance(entry, e.Container):
+        if arguments.box is not None:
+            raise ValueError(f"{path} is a container, and has no box; show what is in it")
+        lines = _container(snapshot, path, entry, manifest, told)
+    elif isinstance(entry, (*e.TENSORS, e.NDArrayEntry, e.TensorPartsEntry)):
+        lines = _tensor(snapshot, path, entry, told, arguments)
+    else:
+        if arguments.box is not None:
+            raise ValueError(f"{path} is no tensor, and has no box")
+        text = value_text(entry, LONGEST) if isinstance(entry, Scalar) else _repr(snapshot.read_object(path))
+        told["value"] = text
+        lines = [text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text):,} characters)"]
+    if arguments.json:
+        print(as_json(told))
+        return ExitStatus.OK
+    print(paint(printable(told["path"]), "bold"))
+    hidden = ("path", "names", "value", "values", "statistics", "dtype", "shape")
+    for name, value in told.items():
+        if name not in hidden:
+            shown = size_text(value) if name == "bytes" else str(value)
+            print(f"  {name:<10} {printable(shown)}")
+    for line in lines:
+        print("\n".join(map(printable, line.split("\n"))))
+    return ExitStatus.OK
+
+
+def _container(
+    snapshot: Snapshot, path: str, entry: e.Container, manifest: Mapping[str, Entry], told: dict[str, Any]
+) -> list[str]:
+    """What is in a container: all of it, where that stands in the manifest."""
+    below = [held for name, held in manifest.items() if name.startswith(f"{path}/")]
+    if len(below) <= SHOWN and all(isinstance(held, (Scalar, e.Container)) for held in below):
+        told["value"] = pprint.pformat(snapshot.read_object(path), width=100, sort_dicts=False)
+        return [told["value"]]
+    told["names"] = entry.components()
+    lines = [f"  {name}" for name in told["names"][:SHOWN]]
+    if entry.width > SHOWN:
+        lines.append(f"  ... and {entry.width - SHOWN:,} more: snapshot ls URL '{path.partition('/')[2]}'")
+    return lines
+
+
+def _find(manifest: Mapping[str, Entry], name: str, rank: int | None) -> str:
+    """The path in the manifest that is meant: with its rank, or without."""
+    name = name.strip("/")
+    if rank is None and name in manifest:
+        return name
+    meant = [path for path in manifest if path.partition("/")[2] == name]
+    if rank is not None:
+        own = [path for path in meant if path.startswith(f"{rank}/")]
+        meant = own or [path for path in meant if _is_shared(manifest[path])]
+    if not meant:
+        of_rank = "" if rank is None else f" of rank {rank}"
+        logical = {path.partition("/")[2]: None for path in manifest}
+        raise ValueError(f"there is no {name!r}{of_rank} in the snapshot; {nearest(name, logical)}")
+    return meant[0]
+
+
+def _is_shared(entry: Entry) -> bool:
+    return isinstance(entry, e.ShardedTensorEntry) or getattr(entry, "replicated", False)
+
+
+def _described(path: str, entry: Entry, manifest: Mapping[str, Entry], world_size: int) -> dict[str, Any]:
+    """What the manifest says of an object."""
+    if isinstance(entry, e.Container) and entry.width:
+        return {"path": path, "kind": str(type(entry).__struct_config__.tag), "entries": entry.width}
+    item = next(items({path: entry}, world_size))
+    told: dict[str, Any] = {"path": path, "kind": item.kind}
+    if item.shape is not None:
+        told |= {"dtype": item.dtype, "shape": item.shape, "type": f"{item.dtype}{shape_text(item.shape)}"}
+    told["bytes"] = item.nbytes
+    if item.placed:
+        told["ranks"] = item.placed
+    pieces = entry.pieces() if isinstance(entry, e.TENSORS) else []
+    if len(pieces) == 1 and isinstance(stored := pieces[0][1], e.TensorEntry):
+        told["file"] = f"{stored.location}[{stored.byte_range[0]}:{stored.byte_range[1]}]"
+        told["digest"] = stored.digest or "none"
+    elif pieces:
+        files = {stored.location for _, stored in pieces}
+        told["file"] = f"{len(pieces)} pieces in {len(files)} file{'s' if len(files) > 1 else ''}"
+    if item.value and not isinstance(entry, Scalar):
+        told["note"] = item.value
+    return told
+
+
+# Tensors
+
+
+def _tensor(
+    snapshot: Snapshot, path: str, entry: Any, told: dict[str, Any], arguments: argparse.Namespace
+) -> list[str]:
+    shape = tuple(entry.shape) if not isinstance(entry, e.TensorPartsEntry) else ()
+    if isinstance(entry, e.TENSORS):
+        read = _reader(snapshot, path)
+        if not shape and arguments.box:
+            raise ValueError(f"{path} has no dimensions, and no box")
+        box = _within(path, arguments.box, shape) if arguments.box is not None else _corner(shape)
+        try:
+            values = snapshot.read_object(path, box=box if shape else None)
+        except IndexError as error:
+            raise ValueError(str(error)) from error
+        lines = []
+        if not arguments.no_stats:
+            told["statistics"] = None
+            lines = _statistics(path, entry, read, told) if countable(values.dtype) else [NONE]
+        as_bits = ""
+        if not _printable(values.dtype):
+            values = values.view(torch.uint16 if values.itemsize == 2 else torch.uint8)
+            as_bits = f", as {str(values.dtype).removeprefix('torch.')}"
+        text = f"values{_box_text(box) if shape else ''}{as_bits}:\n{_values(values)}"
+        told["values"] = values.tolist() if arguments.box is not None else None
+        return [*lines, text]
+    if arguments.box is not None:
+        raise ValueError(f"{path}: a box can be taken of a plain tensor only")
+    value = snapshot.read_object(path)
+    dense = _plain(value)
+    lines = []
+    if dense is not None and not arguments.no_stats:
+        found = statistics(lambda: iter([dense]))
+        told["statistics"] = found.as_json()
+        lines = found.lines()
+    return [*lines, f"values:\n{_repr(value)}"]
+
+
+def _reader(snapshot: Snapshot, path: str) -> Callable[[Any], torch.Tensor]:
+    def read(box: Any) -> torch.Tensor:
+        made: torch.Tensor = snapshot.read_object(path, box=box.slices() if box.sizes else None)
+        return made
+
+    return read
+
+
+def _statistics(path: str, entry: Any, read: Callable[[Any], torch.Tensor], told: dict[str, Any]) -> list[str]:
+    """Read all of it, part by part; of what is one part, once."""
+    size = ITEMSIZE.get(entry.dtype, 1)
+    shape = tuple(entry.shape)
+    boxes = split(shape, max(1, AT_ONCE // size)) if math.prod(shape) else [whole(shape)]
+    kept: list[torch.Tensor] = []
+    total = math.prod(shape) * size * (1 if len(boxes) == 1 else 2)
+    with bar("show") as shown:
+        done = 0
+
+        def parts() -> Any:
+            nonlocal done
+            for box in boxes:
+                part = kept[0] if kept else read(box)
+                if len(boxes) == 1 and not kept:
+                    kept.append(part)
+                done += part.numel() * size
+                shown(Progress(min(done, total), total))
+                yield part
+
+        found: Statistics = statistics(parts)
+    told["statistics"] = found.as_json()
+    return found.lines()
+
+
+def _plain(value: Any) -> torch.Tensor | None:
+    """The values of a tensor that is no plain one, or of an array; None where they are no numbers."""
+    if not isinstance(value, torch.Tensor):
+        try:
+            return torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):  # texts, dates, structures
+            return None
+    if value.is_quantized:
+        try:
+            return value.dequantize()
+        except RuntimeError:  # of a quantizer that this torch knows no more
+            return None
+    if value.layout == torch.strided:
+        return value
+    return value._values() if value.layout == torch.sparse_coo else value.values()
+
+
+def _printable(dtype: torch.dtype) -> bool:
+    """Whether torch can print a dtype's elements, and make a list of them."""
+    try:
+        held = torch.zeros(dtype.itemsize, dtype=torch.uint8).view(dtype)
+        repr(held)
+        held.tolist()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _repr(value: Any) -> str:
+    """What a value says of itself; of one that cannot, what it is."""
+    try:
+        return repr(value)
+    except Exception as error:  # noqa: BLE001 - it is anybody's code
+        kind = type(value)
+        return f"<a {kind.__module__}.{kind.__qualname__} that cannot be printed: {type(error).__name__}: {error}>"
+
+
+def _values(values: torch.Tensor) -> str:
+    text = _repr(values)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+# Boxes
+
+Box = list[slice | int]
+
+
+def _box(text: str) -> Box:
+    """A box as it would stand between brackets.
+
+    >>> _box("0:4,:8,3")
+    [slice(0, 4, None), slice(None, 8, None), 3]
+    """
+    made: Box = []
+    for part in text.strip("[]").replace("...", "").split(","):
+        part = part.strip()  # noqa: PLW2901 - the same without spaces
+        found = re.fullmatch(r"(-?\d*)(:?)(-?\d*)", part)
+        if found is None or part == "-":
+            raise argparse.ArgumentTypeError(f"{text!r} is no box, such as 0:4,:8")
+        if not part:
+            continue
+        first, colon, last = found.groups()
+        try:
+            made.append(slice(int(first) if first else None, int(last) if last else None) if colon else int(first))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no box, such as 0:4,:8") from None
+    return made
+
+
+def _within(path: str, box: Box, shape: tuple[int, ...]) -> Box:
+    """What of a box is in the tensor, counted from its beginning. Raises where that is nothing."""
+    made: Box = []
+    for part, size in zip(box, shape, strict=False):
+        if isinstance(part, int):
+            made.append(part)
+            continue
+        low, high, _ = part.indices(size)
+        if low >= high and size:
+            raise ValueError(f"{path}: the box {_box_text(box)} holds nothing of the shape {list(shape)}")
+        made.append(slice(low, high))
+    return [*made, *box[len(shape) :]]  # what is too much is refused where it is read
+
+
+def _corner(shape: tuple[int, ...]) -> Box:
+    """The first values: of the last two dimensions some, of those before one."""
+    made: Box = []
+    for axis, size in enumerate(shape):
+        behind = len(shape) - axis
+        most = 8 if behind <= 2 else 1
+        made.append(slice(0, min(size, SHOWN if len(shape) == 1 else most)))
+    return made
+
+
+def _box_text(box: Box) -> str:
+    def text(each: slice | int) -> str:
+        if isinstance(each, int):
+            return str(each)
+        return f"{'' if each.start is None else each.start}:{'' if each.stop is None else each.stop}"
+
+    return f"[{', '.join(map(text, box))}]"

@@ -1,0 +1,126 @@
+"""Numbers about a tensor that is seen part by part: its range, mean and deviation, what is not finite, a histogram."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+BINS = 32
+BARS = " ▁▂▃▄▅▆▇█"
+PLAIN_BARS = " .:-=+*#@"
+_SHORT = {"least": "min", "most": "max", "deviation": "std"}
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What a tensor's values are like; `least` and the rest are of those that are finite."""
+
+    count: int
+    nan: int
+    infinite: int
+    zero: int
+    least: float | None
+    most: float | None
+    mean: float | None
+    deviation: float | None
+    """Of the whole population."""
+    histogram: tuple[int, ...]
+    """How many lie in each of equal parts between the least and the most."""
+    magnitude: bool = False
+    """Whether these are of absolute values: those of complex numbers."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {_SHORT.get(name, name): value for name, value in asdict(self).items()}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        of = " of absolute values" if self.magnitude else ""
+        made = [f"  {'count':<10} {self.count:,}, {self.zero:,} zero, {self.nan:,} NaN, {self.infinite:,} infinite"]
+        if self.least is not None and self.most is not None:
+            spread = f"mean {self.mean:.6g}, std {self.deviation:.6g}{of}"
+            made.append(f"  {'range':<10} {self.least:.6g} to {self.most:.6g}, {spread}")
+            made.append(f"  {'histogram':<10} {self.least:.3g} |{_bars(self.histogram)}| {self.most:.3g}")
+        return made
+
+
+def _bars(histogram: tuple[int, ...]) -> str:
+    try:
+        BARS.encode(sys.stdout.encoding or "ascii")
+        bars = BARS
+    except UnicodeEncodeError:
+        bars = PLAIN_BARS
+    highest = max(histogram, default=0) or 1
+    return "".join(bars[0 if not each else max(1, round(each / highest * (len(bars) - 1)))] for each in histogram)
+
+
+def statistics(parts: Callable[[], Iterator[torch.Tensor]]) -> Statistics:
+    """The statistics of a tensor whose parts are given, twice: the histogram needs the range first."""
+    count = nan = infinite = zero = finite = 0
+    least, most, mean, squares = math.inf, -math.inf, 0.0, 0.0
+    magnitude = False
+    for part in parts():
+        count += part.numel()
+        magnitude = magnitude or part.is_complex()
+        values = _wide(part)
+        zero += int((values == 0).sum())
+        nan += int(values.isnan().sum())
+        good = values[values.isfinite()]
+        infinite += int(values.isinf().sum())
+        if not good.numel():
+            continue
+        least, most = min(least, float(good.min())), max(most, float(good.max()))
+        number, middle = good.numel(), float(good.mean())
+        away = middle - mean  # parts are joined as Chan has it, without a loss where the mean is far from 0
+        squares += float(((good - middle) ** 2).sum()) + away * away * finite * number / (finite + number)
+        mean += away * number / (finite + number)
+        finite += number
+    if not finite:
+        return Statistics(count, nan, infinite, zero, None, None, None, None, (), magnitude)
+    bins = torch.zeros(BINS, dtype=torch.int64)
+    for part in parts():
+        values = _wide(part)
+        good = values[values.isfinite()]
+        bins += _counts(good, least, most)
+    return Statistics(
+        count, nan, infinite, zero, least, most, mean, math.sqrt(squares / finite), tuple(bins.tolist()), magnitude
+    )  # fmt: skip
+
+
+def _counts(values: torch.Tensor, least: float, most: float) -> torch.Tensor:
+    if least == most:
+        made = torch.zeros(BINS, dtype=torch.int64)
+        made[BINS // 2] = values.numel()
+        return made
+    half = most / 2 - least / 2  # the whole may be more than a float can hold
+    places = ((values / 2 - least / 2) / half * BINS).to(torch.int64).clamp_(0, BINS - 1)
+    return torch.bincount(places, minlength=BINS)
+
+
+def countable(dtype: torch.dtype) -> bool:
+    """Whether there are statistics of a dtype: torch can make numbers of its elements."""
+    try:
+        _wide(torch.empty(1, dtype=dtype))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _wide(part: torch.Tensor) -> torch.Tensor:
+    """The values in float64, flat; absolute ones of complex numbers."""
+    part = part.detach().reshape(-1)
+    if part.is_complex():
+        return torch.view_as_complex(torch.view_as_real(part.resolve_conj()).to(torch.float64)).abs()
+    if part.dtype not in _DIRECT:
+        part = part.to(torch.float32)  # what is that short has no way of its own
+    return part.to(torch.float64)
+
+
+_DIRECT = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64,
+}  # fmt: skip

@@ -1,0 +1,125 @@
+"""The commands on the pages of the command's chapter, and what they print: run, compared, or written anew.
+
+python tests/cli/pages.py [NAME...]     runs the commands of all pages, or of some, and writes what they print into them
+"""
+
+import contextlib
+import glob
+import io
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+from snapshot.cli import main
+
+PAGES = Path(__file__).parents[2] / "docs" / "cli"
+HOME = "/home/me"
+"""Where the pages say that they are."""
+MACHINES = {"bench", "doctor"}
+"""What these print is of one machine."""
+_BLOCK = re.compile(r"^```console\n(.*?)^```$|^% (.*?)$", re.DOTALL | re.MULTILINE)
+"""What a page shows; or, in a comment, what is done before: `% $ snapshot ...`, or `% flip SNAPSHOT`, a bit of it."""
+_SAME = [
+    (re.compile(r"[0-9a-f]{12,}"), "#"),
+    (re.compile(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d)?)?"), "#"),
+    (re.compile(r"-?\d+\.\d+(e[-+]?\d+)?"), "#"),
+    (re.compile(r"[▁▂▃▄▅▆▇█ ]{8,}"), " "),
+    (re.compile(r"\b(\d+(?= (ms|s|[KMGT]?i?B/s)\b))"), "#"),
+    (re.compile(r"\s+"), " "),
+]
+
+
+def make(folder):
+    """Run the script of the chapter's first page."""
+    (script,) = re.findall(r"^```python\n(.*?)^```$", (PAGES / "index.md").read_text(), re.DOTALL | re.MULTILINE)
+    with contextlib.chdir(folder), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's
+        exec(compile(script, "index.md", "exec"), {"__name__": "page"})
+
+
+def names():
+    return sorted(page.stem for page in PAGES.glob("*.md"))
+
+
+def commands(block):
+    """Each command of a block, with what the page says that it prints."""
+    found = []
+    for line in block.splitlines():
+        if line.startswith("$ "):
+            found.append((line[2:], []))
+        else:
+            found[-1][1].append(line)
+    return found
+
+
+def runs(command):
+    """Whether a command can be run here: it is ours, and needs no shell."""
+    return command.startswith("snapshot ") and not set(">|&$") & set(command)
+
+
+def printed(command, folder):
+    """What a command prints in a folder, as a page shows it, and its exit status."""
+    folder = Path(folder).resolve()
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        words = shlex.split(command)[1:]
+        status = main([name for word in words for name in (sorted(glob.glob(word)) or [word])])
+    out.seek(0)
+    lines = [line.rstrip() for line in out.read().replace(str(folder), HOME).split("\n")[:-1]]
+    return lines, status
+
+
+def flip(snapshot):
+    """Change one bit of a snapshot's data."""
+    file = next((snapshot / "data").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[100_000] ^= 1
+    file.write_bytes(content)
+
+
+def replayed(page, made):
+    """The page's text with what its commands print now. `made` is copied: commands may change it."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(made, folder, dirs_exist_ok=True)
+        status = 0
+
+        def replay(block):
+            nonlocal status
+            if block[2]:
+                verb, _, rest = block[2].partition(" ")
+                flip(Path(folder) / rest) if verb == "flip" else printed(rest, folder)
+                return block[0]
+            lines = []
+            for command, shown in commands(block[1]):
+                lines.append(f"$ {command}")
+                if command == "echo $?":
+                    lines.append(str(int(status)))
+                elif runs(command):
+                    told, status = printed(command, folder)
+                    lines += told
+                else:
+                    lines += shown
+            return "```console\n" + "\n".join(lines) + "\n```"
+
+        return _BLOCK.sub(replay, page)
+
+
+def alike(text):
+    """A text without what differs from run to run."""
+    for pattern, stands in _SAME:
+        text = pattern.sub(stands, text)
+    return text
+
+
+if __name__ == "__main__":
+    os.environ["COLUMNS"] = "120"
+    with tempfile.TemporaryDirectory() as made:
+        make(made)
+        for name in sys.argv[1:] or [name for name in names() if name not in MACHINES]:
+            page = PAGES / f"{name}.md"
+            page.write_text(replayed(page.read_text(), made))

@@ -1,0 +1,183 @@
+"""The command as a whole: help, completion, what it says of what is not there, and pipes that close."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from snapshot import Snapshot, StateDict
+from snapshot.cli import VERBS, main, parser
+
+ROOT = Path(__file__).parents[2]
+NAMES = [verb.__name__.rpartition(".")[2] for verb in VERBS]
+
+
+def test_the_verbs_are_all_there():
+    assert {"ls", "show", "verify", "diff", "cp", "convert", "rm", "prune", "bench", "doctor", "report"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_verb_has_help_with_examples_and_a_page(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "examples:" in out
+    assert f"snapshot {name} " in out
+    described = out.partition("\n\n")[2].partition("examples:")[0]
+    assert max(map(len, described.splitlines())) <= 80
+    assert (ROOT / "docs" / "cli" / f"{name}.md").read_text().startswith(f"# snapshot {name}\n")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_verb_takes_storage_options(name):
+    if name == "completion":
+        pytest.skip("has no URL")
+    (verbs,) = (each for each in parser()._actions if each.dest == "==SUPPRESS==" or each.choices)
+    flags = {flag for action in verbs.choices[name]._actions for flag in action.option_strings}
+    assert {"-o", "--options"} <= flags
+    if name in ("cp", "convert"):
+        assert {"--src-o", "--dst-o"} <= flags
+
+
+def test_without_a_verb_help_is_printed_and_version_says_which_it_is(capsys):
+    assert main([]) == 2
+    assert "VERB" in capsys.readouterr().err
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("snapshot ")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes(shell, capsys):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in NAMES)
+    assert "allow-pickle" in script
+    if found := shutil.which(shell):
+        subprocess.run([found, "-n"], input=script, text=True, check=True, timeout=60)
+
+
+def test_bash_completes_verbs_options_and_files(capsys, tmp_path):
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "completion"
+    script.write_text(capsys.readouterr().out)
+    (tmp_path / "run").mkdir()
+    asks = [("snapshot", "sh"), ("ls", "ru"), ("verify", "--qu")]
+    for before, word in asks:
+        words = ["snapshot"] + ([] if before == "snapshot" else [before]) + [word]
+        script.write_text(
+            script.read_text()
+            + f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}\n"
+            + f'_shtab_snapshot snapshot {word} {before}; echo "${{COMPREPLY[@]}}"\n'
+        )
+    shown = subprocess.run(
+        ["bash", script], check=True, capture_output=True, text=True, timeout=60, cwd=tmp_path
+    ).stdout.split()
+    assert shown == ["show", "run", "--quick"]
+
+
+def test_completion_without_its_library_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    assert "pip install 'snapshot-torch[cli]'" in capsys.readouterr().err
+
+
+LOOKS = [["ls"], ["show", "x"], ["verify"], ["report", "-o", "r.html"]]
+
+
+def asked(verb, url):
+    return main([verb[0], str(url), *verb[1:]])
+
+
+@pytest.mark.parametrize("verb", LOOKS, ids=lambda verb: verb[0])
+def test_of_what_is_not_there_it_says_what_is(root, tmp_path, capsys, monkeypatch, verb):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.txt").write_text("not a checkpoint")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.txt").write_text("x")
+    (tmp_path / "half" / "data").mkdir(parents=True)
+    (tmp_path / "half" / ".take-0123456789ab").write_text("")
+    places = {
+        root / "step-10": "did you mean",
+        tmp_path / "empty": "this folder is empty",
+        tmp_path / "none" / "at" / "all": "there is no snapshot here",
+        tmp_path / "folder": "there are a.txt",
+        tmp_path / "half": "interrupted",
+        "s4://bucket/x": "no storage plugin for the scheme 's4'",
+        tmp_path / "file.txt": "",
+    }
+    for place, words in places.items():
+        status = asked(verb, place)
+        out, err = capsys.readouterr()
+        assert status == 2, place
+        assert err.startswith("snapshot: error: ")
+        assert len(err.splitlines()) == 1
+        assert words in err, (place, err)
+        assert out == ""
+    if verb[0] != "ls":
+        assert asked(verb, root) == 2
+        assert "a folder of 3: model.pt, step-9, step-100; name one of them" in capsys.readouterr().err
+
+
+def test_what_it_does_not_know_is_named_without_its_value(capsys):
+    for rest in (["--src-o", "key=SECRET"], ["--nonsense=SECRET"], ["-o", "region=eu", "--src-o", "SECRET"]):
+        assert main(["show", "run", "path", *rest]) == 2
+        out, err = capsys.readouterr()
+        assert "SECRET" not in out + err
+        assert "unrecognized arguments: --" in err
+
+
+def test_a_server_that_is_not_there_is_given_up_soon(capsys, monkeypatch):
+    monkeypatch.setattr("snapshot.cli.opening.SOON", 2.5)
+    for verb in (["ls"], ["show", "x"]):
+        assert asked(verb, "http://127.0.0.1:1/x") == 2
+        err = capsys.readouterr().err.splitlines()
+        assert "given up after" in err[-1]
+        assert all(line.startswith(("snapshot: trying again: ", "snapshot: error: ")) for line in err)
+
+
+def test_a_fault_of_the_command_is_no_difference_that_it_found(capsys, monkeypatch):
+    def run(arguments):
+        raise RuntimeError("of ours")
+
+    monkeypatch.setattr("snapshot.cli.ls.run", run)
+    assert main(["ls", "x"]) == 2
+    assert "please report it" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    Snapshot.take(tmp_path / "s", {"s": StateDict({f"n{i}": torch.zeros(1) for i in range(20_000)})}, durable=False)
+    command = f"{sys.executable} -m snapshot ls {tmp_path / 's'} --flat | head -n 2"
+    found = subprocess.run(
+        ["bash", "-c", command],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert found.stderr == ""
+    assert len(found.stdout.splitlines()) == 2
+
+
+def test_warnings_and_log_lines_are_one_line_each(capsys, monkeypatch):
+    import logging
+    import warnings
+
+    from snapshot.cli import ls
+
+    def run(arguments):
+        warnings.simplefilter("always")
+        warnings.warn("first\nof two lines", stacklevel=1)
+        logging.getLogger("snapshot").warning("second \x1b[2J")
+        return 0
+
+    monkeypatch.setattr(ls, "run", run)
+    assert main(["ls", "x"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "snapshot: warning: first of two lines", "snapshot: warning: second \\x1b[2J"
+    ]  # fmt: skip

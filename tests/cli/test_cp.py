@@ -1,0 +1,122 @@
+"""`snapshot cp`: from one place to another, or not at all."""
+
+import json
+
+import pytest
+import torch
+from forked import Failed
+
+from snapshot import Snapshot, StateDict
+from snapshot.cli import main
+from snapshot.engine import copying
+from snapshot.testing import faulty
+
+
+@pytest.fixture
+def taken(tmp_path):
+    """A snapshot."""
+    return Snapshot.take(tmp_path / "run" / "step-1", {"m": StateDict(w=torch.ones(3000), b=torch.zeros(2), step=1)})
+
+
+def test_a_copy_is_there_and_a_second_one_only_if_that_is_meant(taken, tmp_path, capsys):
+    target = str(tmp_path / "copy")
+    assert main(["cp", taken.path, target]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{target}: 4 entries, 1 file, 15.7 KiB in ")
+    assert out.endswith("; every byte was compared with its digest\n")
+    assert Snapshot.diff(taken, target).same
+    assert main(["cp", taken.path, target]) == 2
+    assert "overwrite" in capsys.readouterr().err
+    assert main(["cp", taken.path, target, "--overwrite", "--memory", "1MiB", "--no-verify", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (made["url"], made["checked"], made["files"]) == (target, "sizes", 1)
+
+
+def test_a_part(taken, tmp_path, capsys):
+    assert main(["cp", taken.path, str(tmp_path / "part"), "--select", "m/*", "--exclude", "m/w"]) == 0
+    assert set(Snapshot(tmp_path / "part").get_manifest()) == {"0/m", "0/m/b", "0/m/step"}
+
+
+def test_each_of_two_storages_has_its_options(taken, capsys):
+    url = "memory://cp/there"
+    assert main(["cp", taken.path, url, "--dst-o", "nonsense=1"]) == 2
+    assert "nonsense" in capsys.readouterr().err
+    assert main(["cp", taken.path, url, "--src-o", "nonsense=1"]) == 2
+    assert main(["cp", taken.path, url]) == 0
+    assert main(["verify", url]) == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [("{run}/step-1", "is where it is copied from"), ("{run}/step-1/x", "lies within"), ("http://127.0.0.1:9/x", "")],
+)
+def test_what_is_not_meant_is_status_2(taken, tmp_path, capsys, target, said):
+    assert main(["cp", taken.path, target.format(run=tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("snapshot: error: ")
+    assert len(err.splitlines()) == 1
+    assert said in err
+
+
+def test_a_folder_of_snapshots_is_told_from_one(taken, tmp_path, capsys):
+    taken.copy(tmp_path / "run" / "step-2")
+    assert main(["cp", str(tmp_path / "run"), str(tmp_path / "all")]) == 2
+    assert "a folder of 2: step-1, step-2; name one of them" in capsys.readouterr().err
+
+
+def test_damage_is_named_and_nothing_is_left(capsys, tmp_path):
+    Snapshot.take("memory://cp/damaged", {"m": StateDict(w=torch.ones(3000))}, overwrite=True)
+    with faulty(on="read_into", path="data/*", flip=50_000, times=None):
+        assert main(["cp", "faulty+memory://cp/damaged", str(tmp_path / "t")]) == 2
+    assert "0/m/w: data/" in capsys.readouterr().err
+    assert not list((tmp_path / "t").rglob("*.*"))
+
+
+def test_that_something_is_there_is_said_in_the_words_of_the_command(taken, tmp_path, capsys):
+    for verb, name in (("cp", "copy"), ("convert", "made"), ("convert", "made.safetensors")):
+        arguments = [verb, taken.path, str(tmp_path / name), "--select", "m/[wb]"]
+        assert main(arguments) == 0
+        capsys.readouterr()
+        assert main(arguments) == 2
+        err = capsys.readouterr().err
+        assert "--overwrite" in err
+        assert "overwrite=True" not in err
+        assert "take to" not in err
+
+
+KEYS = {"part_bytes": "8MiB", "timeout": 3, "concurrency": 2, "account_key": "x", "client_kwargs": {"retries": 1}}
+
+
+def test_how_a_storage_is_used_makes_no_other_place_of_it(taken, tmp_path):
+    assert copying._servers(KEYS) == copying._servers(None) == {}
+    for other in ({"endpoint_url": "http://a"}, {"client_kwargs": {"endpoint_url": "http://a"}}, {"profile": "x"}):
+        assert copying._servers({**KEYS, **other}) not in ({}, copying._servers({"account_name": "x"}))
+    taken.copy("memory://cp/apart", overwrite=True)
+    for target, said in (("memory://cp/apart", "copied from"), ("memory://cp/apart/x", "lies within")):
+        with pytest.raises(ValueError, match=said):
+            Snapshot("memory://cp/apart").copy(target, storage_options=KEYS, overwrite=True)
+
+
+@pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_ends_it_soon_and_leaves_nothing_and_the_same_again_copies(taken, tmp_path, warm, number, status):
+    script = f"""
+import os, signal, sys
+from snapshot.cli import main
+from snapshot.testing.storages import tapped
+from snapshot.testing.taps import Tap
+
+class Strike(Tap):
+    async def before(self, operation):
+        if operation.name == "read_into" and operation.path.startswith("data/"):
+            os.kill(os.getpid(), signal.{number})
+
+with tapped("recording", Strike()):
+    status = main(["cp", "recording+file://{taken.path}", "{tmp_path}/copy"])
+sys.exit(status)
+"""
+    with pytest.raises(Failed) as failed:
+        warm.run(script)
+    assert str(failed.value) == f"exit status {status}:\n"
+    assert not [path for path in (tmp_path / "copy").rglob("*") if path.is_file()]
+    assert main(["cp", taken.path, str(tmp_path / "copy")]) == 0
+    assert Snapshot.diff(taken, tmp_path / "copy").same

@@ -1,0 +1,92 @@
+"""`snapshot diff`: what a person, a script and a program learn from it."""
+
+import json
+
+import pytest
+import torch
+
+from snapshot import Snapshot, StateDict
+from snapshot.cli import main
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Two snapshots that differ in one of each kind."""
+    root = tmp_path_factory.mktemp("diff")
+    state = {"w": torch.arange(6.0).view(2, 3), "same": torch.ones(4), "old": torch.arange(9), "step": 1, "gone": 2}
+    Snapshot.take(root / "a", {"m": StateDict(**state)})
+    state["new"] = state.pop("old")
+    state["w"] = state["w"] + torch.tensor([[0, 0, 3.0], [0, 4, 0]])
+    del state["gone"]
+    state |= {"step": 2, "evil\x1b[2J": 5}
+    Snapshot.take(root / "b", {"m": StateDict(**state)})
+    return str(root / "a"), str(root / "b")
+
+
+def test_the_same_is_status_0(two, capsys):
+    assert main(["diff", two[0], two[0]]) == 0
+    assert capsys.readouterr().out == "the same: 5 entries; by the manifests alone, no data was read\n"
+
+
+def test_what_differs_is_a_line_each_and_status_1(two, capsys):
+    assert main(["diff", *two]) == 1
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        "+ m/evil\\x1b[2J: int 5",
+        "- m/gone: int 2",
+        "> m/old -> m/new",
+        "~ m/step: int 1 -> int 2",
+        "~ m/w: bytes",
+        "1 added, 1 removed, 2 changed, 1 renamed, 1 the same; by the manifests alone, no data was read",
+    ]
+    assert err == ""
+
+
+def test_values_and_parts_and_names(two, capsys):
+    assert main(["diff", *two, "--values", "--select", "m/w", "--memory", "1MiB"]) == 1
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == "~ m/w: 2 of 6 differ, at most by 4, norm 5 (67.42% of the first's)"
+    assert last == "1 changed, 0 the same; 1 entry had to be read: 48 B"
+    assert main(["diff", *two, "--rename", "m/gone=m/evil\x1b[2J", "--select", "m/evil*"]) == 1
+    assert capsys.readouterr().out.startswith("~ m/evil\\x1b[2J: int 2 -> int 5\n")
+    assert main(["diff", *two, "--exclude", "m/[!s]*", "--exclude", "m/step"]) == 0
+
+
+def test_json_is_one_object_with_all_of_it(two, capsys):
+    assert main(["diff", *two, "--values", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["same"], found["equal"], found["changed"], found["renamed"]) == (False, 1, 2, 1)
+    assert found["entries_read"] == 1
+    values = next(each for each in found["changes"] if each["path"] == "m/w")["values"]
+    assert (values["differing"], values["largest"], values["norm"]) == (2, 4.0, 5.0)
+
+
+def test_a_terminal_has_colours_and_no_more_than_a_few_screens(terminal, tmp_path):
+    for name, value in (("a", 1), ("b", 2)):
+        Snapshot.take(tmp_path / name, {"m": StateDict({f"k{i}": value for i in range(300)})})
+    shown = terminal(40, colours=True)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    lines = shown.text().splitlines()
+    assert lines[0] == "\x1b[33m~ m/k0: int 1 -> int 2\x1b[0m"
+    assert len(lines) == 202
+    assert "100 more: --all" in lines[-2]
+    whole = terminal(40)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--all"]) == 1
+    assert len(whole.text().splitlines()) == 301
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["{a}", "{a}x"], "did you mean"),
+        (["{root}", "{a}"], "a folder of 2: a, b; name one of them"),
+        (["{a}", "{b}", "--select", "x/**"], "matches nothing"),
+        (["{a}", "{b}", "--rename", "x=y"], "is not in the checkpoint"),
+        (["{a}", "{b}", "--rename", "xy"], "is not OLD=NEW"),
+        (["{a}"], "required: B"),
+    ],
+)
+def test_what_cannot_be_compared_is_status_2_and_says_why(two, capsys, arguments, said):
+    root = two[0].removesuffix("/a")
+    assert main(["diff", *(each.format(root=root, a=two[0], b=two[1]) for each in arguments)]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,181 @@
+"""`snapshot ls`: what is in a snapshot, and which snapshots are in a folder."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from snapshot import Snapshot, StateDict
+from snapshot.cli import main
+from snapshot.cli.listing import Item, folded, heaviest, items
+from snapshot.cli.screen import cells
+from snapshot.manifest.entries import DTensorEntry, Mesh, Shard, TensorEntry
+from snapshot.testing import recording
+
+
+def ls(capsys, *argv):
+    assert main(["ls", *map(str, argv)]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_folder_lists_its_snapshots_in_the_order_of_their_numbers(root, capsys):
+    lines = ls(capsys, root)
+    assert [line.split()[0] for line in lines] == ["name", "model.pt", "step-9", "step-100"]
+    assert "torch.save" in lines[1]
+    assert "step 9, loss 0.111111" in lines[2]
+
+
+def test_a_folder_in_json(root, capsys):
+    (line,) = ls(capsys, root, "--json")
+    found = {each["name"]: each for each in json.loads(line)["snapshots"]}
+    assert list(found) == ["model.pt", "step-9", "step-100"]
+    assert found["step-100"]["metadata"] == {"step": 100, "metrics": {"loss": 0.01}}
+    assert found["step-9"]["entries"] == len(Snapshot(root / "step-9").get_manifest())
+
+
+def test_a_step_that_cannot_be_read_is_shown_as_that_and_is_status_1(root, tmp_path, capsys):
+    shutil.copytree(root / "step-9", tmp_path / "step-9")
+    shutil.copytree(root / "step-9", tmp_path / "step-10")
+    manifest = tmp_path / "step-10" / ".snapshot_metadata"
+    manifest.write_bytes(manifest.read_bytes()[:-30])
+    assert main(["ls", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "cannot be read" in lines[2]
+    assert lines[1].startswith("step-9 ")
+
+
+def test_what_differs_in_numbers_alone_stands_in_one_line(root, capsys):
+    lines = ls(capsys, root / "step-100")
+    assert lines[0].startswith(f"{root / 'step-100'}: ")
+    assert lines[1] == 'metadata: {"step": 100, "metrics": {"loss": 0.01}}'
+    (linear,) = [line for line in lines if "{1..12}.0.weight" in line]
+    assert linear.split() == ["{1..12}.0.weight", "Tensor", "float32", "[8,", "8]", "3.0", "KiB", "x", "12"]
+    (tied,) = [line for line in lines if "shares the bytes" in line]
+    assert tied.split()[0] == "13.weight"
+    (head,) = [line for line in lines if line.startswith("model/")]
+    assert head.split()[-2:] == ["50", "objects"]
+    assert "\x1b" not in "".join(lines)
+    assert any("a\\x1b[2Jb" in line for line in lines)
+    assert any(line.split() == ["nothing", "dict", "empty"] for line in lines)
+
+
+def test_flat_has_a_line_for_each_object_with_its_whole_name(root, capsys):
+    lines = ls(capsys, root / "step-100", "--flat")
+    names = [line.split()[0] for line in lines[1:]]
+    assert len(names) == len(set(names))
+    assert {"model/0.weight", "progress/losses/0", "progress/step", "progress/nothing"} <= set(names)
+    assert "model" not in names
+
+
+def test_the_sizes_add_up_and_shared_bytes_count_once(root, capsys):
+    (line,) = ls(capsys, root / "step-100", "--json")
+    told = json.loads(line)
+    found = {each["path"]: each for each in told["items"]}
+    assert found["model/13.weight"]["bytes"] == 0
+    assert found["model/0.weight"]["bytes"] == 50 * 8 * 4
+    assert told["bytes"] == sum(each["bytes"] for each in found.values())
+    assert told["keys"]["model"]["bytes"] == 4 * (50 * 8 + 12 * (8 * 8 + 8 + 8 + 8))
+    assert found["progress/losses/1"]["value"] == "0.5"
+
+
+def test_globs_choose_and_one_that_matches_nothing_is_an_error(root, capsys):
+    lines = ls(capsys, root / "step-100", "--flat", "progress/*", "model/0.*")
+    assert {line.split()[0].partition("/")[0] for line in lines[1:]} == {"progress", "model"}
+    assert main(["ls", str(root / "step-100"), "modell/**"]) == 2
+    assert "'modell/**' matches nothing" in capsys.readouterr().err
+
+
+def test_du_shows_what_takes_the_space_largest_first(root, capsys):
+    lines = ls(capsys, root / "step-100", "--du", "--depth", "1")[3:]
+    assert [line.split()[-1] for line in lines] == ["optimizer/", "model/", "progress/"]
+    shares = [float(line.split()[2].rstrip("%")) for line in lines]
+    assert sum(shares) == pytest.approx(100, abs=0.3)
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_a_tree_shows_containers_above_what_is_in_them(root, capsys):
+    lines = ls(capsys, root / "step-100", "--tree", "progress/**")[3:]
+    assert [line.split()[0] for line in lines][:1] == ["progress/"]
+    at = next(i for i, line in enumerate(lines) if line.startswith("  losses/"))
+    assert [line[:5] for line in lines[at + 1 : at + 3]] == ["    0", "    1"]
+
+
+def test_checkpoints_of_others_are_listed_alike(root, capsys):
+    lines = ls(capsys, root / "model.pt")
+    assert lines[0].endswith("written by torch.save")
+    assert any(line.startswith("{1..12}.0.weight") and line.endswith("x 12") for line in lines)
+
+
+def test_thousands_of_names_stay_readable(tmp_path, capsys):
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    many = {f"{a}{b}": torch.zeros(1) for a in letters for b in letters}
+    Snapshot.take(tmp_path / "s", {"m": StateDict(many)}, durable=False)
+    lines = ls(capsys, tmp_path / "s")
+    assert len(lines) < 50
+    assert f"... {26 * 26 - 40} more" in lines[-1]
+    assert len(ls(capsys, tmp_path / "s", "--all")) > 26 * 26
+
+
+@pytest.mark.parametrize("columns", [40, 60, 100])
+@pytest.mark.parametrize("shape", [[], ["--tree"], ["--flat"], ["--du"]])
+def test_it_fits_a_narrow_terminal(root, terminal, columns, shape):
+    screen = terminal(columns)
+    assert main(["ls", str(root / "step-100"), *shape]) == 0
+    lines = screen.text().splitlines()
+    first = next(i for i, line in enumerate(lines) if "name" in line.split())
+    widest = max(map(cells, lines[first:]))
+    assert widest <= max(columns, 48)  # name, dtype, shape and size are always there
+
+
+def test_names_that_are_alike_but_for_a_sign_are_not_folded(tmp_path, capsys):
+    state = {name: torch.ones(2) for name in ("w#", "w1", "w2", "w##", "#1")}
+    Snapshot.take(tmp_path / "s", {"s": StateDict(state)}, durable=False)
+    names = [line.split()[0] for line in ls(capsys, tmp_path / "s") if line.startswith("  ")]
+    assert names == ["w#", "w{1..2}", "w##", "#1"]
+
+
+def test_no_data_file_is_opened(root, capsys):
+    with recording("recording") as log:
+        ls(capsys, f"recording+file://{root / 'step-100'}")
+    assert not log.of("read_into", "data/*")
+    assert log.of("get")
+
+
+def tensor(location="data/0123456789ab-0-0.bin", begin=0, shape=(4,), **more):
+    return TensorEntry(location, (begin, begin + 4 * shape[0]), "float32", shape, **more)
+
+
+def test_what_several_ranks_had_is_said():
+    shards = [Shard((4 * i,), (4,), tensor(begin=100 * i)) for i in range(2)]
+    found = list(
+        items(
+            {
+                "0/a": tensor(begin=1000, replicated=True),
+                "0/b": DTensorEntry("float32", (8,), shards, mesh=Mesh(0, (2, 2), (2, 1)), placements=["R", "S(0)"]),
+                "0/c": tensor(begin=2000),
+                "1/c": tensor(begin=3000),
+            },
+            4,
+        )
+    )
+    assert [(item.path, item.rank, item.placed) for item in found] == [
+        ("a", 0, "replicated"),
+        ("b", 0, "sharded over 4"),
+        ("c", 0, "rank 0"),
+        ("c", 1, "rank 1"),
+    ]
+    assert found[1].value == "DTensor R, S(0)"
+    assert [(fold.name, len(fold.items), fold.nbytes) for fold in folded(found)] == [
+        ("a", 1, 16), ("b", 1, 32), ("c", 2, 32)
+    ]  # fmt: skip
+
+
+def test_what_takes_the_space_is_counted_by_the_first_parts_of_names():
+    def item(path, nbytes):
+        return Item(path, 0, "Tensor", "float32", (1,), nbytes, "", "")
+
+    found = [item("m/a.b.c", 1), item("m/a.d", 2), item("m/e", 4), item("n", 8)]
+    assert [(name, total.entries, total.nbytes) for name, total in heaviest(found, 2)] == [
+        ("n", 1, 8), ("m/e", 1, 4), ("m/a.", 2, 3)
+    ]  # fmt: skip

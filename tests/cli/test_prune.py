@@ -1,0 +1,210 @@
+"""`snapshot prune`: it shows what would go, asks, and removes no more than that."""
+
+import io
+import json
+import os
+import time
+
+import pytest
+import torch
+
+from snapshot import Snapshot, SnapshotManager, StateDict
+from snapshot.cli import main
+from snapshot.engine.commit import DAY
+from snapshot.testing import faulty
+
+LOSSES = {10: 0.5, 20: 0.1, 30: float("nan"), 40: 0.3}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A root with four steps, leftovers of an old take, a running one, and what is none of ours."""
+    root = tmp_path / "run"
+    manager = SnapshotManager(root, signals=())
+    for step, loss in LOSSES.items():
+        manager.take(step, {"s": StateDict(x=torch.zeros(10))}, metrics={"loss": loss})
+    for step, age in ((5, DAY + 60), (50, 0)):
+        (root / f"step-{step}" / "data").mkdir(parents=True)
+        (root / f"step-{step}" / "data" / "0123456789ab-0-0.bin").write_bytes(b"x" * 100)
+        claim = root / f"step-{step}" / ".take-0123456789ab"
+        claim.touch()
+        os.utime(claim, (time.time() - age,) * 2)
+    (root / "step-7").mkdir()
+    (root / "step-7" / ".metadata").write_bytes(b"of another library")
+    (root / "notes").mkdir()
+    return root
+
+
+def there(root):
+    return sorted(int(name.removeprefix("step-")) for name in os.listdir(root) if name.startswith("step-"))
+
+
+def prune(*argv):
+    return main(["prune", *map(str, argv)])
+
+
+def fates(capsys, *argv):
+    assert prune(*argv, "--json", "--dry-run") == 0
+    return {each["step"]: each for each in json.loads(capsys.readouterr().out)["steps"]}
+
+
+def test_a_dry_run_shows_what_would_go_and_why_the_rest_stays(run, capsys):
+    assert prune(run, "--keep-latest", 1, "--keep-best", "loss", "--dry-run") == 0
+    out = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line for line in out if line.startswith("step-")}
+    assert "goes" in rows["step-10"]
+    assert "no policy keeps it" in rows["step-10"]
+    assert "stays  best by loss" in rows["step-20"]
+    assert "loss 0.1" in rows["step-20"]
+    assert "goes" in rows["step-30"]
+    assert "stays  latest" in rows["step-40"]
+    assert "goes   a take that was cut off: 2 files" in rows["step-5"]
+    assert "stays  a take may be running there" in rows["step-50"]
+    assert "stays  not a snapshot of ours" in rows["step-7"]
+    assert out[-1].startswith("2 snapshots and leftovers in 1 folder to go, ")
+    assert out[-1].endswith("; 2 snapshots to stay")
+    assert there(run) == [5, 7, 10, 20, 30, 40, 50]
+
+
+def test_with_yes_it_removes_just_that(run, capsys):
+    assert prune(run, "--keep-latest", 1, "--keep-best", "loss:1:min", "--yes") == 0
+    assert "removed 2 snapshots and leftovers in 1 folder" in capsys.readouterr().out
+    assert there(run) == [7, 20, 40, 50]
+    assert (run / "step-7" / ".metadata").exists()
+    assert (run / "step-50" / ".take-0123456789ab").exists()
+    assert (run / "notes").exists()
+    assert all(Snapshot(run / f"step-{step}").verify() for step in (20, 40))
+    assert prune(run, "--keep-latest", 1, "--keep-best", "loss", "--yes") == 0
+    assert "nothing to go" in capsys.readouterr().out
+
+
+def test_without_a_policy_only_leftovers_go(run, capsys):
+    assert prune(run, "--yes") == 0
+    assert there(run) == [7, 10, 20, 30, 40, 50]
+    assert prune(run, "--yes", "--older-than", "0") == 0
+    assert there(run) == [7, 10, 20, 30, 40]
+
+
+def test_leftovers_beside_a_snapshot_go_and_it_stays_whole(run):
+    stale = run / "step-20" / "data" / "ba9876543210-0-0.bin"
+    stale.write_bytes(b"x")
+    mine = run / "step-20" / "data" / "mine.bin"
+    mine.write_bytes(b"x")
+    assert prune(run, "--yes") == 0
+    assert not stale.exists()
+    assert mine.exists()
+    assert Snapshot(run / "step-20").verify()
+
+
+def test_a_damaged_manifest_keeps_its_data(run, capsys):
+    os.truncate(run / "step-20" / ".snapshot_metadata", 300)
+    before = sorted((run / "step-20").rglob("*"))
+    assert prune(run, "--keep-latest", 1, "--yes", "--older-than", 0) == 0
+    assert "its manifest cannot be read" in capsys.readouterr().out
+    assert sorted((run / "step-20").rglob("*")) == before
+
+
+def test_what_is_not_whole_counts_for_nothing_and_stays(run, capsys):
+    (next((run / "step-40" / "data").glob("*.safetensors"))).unlink()
+    found = fates(capsys, run, "--keep-latest", 1)
+    assert (found[40]["what"], found[40]["goes"]) == ("damaged", False)
+    assert "is missing" in found[40]["why"]
+    assert {step: found[step]["goes"] for step in (10, 20, 30)} == {10: True, 20: True, 30: False}
+
+
+def test_what_is_none_of_ours_neither_counts_nor_goes(run):
+    (run / "step-60").mkdir()
+    (run / "step-60" / ".snapshot_metadata").write_text("my own notes")
+    assert prune(run, "--keep-latest", 1, "--yes") == 0
+    assert there(run) == [7, 40, 50, 60]
+
+
+def test_a_metric_that_no_step_has_is_an_error_that_names_those_there_are(run, capsys):
+    before = there(run)
+    assert prune(run, "--keep-best", "los", "--yes") == 2
+    assert "no snapshot has the metric 'los'; there are loss" in capsys.readouterr().err
+    assert there(run) == before
+
+
+def test_older_than_goes_for_takes_beside_a_snapshot_too(run, capsys):
+    (run / "step-10" / ".take-0123456789ab").touch()
+    assert not fates(capsys, run, "--keep-latest", 1)[10]["goes"]
+    assert prune(run, "--keep-latest", 1, "--yes", "--older-than", 0) == 0
+    assert there(run) == [7, 40]
+
+
+def test_pinned_ones_and_those_of_each_policy_stay(run, capsys):
+    SnapshotManager(run, signals=()).pin(10)
+    found = fates(capsys, run, "--keep-every", 30, "--keep-for", "0.000001s", "--keep-best", "loss:9:max")
+    assert {step: each["goes"] for step, each in found.items() if each["what"] == "snapshot"} == {
+        10: False, 20: False, 30: False, 40: False
+    }  # fmt: skip
+    found = fates(capsys, run, "--keep-every", 30)
+    assert {step: each["why"] for step, each in found.items() if each["what"] == "snapshot"} == {
+        10: "pinned", 20: "no policy keeps it", 30: "every 30", 40: "newest"
+    }  # fmt: skip
+    assert found[30]["metrics"] == {"loss": "nan"}
+    assert found[20]["bytes"] > 4000
+
+
+def test_without_a_terminal_and_without_yes_it_refuses(run, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert prune(run, "--keep-latest", 1) == 2
+    assert "or --yes" in capsys.readouterr().err
+    assert there(run) == [5, 7, 10, 20, 30, 40, 50]
+
+
+@pytest.mark.parametrize(("answer", "status"), [("y\n", 0), ("\n", 1), ("", 1), ("nonsense\n", 1)])
+def test_at_a_terminal_it_asks(run, capsys, monkeypatch, answer, status):
+    typed = io.StringIO(answer)
+    typed.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", typed)
+    assert prune(run, "--keep-latest", 2) == status
+    asked = capsys.readouterr().err
+    assert f"remove 2 snapshots and leftovers in 1 folder from {run}? [y/N]" in asked
+    assert (10 in there(run)) == bool(status)
+
+
+def test_what_cannot_be_removed_is_said_and_is_status_1(run, capsys):
+    url = f"faulty+file://{run}"
+    with faulty(on="delete", path=".snapshot_metadata", times=1, error=PermissionError(13, "Permission denied")):
+        assert prune(url, "--keep-latest", 2, "--yes") == 1
+    out, err = capsys.readouterr()
+    assert "could not be removed" in err
+    assert "Permission denied" in err
+    assert "removed 1 snapshot and leftovers in 1 folder" in out
+
+
+def test_a_root_without_steps_is_an_error_that_says_what_is_there(run, tmp_path, capsys):
+    assert prune(tmp_path, "--keep-latest", 1) == 2
+    assert "there are run/" in capsys.readouterr().err
+    assert prune(run / "step-20", "--keep-latest", 1) == 2
+    assert f"is a snapshot itself; name the folder that it lies in: {run}" in capsys.readouterr().err
+    (tmp_path / "file").write_text("x")
+    assert prune(tmp_path / "file", "--keep-latest", 1) == 2
+    assert "is a file" in capsys.readouterr().err
+    assert prune(tmp_path / "none", "--keep-latest", 1) == 2
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--keep-latest", "0"],
+        ["--keep-latest", "x"],
+        ["--keep-best", ":3"],
+        ["--keep-best", "loss:0"],
+        ["--keep-for", "soon"],
+        ["--keep-for", "0s"],
+        ["--older-than", "-1"],
+        [],
+    ],
+)
+def test_what_it_does_not_understand_is_status_2(argv, capsys):
+    assert prune(*(["x", *argv] if argv else [])) == 2
+
+
+def test_a_metrics_name_may_hold_colons():
+    from snapshot.cli.prune import best
+
+    assert str(best("val:loss:2:max")) == "best 2 by val:loss"
+    assert (best("a:max").mode, best("a").mode, best("a:3").n) == ("max", "min", 3)

@@ -1,0 +1,114 @@
+"""`snapshot report`: one page that needs nothing else, and in which no name can do harm."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from snapshot import Snapshot, StateDict
+from snapshot.cli import main
+from snapshot.cli.listing import Item
+from snapshot.cli.report import _pruned, _tree
+
+
+def page(capsys, tmp_path, *argv, status=0):
+    target = tmp_path / "report.html"
+    assert main(["report", *map(str, argv), "-o", str(target)]) == status
+    text = target.read_text()
+    data = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
+    return text, json.loads(data[1])
+
+
+def leaves(node):
+    return sum(map(leaves, node["c"])) if node["c"] else node["b"]
+
+
+def test_all_bytes_are_in_the_picture(root, tmp_path, capsys):
+    text, data = page(capsys, tmp_path, root / "step-100")
+    assert data["bytes"] == data["tree"]["b"] == leaves(data["tree"])
+    assert data["bytes"] == sum(nbytes for _, nbytes, _ in data["dtypes"]) == sum(row[5] for row in data["rows"])
+    assert data["file_bytes"] == sum(size for _, size in data["files"])
+    assert data["metadata"] == {"step": 100, "metrics": {"loss": 0.01}}
+    assert data["digests"][1] == 0
+    assert data["digests"][0] > 100
+    assert "verified" not in data
+    assert re.findall(r"(?:src|href)=|https?://|@import|url\(", text) == []
+
+
+def test_a_hostile_name_stays_a_name(tmp_path, capsys):
+    name = "</script><script>alert(1)</script><!--"
+    Snapshot.take(tmp_path / "s", {"s": StateDict({name: torch.ones(3)})}, metadata={name: name})
+    text, data = page(capsys, tmp_path, tmp_path / "s")
+    assert text.count("<script") == 2
+    assert "alert(1)" in data["rows"][0][0]
+
+
+def test_it_says_what_a_verification_found(root, tmp_path, capsys):
+    _, data = page(capsys, tmp_path, root / "step-100", "--verify")
+    assert data["verified"]["ok"]
+    Snapshot.take(tmp_path / "s", {"s": StateDict(x=torch.ones(3000))})
+    (file,) = (tmp_path / "s" / "data").glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    _, data = page(capsys, tmp_path, tmp_path / "s", "--verify", status=1)
+    assert not data["verified"]["ok"]
+    assert data["verified"]["faults"][0].startswith("0/s/x: ")
+
+
+def test_it_draws_the_timeline_of_a_take(tmp_path, capsys, monkeypatch):
+    trace = tmp_path / "trace.json"
+    monkeypatch.setenv("SNAPSHOT_TRACE", str(trace))
+    Snapshot.take(tmp_path / "s", {"s": StateDict(x=torch.ones(3000))})
+    monkeypatch.delenv("SNAPSHOT_TRACE")
+    _, data = page(capsys, tmp_path, tmp_path / "s", "--trace", trace)
+    assert {"write", "digest", "commit"} <= {span[0] for span in data["spans"]}
+    assert min(span[2] for span in data["spans"]) == 0
+    whole = [json.loads(line.rstrip(",")) for line in trace.read_text().splitlines()[1:]]
+    trace.write_text(json.dumps({"traceEvents": whole}))
+    assert page(capsys, tmp_path, tmp_path / "s", "--trace", trace)[1]["spans"] == data["spans"]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[", "nothing", "[]", "{}", '[{"ph": "X"}]', '[{"ph": "X", "ts": "a"}]', "[1]"]
+)
+def test_what_is_no_timeline_is_an_error(root, tmp_path, capsys, content):
+    (tmp_path / "t").write_text(content)
+    target = tmp_path / "r.html"
+    assert main(["report", str(root / "step-9"), "-o", str(target), "--trace", str(tmp_path / "t")]) == 2
+    assert "timeline" in capsys.readouterr().err
+    assert not target.exists()
+
+
+def test_options_of_the_storage_and_the_file_are_told_apart(root, tmp_path, capsys):
+    url = str(root / "step-9")
+    assert main(["report", url, "-o", "nonsense=1", "-o", str(tmp_path / "r.html")]) == 2
+    assert "nonsense" in capsys.readouterr().err
+    assert main(["report", url, "--output", str(tmp_path / "a=b.html")]) == 0
+    assert (tmp_path / "a=b.html").exists()
+    assert main(["report", url]) == 2
+    assert "-o report.html" in capsys.readouterr().err
+    assert main(["report", url, "-o", str(tmp_path / "none" / "r.html")]) == 2
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a=b.html"]
+
+
+def test_others_checkpoints_and_empty_ones_have_pages(root, tmp_path, capsys):
+    _, data = page(capsys, tmp_path, root / "model.pt")
+    assert data["format"] == "torch.save"
+    assert data["digests"] == [0, data["digests"][1]]
+    Snapshot.take(tmp_path / "s", {"s": StateDict()})
+    assert page(capsys, tmp_path, tmp_path / "s")[1]["bytes"] == 0
+
+
+def test_very_many_parts_are_drawn_together():
+    found = [Item(f"m/{i}", 0, "Tensor", "float32", (1,), 1 + i % 3, "", "") for i in range(10_000)]
+    tree = _tree(found)
+    assert leaves(tree) == sum(item.nbytes for item in found)
+    assert len(tree["c"]) <= 301
+    assert _pruned({"n": "", "b": 0, "c": {}}, 0) == {"n": "", "b": 0, "c": []}
+
+
+def test_a_name_may_also_be_the_beginning_of_others():
+    found = [Item(path, 0, "Tensor", "float32", (1,), 8, "", "") for path in ("m/a", "m/a.b", "m/a.b.c", "m")]
+    assert leaves(_tree(found)) == 32
