@@ -17,6 +17,7 @@ PAGES = [
     "docs/getting-started.md",
     "docs/recipes.md",
     "docs/async.md",
+    "docs/manager.md",
     "docs/interop.md",
     "docs/storage.md",
     "docs/plugins.md",
@@ -60,7 +61,8 @@ def test_every_page_is_reached_from_the_index() -> None:
     pages = {str(page.relative_to(docs).with_suffix("")) for page in docs.rglob("*.md") if "_build" not in page.parts}
     reached = set(re.findall(r"^([a-z/-]+)$", (docs / "index.md").read_text(), re.MULTILINE))
     inner = re.findall(r"^([a-z-]+)$", (docs / "reference" / "index.md").read_text(), re.MULTILINE)
-    assert pages == reached | {f"reference/{page}" for page in inner} | {"index"}
+    verbs = re.findall(r"^([a-z]+)$", (docs / "cli" / "index.md").read_text(), re.MULTILINE)
+    assert pages == reached | {f"reference/{page}" for page in inner} | {f"cli/{page}" for page in verbs} | {"index"}
 
 
 def test_every_setting_and_error_is_in_the_reference() -> None:
