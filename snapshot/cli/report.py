@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -18,7 +18,7 @@ from snapshot.cli.opening import opened
 from snapshot.cli.screen import as_json, bar
 from snapshot.cli.status import ExitStatus
 from snapshot.engine.describe import VERSION
-from snapshot.manifest import entries as e
+from snapshot.engine.stored import stored_of
 from snapshot.manifest.entry import Entry
 from snapshot.metadata import SnapshotMetadata
 from snapshot.storage import URL
@@ -157,21 +157,9 @@ def _digests(manifest: dict[str, Entry]) -> tuple[int, int]:
     """How many stored ranges carry a digest, and how many do not."""
     counts = [0, 0]
     for entry in manifest.values():
-        for each in _stored(entry):
+        for each in stored_of(entry):
             counts[each.digest is None] += 1
     return counts[0], counts[1]
-
-
-def _stored(entry: Any) -> Iterator[Any]:
-    if isinstance(entry, e.TENSORS):
-        yield from (stored for _, stored in entry.pieces())
-    elif isinstance(entry, e.NDArrayEntry):
-        yield from _stored(entry.data)
-    elif isinstance(entry, e.TensorPartsEntry):
-        for part in entry.parts.values():
-            yield from _stored(part)
-    elif isinstance(entry, e.ObjectEntry):
-        yield entry
 
 
 def _tree(found: Sequence[Item]) -> dict[str, Any]:

@@ -57,6 +57,11 @@ class Choice:
     verify: bool = True
     allow_pickle: bool = False
 
+    def __post_init__(self) -> None:
+        for name, globs in (("select", self.select), ("exclude", self.exclude)):
+            if isinstance(globs, str):
+                raise TypeError(f"{name}: a list of globs is wanted, and {globs!r} is one string: [{globs!r}]")
+
 
 class Recorded(Portion):
     """What a checkpoint holds, as if it had been flattened here."""

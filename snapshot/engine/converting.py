@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,9 @@ from snapshot.engine.convert import Choice, as_snapshot
 from snapshot.engine.export import Export, Plan
 from snapshot.engine.loop import run
 from snapshot.engine.operation import Operation
+from snapshot.engine.stored import stored_in
 from snapshot.engine.sums import expect_sums
 from snapshot.events import Meter, emit
-from snapshot.manifest import entries as e
 from snapshot.manifest.check import locations_of
 from snapshot.manifest.document import Document
 from snapshot.options import Settings
@@ -32,9 +32,6 @@ def converted(
     """Convert what stands at `origin` to what is to stand at `url`."""
     if to not in FORMATS:
         raise ValueError(f"to={to!r}: it is one of {', '.join(map(repr, FORMATS))}")
-    for name, globs in (("select", choice.select), ("exclude", choice.exclude)):
-        if isinstance(globs, str):
-            raise TypeError(f"{name}: a list of globs is wanted, and {globs!r} is one string: [{globs!r}]")
     if choice.dtype is not None and not (isinstance(choice.dtype, torch.dtype) and choice.dtype.is_floating_point):
         raise TypeError(f"dtype={choice.dtype!r}: it is a floating point dtype of torch, such as torch.bfloat16")
     if budget is not None and budget <= 0:
@@ -50,7 +47,7 @@ def converted(
         document = run(source.open())
         run(source.expect_files(document, locations_of(document.manifest, document.files)))
         if choice.verify:
-            expect_sums(source, _stored(document), document.files)
+            expect_sums(source, stored_in(document.manifest), document.files)
         if to == "snapshot":
             report = as_snapshot(
                 source, document, choice, url,
@@ -96,12 +93,3 @@ def _exported(
         return run(export.write(plan, target, meter, overwrite=overwrite))
     finally:
         run(target.close())
-
-
-def _stored(document: Document) -> Iterator[Any]:
-    """All that has a range in a file."""
-    for entry in document.manifest.values():
-        if isinstance(entry, e.TENSORS):
-            yield from (each for _, each in entry.pieces())
-        elif isinstance(entry, e.ObjectEntry):
-            yield entry

@@ -49,9 +49,6 @@ def copied(
     meter: Meter, *, overwrite: bool, durable: bool, budget: int | None,
 ) -> CopyReport:  # fmt: skip
     """Copy what stands at `origin` to `url`, whatever storages these are on."""
-    for name, globs in (("select", choice.select), ("exclude", choice.exclude)):
-        if isinstance(globs, str):
-            raise TypeError(f"{name}: a list of globs is wanted, and {globs!r} is one string: [{globs!r}]")
     if budget is not None and budget <= 0:
         raise ValueError(f"memory_budget_bytes is {budget}, and must be more than 0")
     began = time.perf_counter()
