@@ -26,7 +26,7 @@ class Line:
     """One entry that was not restored plainly."""
 
     kind: str
-    """`missing`, `unexpected`, `cast`, `resharded`, `replaced` or `skipped`."""
+    """`missing`, `kept`, `unexpected`, `renamed`, `changed`, `cast`, `resharded`, `replaced` or `skipped`."""
     path: str
     detail: str = ""
 
@@ -53,6 +53,21 @@ class RestoreReport:
     def missing(self) -> tuple[Line, ...]:
         """What the application has and the snapshot has not; it was left as it is."""
         return self._of("missing")
+
+    @property
+    def kept(self) -> tuple[Line, ...]:
+        """Keys of a `StateDict`, and options of an optimizer, that the snapshot lacks; they keep their value."""
+        return self._of("kept")
+
+    @property
+    def renamed(self) -> tuple[Line, ...]:
+        """Models whose names were matched without those of wrappers."""
+        return self._of("renamed")
+
+    @property
+    def changed(self) -> tuple[Line, ...]:
+        """What is of another class than what was saved, and has the same names."""
+        return self._of("changed")
 
     @property
     def unexpected(self) -> tuple[Line, ...]:
@@ -226,5 +241,5 @@ class Notes:
 
 def listed(items: Sequence[str], most: int = 20) -> str:
     """Items below each other, not more than a screen of them."""
-    more = f"\n  ... and {len(items) - most} more" if len(items) > most else ""
+    more = f"\n  … and {len(items) - most} more" if len(items) > most else ""
     return "".join(f"\n  {item}" for item in items[:most]) + more

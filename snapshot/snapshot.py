@@ -20,10 +20,10 @@ from snapshot.engine.restore import Restore
 from snapshot.engine.take import begin, make
 from snapshot.engine.worker import check, writer_process
 from snapshot.events import Meter, ProgressArgument, emit
-from snapshot.manifest.view import Rename
 from snapshot.options import Settings
 from snapshot.pending import PendingSnapshot
 from snapshot.plan.layout import SavePlan
+from snapshot.plan.renaming import Rename
 from snapshot.report import RestoreReport
 from snapshot.state.flatten import Prepare
 from snapshot.state.owned import Owned
@@ -242,6 +242,8 @@ class Snapshot(Stored):
         app_state: AppState,
         strict: bool = True,
         *,
+        exact: bool = False,
+        mismatched: str = "error",
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
         rename: Rename | None = None,
@@ -260,10 +262,14 @@ class Snapshot(Stored):
 
         Args:
             app_state: What was saved, or a part of it.
-            strict: Every name of a module that is missing or unexpected is an error; else it is reported.
+            strict: Raise for every name that the snapshot lacks, every name of a module that only the snapshot has, and
+                an optimizer of another kind; with False what matches is restored, and the report lists the rest.
+            exact: Remove the keys of a `StateDict` that the snapshot lacks; else they keep their value.
+            mismatched: What to do with a tensor of another shape: `"error"`, or `"skip"`, which leaves it as it is.
             include: Globs of what is restored; all by default.
             exclude: Globs of what is not.
-            rename: Names in the snapshot -> names in the application: a dict of paths, or a function.
+            rename: Names in the snapshot -> names in the application: a function, or a dict of paths, of prefixes
+                (`{"model/a": "model/enc"}`), or of globs (`{"model/h.*.w": "model/layers.*.w"}`).
             cast: Whether a dtype may differ: `"error"`, `"same_kind"` (as `torch.can_cast` has it) or `"any"`.
             verify: Check every byte's digest on the way.
             atomic: Verify every byte before any live tensor is touched: everything is read twice.
@@ -292,7 +298,8 @@ class Snapshot(Stored):
                 )  # fmt: skip
                 try:
                     report = Restore(
-                        call, operation, document, strict=strict, include=include, exclude=exclude, rename=rename,
+                        call, operation, document, strict=strict, exact=exact, mismatched=mismatched,
+                        include=include, exclude=exclude, rename=rename,
                         cast=cast, verify=verify, atomic=atomic, read_once=read_once,
                         opened=time.perf_counter() - began, allow_pickle=self._allow_pickle, meter=meter,
                     ).run(app_state)  # fmt: skip

@@ -29,8 +29,8 @@ from snapshot.events import Meter, ProgressArgument, emit
 from snapshot.formats.safetensors import SHARD
 from snapshot.manifest.document import Document, copied
 from snapshot.manifest.entry import Entry
-from snapshot.manifest.view import Rename
 from snapshot.metadata import SnapshotMetadata
+from snapshot.plan.renaming import Rename
 from snapshot.report import ConvertReport, CopyReport, VerifyReport
 from snapshot.storage import URL
 

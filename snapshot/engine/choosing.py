@@ -18,8 +18,9 @@ from snapshot.formats.foreign import ForeignDocument
 from snapshot.manifest import entries as e
 from snapshot.manifest.check import locations_of
 from snapshot.manifest.document import Document
-from snapshot.manifest.view import Rename, View, by_mapping, nearest, rank_view, renamed
+from snapshot.manifest.view import View, nearest, rank_view, renamed
 from snapshot.plan.globs import matcher, unmatched
+from snapshot.plan.renaming import Rename, compile_rename
 from snapshot.report import listed
 from snapshot.tensors.objects import REFUSED
 
@@ -67,12 +68,11 @@ def change_of(rename: Rename | None, known: Mapping[str, Any]) -> Callable[[str]
     """What gives a path its new name. Raises for a name that is not there."""
     if rename is None:
         return str
-    if callable(rename):
-        return rename
-    unknown = [f"{name} is not in the checkpoint; {nearest(name, known)}" for name in rename if name not in known]
-    if unknown:
-        raise RestoreError(f"rename does not fit:{listed(unknown)}", unknown)
-    return by_mapping(rename)
+    change, unmatched_names = compile_rename(rename, known)
+    if unmatched_names:
+        lines = [f"{name} is not in the checkpoint; {nearest(name, known)}" for name in unmatched_names]
+        raise RestoreError(f"rename does not fit:{listed(lines)}", lines)
+    return change
 
 
 def _selected(entries: Mapping[str, Any], select: Sequence[str], exclude: Sequence[str]) -> dict[str, Any]:

@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from snapshot.distributed.group import Ranks
+from snapshot.manifest.entries import DictEntry
 from snapshot.manifest.paths import component
 from snapshot.plan.globs import matcher, unmatched
 from snapshot.report import listed
 from snapshot.state.flatten import Flattened, Prepare
 from snapshot.state.model import ModelState
+from snapshot.state.optimizers import record_of
 from snapshot.state.rng import RNGState
 
 
@@ -28,6 +31,7 @@ def collect(
         for key in sorted(app_state):
             state = rng[key] if key in rng else app_state[key].state_dict()
             flat.add(component(key), state)
+            _record_optimizer(flat, component(key), app_state[key], state)
     finally:
         for key, state in rng.items():
             app_state[key].load_state_dict(state)
@@ -110,3 +114,19 @@ def _of_ddp(key: str, stateful: Any, ranks: Ranks) -> dict[str, bool]:
             if module.broadcast_buffers and name not in ignored:
                 found[f"{below}/{component(start + name)}"] = True
     return found
+
+
+def _record_optimizer(flat: Flattened, key: str, stateful: Any, state: Any) -> None:
+    """Record whose state an optimizer's state dict is."""
+    if isinstance(stateful, ModelState):
+        optimizers, path = stateful.optimizers, f"{key}/optim"
+        groups = state["optim"].get("param_groups", ()) if optimizers else ()
+        parameters = [state["model"].get(name) for group in groups for name in group["params"]]
+    elif isinstance(stateful, torch.optim.Optimizer):
+        optimizers, path = [stateful], key
+        parameters = [parameter for group in stateful.param_groups for parameter in group["params"]]
+    else:
+        return
+    entry = flat.entries.get(path)
+    if optimizers and isinstance(entry, DictEntry):
+        flat.entries[path] = replace(entry, optimizer=record_of(optimizers, parameters))

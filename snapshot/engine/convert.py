@@ -33,7 +33,7 @@ from snapshot.events import Meter, log
 from snapshot.formats.foreign import with_root
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
-from snapshot.manifest.view import Rename
+from snapshot.plan.renaming import Rename
 from snapshot.report import ConvertReport
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf

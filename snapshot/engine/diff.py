@@ -25,8 +25,9 @@ from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.events import Meter, emit
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import FORMAT, Document
-from snapshot.manifest.view import Rename, is_rank
+from snapshot.manifest.view import is_rank
 from snapshot.plan.globs import matcher, unmatched
+from snapshot.plan.renaming import Rename
 from snapshot.state.kinds import Kind
 
 Rank = int | None

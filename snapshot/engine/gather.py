@@ -70,13 +70,16 @@ class Gather:
 
     # Values made anew
 
-    def new(self, path: str, entry: Entry, device: torch.device | str = "cpu") -> None:
-        """Make a new value for an entry. Entries that share their bytes (tied weights) share the tensor."""
+    def new(
+        self, path: str, entry: Entry, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> None:
+        """Make a new value for an entry: a tensor in the saved dtype, or in another one. Entries that share their bytes
+        (tied weights) share the tensor."""
         kind = type(entry)
         if isinstance(entry, Scalar):
             self.values[path] = entry.value()
         elif isinstance(entry, e.TENSORS):
-            self._new_tensor(path, entry, device)
+            self._new_tensor(path, entry, device, dtype)
         elif kind is e.NDArrayEntry:
             self._new_array(path, entry)  # type: ignore[arg-type]
         elif kind is e.TensorPartsEntry:
@@ -84,7 +87,7 @@ class Gather:
         elif kind is e.ObjectEntry:
             self._new_object(path, entry)  # type: ignore[arg-type]
 
-    def _new_tensor(self, path: str, entry: Any, device: torch.device | str) -> None:
+    def _new_tensor(self, path: str, entry: Any, device: torch.device | str, dtype: torch.dtype | None) -> None:
         extra = getattr(entry, "extra", None) or e.PLAIN
         subclass, requires_grad = extra.subclass, extra.requires_grad
         first = entry.pieces()[0][1] if entry.nbytes else None
@@ -96,11 +99,12 @@ class Gather:
             subclass,
             requires_grad,
             str(device),
+            dtype,
         )
         if key and key in self._made:
             self.values[path] = self._made[key]
             return
-        tensor = self._plain(path, entry, device)
+        tensor = self._plain(path, entry, device, dtype)
         if subclass is None and not requires_grad:
             self._keep(path, key, tensor)
             return
@@ -111,12 +115,14 @@ class Gather:
         if key:
             self._made[key] = tensor
 
-    def _plain(self, path: str, entry: Any, device: torch.device | str = "cpu") -> torch.Tensor:
+    def _plain(
+        self, path: str, entry: Any, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         check_tensor(path, entry, self.files, partial=self.partial)
         for _, stored in entry.pieces():
             self._claim(path, stored, stored.dtype, stored.shape)
         order = (getattr(entry, "extra", None) or e.PLAIN).stride_order
-        tensor = composite.empty(entry.shape, BY_NAME[entry.dtype], order, device)
+        tensor = composite.empty(entry.shape, dtype or BY_NAME[entry.dtype], order, device)
         self.into(path, entry, tensor)
         return tensor
 

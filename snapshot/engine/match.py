@@ -5,7 +5,7 @@ Nothing is read here, and nothing touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from snapshot.report import Notes
 from snapshot.state import arrays
 from snapshot.state.kinds import Kind, names_beneath
 from snapshot.state.live import MISSING, Choice
+from snapshot.state.optimizer_kinds import StateOfParameters
 from snapshot.state.shards import Shards, empty_like, sharded
 from snapshot.tensors.dtypes import BY_NAME
 
@@ -41,7 +42,9 @@ class Match:
         self,
         *,
         strict: bool,
+        exact: bool,
         cast: str,
+        mismatched: str,
         wanted: Callable[[str], bool],
         view: View,
         several: bool,
@@ -49,7 +52,10 @@ class Match:
         notes: Notes,
     ) -> None:
         self._strict = strict
+        self._exact = exact
+        """Whether what the snapshot lacks is removed from a `StateDict`."""
         self._cast = cast
+        self._skips_shapes = mismatched == "skip"
         self._wanted = wanted
         self._elsewhere = view.elsewhere
         """Entries that this rank did not have, and may have by name."""
@@ -59,21 +65,31 @@ class Match:
         """Whether all that is in the snapshot is for all ranks."""
         self._notes = notes
         self.restored = 0
+        self.left = False
+        """Whether something that is in the snapshot was left as it is, since it does not fit."""
+        self.shapes = False
+        """Whether a shape that differs is among the mismatches."""
+        self.beside: Callable[[Any], bool] = lambda parameter: False
+        """Whether a live tensor is restored by another stateful than the optimizer."""
         self.skipped: set[str] = set()
         self.lacking = False
         """Whether the application has names that were not found."""
         self.unknown: list[str] = []
         """Why what was asked for is not to be found here; on another rank it may be."""
         self.choices: dict[str, Choice] = {}
+        self.dropped: dict[str, list[Any]] = {}
+        """Key -> what is removed there before its state is handed back."""
         self.unexpected: dict[str, None] = {}
         """Names of modules that are shared, and which this rank has no use for: another rank may."""
 
-    def add(self, kind: Kind, entries: dict[str, Any], gather: Gather) -> None:
-        """Find each entry's place in what the stateful holds."""
-        self._match_structure(kind, entries)
+    def add(self, kind: Kind, entries: dict[str, Any], gather: Gather) -> bool:
+        """Find each entry's place in what the stateful holds. False where all of it is left as it is."""
+        if not self._match_structure(kind, entries):
+            return False
         if kind.exact:
             self.lacking = self.lacking or any(path not in entries for path in kind.live)
-        live, skipped = kind.live, self.skipped
+        skipped = self.skipped
+        live = kind.places(entries, skipped) if isinstance(kind, StateOfParameters) else kind.live
         for path, entry in entries.items():
             held = live.get(path, MISSING)
             if type(entry) is e.TensorEntry and path not in skipped and gather.in_place(path, entry, held, kind.exact):
@@ -84,8 +100,7 @@ class Match:
                     self._notes.mismatches.append(f"{path}: the snapshot has a {_tag(entry)}, the application a tensor")
                 continue
             if path in skipped:
-                if held is not MISSING:
-                    gather.values[path] = held
+                gather.values |= {path: held} if held is not MISSING else {}
                 continue
             self.restored += 1
             if (
@@ -102,9 +117,11 @@ class Match:
                 gather.values[path] = entry.value()
             else:
                 self._match_other(kind, path, entry, held, gather)
+        return True
 
-    def _match_structure(self, kind: Kind, entries: dict[str, Any]) -> None:
-        """What is to be known of containers and names, before a leaf is looked at."""
+    def _match_structure(self, kind: Kind, entries: dict[str, Any]) -> bool:
+        """What is to be known of containers and names, before a leaf is looked at. False where the whole stateful is
+        left as it is."""
         if not kind.by_name:
             self._match_withheld(kind)
         adopted = kind.adopts(entries, self._elsewhere)
@@ -113,8 +130,58 @@ class Match:
         if not all(map(self._wanted, adopted)):
             self._choose_again(kind.key, entries)
         choice = self.choices.get(kind.key)
-        if choice is None or not choice.skipped.intersection(kind.needs):
-            self._notes.mismatches += kind.mismatches(entries)
+        needed = choice is None or not choice.skipped.intersection(kind.needs)
+        lines = kind.mismatches(entries) if needed else []
+        if isinstance(kind, StateOfParameters) and kind.optimizers:
+            if (choice is None or choice.wants(kind.base)) and not self._match_optimizer(kind, entries, lines):
+                return False
+        else:
+            self._notes.mismatches += lines
+        self._match_kept(kind, entries)
+        self._match_missing(kind, entries)
+        if kind.by_name:
+            self._match_names(kind, entries)
+        elif choice is not None:
+            try:
+                choice.merge(kind.key, entries, dict.fromkeys(entries), kind.state)
+            except RestoreError as error:
+                self._notes.mismatches.append(str(error))
+        return True
+
+    def _match_optimizer(self, kind: StateOfParameters, entries: dict[str, Any], lines: list[str]) -> bool:
+        """Compare an optimizer with the saved one. False where it is left as it is, and nothing else is to be
+        restored."""
+        why = kind.optimizer_mismatch(entries)
+        lines = [why] if why else lines
+        if lines and not self._strict:
+            self.left = True
+            self._notes.add("skipped", kind.base, f"left as it is: {'; '.join(lines)}")
+            return not kind.leave_optimizer(entries)
+        if lines:
+            self._notes.mismatches += [f"{line}; strict=False leaves the optimizer as it is" for line in lines]
+            return True
+        for kind_of_line, path, detail in kind.notes():
+            self._notes.add(kind_of_line, path, detail)
+        self._notes.mismatches += kind.choose_dtypes(self._cast, CASTS[self._cast], self.beside)
+        for name, what in kind.other_shapes(entries).items():
+            path = f"{kind.base}/state/{name}"
+            if self._skips_shapes:
+                kind.leave_state(name, entries)
+                self._notes.add("skipped", path, f"{what}; left as it is")
+                self.left = True
+            else:
+                self.shapes = True
+                self._notes.mismatches.append(f"{path}: {what}")
+        return True
+
+    def _match_missing(self, kind: Kind, entries: dict[str, Any]) -> None:
+        """Names of which each is an error, or left out and reported."""
+        for path in filter(self._wanted, kind.missing(entries)):
+            if self._strict:
+                why = self._withheld.get(path, "is in the application, not in the snapshot")
+                self._notes.mismatches.append(f"{path}: {why}")
+            else:
+                self._notes.add("missing", path, "left as it is")
         for path in kind.unexpected(entries):
             if not self._strict:
                 self._notes.add("unexpected", path)
@@ -124,13 +191,22 @@ class Match:
                 leave_out(entries, path)
             else:
                 self._notes.mismatches.append(f"{path}: is in the snapshot, not in the application")
-        if kind.by_name:
-            self._match_names(kind, entries)
-        elif choice is not None:
-            try:
-                choice.merge(kind.key, entries, dict.fromkeys(entries), kind.state)
-            except RestoreError as error:
-                self._notes.mismatches.append(str(error))
+
+    def _match_kept(self, kind: Kind, entries: Mapping[str, Any]) -> None:
+        """What the application has and the snapshot lacks keeps its value, unless it should be removed. What is another
+        rank's is neither: the application asks for it."""
+        gone = self.dropped[kind.key] = []
+        for path, key in kind.kept(entries).items():
+            if not self._wanted(path):
+                continue
+            self.lacking = True
+            why = next((why for name, why in self._withheld.items() if f"{name}/".startswith(f"{path}/")), None)
+            if self._exact:
+                gone.append(key)
+            elif why is None:
+                self._notes.add("kept", path, "the snapshot lacks it")
+            elif self._strict:
+                self._notes.mismatches.append(f"{path}: {why}")
 
     def _choose_again(self, key: str, entries: dict[str, Any]) -> None:
         """Of what was found with other ranks, too, only that is restored which was asked for."""
@@ -206,7 +282,7 @@ class Match:
                 else "the application's tensor has elements that share memory, or is of another layout"
             )
             if kind.exact:
-                notes.mismatches.append(f"{path}: {what}")
+                self._misfit(path, what, held, gather)
             else:
                 notes.add("replaced", path, what)
                 gather.new(path, entry, held.device)
@@ -221,6 +297,17 @@ class Match:
         check_tensor(path, entry, gather.files, partial=gather.partial)
         gather.into(path, entry, held, live=True)
         gather.values[path] = held
+
+    def _misfit(self, path: str, what: str, held: Any, gather: Gather) -> None:
+        """A tensor that cannot be restored where it belongs: an error, or left as it is."""
+        if self._skips_shapes:
+            self._notes.add("skipped", path, f"{what}; left as it is")
+            gather.values[path] = held
+            self.restored -= 1
+            self.left = True
+        else:
+            self.shapes = True
+            self._notes.mismatches.append(f"{path}: {what}")
 
     def _fits_dtype(self, kind: Kind, path: str, entry: Any, dtype: torch.dtype, *, exact: bool = False) -> bool | None:
         """Whether a dtype will do: None where the leaf is to be replaced, False where it is an error."""
@@ -242,7 +329,8 @@ class Match:
         """A saved tensor and one of which this rank holds some boxes; False where what is there is no such thing."""
         try:
             made = kind.like(path, entry.shape) if held is MISSING else None
-            value = empty_like(made, BY_NAME[entry.dtype]) if made is not None and entry.dtype in BY_NAME else held
+            dtype = self._dtype(kind, path, entry) if made is not None else None
+            value = held if made is None or dtype is None else empty_like(made, dtype)
             target = None if value is MISSING else sharded(path, value)
         except SnapshotError as error:
             self._notes.mismatches.append(str(error))
@@ -258,7 +346,7 @@ class Match:
         elif not all(writable(piece.tensor) for piece in target.pieces):
             what = "the application's tensor has elements that share memory"
         if what is not None:  # never replaced: a whole tensor may be larger than what one rank can hold
-            self._notes.mismatches.append(f"{path}: {what}")
+            self._misfit(path, what, held, gather)
         elif self._fits_dtype(kind, path, entry, target.dtype, exact=True):
             self._place_shards(path, entry, target, gather, live=made is None)
             gather.values[path] = value
@@ -285,12 +373,21 @@ class Match:
         if type(entry) is e.TensorPartsEntry and isinstance(held, torch.Tensor):
             saved = entry.params.get("shape")
             if kind.by_name and saved is not None and list(held.shape) != saved:
-                self._notes.mismatches.append(f"{path}: the snapshot has {saved}, the application {list(held.shape)}")
-            elif not kind.by_name:
+                self._misfit(path, f"the snapshot has {saved}, the application {list(held.shape)}", held, gather)
+                return
+            if not kind.by_name:
                 self._notes.add("replaced", path, f"a new {entry.kind} tensor")
         elif held is not MISSING and not isinstance(entry, e.ObjectEntry):
             self._replace(kind, path, entry)
-        gather.new(path, entry, kind.device(path, shape))
+        dtype = self._dtype(kind, path, entry) if isinstance(entry, e.TENSORS) else None
+        if dtype is not None and dtype is not BY_NAME.get(entry.dtype):
+            self._fits_dtype(kind, path, entry, dtype, exact=True)
+        gather.new(path, entry, kind.device(path, shape), dtype)
+
+    def _dtype(self, kind: Kind, path: str, entry: Any) -> torch.dtype | None:
+        """The dtype of a new tensor: the saved one, but for an optimizer's state of a parameter that was cast."""
+        chosen = kind.state_dtype(path, entry) if isinstance(kind, StateOfParameters) else None
+        return chosen or BY_NAME.get(entry.dtype)
 
     def _replace(self, kind: Kind, path: str, entry: Any) -> None:
         """Something of another kind than what is there: a module cannot take it, everything else can."""

@@ -6,6 +6,7 @@ are reported at once.
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from collections import Counter
@@ -13,11 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from snapshot.distributed.call import Call
 from snapshot.engine.fetch import expect_good, fetch
 from snapshot.engine.gather import Gather, Uncovered
 from snapshot.engine.loop import run
 from snapshot.engine.match import CASTS, Match
+from snapshot.engine.names import below_only_key, follow_rename, match_wrappers
 from snapshot.engine.operation import Operation
 from snapshot.engine.quiet import no_collection
 from snapshot.engine.reader import ReadResult
@@ -28,16 +32,17 @@ from snapshot.engine.together import Ranges, Relay, agree_on_reads, divided
 from snapshot.engine.unfold import unfold
 from snapshot.engine.wants import Want
 from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError
-from snapshot.events import Meter
-from snapshot.formats.foreign import root_of, root_over
+from snapshot.events import Meter, log
 from snapshot.manifest.check import check_tree, locations_of
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import Container, ListEntry, OrderedDictEntry
 from snapshot.manifest.paths import component
-from snapshot.manifest.view import Rename, View, by_key, nearest, rank_view, renamed_view
+from snapshot.manifest.view import View, by_key, nearest, rank_view
 from snapshot.plan.globs import matcher, unmatched
+from snapshot.plan.renaming import Rename
 from snapshot.report import Notes, RestoreReport, listed
-from snapshot.state.kinds import Kind, kind_of, kind_type
+from snapshot.state.kind_of import kind_of, kind_type
+from snapshot.state.kinds import Kind
 from snapshot.state.live import Choice, inflate
 from snapshot.state.rng import RNGState
 
@@ -52,6 +57,8 @@ class Restore:
         document: Document,
         *,
         strict: bool,
+        exact: bool,
+        mismatched: str,
         include: Sequence[str],
         exclude: Sequence[str],
         rename: Rename | None,
@@ -70,7 +77,9 @@ class Restore:
         self._call = call
         self._operation = operation
         self._document = document
-        self._strict = strict
+        if mismatched not in ("error", "skip"):
+            raise ValueError(f"mismatched must be 'error' or 'skip', got {mismatched!r}")
+        self._strict, self._exact, self._mismatched = strict, exact, mismatched
         self._include, self._exclude = include, exclude
         self._filtered = bool(include or exclude)
         included, excluded = matcher(include or ["**"]), matcher(exclude)
@@ -127,6 +136,9 @@ class Restore:
                 self._hand_back(kinds[key], entries, gather.values)
         self._expect_all()
         remember(self._call, self._document)
+        kept = [line.path for line in self._notes.lines if line.kind == "kept"]
+        if kept:
+            log.warning("%s: the snapshot lacks, and so keeps as it is:%s", self._operation.url, listed(kept, 10))
         return RestoreReport(
             self._match.restored, result.bytes_read, result.requests, self._seconds, tuple(self._notes.lines)
         )
@@ -138,9 +150,13 @@ class Restore:
         document, operation = self._document, self._operation
         self._notes = Notes()
         view = rank_view(document.manifest, self._call.rank, document.world_size, self._call.world)
-        view = renamed_view(view, self._rename) if self._rename else view
+        view = below_only_key(document, view, app_state)
+        view = follow_rename(view, self._rename, app_state) if self._rename else view
+        asked = self._may_want if self._filtered else lambda key: True
+        view = match_wrappers(view, self._ordered(app_state), kinds, self._notes, asked)
         self._match = Match(
-            strict=self._strict, cast=self._cast, wanted=self._wanted, view=view, several=not self._call.alone,
+            strict=self._strict, exact=self._exact, cast=self._cast, mismatched=self._mismatched,
+            wanted=self._wanted, view=view, several=not self._call.alone,
             every=document.world_size == 1,
             notes=self._notes,
         )  # fmt: skip
@@ -149,19 +165,30 @@ class Restore:
         run(operation.expect_files(document, needed))
         gather = Gather(document.files, allow_pickle=self._allow_pickle, partial=bool(document.parts))
         for key, stateful in self._ordered(app_state):
-            if key in grouped:
-                kind = kinds.get(key)
-                if kind is None:
-                    kind = kinds[key] = kind_of(key, stateful)
-                self._match.add(kind, grouped[key], gather)
+            if key in grouped and key not in kinds:
+                kinds[key] = kind_of(key, stateful)
+        self._match.beside = _restored_by(kinds, grouped, self._match.skipped)
+        for key in [key for key, _ in self._ordered(app_state) if key in grouped]:
+            if not self._match.add(kinds[key], grouped[key], gather):
+                del grouped[key]
         self._notes.mismatches += shared_memory(gather)
+        self._expect_any(view)
         if self._notes.mismatches:
             raise RestoreError(
                 f"{operation.url}: does not fit the application, and nothing was touched:"
-                f"{listed(self._notes.mismatches, 100)}",
+                f"{listed(self._notes.mismatches, 100)}{SKIP_SHAPES if self._match.shapes else ''}",
                 self._notes.mismatches,
             )
         return grouped, gather
+
+    def _expect_any(self, view: View) -> None:
+        """Add a mismatch where nothing of what the application asks for is in the snapshot: it is another's."""
+        missing = any(line.kind == "missing" for line in self._notes.lines) or self._match.left
+        if missing and not self._match.restored and not self._notes.mismatches:
+            held = listed(sorted(by_key(view.entries)), 10)
+            self._notes.mismatches.append(
+                f"nothing that the application asks for is in the snapshot, which holds:{held}"
+            )
 
     def _ordered(self, app_state: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """The statefuls in the order in which they are asked and handed back: by key, the RNG state last."""
@@ -170,7 +197,7 @@ class Restore:
 
     def _chosen(self, view: View, app_state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """The entries of each key that is asked for; keys of which nothing is wanted are left alone."""
-        grouped = self._whole(by_key(view.entries), app_state)
+        grouped = by_key(view.entries)
         notes = self._notes
         self._check_globs(grouped, view)
         wanted = {}
@@ -182,8 +209,7 @@ class Restore:
             if entries is None:
                 if self._filtered and not self._wanted(key):
                     continue
-                alone = f"{key}: {view.withheld[key]}" if key in view.withheld else None
-                notes.mismatches.append(alone or f"{key}: the snapshot has no such key; {nearest(key, grouped)}")
+                self._lack(key, view, grouped)
                 continue
             if self._call.rank >= self._document.world_size:
                 if self._filtered and not any(map(self._wanted, entries)):
@@ -199,6 +225,16 @@ class Restore:
             self._note_gone(view, wanted)
         return wanted
 
+    def _lack(self, key: str, view: View, grouped: Mapping[str, Any]) -> None:
+        """Say that the snapshot lacks a whole key, or that it is another rank's."""
+        if key in view.withheld:
+            self._notes.mismatches.append(f"{key}: {view.withheld[key]}")
+        elif self._strict:
+            self._notes.mismatches.append(f"{key}: the snapshot has no such key; {nearest(key, grouped)}")
+        else:
+            self._match.lacking = True
+            self._notes.add("missing", key, "the snapshot has no such key; left as it is")
+
     def _check_globs(self, grouped: Mapping[str, Mapping[str, Any]], view: View) -> None:
         named = (path for entries in grouped.values() for path in entries)
         every = [*named, *view.elsewhere] if self._filtered else []
@@ -209,16 +245,6 @@ class Restore:
         self._match.unknown = view.unknown
         for glob in unmatched(self._exclude, every) if self._exclude else ():
             warnings.warn(f"exclude: the glob {glob!r} matches nothing in the snapshot", stacklevel=7)
-
-    def _whole(self, grouped: dict[str, dict[str, Any]], app_state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Where a format knows no names of statefuls, the only one of the application takes all."""
-        if root_of(self._document) is None or len(app_state) != 1:
-            return grouped
-        key = component(*app_state)
-        if key in grouped:
-            return grouped
-        below = {f"{key}/{path}": entry for entries in grouped.values() for path, entry in entries.items()}
-        return {key: {key: root_over(self._document, grouped), **below}}
 
     def _entries(self, key: str, grouped: Mapping[str, dict[str, Any]], view: View) -> dict[str, Any] | None:
         """What there is under a key. If only other ranks had it, a module finds its names there."""
@@ -329,6 +355,7 @@ class Restore:
             state = inflate(kind.key, entries, values)
         else:
             state = choice.merge(kind.key, entries, values, kind.state)
+        kind.drop(self._match.dropped.get(kind.key, ()))
         try:
             left = kind.hand_back(state, self._strict and not self._filtered)
         except Exception as error:
@@ -336,6 +363,35 @@ class Restore:
             raise
         for path in left:
             self._notes.add("skipped", path, "has no place here")
+
+
+SKIP_SHAPES = "\n(to leave tensors of another shape as they are: strict=False, mismatched='skip')"
+
+
+def _restored_by(
+    kinds: Mapping[str, Kind], grouped: Mapping[str, Mapping[str, Any]], skipped: set[str]
+) -> Callable[[Any], bool]:
+    """Tell whether the memory of a live tensor is restored by one of the statefuls."""
+
+    @functools.cache
+    def addresses() -> set[int]:
+        return {
+            _address(held)
+            for key, entries in grouped.items()
+            for path, held in kinds[key].live.items()
+            if isinstance(held, torch.Tensor) and path in entries and path not in skipped
+        }
+
+    return lambda tensor: _address(tensor) in addresses()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins; of a sharded one, this rank's part."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    try:
+        return int(local.data_ptr()) or id(tensor)
+    except (RuntimeError, NotImplementedError):  # a subclass without memory of its own
+        return id(tensor)
 
 
 def _whole(path: str, entries: Mapping[str, Any]) -> bool:

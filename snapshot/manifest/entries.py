@@ -14,6 +14,7 @@ import numpy as np
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.manifest.entry import Entry
+from snapshot.manifest.optimizer import OptimizerRecord
 from snapshot.manifest.paths import component_of, decode_key
 from snapshot.manifest.scalars import (
     BoolEntry,
@@ -127,6 +128,8 @@ class DictEntry(Container, tag="dict"):
     tagged: list[int] | None = None
     """Which keys stand under a tagged component, since another key of this dict has the same text."""
     replicated: bool = False
+    optimizer: OptimizerRecord | None = None
+    """Of an optimizer's state dict: whose it is."""
 
     def make(self, items: list[tuple[Any, Any]]) -> Any:
         """The dict itself, from its items."""

@@ -161,24 +161,17 @@ def by_key(view: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return grouped
 
 
-Rename = Mapping[str, str] | Callable[[str], str]
-
-
 DEEPEST = 500
 """How deep containers may nest."""
 _RANK = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 _INT = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 
-def renamed_view(view: View, rename: Rename) -> View:
+def renamed_view(view: View, change: Callable[[str], str]) -> View:
     """A view under other names."""
-    known = {**view.elsewhere, **view.entries}
-    unknown = [] if callable(rename) else [name for name in rename if name not in known]
-    hints = [f"rename: {name} is not in the snapshot; {nearest(name, known)}" for name in unknown]
-    change = rename if callable(rename) else by_mapping(rename)
     elsewhere = {change(path): entry for path, entry in view.elsewhere.items()}
     withheld = {change(path): why for path, why in view.withheld.items()}
-    return View(renamed(view.entries, change), elsewhere, withheld, view.gone, hints)
+    return View(renamed(view.entries, change), elsewhere, withheld, view.gone, view.unknown)
 
 
 def renamed(view: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
@@ -226,25 +219,13 @@ def renamed(view: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, 
     return made
 
 
-def by_mapping(rename: Mapping[str, str]) -> Callable[[str], str]:
-    """What renames exact paths, and whole containers with all that is beneath them."""
-
-    def change(path: str) -> str:
-        prefix = path
-        while prefix:
-            if prefix in rename:
-                return rename[prefix] + path[len(prefix) :]
-            prefix = prefix.rpartition("/")[0]
-        return path
-
-    return change
-
-
 def nearest(name: str, names: Iterable[str]) -> str:
     """A hint for a name that is not there: the names that look most like it."""
-    names = list(names)
+    names = sorted(names)
     if len(names) > 2000:
         start = name.rpartition("/")[0]
         names = [each for each in names if each.startswith(start)][:2000] or names[:2000]
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"known are {', '.join(sorted(names)[:5])} ..."
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    return f"the names are {', '.join(names[:10])}{', …' if len(names) > 10 else ''}" if names else "it holds nothing"

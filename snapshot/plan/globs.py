@@ -15,14 +15,32 @@ def pattern(glob: str) -> re.Pattern[str]:
     >>> bool(pattern("*/weight").match("model/a/weight")), bool(pattern("**/weight").match("model/a/weight"))
     (False, True)
     """
+    return re.compile(f"(?:{_expression(glob, '(?:')})(?:/.*)?\\Z", re.DOTALL)
+
+
+def capturing_pattern(glob: str) -> re.Pattern[str]:
+    """The same expression with a group for each wildcard `*` and `**`, and a last one for the path beneath the match.
+
+    >>> capturing_pattern("model/*.w").match("model/a.w").groups()
+    ('a', '')
+    """
+    return re.compile(f"(?:{_expression(glob, '(')})(|/.*)\\Z", re.DOTALL)
+
+
+WILDCARDS = re.compile(r"\*\*/|\*\*|\*")
+"""What a glob's groups capture."""
+
+
+def _expression(glob: str, group: str) -> str:
+    """The regular expression of a glob, with `group` as the opening of the group around each wildcard."""
     made, i = "", 0
     while i < len(glob):
         if glob.startswith("**/", i):
-            made, i = made + "(?:[^/]*/)*", i + 3
+            made, i = f"{made}{group}(?:[^/]*/)*)", i + 3
         elif glob.startswith("**", i):
-            made, i = made + ".*", i + 2
+            made, i = f"{made}{group}.*)", i + 2
         elif glob[i] == "*":
-            made, i = made + "[^/]*", i + 1
+            made, i = f"{made}{group}[^/]*)", i + 1
         elif glob[i] == "?":
             made, i = made + "[^/]", i + 1
         elif glob[i] == "[" and "]" in glob[i + 2 :]:
@@ -31,7 +49,7 @@ def pattern(glob: str) -> re.Pattern[str]:
             made, i = made + "[" + ("^" + inner[1:] if inner[0] == "!" else inner) + "]", end + 1
         else:
             made, i = made + re.escape(glob[i]), i + 1
-    return re.compile(f"(?:{made})(?:/.*)?\\Z", re.DOTALL)
+    return made
 
 
 def matcher(globs: Sequence[str]) -> Callable[[str], bool]:

@@ -94,6 +94,10 @@ class Choice:
         """Whether nothing at all is restored."""
         return not self._above_wanted
 
+    def wants(self, path: str) -> bool:
+        """Whether anything at a path or beneath it is restored."""
+        return path in self._above_wanted
+
     def merge(self, path: str, entries: Mapping[str, Any], values: Mapping[str, Any], live: Any) -> Any:
         """The live value, with what is wanted in its place. Raises where a sequence does not have the places."""
         if path not in self._above_skipped:

@@ -67,7 +67,7 @@ class ModelState:
         """Take a state back, of this parallelism: `Snapshot.restore` has brought it into that."""
         from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
 
-        if not self.optimizers:
+        if not self.optimizers or "optim" not in state_dict:
             set_model_state_dict(self.model, state_dict["model"], options=self.options)
             return
         optim = state_dict["optim"]

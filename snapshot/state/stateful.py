@@ -25,7 +25,8 @@ class Stateful(Protocol):
 class StateDict(UserDict[str, Any]):
     """A dictionary with `state_dict()` and `load_state_dict()`, for state that lives in no object of its own.
 
-    After a restore it holds exactly what was saved; keys added since are gone.
+    A restore sets the keys that were saved. A key that the snapshot lacks keeps its value, unless the restore was asked
+    to be `exact`.
 
     >>> progress = StateDict(step=7, best=0.25)
     >>> progress["step"] += 1
@@ -38,8 +39,8 @@ class StateDict(UserDict[str, Any]):
         return self.data
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Hold exactly what is in `state_dict`."""
-        self.data = dict(state_dict)
+        """Set the keys of `state_dict`; the others keep their values."""
+        self.data.update(state_dict)
 
 
 def check_app_state(app_state: Mapping[str, Any]) -> None:

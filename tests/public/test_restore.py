@@ -137,20 +137,23 @@ def test_an_unknown_cast_is_an_error():
         Snapshot(URL).restore({"net": model()}, cast="all")
 
 
-def test_a_state_dict_holds_exactly_what_was_saved():
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_state_dict_keeps_what_the_snapshot_lacks_unless_it_is_to_be_exact(exact, caplog):
     kept = torch.zeros(3)
     state = StateDict(a=1, t=torch.ones(3), gone=torch.ones(2), nested={"x": [torch.ones(1), 2]})
     take({"s": state})
     live = StateDict(a=5, t=kept, added=7, nested={"x": [torch.zeros(1), 9, 9]}, gone=torch.zeros(5))
     inner = live["nested"]["x"][0]
-    report = Snapshot(URL).restore({"s": live})
-    assert sorted(live) == ["a", "gone", "nested", "t"]
+    report = Snapshot(URL).restore({"s": live}, exact=exact)
+    assert sorted(live) == ["a", *(["added"] if not exact else []), "gone", "nested", "t"]
+    assert [str(line) for line in report.kept] == ([] if exact else ["kept       s/added: the snapshot lacks it"])
+    assert ("s/added" in caplog.text) is not exact
     assert live["t"] is kept
     assert kept.tolist() == [1, 1, 1]
     assert live["nested"]["x"][0] is inner
     assert inner.item() == 1
     assert live["nested"]["x"][1:] == [2]
-    assert [(line.path, line.kind) for line in report] == [("s/gone", "replaced")]
+    assert [(line.path, line.kind) for line in report if line.kind != "kept"] == [("s/gone", "replaced")]
 
 
 def test_include_and_exclude():

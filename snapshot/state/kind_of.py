@@ -1,0 +1,32 @@
+"""Which kind of stateful an object is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from snapshot.state.kinds import Kind, ModuleKind, RNGKind, StateDictKind
+from snapshot.state.model import ModelState
+from snapshot.state.optimizer_kinds import ModelStateKind, OptimizerKind
+from snapshot.state.rng import RNGState
+from snapshot.state.stateful import StateDict
+
+_KINDS: tuple[tuple[type, type[Kind]], ...] = (
+    (RNGState, RNGKind),
+    (torch.nn.Module, ModuleKind),
+    (torch.optim.Optimizer, OptimizerKind),
+    (ModelState, ModelStateKind),
+    (StateDict, StateDictKind),
+)
+
+
+def kind_type(stateful: Any) -> type[Kind]:
+    """Return the kind of a stateful, without asking for its state."""
+    own: type[Kind] | None = getattr(type(stateful), "__snapshot_kind__", None)
+    return own or next((kind for of, kind in _KINDS if isinstance(stateful, of)), Kind)
+
+
+def kind_of(key: str, stateful: Any) -> Kind:
+    """Return a stateful of its kind, with what it holds now."""
+    return kind_type(stateful)(key, stateful)

@@ -1,0 +1,324 @@
+"""Optimizers as statefuls: they get all of what was saved, where their parameters are, in the dtypes that were saved.
+
+Where a parameter has another dtype now than it had, its state is cast as torch's own `load_state_dict` casts it.
+Whether the optimizer has state already makes no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from snapshot.errors import RestoreError
+from snapshot.manifest.entries import TENSORS, Container, DictEntry, ListEntry
+from snapshot.manifest.paths import component
+from snapshot.state.kinds import Kind
+from snapshot.state.optimizers import SavedOptimizer, change_of, expected_shape, mismatch_of
+from snapshot.tensors.dtypes import BY_NAME, NAMES
+
+
+class StateOfParameters(Kind):
+    """A stateful that holds the state of an optimizer, parameter by parameter."""
+
+    exact = True
+    optimizer_at = ""
+    """Where below the key the optimizer's state dict is."""
+
+    def __init__(self, key: str, stateful: Any) -> None:
+        super().__init__(key, stateful)
+        self.base = f"{key}{self.optimizer_at}"
+        """Where the optimizer's state dict is."""
+        self._states = f"{self.base}/state/"
+        self._cast: dict[str, torch.dtype] = {}
+        """Parameters whose state is cast, with the dtype that it gets."""
+        self._saved: SavedOptimizer | None = None
+        self.untouched: set[str] = set()
+        """Parameters whose state stays as it is, since their shapes are others."""
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.stateful]
+
+    def parameter(self, name: str) -> Any:
+        """The live parameter of a name in `state`; None where there is none."""
+        return None
+
+    def optimizer_mismatch(self, entries: Mapping[str, Any]) -> str | None:
+        """Say why the saved optimizer's state is none for this one."""
+        self._saved = SavedOptimizer.of(self.base, entries)
+        why = mismatch_of(self._saved, self.optimizers) if self._saved is not None and self.optimizers else None
+        return f"{self.base}: {why}" if why else None
+
+    def leave_optimizer(self, entries: dict[str, Any]) -> bool:
+        """Take the optimizer out of what is restored. True where nothing else is left."""
+        return True
+
+    def notes(self) -> Iterable[tuple[str, str, str]]:
+        """Lines for the report: another class, and options that the snapshot lacks."""
+        saved = self._saved
+        if saved is None or not self.optimizers:
+            return
+        change = change_of(saved, self.optimizers)
+        if change:
+            yield "changed", self.base, change
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        for number, (options, group) in enumerate(zip(saved.groups, groups, strict=False)):
+            for name in group:
+                if name not in ("params", "param_names") and component(str(name)) not in options:
+                    yield "kept", f"{self.base}/param_groups/{number}/{component(str(name))}", "the snapshot lacks it"
+
+    def choose_dtypes(
+        self, cast: str, allowed: Callable[[torch.dtype, torch.dtype], bool], beside: Callable[[Any], bool]
+    ) -> list[str]:
+        """Find the parameters whose dtype differs from the saved one; return why that is not allowed.
+
+        `beside` is true for a parameter that is restored itself: only then its state follows its dtype.
+        """
+        self._cast = {}
+        refused: dict[str, int] = {}
+        saved = self._saved
+        for at, name in enumerate(saved.params if saved else ()):
+            parameter = self.parameter(name)
+            if not isinstance(parameter, torch.Tensor) or not parameter.is_floating_point() or not beside(parameter):
+                continue
+            recorded = saved.dtypes[at] if saved and saved.dtypes else ""
+            was = BY_NAME.get(recorded)
+            if was is parameter.dtype or (was is None and cast == "error"):
+                continue
+            if was is None or allowed(was, parameter.dtype):
+                self._cast[name] = parameter.dtype
+            else:
+                text = f"the snapshot has parameters of {recorded}, the application of {NAMES.get(parameter.dtype)}"
+                refused[text] = refused.get(text, 0) + 1
+        hint = "; allow it with cast='same_kind' or 'any'" if cast == "error" else ""
+        return [f"{self.base}: {text} ({count} of them){hint}" for text, count in refused.items()]
+
+    def _in_state(self, path: str) -> tuple[str, str] | None:
+        """The parameter that a path in `state` belongs to, and the name of what is kept of it."""
+        if not path.startswith(self._states):
+            return None
+        name, slash, rest = path[len(self._states) :].partition("/")
+        return (name, rest.partition("/")[0]) if slash else None
+
+    def state_dtype(self, path: str, entry: Any) -> torch.dtype | None:
+        """The dtype in which a saved tensor is restored; None for what is no tensor of the optimizer's state."""
+        found = self._in_state(path)
+        saved = BY_NAME.get(entry.dtype)
+        if found is None or saved is None:
+            return None
+        name, what = found
+        return self._cast[name] if name in self._cast and what != "step" and saved.is_floating_point else saved
+
+    def places(self, entries: Mapping[str, Any], skipped: set[str]) -> dict[str, Any]:
+        """What is there already, without the state that cannot be filled as it is: a new tensor takes its place."""
+        places = dict(self.live)
+        for path, entry in entries.items():
+            held = places.get(path)
+            if held is None or path in skipped or not isinstance(entry, TENSORS):
+                continue
+            dtype = self.state_dtype(path, entry)
+            fits = isinstance(held, torch.Tensor) and held.dtype == dtype and held.shape == entry.shape
+            if dtype is not None and not fits:
+                del places[path]
+        return places
+
+    def other_shapes(self, entries: Mapping[str, Any]) -> dict[str, str]:
+        """The parameters whose saved state has the shape of another one, and how it differs."""
+        found: dict[str, str] = {}
+        for path, entry in entries.items():
+            at = self._in_state(path) if isinstance(entry, TENSORS) else None
+            parameter = self.parameter(at[0]) if at else None
+            if at is None or not isinstance(parameter, torch.Tensor) or at[0] in found:
+                continue
+            wanted = expected_shape(self.optimizers, at[1], parameter.shape)
+            if wanted is None:
+                held = self.live.get(path)
+                wanted = held.shape if isinstance(held, torch.Tensor) else entry.shape
+            if tuple(wanted) != tuple(entry.shape):
+                found[at[0]] = f"the snapshot has {at[1]} of {list(entry.shape)}, the application {list(wanted)}"
+        return found
+
+    def leave_state(self, name: str, entries: dict[str, Any]) -> str:
+        """Leave the state of a parameter as it is; return its path."""
+        path = f"{self._states}{name}"
+        self.untouched.add(name)
+        for below in [each for each in entries if each == path or each.startswith(f"{path}/")]:
+            del entries[below]
+        states = entries[self._states[:-1]]
+        entries[self._states[:-1]] = states.without(each == name for each in states.components())
+        return path
+
+    def like(self, path: str, shape: tuple[int, ...]) -> Any | None:
+        found = self._in_state(path)
+        parameter = self.parameter(found[0]) if found else None
+        return parameter if parameter is not None and tuple(parameter.shape) == shape and shape else None
+
+    def device(self, path: str, shape: tuple[int, ...]) -> torch.device | str:
+        parameter = self.like(path, shape)
+        return "cpu" if parameter is None else parameter.device
+
+
+def _exact(cast: Any, saved: Any) -> Any:
+    """What an optimizer holds, in the dtypes that were meant, on the devices where torch has put it."""
+    if isinstance(saved, torch.Tensor):
+        if not isinstance(cast, torch.Tensor):
+            return saved
+        return cast if cast.dtype == saved.dtype else saved.to(cast.device)
+    if isinstance(saved, dict) and isinstance(cast, dict):
+        return type(cast)((key, _exact(cast.get(key), value)) for key, value in saved.items())
+    if isinstance(saved, (list, tuple)) and isinstance(cast, (list, tuple)) and len(saved) == len(cast):
+        return type(saved)(map(_exact, cast, saved))
+    return cast
+
+
+def _with_options(saved: Any, live: Mapping[str, Any]) -> Any:
+    """A saved parameter group, with the options that only the live one has."""
+    if not isinstance(saved, dict):
+        return saved
+    return {**saved, **{name: value for name, value in live.items() if name not in saved and name != "param_names"}}
+
+
+class OptimizerKind(StateOfParameters):
+    """One of torch's optimizers."""
+
+    def __init__(self, key: str, stateful: torch.optim.Optimizer) -> None:
+        super().__init__(key, stateful)
+        parameters = [parameter for group in stateful.param_groups for parameter in group["params"]]
+        indices = [index for group in self.state.get("param_groups", ()) for index in group["params"]]
+        self.needs = frozenset({f"{key}/param_groups"})
+        self._by_index = dict(zip(map(str, indices), parameters, strict=False))
+        self._numbers = {str(index): index for index in indices}
+        groups = f"{key}/param_groups/"  # torch copies what it is given for them: they are no places to fill
+        self.live = {path: value for path, value in self.live.items() if not path.startswith(groups)}
+
+    def parameter(self, name: str) -> Any:
+        return self._by_index.get(name)
+
+    def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
+        """Parameter groups must be as many, and as large: torch would find out only after tensors were written."""
+        groups = entries.get(f"{self.key}/param_groups")
+        if not isinstance(groups, ListEntry):
+            return [f"{self.key}: the snapshot holds no optimizer's parameter groups under this key"]
+        here = isinstance(self.state.get("state"), dict) and f"{self.key}/state" not in self.live
+        found = entries.get(f"{self.key}/state")  # DCP drops what is empty, as a fresh optimizer's state is
+        if here and not isinstance(found, DictEntry) and (found is not None or self.state["state"]):
+            return [f"{self.key}: the snapshot holds no optimizer's state under this key"]
+        have = [len(group["params"]) for group in self.stateful.param_groups]
+        saved = []
+        for i in range(groups.length):
+            params = entries.get(f"{self.key}/param_groups/{i}/params")
+            saved.append(params.length if isinstance(params, ListEntry) else -1)
+        if have == saved:
+            return []
+        return [f"{self.key}/param_groups: the snapshot has groups of {saved} parameters, and the optimizer of {have}"]
+
+    def hand_back(self, state: Any, strict: bool) -> list[str]:
+        """Torch casts state to its parameter's dtype; what was meant to have another one is put back as it was read."""
+        states = state.get("state")
+        numbered: dict[Any, Any] = {}
+        if isinstance(states, dict):  # DCP makes texts of the numbers, and torch would take those for no parameter's
+            numbered = {self._numbers.get(key, key) if type(key) is str else key: each for key, each in states.items()}
+        held = self.state.get("state")
+        for name in self.untouched if isinstance(held, dict) else ():
+            if self._numbers[name] in held:
+                numbered[self._numbers[name]] = held[self._numbers[name]]
+        groups = state.get("param_groups", ())
+        pairs = zip(groups, self.stateful.param_groups, strict=False)
+        state = {**state, "state": numbered, "param_groups": [_with_options(*pair) for pair in pairs]}
+        try:
+            self.stateful.load_state_dict(state)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise RestoreError(f"{self.key}: the optimizer does not take this state: {error}", [self.key]) from error
+        for index, saved in numbered.items():
+            parameter = self._by_index.get(str(index))
+            if parameter is None or not isinstance(saved, dict):
+                continue
+            live = self.stateful.state.get(parameter)
+            if live is not None:
+                live.update({name: _exact(live.get(name), value) for name, value in saved.items()})
+        return []
+
+
+class ModelStateKind(StateOfParameters):
+    """A model and its optimizer under names that do not depend on how they are parallelised."""
+
+    models = "/model"
+    optimizer_at = "/optim"
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        found: list[torch.optim.Optimizer] = self.stateful.optimizers
+        return found
+
+    def parameter(self, name: str) -> Any:
+        return self.live.get(f"{self.key}/model/{name}")
+
+    def model_names(self) -> list[str]:
+        return [component(name) for name in self.state["model"]]
+
+    def adopts(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
+        return [path for path in self.live if path not in entries and path in elsewhere]
+
+    def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
+        if self.stateful.optimizers and f"{self.key}/optim" not in entries:
+            return [f"{self.key}: the snapshot holds no optimizer's state as 'optim' under this key"]
+        return []
+
+    def missing(self, entries: Mapping[str, Any]) -> list[str]:
+        """The model's names, which torch would compare only after tensors were written."""
+        prefix = f"{self.key}/model/"
+        return sorted(path for path in self.live if path.startswith(prefix) and path not in entries)
+
+    def unexpected(self, entries: Mapping[str, Any]) -> list[str]:
+        prefix = f"{self.key}/model/"
+        leaves = (path for path, entry in entries.items() if not isinstance(entry, Container))
+        return sorted(path for path in leaves if path.startswith(prefix) and path not in self.live)
+
+    def leave_optimizer(self, entries: dict[str, Any]) -> bool:
+        for path in [each for each in entries if each == self.base or each.startswith(f"{self.base}/")]:
+            del entries[path]
+        entries[self.key] = entries[self.key].without(name == "optim" for name in entries[self.key].components())
+        return False
+
+    def hand_back(self, state: Any, strict: bool) -> list[str]:
+        optim = state.get("optim")
+        if optim is None or not self.stateful.optimizers:
+            return super().hand_back({**state, "model": {**self.state["model"], **state["model"]}}, strict)
+        if "param_groups" in optim:
+            optim = {**optim, **self._completed(optim)}
+        super().hand_back({**state, "model": {**self.state["model"], **state["model"]}, "optim": optim}, strict)
+        self._undo_casts(optim.get("state"))
+        return []
+
+    def _completed(self, optim: Mapping[str, Any]) -> dict[str, Any]:
+        """The saved state and groups, with the live ones of parameters and options that the snapshot lacks."""
+        live = self.state["optim"]
+        states = {**live["state"], **optim.get("state", {})}
+        saved = {str(name): group for group in optim["param_groups"] for name in group["params"]}
+        groups = []
+        for group in live["param_groups"]:
+            same = next((saved[name] for name in group["params"] if name in saved), group)
+            groups.append({**_with_options(same, group), "params": group["params"]})
+        return {"state": {name: each for name, each in states.items() if each}, "param_groups": groups}
+
+    def _undo_casts(self, meant: Any) -> None:
+        """Torch casts state to its parameter's dtype; what was meant to have another one is put back as it was read."""
+        found = self.stateful.state_dict()["optim"].get("state")
+        if not isinstance(meant, dict) or not isinstance(found, dict):
+            return
+        owners = {
+            id(value): (each, name)
+            for optimizer in self.stateful.optimizers
+            for each in optimizer.state.values()
+            if isinstance(each, dict)
+            for name, value in each.items()
+        }
+        for parameter, state in meant.items():
+            for name, value in state.items() if isinstance(state, dict) else ():
+                now = found.get(parameter, {}).get(name)
+                if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                    owner = owners.get(id(now))
+                    if owner is not None:
+                        owner[0][owner[1]] = value.to(now.device)
