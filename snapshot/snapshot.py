@@ -17,6 +17,7 @@ from snapshot.engine.operation import Operation
 from snapshot.engine.portion import portion_of
 from snapshot.engine.quiet import no_collection
 from snapshot.engine.restore import Restore
+from snapshot.engine.restore_options import RestoreOptions
 from snapshot.engine.take import begin, make
 from snapshot.engine.worker import check, writer_process
 from snapshot.events import Meter, ProgressArgument, emit
@@ -285,23 +286,33 @@ class Snapshot(Stored):
             CorruptSnapshotError: A digest or a file's size is wrong; `touched` names the live tensors that were
             written.
         """
+        return self._restore(
+            app_state,
+            RestoreOptions(
+                strict=strict, exact=exact, mismatched=mismatched, include=include, exclude=exclude, rename=rename,
+                cast=cast, verify=verify, atomic=atomic, memory_budget_bytes=memory_budget_bytes, read_once=read_once,
+                progress=progress, timeout=timeout,
+            ),
+            set(),
+        )  # fmt: skip
+
+    def _restore(self, app_state: AppState, options: RestoreOptions, touched: set[str]) -> RestoreReport:
+        """Restore; see `Restore` for `touched`."""
         refuse_on_loop()
-        meter = Meter("restore", _shown(progress, self._pg))
+        meter = Meter("restore", _shown(options.progress, self._pg))
         wait_for_all()
         try:
-            with Call(ranks_of(self._pg), "restore", _timeout(timeout)) as call:
+            with Call(ranks_of(self._pg), "restore", _timeout(options.timeout)) as call:
                 check_app_state(app_state)
                 began = time.perf_counter()
                 operation, document = open_restore(
                     call, self._url, "restore",
-                    lambda url: Operation(url, self._options, budget=memory_budget_bytes),
+                    lambda url: Operation(url, self._options, budget=options.memory_budget_bytes),
                 )  # fmt: skip
                 try:
                     report = Restore(
-                        call, operation, document, strict=strict, exact=exact, mismatched=mismatched,
-                        include=include, exclude=exclude, rename=rename,
-                        cast=cast, verify=verify, atomic=atomic, read_once=read_once,
-                        opened=time.perf_counter() - began, allow_pickle=self._allow_pickle, meter=meter,
+                        call, operation, document, options, opened=time.perf_counter() - began,
+                        allow_pickle=self._allow_pickle, meter=meter, touched=touched,
                     ).run(app_state)  # fmt: skip
                 finally:
                     run(operation.close())

@@ -13,11 +13,16 @@ from snapshot.events import Meter
 from snapshot.report import listed
 
 
-def fetch(operation: Operation, wants: Sequence[Want], verify: bool, meter: Meter) -> ReadResult:
-    """Read wants, and raise for what does not verify."""
+def fetch(
+    operation: Operation, wants: Sequence[Want], verify: bool, meter: Meter, touched: set[str] | None = None
+) -> ReadResult:
+    """Read wants, and raise for what does not verify. The names of live tensors that are written to go to `touched`."""
+    touched = set() if touched is None else touched
     if not wants:
-        return ReadResult()
-    reader = Reader(operation.storage, operation.budget, verify=verify, wanted_part=operation.settings.part_bytes)
+        return ReadResult(touched=touched)
+    reader = Reader(
+        operation.storage, operation.budget, verify=verify, wanted_part=operation.settings.part_bytes, touched=touched
+    )
     result = run(reader.read(wants, meter.wrote))
     expect_good(operation, result)
     return result

@@ -13,6 +13,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from snapshot.engine.gather import Gather
+from snapshot.engine.restore_options import CASTS, RestoreOptions
 from snapshot.engine.targets import writable
 from snapshot.errors import RestoreError, SnapshotError
 from snapshot.manifest import entries as e
@@ -28,34 +29,23 @@ from snapshot.state.optimizer_kinds import StateOfParameters
 from snapshot.state.shards import Shards, empty_like, sharded
 from snapshot.tensors.dtypes import BY_NAME
 
-CASTS: dict[str, Callable[[torch.dtype, torch.dtype], bool]] = {
-    "error": lambda saved, wanted: False,
-    "same_kind": torch.can_cast,
-    "any": lambda saved, wanted: True,
-}
-
 
 class Match:
     """What is restored where."""
 
     def __init__(
         self,
+        options: RestoreOptions,
         *,
-        strict: bool,
-        exact: bool,
-        cast: str,
-        mismatched: str,
         wanted: Callable[[str], bool],
         view: View,
         several: bool,
         every: bool,
         notes: Notes,
     ) -> None:
-        self._strict = strict
-        self._exact = exact
-        """Whether what the snapshot lacks is removed from a `StateDict`."""
-        self._cast = cast
-        self._skips_shapes = mismatched == "skip"
+        self._options = options
+        self._strict = options.strict
+        self._casts = CASTS[options.cast]
         self._wanted = wanted
         self._elsewhere = view.elsewhere
         """Entries that this rank did not have, and may have by name."""
@@ -67,6 +57,8 @@ class Match:
         self.restored = 0
         self.left = False
         """Whether something that is in the snapshot was left as it is, since it does not fit."""
+        self.unfit: set[str] = set()
+        """Tensors that are left as they are, since their shape differs."""
         self.shapes = False
         """Whether a shape that differs is among the mismatches."""
         self.beside: Callable[[Any], bool] = lambda parameter: False
@@ -162,10 +154,10 @@ class Match:
             return True
         for kind_of_line, path, detail in kind.notes():
             self._notes.add(kind_of_line, path, detail)
-        self._notes.mismatches += kind.choose_dtypes(self._cast, CASTS[self._cast], self.beside)
+        self._notes.mismatches += kind.choose_dtypes(self._options.cast, self._casts, self.beside)
         for name, what in kind.other_shapes(entries).items():
             path = f"{kind.base}/state/{name}"
-            if self._skips_shapes:
+            if self._options.mismatched == "skip":
                 kind.leave_state(name, entries)
                 self._notes.add("skipped", path, f"{what}; left as it is")
                 self.left = True
@@ -201,7 +193,7 @@ class Match:
                 continue
             self.lacking = True
             why = next((why for name, why in self._withheld.items() if f"{name}/".startswith(f"{path}/")), None)
-            if self._exact:
+            if self._options.exact:
                 gone.append(key)
             elif why is None:
                 self._notes.add("kept", path, "the snapshot lacks it")
@@ -300,9 +292,10 @@ class Match:
 
     def _misfit(self, path: str, what: str, held: Any, gather: Gather) -> None:
         """A tensor that cannot be restored where it belongs: an error, or left as it is."""
-        if self._skips_shapes:
+        if self._options.mismatched == "skip":
             self._notes.add("skipped", path, f"{what}; left as it is")
             gather.values[path] = held
+            self.unfit.add(path)
             self.restored -= 1
             self.left = True
         else:
@@ -318,8 +311,8 @@ class Match:
         if not (kind.exact or exact):
             self._notes.add("replaced", path, what)
             return None
-        if not CASTS[self._cast](saved, dtype):
-            hint = "; allow it with cast='same_kind' or 'any'" if self._cast == "error" else ""
+        if not self._casts(saved, dtype):
+            hint = "; allow it with cast='same_kind' or 'any'" if self._options.cast == "error" else ""
             self._notes.mismatches.append(f"{path}: {what}{hint}")
             return False
         self._notes.add("cast", path, what)

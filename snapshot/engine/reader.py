@@ -66,7 +66,15 @@ class ReadResult:
 class Reader:
     """Fetches wants from one storage."""
 
-    def __init__(self, storage: Storage, budget: MemoryBudget, *, verify: bool, wanted_part: int = 0) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        budget: MemoryBudget,
+        *,
+        verify: bool,
+        wanted_part: int = 0,
+        touched: set[str] | None = None,
+    ) -> None:
         self._storage = storage
         self._budget = budget
         self._verify = verify
@@ -79,7 +87,7 @@ class Reader:
         self._part = max(BLOCK, min(part, budget.limit // (max(2, limits.parallel_parts) if self._blocking else 2)))
         self._stopped = False
         self._bad: list[Want] = []
-        self.result = ReadResult()
+        self.result = ReadResult(touched=set() if touched is None else touched)
 
     async def read(self, wants: Sequence[Want], progress: Callable[[int], None]) -> ReadResult:
         """Fetch all wants. What does not verify is in the result's `faults`; anything else that goes wrong is

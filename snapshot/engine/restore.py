@@ -6,7 +6,6 @@ are reported at once.
 
 from __future__ import annotations
 
-import functools
 import time
 import warnings
 from collections import Counter
@@ -14,20 +13,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from snapshot.distributed.call import Call
 from snapshot.engine.fetch import expect_good, fetch
 from snapshot.engine.gather import Gather, Uncovered
 from snapshot.engine.loop import run
-from snapshot.engine.match import CASTS, Match
+from snapshot.engine.match import Match
 from snapshot.engine.names import below_only_key, follow_rename, match_wrappers
 from snapshot.engine.operation import Operation
 from snapshot.engine.quiet import no_collection
 from snapshot.engine.reader import ReadResult
+from snapshot.engine.restore_options import RestoreOptions
 from snapshot.engine.sharing import remember
 from snapshot.engine.sums import expect_sums
-from snapshot.engine.targets import shared_memory
+from snapshot.engine.targets import restored_by, shared_memory
 from snapshot.engine.together import Ranges, Relay, agree_on_reads, divided
 from snapshot.engine.unfold import unfold
 from snapshot.engine.wants import Want
@@ -39,7 +37,6 @@ from snapshot.manifest.entries import Container, ListEntry, OrderedDictEntry
 from snapshot.manifest.paths import component
 from snapshot.manifest.view import View, by_key, nearest, rank_view
 from snapshot.plan.globs import matcher, unmatched
-from snapshot.plan.renaming import Rename
 from snapshot.report import Notes, RestoreReport, listed
 from snapshot.state.kind_of import kind_of, kind_type
 from snapshot.state.kinds import Kind
@@ -55,46 +52,32 @@ class Restore:
         call: Call,
         operation: Operation,
         document: Document,
+        options: RestoreOptions,
         *,
-        strict: bool,
-        exact: bool,
-        mismatched: str,
-        include: Sequence[str],
-        exclude: Sequence[str],
-        rename: Rename | None,
-        cast: str,
-        verify: bool,
-        atomic: bool,
-        read_once: str | bool,
         opened: float,
         allow_pickle: bool,
         meter: Meter,
+        touched: set[str],
     ) -> None:
-        if cast not in CASTS:
-            raise ValueError(f"cast={cast!r} is none of {', '.join(map(repr, CASTS))}")
-        if read_once not in ("auto", True, False):
-            raise ValueError(f"read_once={read_once!r} is none of 'auto', True, False")
+        """`touched` holds the names of live tensors that an attempt before this one has written to, all of which have
+        to be restored now; the names of those that this one writes to are added."""
+        options.check()
         self._call = call
         self._operation = operation
         self._document = document
-        if mismatched not in ("error", "skip"):
-            raise ValueError(f"mismatched must be 'error' or 'skip', got {mismatched!r}")
-        self._strict, self._exact, self._mismatched = strict, exact, mismatched
-        self._include, self._exclude = include, exclude
-        self._filtered = bool(include or exclude)
-        included, excluded = matcher(include or ["**"]), matcher(exclude)
+        self._options = options
+        self._include, self._exclude = options.include, options.exclude
+        self._filtered = bool(self._include or self._exclude)
+        included, excluded = matcher(self._include or ["**"]), matcher(self._exclude)
         self._wanted: Callable[[str], bool] = lambda path: included(path) and not excluded(path)
-        self._rename = rename
-        self._cast = cast
-        self._verify = verify
-        self._atomic = atomic
         self._allow_pickle = allow_pickle
         self._meter = meter
         remote = not operation.storage.capabilities.blocking
-        self._read_once = not call.alone and (remote if read_once == "auto" else bool(read_once))
+        self._read_once = not call.alone and (remote if options.read_once == "auto" else bool(options.read_once))
         self._seconds: dict[str, float] = {"open": opened}
-        self._touched: set[str] = set()
-        """The live tensors that have been written to."""
+        self._touched = touched
+        self._written = frozenset(touched)
+        """The live tensors that have been written to before."""
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -151,12 +134,11 @@ class Restore:
         self._notes = Notes()
         view = rank_view(document.manifest, self._call.rank, document.world_size, self._call.world)
         view = below_only_key(document, view, app_state)
-        view = follow_rename(view, self._rename, app_state) if self._rename else view
+        view = follow_rename(view, self._options.rename, app_state) if self._options.rename else view
         asked = self._may_want if self._filtered else lambda key: True
         view = match_wrappers(view, self._ordered(app_state), kinds, self._notes, asked)
         self._match = Match(
-            strict=self._strict, exact=self._exact, cast=self._cast, mismatched=self._mismatched,
-            wanted=self._wanted, view=view, several=not self._call.alone,
+            self._options, wanted=self._wanted, view=view, several=not self._call.alone,
             every=document.world_size == 1,
             notes=self._notes,
         )  # fmt: skip
@@ -167,12 +149,13 @@ class Restore:
         for key, stateful in self._ordered(app_state):
             if key in grouped and key not in kinds:
                 kinds[key] = kind_of(key, stateful)
-        self._match.beside = _restored_by(kinds, grouped, self._match.skipped)
+        self._match.beside = restored_by(kinds, grouped, self._match.skipped)
         for key in [key for key, _ in self._ordered(app_state) if key in grouped]:
             if not self._match.add(kinds[key], grouped[key], gather):
                 del grouped[key]
         self._notes.mismatches += shared_memory(gather)
         self._expect_any(view)
+        self._expect_written(gather)
         if self._notes.mismatches:
             raise RestoreError(
                 f"{operation.url}: does not fit the application, and nothing was touched:"
@@ -189,6 +172,17 @@ class Restore:
             self._notes.mismatches.append(
                 f"nothing that the application asks for is in the snapshot, which holds:{held}"
             )
+
+    def _expect_written(self, gather: Gather) -> None:
+        """Add a mismatch for each live tensor that would go on holding what an attempt before this one wrote."""
+        if self._written:
+            left = self._match.skipped | self._match.unfit
+            covered = {want.name for want in gather.wants} | {path for path in gather.values if path not in left}
+            self._notes.mismatches += [
+                f"{path}: holds bytes of a damaged snapshot that was tried before, and is not restored from this one; "
+                "atomic=True leaves live tensors alone until all bytes are verified"
+                for path in sorted(self._written - covered)
+            ]
 
     def _ordered(self, app_state: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """The statefuls in the order in which they are asked and handed back: by key, the RNG state last."""
@@ -229,7 +223,7 @@ class Restore:
         """Say that the snapshot lacks a whole key, or that it is another rank's."""
         if key in view.withheld:
             self._notes.mismatches.append(f"{key}: {view.withheld[key]}")
-        elif self._strict:
+        elif self._options.strict:
             self._notes.mismatches.append(f"{key}: the snapshot has no such key; {nearest(key, grouped)}")
         else:
             self._match.lacking = True
@@ -309,11 +303,11 @@ class Restore:
     def _read(self, gather: Gather, common: Ranges) -> ReadResult:
         """Objects first, then (atomic) every byte once without touching anything, then all into its place."""
         total = sum(want.end - want.begin for want in gather.wants)
-        self._meter.begin(total * (2 if self._atomic else 1))
+        self._meter.begin(total * (2 if self._options.atomic else 1))
         with self._phase("read"):
             seen = self._fetch_shared(gather.objects, common)
             gather.finish_objects()
-            if self._atomic:
+            if self._options.atomic:
                 expect_sums(self._operation, (want.stored for want in gather.wants), self._document.files)
                 dry = [
                     Want(want.name, want.stored, want.location, want.begin, want.end) for want in gather.wants
@@ -322,7 +316,6 @@ class Restore:
                 seen.bytes_read += first.bytes_read
                 seen.requests += first.requests
             result = self._fetch_shared(gather.wants, common)
-            self._touched = result.touched
             result.bytes_read += seen.bytes_read
             result.requests += seen.requests
         return result
@@ -332,8 +325,9 @@ class Restore:
         alone, together = divided(wants, common)
         result = self._fetch(alone)
         if common:
-            relay = Relay(self._call, self._operation, together, self._meter, verify=self._verify)
-            self._touched = result.touched
+            relay = Relay(
+                self._call, self._operation, together, self._meter, self._touched, verify=self._options.verify
+            )
             self._expect_all()  # from here on, who fails must not leave others waiting
             relay.run(result)
             expect_good(self._operation, result)
@@ -345,7 +339,9 @@ class Restore:
             raise SnapshotError(f"{self._operation.url}: what one rank had read did not reach all others")
 
     def _fetch(self, wants: Sequence[Want], *, verify: bool | None = None) -> ReadResult:
-        return fetch(self._operation, wants, self._verify if verify is None else verify, self._meter)
+        return fetch(
+            self._operation, wants, self._options.verify if verify is None else verify, self._meter, self._touched
+        )
 
     # Hand back
 
@@ -357,7 +353,7 @@ class Restore:
             state = choice.merge(kind.key, entries, values, kind.state)
         kind.drop(self._match.dropped.get(kind.key, ()))
         try:
-            left = kind.hand_back(state, self._strict and not self._filtered)
+            left = kind.hand_back(state, self._options.strict and not self._filtered)
         except Exception as error:
             error.add_note(f"raised by load_state_dict() of app_state[{kind.key!r}]; its tensors have been restored")
             raise
@@ -366,32 +362,6 @@ class Restore:
 
 
 SKIP_SHAPES = "\n(to leave tensors of another shape as they are: strict=False, mismatched='skip')"
-
-
-def _restored_by(
-    kinds: Mapping[str, Kind], grouped: Mapping[str, Mapping[str, Any]], skipped: set[str]
-) -> Callable[[Any], bool]:
-    """Tell whether the memory of a live tensor is restored by one of the statefuls."""
-
-    @functools.cache
-    def addresses() -> set[int]:
-        return {
-            _address(held)
-            for key, entries in grouped.items()
-            for path, held in kinds[key].live.items()
-            if isinstance(held, torch.Tensor) and path in entries and path not in skipped
-        }
-
-    return lambda tensor: _address(tensor) in addresses()
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory begins; of a sharded one, this rank's part."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    try:
-        return int(local.data_ptr()) or id(tensor)
-    except (RuntimeError, NotImplementedError):  # a subclass without memory of its own
-        return id(tensor)
 
 
 def _whole(path: str, entries: Mapping[str, Any]) -> bool:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import numpy as np
 import torch
 
 from snapshot.engine.gather import Gather
+from snapshot.state.kinds import Kind
 
 
 def shared_memory(gather: Gather) -> list[str]:
@@ -59,3 +64,29 @@ def writable(tensor: torch.Tensor) -> bool:
                 return False
             reach += stride * (size - 1)
     return True
+
+
+def restored_by(
+    kinds: Mapping[str, Kind], grouped: Mapping[str, Mapping[str, Any]], skipped: set[str]
+) -> Callable[[Any], bool]:
+    """Tell whether the memory of a live tensor is restored by one of the statefuls."""
+
+    @functools.cache
+    def addresses() -> set[int]:
+        return {
+            _address(held)
+            for key, entries in grouped.items()
+            for path, held in kinds[key].live.items()
+            if isinstance(held, torch.Tensor) and path in entries and path not in skipped
+        }
+
+    return lambda tensor: _address(tensor) in addresses()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins; of a sharded one, this rank's part."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    try:
+        return int(local.data_ptr()) or id(tensor)
+    except (RuntimeError, NotImplementedError):  # a subclass without memory of its own
+        return id(tensor)

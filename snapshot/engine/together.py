@@ -155,11 +155,20 @@ class Relay:
     """The parts of what all want, one after the other: read by one rank, received by all others, and put where they
     belong."""
 
-    def __init__(self, call: Call, operation: Operation, wants: Sequence[Want], meter: Meter, *, verify: bool) -> None:
+    def __init__(
+        self,
+        call: Call,
+        operation: Operation,
+        wants: Sequence[Want],
+        meter: Meter,
+        touched: set[str],
+        *,
+        verify: bool,
+    ) -> None:
         """All that may fail on one rank alone, before others depend on it."""
         self._call = call
         self._storage = operation.storage
-        self._reader = Reader(operation.storage, operation.budget, verify=verify)
+        self._reader = Reader(operation.storage, operation.budget, verify=verify, touched=touched)
         if verify:
             run(self._reader.prepare_checks(wants))
         ranges = sorted({Range(want.location, want.begin, want.end) for want in wants})
@@ -185,7 +194,6 @@ class Relay:
         result.bytes_read += own.bytes_read
         result.requests += own.requests
         result.faults += own.faults
-        result.touched |= own.touched
 
     def _pass_on(self) -> None:
         """All parts. A rank that fails goes on until its message is sent, and then raises."""

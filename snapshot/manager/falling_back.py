@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
 from snapshot.distributed.call import Call
 from snapshot.engine.loop import run
+from snapshot.engine.restore_options import RestoreOptions
 from snapshot.errors import CorruptSnapshotError, RankError, SnapshotNotFoundError, StorageError, StorageNotFoundError
 from snapshot.events import emit, log
 from snapshot.formats.finding import UnknownFormatError
@@ -60,9 +60,10 @@ class FallingBack:
         self._current: int | None = None
         """The step that was tried last."""
         self._touched: set[str] = set()
+        """Names of the live tensors that a damaged step was read into."""
         self._notes: list[str] = []
 
-    def restore(self, app_state: AppState, given: Mapping[str, Any]) -> tuple[int | None, list[int]]:
+    def restore(self, app_state: AppState, options: RestoreOptions) -> tuple[int | None, list[int]]:
         """The step that was restored, or None where there is none; and those of this library that are damaged."""
         mine = Tried()
         error: BaseException | None = None
@@ -76,7 +77,7 @@ class FallingBack:
                 self._now_at(chosen.step)
                 if chosen.over or chosen.step is None:
                     break
-                mine, error = self._try(chosen.step, app_state, given)
+                mine, error = self._try(chosen.step, app_state, options)
         finally:
             self._now_at(None)
         return self._outcome(chosen, call.rank)
@@ -133,14 +134,13 @@ class FallingBack:
         if step is not None:
             self._using.add(step)
 
-    def _try(self, step: int, app_state: AppState, given: Mapping[str, Any]) -> tuple[Tried, BaseException | None]:
+    def _try(self, step: int, app_state: AppState, options: RestoreOptions) -> tuple[Tried, BaseException | None]:
         """Restore one; what this rank says of it, and what is no word about the snapshot and to be raised."""
         try:
-            self._snapshot_of(step).restore(app_state, **given)
+            self._snapshot_of(step)._restore(app_state, options, self._touched)
         except BaseException as error:  # noqa: BLE001 - the caller raises it
             if not isinstance(error, DAMAGE) and not (isinstance(error, RankError) and error.kind in _KINDS):
                 return Tried(), error
-            self._touched.update(getattr(error, "touched", ()))
             self._notes += getattr(error, "__notes__", ())
             return Tried(str(error) or type(error).__name__), None
         return Tried(), None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from snapshot.distributed.call import Call
 from snapshot.distributed.group import ranks_of
 from snapshot.engine.loop import Work, run
+from snapshot.engine.restore_options import RestoreOptions
 from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError
 from snapshot.events import emit, log
 from snapshot.manager import at_exit
@@ -296,13 +297,17 @@ class SnapshotManager:
             given: What else `Snapshot.restore` takes; with `atomic=True` no live tensor is touched by what is bad.
 
         Raises:
+            RestoreError: A step does not fit the application; or a live tensor that a damaged step was read into is not
+                in the step that is restored instead.
             CorruptSnapshotError: There are steps, and all are damaged; names each and why, and as `touched` the live
                 tensors that were written to.
         """
         began = time.monotonic()
         self._pendings.moved_on()
         begin = partial(self._call, "restore_latest", given.get("timeout"))
-        step, damaged = FallingBack(self._root, self._snapshot, begin, self._using).restore(app_state, given)
+        step, damaged = FallingBack(self._root, self._snapshot, begin, self._using).restore(
+            app_state, RestoreOptions(**given)
+        )
         self._damaged = set(damaged)
         if step is not None:
             self._cadence.began(step)

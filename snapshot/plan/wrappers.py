@@ -43,11 +43,12 @@ def match_names(saved: Iterable[str], live: Iterable[str]) -> Matched:
     plain_here, _ = _without_wrappers(here)
     saved_by_plain, live_by_plain = _inverted(plain_there), _inverted(plain_here)
     common = [plain for plain in live_by_plain if plain in saved_by_plain]
+    away = tuple(name for name in there if name in own and plain_there[name] not in live_by_plain)
     if len(common) <= len(exact):
         bare = {name: ".".join(part for part in name.split(".") if part not in WRAPPERS) for name in (*there, *here)}
         candidates = _inverted({name: bare[name] for name in there if name not in exact})
         left = [name for name in here if name not in exact and len(candidates.get(bare[name], ())) > 1]
-        return Matched(ambiguous=tuple(((name,), tuple(candidates[bare[name]])) for name in left))
+        return Matched(ambiguous=tuple(((name,), tuple(candidates[bare[name]])) for name in left), left_out=away)
     several = [plain for plain in common if len(saved_by_plain[plain]) > 1 or len(live_by_plain[plain]) > 1]
     if several:
         return Matched(ambiguous=tuple((tuple(live_by_plain[one]), tuple(saved_by_plain[one])) for one in several))
@@ -57,7 +58,6 @@ def match_names(saved: Iterable[str], live: Iterable[str]) -> Matched:
     for old, new in names.items():
         one, other = Counter(old.split(".")), Counter(new.split("."))
         wrappers |= dict.fromkeys([*(one - other), *(other - one)])
-    away = tuple(name for name in there if name in own and plain_there[name] not in live_by_plain)
     return Matched(names, tuple(wrappers), (), away)
 
 

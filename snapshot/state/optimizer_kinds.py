@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from snapshot.errors import RestoreError
-from snapshot.manifest.entries import TENSORS, Container, DictEntry, ListEntry
+from snapshot.manifest.entries import TENSORS, Container, DictEntry, ListEntry, TensorPartsEntry
 from snapshot.manifest.paths import component
 from snapshot.state.kinds import Kind
 from snapshot.state.optimizers import SavedOptimizer, change_of, expected_shape, mismatch_of
@@ -115,12 +115,15 @@ class StateOfParameters(Kind):
         """What is there already, without the state that cannot be filled as it is: a new tensor takes its place."""
         places = dict(self.live)
         for path, entry in entries.items():
-            held = places.get(path)
-            if held is None or path in skipped or not isinstance(entry, TENSORS):
+            if path not in places or path in skipped or self._in_state(path) is None:
                 continue
-            dtype = self.state_dtype(path, entry)
-            fits = isinstance(held, torch.Tensor) and held.dtype == dtype and held.shape == entry.shape
-            if dtype is not None and not fits:
+            held = places[path]
+            dtype = self.state_dtype(path, entry) if isinstance(entry, TENSORS) else None
+            if isinstance(held, torch.Tensor):
+                fits = dtype is not None and held.dtype == dtype and held.shape == entry.shape
+            else:
+                fits = dtype is None
+            if not fits and not isinstance(entry, TensorPartsEntry):
                 del places[path]
         return places
 

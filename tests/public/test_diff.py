@@ -327,7 +327,7 @@ def test_thousands_of_changes_print_as_a_screen_of_them():
     lines = str(Snapshot.diff(a, b)).splitlines()
     assert len(lines) == 202
     assert lines[0].startswith("1,000 changed, 0 the same")
-    assert lines[-1] == "  ... and 800 more"
+    assert lines[-1] == "  … and 800 more"
 
 
 def test_progress_is_of_what_is_read():

@@ -1,0 +1,46 @@
+"""What a restore was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from snapshot.events import ProgressArgument
+from snapshot.plan.renaming import Rename
+
+CASTS: dict[str, Callable[[torch.dtype, torch.dtype], bool]] = {
+    "error": lambda saved, wanted: False,
+    "same_kind": torch.can_cast,
+    "any": lambda saved, wanted: True,
+}
+"""Whether a saved dtype may be cast to another one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreOptions:
+    """What is restored, and what may differ: the arguments of `Snapshot.restore`."""
+
+    strict: bool = True
+    exact: bool = False
+    mismatched: str = "error"
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    rename: Rename | None = None
+    cast: str = "error"
+    verify: bool = True
+    atomic: bool = False
+    memory_budget_bytes: int | None = None
+    read_once: str | bool = "auto"
+    progress: ProgressArgument = None
+    timeout: float | None = None
+
+    def check(self) -> None:
+        """Raise `ValueError` for a choice that there is not."""
+        if self.cast not in CASTS:
+            raise ValueError(f"cast must be {', '.join(map(repr, CASTS))}, got {self.cast!r}")
+        if self.read_once not in ("auto", True, False):
+            raise ValueError(f"read_once must be 'auto', True or False, got {self.read_once!r}")
+        if self.mismatched not in ("error", "skip"):
+            raise ValueError(f"mismatched must be 'error' or 'skip', got {self.mismatched!r}")

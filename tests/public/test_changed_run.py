@@ -1,0 +1,267 @@
+"""A restore into something that is not quite what was saved: every difference is restored, reported or refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from snapshot import ModelState, RestoreError, Snapshot, SnapshotManager, StateDict
+
+URL = "memory://changed"
+
+
+def take(state):
+    return Snapshot.take(URL, state, overwrite=True)
+
+
+# Keys of a StateDict
+
+
+def test_a_state_dict_keeps_its_own_new_keys_only():
+    take({"s": StateDict(step=3, nested={"a": 1})})
+    live = StateDict(step=0, best=5, nested={"a": 0, "b": 2})
+    data = live.state_dict()
+    report = Snapshot(URL).restore({"s": live})
+    assert live == {"step": 3, "best": 5, "nested": {"a": 1}}
+    assert live.state_dict() is data
+    assert [str(line) for line in report.kept] == ["kept       s/best: the snapshot lacks it"]
+
+
+def test_what_only_the_snapshot_has_is_added():
+    take({"s": StateDict(step=3, more=torch.ones(2))})
+    live = StateDict(step=0)
+    assert not Snapshot(URL).restore({"s": live}).kept
+    assert live["more"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_keys_that_are_no_strings_are_kept_or_dropped_too(exact):
+    take({"s": StateDict({1: "one", "1": "text"})})
+    live = StateDict({2: "two", "1": "", 1: "", None: 0})
+    Snapshot(URL).restore({"s": live}, exact=exact)
+    assert live == {1: "one", "1": "text", **({} if exact else {2: "two", None: 0})}
+
+
+def test_a_key_that_was_not_asked_for_is_not_said_to_be_kept_and_is_not_dropped():
+    take({"s": StateDict(step=3)})
+    live = StateDict(step=0, best=5)
+    report = Snapshot(URL).restore({"s": live}, include=["s/step"], exact=True)
+    assert live == {"step": 3, "best": 5}
+    assert not report.kept
+
+
+# Whole keys
+
+
+def test_a_key_that_the_snapshot_lacks_is_reported_unless_strict():
+    net = nn.Linear(2, 2)
+    take({"net": net})
+    ema = nn.Linear(2, 2)
+    before = ema.weight.detach().clone()
+    with pytest.raises(RestoreError, match="ema: the snapshot has no such key; did you mean|the names are net"):
+        Snapshot(URL).restore({"net": net, "ema": ema})
+    report = Snapshot(URL).restore({"net": net, "ema": ema}, strict=False)
+    assert [str(line) for line in report] == ["missing    ema: the snapshot has no such key; left as it is"]
+    assert torch.equal(ema.weight, before)
+
+
+@pytest.mark.parametrize("live", [{"other": StateDict(a=1)}, {"other": nn.Linear(2, 2)}, {"net": nn.Conv2d(1, 1, 1)}])
+def test_nothing_that_matches_is_an_error_strict_or_not(live):
+    take({"net": nn.Sequential(nn.Linear(2, 2)), "more": StateDict(x=1)})
+    for strict in (True, False):
+        with pytest.raises(RestoreError):
+            Snapshot(URL).restore(live, strict=strict)
+    with pytest.raises(RestoreError, match=r"nothing that the application asks for is in the snapshot, which holds:\n"):
+        Snapshot(URL).restore(live, strict=False)
+
+
+def test_names_are_listed_in_full_up_to_ten():
+    take({f"key{i}": StateDict() for i in range(10)})
+    with pytest.raises(RestoreError) as caught:
+        Snapshot(URL).restore({"zzz": StateDict()})
+    assert str(caught.value).endswith(", ".join(f"key{i}" for i in range(10)))
+    take({f"key{i:02}": StateDict() for i in range(11)})
+    with pytest.raises(RestoreError) as caught:
+        Snapshot(URL).restore({"zzz": StateDict()})
+    assert str(caught.value).endswith("key09, …")
+
+
+def test_a_run_to_which_an_ema_was_added_resumes(tmp_path):
+    net, progress = nn.Linear(2, 2), StateDict(step=1)
+    with SnapshotManager(tmp_path) as manager:
+        manager.take(1, {"net": net, "progress": progress})
+        ema = nn.Linear(2, 2)
+        progress["step"] = 0
+        assert manager.restore_latest({"net": net, "progress": progress, "ema": ema}, strict=False) == 1
+        assert progress["step"] == 1
+        with pytest.raises(TypeError, match="strickt"):
+            manager.restore_latest({"net": net}, strickt=False)
+
+
+def _flip(folder, at=-1):
+    (file,) = sorted((folder / "data").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["module", "StateDict"])
+def test_what_a_corrupt_step_left_in_a_live_tensor_is_never_kept(tmp_path, kind):
+    """The newest step is corrupt and was read into a tensor that the older step does not have."""
+
+    def holder():
+        return StateDict(w=torch.zeros(300_000)) if kind == "StateDict" else nn.Linear(600, 500, bias=False)
+
+    first, second = StateDict(step=1), holder()
+    with SnapshotManager(tmp_path) as manager:
+        manager.take(1, {"s": first} | ({"more": StateDict(z=1)} if kind == "StateDict" else {}))
+        manager.take(2, {"s": first, "more": second})
+        _flip(tmp_path / "step-2")
+        with pytest.raises(RestoreError, match="more/w.*holds bytes of a damaged snapshot"):
+            manager.restore_latest({"s": first, "more": holder()}, strict=False)
+        live = holder()
+        assert manager.restore_latest({"s": first, "more": live}, strict=False, atomic=True) == 1  # not touched at all
+
+
+def test_what_the_older_step_overwrites_is_restored(tmp_path):
+    with SnapshotManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.take(step, {"s": StateDict(w=torch.full((300_000,), float(step)), step=step)})
+        _flip(tmp_path / "step-2")
+        live = StateDict(w=torch.zeros(300_000), step=0, new=5)
+        assert manager.restore_latest({"s": live}) == 1
+        assert live["w"].eq(1).all()
+        assert live["new"] == 5
+
+
+# Shapes
+
+
+def pair(width, dtype=torch.float32):
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, width)).to(dtype)
+
+
+@pytest.mark.parametrize("wrap", [lambda net: net, ModelState], ids=["module", "ModelState"])
+def test_a_new_head_is_left_as_it_is_if_asked_for(wrap):
+    saved = pair(2)
+    take({"net": wrap(saved)})
+    live = pair(7)
+    before = {name: value.clone() for name, value in live.state_dict().items()}
+    for options in ({}, {"strict": False}):
+        with pytest.raises(RestoreError, match="to leave tensors of another shape as they are: .*mismatched='skip'"):
+            Snapshot(URL).restore({"net": wrap(live)}, **options)
+    assert all(torch.equal(value, before[name]) for name, value in live.state_dict().items())
+    report = Snapshot(URL).restore({"net": wrap(live)}, strict=False, mismatched="skip")
+    base = "net/model" if wrap is ModelState else "net"
+    assert [(line.path, line.detail) for line in report.skipped] == [
+        (f"{base}/1.weight", "the snapshot has [2, 3], the application [7, 3]; left as it is"),
+        (f"{base}/1.bias", "the snapshot has [2], the application [7]; left as it is"),
+    ]
+    assert torch.equal(live[0].weight, saved[0].weight)
+    assert torch.equal(live[1].weight, before["1.weight"])
+
+
+def test_a_choice_that_there_is_not_is_an_error():
+    with pytest.raises(ValueError, match="mismatched must be 'error' or 'skip', got 'ignore'"):
+        Snapshot(take({"net": pair(2)}).path).restore({"net": pair(2)}, mismatched="ignore")
+
+
+def test_model_state_reports_what_is_missing_unless_strict():
+    saved = nn.Sequential(nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(saved.parameters(), lr=0.5)
+    take({"all": ModelState(saved, optimizer)})
+    live = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    another = torch.optim.AdamW(live.parameters(), lr=0.1)
+    with pytest.raises(RestoreError, match="all/model/1.weight: is in the application"):
+        Snapshot(URL).restore({"all": ModelState(live, another)})
+    report = Snapshot(URL).restore({"all": ModelState(live, another)}, strict=False)
+    assert [line.path for line in report.missing] == ["all/model/1.bias", "all/model/1.weight"]
+    assert torch.equal(live[0].weight, saved[0].weight)
+    assert another.param_groups[0]["lr"] == 0.5
+    live(torch.ones(1, 3)).sum().backward()
+    another.step()
+
+
+# Renames
+
+
+def test_a_prefix_moves_all_below():
+    class Old(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+            self.ab = nn.Linear(2, 2)
+
+    class New(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enc = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+            self.ab = nn.Linear(2, 2)
+
+    old, new = Old(), New()
+    take({"model": old})
+    Snapshot(URL).restore({"model": new}, rename={"model/a": "model/enc"})
+    assert torch.equal(new.enc[1].weight, old.a[1].weight)
+    assert torch.equal(new.ab.weight, old.ab.weight)
+
+
+def test_globs_capture_what_their_wildcards_match():
+    take({"m": StateDict({f"layers.{i}.attn.{w}": torch.full((2,), float(i)) for i in range(12) for w in "qk"})})
+    live = StateDict({f"h.{i}.att.{w}": torch.zeros(2) for i in range(12) for w in "qk"})
+    Snapshot(URL).restore({"m": live}, rename={"m/layers.*.attn.*": "m/h.*.att.*"}, exact=True)
+    assert set(live) == {f"h.{i}.att.{w}" for i in range(12) for w in "qk"}
+    assert all(value.eq(int(name.split(".")[1])).all() for name, value in live.items())
+
+
+@pytest.mark.parametrize(
+    ("rename", "error", "text"),
+    [
+        ({"m/x": "m/y"}, RestoreError, "rename: m/x is not in the snapshot; did you mean 'm/w'"),
+        ({"m/q*": "m/y*"}, RestoreError, r"rename: m/q\* is not in the snapshot"),
+        ({"m/*": "m/y"}, ValueError, "must have the same wildcards as"),
+        ({"m/w": 3}, TypeError, "rename must map str to str"),
+        (["m/w"], TypeError, "rename must be a dict or a function, got list"),
+        (lambda path: None, TypeError, "rename must return str, got None for"),
+        ({"m/w": "m/v"}, RestoreError, "rename gives two entries the name 'm/v'"),
+    ],
+)
+def test_a_rename_that_cannot_be_followed_is_a_clear_error(rename, error, text):
+    take({"m": StateDict(w=torch.ones(2), v=torch.ones(2))})
+    live = StateDict(w=torch.zeros(2), v=torch.zeros(2))
+    with pytest.raises(error, match=text):
+        Snapshot(URL).restore({"m": live}, rename=rename)
+    assert live["w"].eq(0).all()
+
+
+def test_a_model_s_new_names_are_its_optimizer_s():
+    saved = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    first = torch.optim.SGD(saved.parameters(), lr=0.1, momentum=0.9)
+    saved(torch.ones(1, 2)).sum().backward()
+    first.step()
+    take({"all": ModelState(saved, first)})
+    live = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    second = torch.optim.SGD(live.parameters(), lr=0.1, momentum=0.9)
+    Snapshot(URL).restore(
+        {"all": ModelState(live, second)}, rename={"all/model/0": "all/model/a", "all/model/1": "all/model/b"}
+    )
+    assert torch.equal(live["b"].weight, saved[1].weight)
+    expected = first.state[saved[1].weight]["momentum_buffer"]
+    assert torch.equal(second.state[live["b"].weight]["momentum_buffer"], expected)
+
+
+def test_paths_of_a_foreign_file_are_those_that_its_errors_list(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"model.0.weight": torch.ones(2, 2), "model.0.bias": torch.ones(2)}, tmp_path / "model.safetensors")
+    live = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(RestoreError, match="model/model.0.weight: is in the snapshot") as caught:
+        Snapshot(tmp_path / "model.safetensors").restore({"model": live})
+    named = [line.partition(":")[0] for line in caught.value.mismatches if "model.0" in line]
+    rename = {path: path.replace("/model.", "/") for path in named}
+    Snapshot(tmp_path / "model.safetensors").restore({"model": live}, rename=rename)
+    assert live[0].weight.eq(1).all()
+    with torch.no_grad():
+        live[0].weight.zero_()
+    Snapshot(tmp_path / "model.safetensors").restore(
+        {"model": live}, rename={"model/model.*": "model/*"}, exclude=["model/0.bias"]
+    )
+    assert live[0].weight.eq(1).all()

@@ -1,0 +1,341 @@
+"""Optimizers restored into a changed run: other dtypes, another class, fresh or warm, all as torch itself goes on."""
+
+import copy
+import inspect
+import warnings
+
+import pytest
+import torch
+from torch import nn, optim
+
+from snapshot import ModelState, RestoreError, Snapshot, StateDict
+from snapshot.state.optimizers import _STATE
+
+URL = "memory://optimizers"
+PLAIN = {
+    "Adadelta": [{}, {"foreach": True}],
+    "Adafactor": [{}, {"foreach": True}],
+    "Adagrad": [{}, {"foreach": True}, {"fused": True}],
+    "Adam": [{}, {"amsgrad": True}, {"foreach": True}, {"fused": True}, {"capturable": True}],
+    "AdamW": [{}, {"amsgrad": True, "foreach": True}, {"fused": True}, {"capturable": True}],
+    "Adamax": [{}, {"foreach": True}, {"capturable": True}],
+    "ASGD": [{}, {"foreach": True}, {"capturable": True}],
+    "LBFGS": [{}, {"line_search_fn": "strong_wolfe"}],
+    "NAdam": [{}, {"foreach": True}, {"capturable": True}],
+    "RAdam": [{}, {"foreach": True}, {"capturable": True}],
+    "RMSprop": [{}, {"momentum": 0.9, "centered": True}, {"foreach": True}, {"capturable": True}],
+    "Rprop": [{}, {"foreach": True}, {"capturable": True}],
+    "SGD": [{}, {"momentum": 0.9}, {"momentum": 0.9, "foreach": True}, {"momentum": 0.9, "fused": True}],
+    "SparseAdam": [{}],
+    "Muon": [{}],
+}
+CASES = [(name, options) for name, all_ in PLAIN.items() if hasattr(optim, name) for options in all_]
+
+
+def named(case):
+    return f"{case[0]}-{'-'.join(case[1])}" if case[1] else case[0]
+
+
+def test_the_table_of_state_has_every_optimizer_of_torch():
+    classes = {
+        name
+        for name, value in vars(optim).items()
+        if inspect.isclass(value) and issubclass(value, optim.Optimizer) and value is not optim.Optimizer
+    }
+    assert classes - set(_STATE) == set()
+    assert classes - set(PLAIN) == set()
+
+
+def parameters(dtype, seed=0, *, flat=True):
+    generator = torch.Generator().manual_seed(seed)
+    net = nn.Module()
+    net.weight = nn.Parameter(torch.randn(6, 4, generator=generator).to(dtype))
+    if flat:
+        net.bias = nn.Parameter(torch.randn(5, generator=generator).to(dtype))
+    return net
+
+
+def made(case, dtype, seed=0):
+    name, options = case
+    net = parameters(dtype, seed, flat=name != "Muon")
+    return net, getattr(optim, name)(net.parameters(), lr=0.05, **options)
+
+
+def step(net, optimizer, seed):
+    generator = torch.Generator().manual_seed(1000 + seed)
+    grads = [torch.randn(each.shape, generator=generator).to(each.dtype) for each in net.parameters()]
+
+    def closure():
+        loss = 0.0
+        for parameter, grad in zip(net.parameters(), grads, strict=True):
+            if isinstance(optimizer, optim.LBFGS):  # its line search wants a loss that has a least value
+                parameter.grad = (parameter - grad).detach()
+                loss += float(parameter.grad.double().square().sum() / 2)
+            else:
+                parameter.grad = grad.to_sparse() if isinstance(optimizer, optim.SparseAdam) else grad.clone()
+        return loss
+
+    capturable = [group.get("capturable") for group in optimizer.param_groups]
+    for group in optimizer.param_groups:  # which only compiled code and accelerators can run
+        if group.get("capturable"):
+            group["capturable"] = False
+    if isinstance(optimizer, optim.LBFGS):
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
+    for group, flag in zip(optimizer.param_groups, capturable, strict=True):
+        if flag:
+            group["capturable"] = flag
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_the_next_steps_are_those_after_torch_s_own_load_state_dict(case, warm, wanted):
+    net, optimizer = made(case, torch.float32)
+    for number in range(3):
+        step(net, optimizer, number)
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    Snapshot.take(URL, {"net": net, "optim": optimizer}, overwrite=True)
+
+    theirs, their_optimizer = made(case, wanted, seed=5)
+    theirs.load_state_dict(saved[0])
+    their_optimizer.load_state_dict(saved[1])
+    ours, our_optimizer = made(case, wanted, seed=9)
+    for number in range(2 if warm else 0):
+        step(ours, our_optimizer, 50 + number)
+    report = Snapshot(URL).restore(
+        {"net": ours, "optim": our_optimizer}, cast="error" if wanted == torch.float32 else "same_kind"
+    )
+    assert same(our_optimizer.state_dict(), their_optimizer.state_dict())
+    if wanted == torch.float32:
+        assert not report.lines
+    fused_here = case[1].get("fused") and wanted != torch.float32  # torch's fused kernels on CPUs want one dtype
+    for number in range(3):
+        try:
+            step(theirs, their_optimizer, 100 + number)
+        except RuntimeError:
+            assert fused_here or wanted != torch.float32
+            return  # torch itself cannot go on in this dtype
+        step(ours, our_optimizer, 100 + number)
+        assert same(dict(ours.state_dict()), dict(theirs.state_dict()))
+        assert same(our_optimizer.state_dict(), their_optimizer.state_dict())
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
+@pytest.mark.parametrize("whole", [False, True], ids=["optimizer", "ModelState"])
+def test_state_in_another_dtype_than_its_parameter_comes_back_in_it(warm, whole):
+    """A bfloat16 model whose moments are float32: torch's own load_state_dict would round them."""
+    net = nn.Linear(4, 3).bfloat16()
+    optimizer = optim.Adam(net.parameters(), foreach=False)
+    net(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["exp_avg"] = torch.rand(state["exp_avg"].shape) + 1e-4
+    expected = [state["exp_avg"].clone() for state in optimizer.state.values()]
+
+    def state_of(net, optimizer):
+        return {"all": ModelState(net, optimizer)} if whole else {"net": net, "optim": optimizer}
+
+    Snapshot.take(URL, state_of(net, optimizer), overwrite=True)
+    other = nn.Linear(4, 3).bfloat16()
+    another = optim.Adam(other.parameters(), foreach=False)
+    if warm:
+        other(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        another.step()
+    Snapshot(URL).restore(state_of(other, another))
+    found = [state["exp_avg"] for state in another.state.values()]
+    assert [each.dtype for each in found] == [torch.float32] * 2
+    assert all(map(torch.equal, found, expected))
+
+
+def trained(cls, dtype=torch.float32, **options):
+    net = nn.Linear(4, 3).to(dtype)
+    optimizer = cls(net.parameters(), lr=0.1, **options)
+    net(torch.ones(1, 4, dtype=dtype)).sum().backward()
+    optimizer.step()
+    return net, optimizer
+
+
+def test_a_dtype_that_is_not_allowed_is_one_mismatch_of_the_optimizer():
+    net, optimizer = trained(optim.AdamW)
+    Snapshot.take(URL, {"net": net, "optim": optimizer}, overwrite=True)
+    other = nn.Linear(4, 3).bfloat16()
+    with pytest.raises(RestoreError) as caught:
+        Snapshot(URL).restore({"net": other, "optim": optim.AdamW(other.parameters())})
+    (line,) = [each for each in caught.value.mismatches if each.startswith("optim")]
+    assert line == (
+        "optim: the snapshot has parameters of float32, the application of bfloat16 (2 of them); "
+        "allow it with cast='same_kind' or 'any'"
+    )
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_an_optimizer_without_its_model_gets_the_saved_dtypes(warm):
+    net, optimizer = trained(optim.AdamW)
+    Snapshot.take(URL, {"net": net, "optim": optimizer}, overwrite=True)
+    _, other = trained(optim.AdamW, torch.bfloat16)
+    if not warm:
+        other = optim.AdamW(nn.Linear(4, 3).bfloat16().parameters())
+    Snapshot(URL).restore({"optim": other})
+    assert {state["exp_avg"].dtype for state in other.state.values()} == {torch.float32}
+
+
+@pytest.fixture
+def unrecorded(monkeypatch):
+    monkeypatch.setattr("snapshot.engine.collect._record_optimizer", lambda *_: None)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
+@pytest.mark.parametrize("whole", [False, True], ids=["optimizer", "ModelState"])
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (optim.AdamW, optim.SGD, "with exp_avg, exp_avg_sq, step; SGD has momentum_buffer"),
+        (
+            optim.AdamW,
+            optim.RMSprop,
+            "with exp_avg, exp_avg_sq, step; RMSprop has grad_avg, momentum_buffer, square_avg",
+        ),
+        (optim.RMSprop, optim.Adam, "with square_avg, step; Adam has exp_avg, exp_avg_sq, max_exp_avg_sq, step"),
+    ],
+)
+def test_another_optimizer_is_one_mismatch(first, second, text, whole, warm, recorded, request):
+    if not recorded:
+        request.getfixturevalue("unrecorded")
+
+    def state_of(net, optimizer):
+        return {"optim": ModelState(net, optimizer)} if whole else {"net": net, "optim": optimizer}
+
+    net, optimizer = trained(first)
+    Snapshot.take(URL, state_of(net, optimizer), overwrite=True)
+    options = {"momentum": 0.9} if second is optim.SGD else {}
+    other, another = trained(second, **options)
+    if not warm:
+        another = second(other.parameters(), lr=0.1, **options)
+    before = copy.deepcopy((other.state_dict(), another.state_dict()))
+    with pytest.raises(RestoreError) as caught:
+        Snapshot(URL).restore(state_of(other, another))
+    (line,) = caught.value.mismatches
+    assert text in line
+    assert (f"saved by {first.__name__} with" in line) is recorded
+    assert "strict=False leaves the optimizer as it is" in line
+    assert same(dict(other.state_dict()), dict(before[0]))
+    report = Snapshot(URL).restore(state_of(other, another), strict=False)
+    assert text in str(report)
+    assert same(dict(other.state_dict()), dict(net.state_dict()))
+    if warm or not whole:  # ModelState makes the state of a fresh optimizer
+        assert same(another.state_dict(), before[1])
+
+
+def test_an_optimizer_without_state_is_told_by_its_options():
+    net = nn.Linear(2, 2)
+    Snapshot.take(URL, {"optim": optim.AdamW(net.parameters())}, overwrite=True)
+    with pytest.raises(RestoreError, match=r"saved by AdamW with the options amsgrad, betas, eps; SGD has dampening"):
+        Snapshot(URL).restore({"optim": optim.SGD(net.parameters())})
+
+
+class FusedAdam(optim.AdamW):
+    """Another class that keeps the same."""
+
+
+@pytest.mark.parametrize("saved", [optim.Adam, FusedAdam])
+def test_another_class_with_the_same_names_is_a_line(saved):
+    net, optimizer = trained(saved)
+    Snapshot.take(URL, {"optim": optimizer}, overwrite=True)
+    other = optim.AdamW(net.parameters())
+    report = Snapshot(URL).restore({"optim": other})
+    (line,) = report.changed
+    assert f"saved by {saved.__name__}, restored into AdamW" in str(line)
+    expected = [state["exp_avg"] for state in optimizer.state.values()]
+    assert all(map(torch.equal, [state["exp_avg"] for state in other.state.values()], expected))
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["optimizer", "ModelState"])
+def test_an_option_that_the_snapshot_lacks_keeps_its_default(whole):
+    def state_of(net, optimizer):
+        return {"optim": ModelState(net, optimizer)} if whole else {"optim": optimizer}
+
+    net, optimizer = trained(optim.AdamW)
+    for group in optimizer.param_groups:
+        del group["amsgrad"]  # as an older torch would have had it
+    Snapshot.take(URL, state_of(net, optimizer), overwrite=True)
+    other, another = trained(optim.AdamW, amsgrad=False)
+    report = Snapshot(URL).restore(state_of(other, another))
+    base = "optim/optim" if whole else "optim"
+    assert [line.path for line in report.kept] == [f"{base}/param_groups/0/amsgrad"]
+    assert another.param_groups[0]["amsgrad"] is False
+    another.step()
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["optimizer", "ModelState"])
+def test_a_new_head_may_be_left_with_its_optimizer_state(whole):
+    def pair(width):
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, width))
+        optimizer = optim.AdamW(net.parameters(), lr=0.1)
+        net(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return net, optimizer
+
+    def state_of(net, optimizer):
+        return {"all": ModelState(net, optimizer)} if whole else {"net": net, "optim": optimizer}
+
+    net, optimizer = pair(2)
+    Snapshot.take(URL, state_of(net, optimizer), overwrite=True)
+    other, another = pair(5)
+    before = copy.deepcopy(other[1].state_dict())
+    kept = copy.deepcopy(another.state_dict()["state"][2])
+    with pytest.raises(RestoreError, match="mismatched='skip'") as caught:
+        Snapshot(URL).restore(state_of(other, another), strict=False)
+    assert len(caught.value.mismatches) == 4
+    report = Snapshot(URL).restore(state_of(other, another), strict=False, mismatched="skip")
+    assert len(report.skipped) == 4
+    assert same(dict(other[1].state_dict()), dict(before))
+    assert same(dict(other[0].state_dict()), dict(net[0].state_dict()))
+    assert same(another.state_dict()["state"][2], kept)
+    assert same(another.state_dict()["state"][0], optimizer.state_dict()["state"][0])
+    another.step()
+    if not whole:
+        fresh = optim.AdamW(other.parameters(), lr=0.1)
+        Snapshot(URL).restore(state_of(other, fresh), strict=False, mismatched="skip")
+        assert list(fresh.state_dict()["state"]) == [0, 1]
+        fresh.step()
+
+
+def test_a_grown_optimizer_is_left_as_it_is_unless_strict():
+    net, optimizer = trained(optim.SGD, momentum=0.9)
+    Snapshot.take(URL, {"net": net, "optim": optimizer}, overwrite=True)
+    grown = nn.Sequential(net, nn.Linear(3, 1))
+    another = optim.SGD(grown.parameters(), lr=0.7, momentum=0.9)
+    with pytest.raises(RestoreError, match=r"groups of \[2\] parameters, and the optimizer of \[4\]"):
+        Snapshot(URL).restore({"optim": another})
+    report = Snapshot(URL).restore({"net": net, "optim": another}, strict=False)
+    assert "left as it is" in str(report.skipped[0])
+    assert another.param_groups[0]["lr"] == 0.7
+
+
+def test_moments_in_a_state_dict_of_one_s_own_are_not_cast():
+    Snapshot.take(URL, {"s": StateDict(optim={"exp_avg": torch.ones(3, dtype=torch.float64)})}, overwrite=True)
+    live = StateDict(optim={"exp_avg": torch.zeros(3)})
+    Snapshot(URL).restore({"s": live})
+    assert live["optim"]["exp_avg"].dtype == torch.float64
