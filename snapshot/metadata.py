@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.manifest.document import DEEPEST, Document, nesting
+from snapshot.manifest.document import DEEPEST, Document, copied, nesting
+from snapshot.manifest.entry import Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,12 @@ class SnapshotMetadata:
     """Bytes of the data files."""
     files: dict[str, int]
     """The data files, and how many bytes each has."""
+    _document: Document = field(repr=False, compare=False)
+
+    @property
+    def manifest(self) -> dict[str, Entry]:
+        """What `Snapshot.get_manifest()` returns: an entry for each object. A copy."""
+        return copied(self._document.manifest)
 
     @classmethod
     def of(cls, document: Document) -> SnapshotMetadata:
@@ -54,4 +61,5 @@ class SnapshotMetadata:
             len(document.manifest),
             sum(file.size for file in document.files.values()),
             {location: file.size for location, file in document.files.items()},
+            document,
         )

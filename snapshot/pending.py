@@ -47,7 +47,7 @@ class PendingSnapshot:
         return self._work.done()
 
     def wait(self, timeout: float | None = None) -> Snapshot:
-        """Wait for the commit, and return the snapshot; raise what made it fail.
+        """Wait for the commit, and return the snapshot; raise `SnapshotError` if it failed, on every rank.
 
         `TimeoutError` after `timeout` seconds: the snapshot goes on, and may be waited for again.
         """
@@ -57,10 +57,12 @@ class PendingSnapshot:
             self._work.result(timeout)
         except concurrent.futures.CancelledError as error:
             raise CancelledError(f"{self.path}: the snapshot was cancelled, and nothing of it is left") from error
-        except TimeoutError as error:
-            if self._work.done():
-                raise
-            raise TimeoutError(f"{self.path}: not committed after {timeout} s ({self.progress()})") from error
+        except SnapshotError:
+            raise
+        except Exception as error:  # a plugin's own, or the system's
+            if isinstance(error, TimeoutError) and not self._work.done():
+                raise TimeoutError(f"{self.path}: not committed after {timeout} s ({self.progress()})") from error
+            raise SnapshotError(f"{self.path}: the snapshot failed: {type(error).__name__}: {error}") from error
         finally:
             self._awaited = self._awaited or self._work.done()
             self._waiting -= 1

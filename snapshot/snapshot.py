@@ -299,10 +299,10 @@ class Snapshot(Stored):
     def _restore(self, app_state: AppState, options: RestoreOptions, touched: set[str]) -> RestoreReport:
         """Restore; see `Restore` for `touched`."""
         refuse_on_loop()
-        meter = Meter("restore", _shown(options.progress, self._pg))
+        meter = Meter("restore", _shown(options.progress, self.pg))
         wait_for_all()
         try:
-            with Call(ranks_of(self._pg), "restore", _timeout(options.timeout)) as call:
+            with Call(ranks_of(self.pg), "restore", _timeout(options.timeout)) as call:
                 check_app_state(app_state)
                 began = time.perf_counter()
                 operation, document = open_restore(

@@ -51,7 +51,7 @@ class Stored:
         allow_pickle: bool = False,
     ) -> None:
         self.path = os.fspath(path)
-        self._pg = pg
+        self.pg = pg
         self._url = URL.parse(self.path)
         self._options = dict(storage_options or {})
         self._allow_pickle = allow_pickle
@@ -96,7 +96,7 @@ class Stored:
     def get_state_dict_for_key(self, key: str, replicate_from_rank0: bool = False) -> Any:
         """The state dict that this rank saved under a key of the app state, made anew; with `replicate_from_rank0` that
         of rank 0. Weights that were tied are tied again, tensors that were sharded are whole."""
-        number = 0 if replicate_from_rank0 else ranks_of(self._pg).rank
+        number = 0 if replicate_from_rank0 else ranks_of(self.pg).rank
 
         return self._read(
             None,

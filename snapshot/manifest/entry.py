@@ -9,6 +9,16 @@ class Entry(msgspec.Struct, tag_field="type", omit_defaults=True, gc=False, forb
     """One line of a manifest."""
 
     @property
+    def type(self) -> str:
+        """The kind of entry, as the manifest has it: `Tensor`, `dict`, `int`, `object`, ...
+
+        >>> from snapshot.manifest.scalars import IntEntry
+        >>> IntEntry("3").type
+        'int'
+        """
+        return str(self.__struct_config__.tag)
+
+    @property
     def nbytes(self) -> int:
         """How many bytes of the data files it takes."""
         return 0

@@ -57,7 +57,7 @@ def test_a_key_that_the_snapshot_lacks_is_reported_unless_strict():
     take({"net": net})
     ema = nn.Linear(2, 2)
     before = ema.weight.detach().clone()
-    with pytest.raises(RestoreError, match="ema: the snapshot has no such key; did you mean|the names are net"):
+    with pytest.raises(RestoreError, match="ema: the snapshot has no such key; the names are net"):
         Snapshot(URL).restore({"net": net, "ema": ema})
     report = Snapshot(URL).restore({"net": net, "ema": ema}, strict=False)
     assert [str(line) for line in report] == ["missing    ema: the snapshot has no such key; left as it is"]
@@ -116,7 +116,7 @@ def test_what_a_corrupt_step_left_in_a_live_tensor_is_never_kept(tmp_path, kind)
         manager.take(1, {"s": first} | ({"more": StateDict(z=1)} if kind == "StateDict" else {}))
         manager.take(2, {"s": first, "more": second})
         _flip(tmp_path / "step-2")
-        with pytest.raises(RestoreError, match="more/w.*holds bytes of a damaged snapshot"):
+        with pytest.raises(RestoreError, match=r"more/w.*holds bytes of a damaged snapshot"):
             manager.restore_latest({"s": first, "more": holder()}, strict=False)
         live = holder()
         assert manager.restore_latest({"s": first, "more": live}, strict=False, atomic=True) == 1  # not touched at all
@@ -147,7 +147,7 @@ def test_a_new_head_is_left_as_it_is_if_asked_for(wrap):
     live = pair(7)
     before = {name: value.clone() for name, value in live.state_dict().items()}
     for options in ({}, {"strict": False}):
-        with pytest.raises(RestoreError, match="to leave tensors of another shape as they are: .*mismatched='skip'"):
+        with pytest.raises(RestoreError, match=r"to leave tensors of another shape as they are: .*mismatched='skip'"):
             Snapshot(URL).restore({"net": wrap(live)}, **options)
     assert all(torch.equal(value, before[name]) for name, value in live.state_dict().items())
     report = Snapshot(URL).restore({"net": wrap(live)}, strict=False, mismatched="skip")
@@ -171,7 +171,7 @@ def test_model_state_reports_what_is_missing_unless_strict():
     take({"all": ModelState(saved, optimizer)})
     live = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     another = torch.optim.AdamW(live.parameters(), lr=0.1)
-    with pytest.raises(RestoreError, match="all/model/1.weight: is in the application"):
+    with pytest.raises(RestoreError, match=r"all/model/1.weight: is in the application"):
         Snapshot(URL).restore({"all": ModelState(live, another)})
     report = Snapshot(URL).restore({"all": ModelState(live, another)}, strict=False)
     assert [line.path for line in report.missing] == ["all/model/1.bias", "all/model/1.weight"]
@@ -253,7 +253,7 @@ def test_paths_of_a_foreign_file_are_those_that_its_errors_list(tmp_path):
 
     save_file({"model.0.weight": torch.ones(2, 2), "model.0.bias": torch.ones(2)}, tmp_path / "model.safetensors")
     live = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(RestoreError, match="model/model.0.weight: is in the snapshot") as caught:
+    with pytest.raises(RestoreError, match=r"model/model.0.weight: is in the snapshot") as caught:
         Snapshot(tmp_path / "model.safetensors").restore({"model": live})
     named = [line.partition(":")[0] for line in caught.value.mismatches if "model.0" in line]
     rename = {path: path.replace("/model.", "/") for path in named}

@@ -92,3 +92,23 @@ def test_storage_options_reach_the_plugin():
         Snapshot.take("memory://options", {"s": StateDict(x=1)}, storage_options={"colour": "red"})
     with pytest.raises(ValueError, match="colour"):
         Snapshot("memory://options", None, {"colour": "red"}).exists()
+
+
+def test_names_that_torchsnapshot_s_users_know():
+    snapshot = Snapshot.take(
+        "memory://names", {"s": StateDict(w=torch.ones(2), n=1, f=0.5, t="x", b=b"y", l=[None])}, overwrite=True
+    )
+    manifest = snapshot.metadata.manifest
+    assert manifest == snapshot.get_manifest()
+    assert {path: entry.type for path, entry in manifest.items()} == {
+        "0/s": "dict",
+        "0/s/w": "Tensor",
+        "0/s/n": "int",
+        "0/s/f": "float",
+        "0/s/t": "str",
+        "0/s/b": "bytes",
+        "0/s/l": "list",
+        "0/s/l/0": "NoneType",
+    }
+    assert snapshot.pg is None
+    assert snapshot.path == "memory://names"
