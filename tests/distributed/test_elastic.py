@@ -167,3 +167,82 @@ def test_what_all_want_is_read_once(four, folder, once):
     read = four.run(_once, f"{folder}/s", once, True)
     one = 5 * 300_000 * 4 + 400_000
     assert sum(read) < 1.01 * one + 10_000 if once else sum(read) > 4 * one
+
+
+def _load_into_keys(path, options):
+    live = StateDict(position=-1, step=0, new="kept")
+    report = Snapshot(path).restore({"mine": live}, **options)
+    return dict(live), sorted(str(line).split(":")[0] for line in report)
+
+
+def test_a_key_of_another_rank_is_never_kept_silently(four, two, folder):
+    two.run(_save, f"{folder}/s", ["s/big"])
+    outcomes = four.outcomes(_load_into_keys, f"{folder}/s", {})
+    for error in outcomes[2:]:
+        assert isinstance(error, RestoreError)
+        assert "mine/position: belongs to rank 0 alone" in str(error)
+    for rank, (live, lines) in enumerate(four.run(_load_into_keys, f"{folder}/s", {"strict": False})):
+        assert live == {"position": rank if rank < 2 else -1, "step": 5, "new": "kept"}
+        gone = ["skipped    mine/position"] if rank >= 2 else []
+        assert lines == ["kept       mine/new", *gone]
+
+
+def _pair(path, take, cast):
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4).to(torch.float32 if take else torch.bfloat16)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    if take:
+        net(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        return Snapshot.take(path, {"net": net, "optim": optimizer}, replicated=["**"]) and None
+    Snapshot(path).restore({"net": net, "optim": optimizer}, cast=cast)
+    optimizer.zero_grad()
+    net(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    return rank, {str(value.dtype) for state in optimizer.state.values() for value in state.values()}
+
+
+def test_an_optimizer_is_cast_on_all_ranks(four, two, folder):
+    two.run(_pair, f"{folder}/s", True, "error")
+    assert all(isinstance(each, RestoreError) for each in four.outcomes(_pair, f"{folder}/s", False, "error"))
+    for rank, (number, dtypes) in enumerate(four.run(_pair, f"{folder}/s", False, "same_kind")):
+        assert number == rank
+        assert dtypes == {"torch.bfloat16", "torch.float32"}  # the steps' counts
+
+
+def _lacking(path, what):
+    live = {"s": StateDict(step=0), "ema": StateDict(w=1)} if what == "key" else {"net": nn.Linear(2, 2)}
+    report = Snapshot(path).restore(live, strict=False)
+    return [str(line).split(":")[0] for line in report]
+
+
+def test_a_key_that_the_snapshot_lacks_is_left_alone_on_all_ranks(two, folder):
+    two.run(_save, f"{folder}/s", None)
+    assert two.run(_lacking, f"{folder}/s", "key") == [["missing    ema"]] * 2
+    for error in two.outcomes(_lacking, f"{folder}/s", "nothing"):
+        assert isinstance(error, RestoreError)
+        assert "nothing that the application asks for is in the snapshot" in str(error)
+
+
+def _wrapped(path, take):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0 if take else 1)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    expected = {name: value.detach().clone() for name, value in net.state_dict().items()}
+    if take:
+        wrapped = nn.parallel.DistributedDataParallel(nn.DataParallel(net))
+        return Snapshot.take(path, {"net": wrapped}) and expected
+    fully_shard(net)
+    report = Snapshot(path).restore({"net": net})
+    return {name: value.full_tensor() for name, value in net.state_dict().items()}, [
+        str(line) for line in report.renamed
+    ]
+
+
+def test_a_wrapped_model_restores_into_a_sharded_one(four, two, folder):
+    expected = two.run(_wrapped, f"{folder}/s", True)[0]
+    for found, lines in four.run(_wrapped, f"{folder}/s", False):
+        assert lines == ["renamed    net: names matched without 'module.'"]
+        assert all(found[name].equal(value) for name, value in expected.items())

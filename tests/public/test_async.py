@@ -15,6 +15,7 @@ from snapshot import (
     CancelledError,
     Snapshot,
     SnapshotBusyError,
+    SnapshotError,
     SnapshotExistsError,
     StateDict,
     StorageError,
@@ -126,6 +127,21 @@ def test_a_failure_is_raised_by_wait_leaves_nothing_and_is_logged(tmp_path, capl
     assert not (tmp_path / "s").exists()
     Snapshot.async_take(tmp_path / "s", state()).wait()
     assert Snapshot(tmp_path / "s").verify().ok
+
+
+class OwnError(Exception):
+    """What a plugin may raise, though it should not."""
+
+
+@pytest.mark.parametrize("error", [OwnError("mine"), TimeoutError("too late"), MemoryError("no room")])
+@pytest.mark.parametrize("on", ["write", "finish", "put"])
+def test_an_error_of_a_plugin_s_own_is_raised_as_the_library_s(tmp_path, error, on):
+    with faulty(on=on, error=error):
+        pending = Snapshot.async_take(f"faulty+file://{tmp_path}/s", state())
+        with pytest.raises(SnapshotError, match=str(error)) as caught:
+            pending.wait(30)
+    assert isinstance(caught.value.__cause__, BaseException)
+    assert not (tmp_path / "s").exists()
 
 
 def test_cancel_leaves_nothing(tmp_path):
