@@ -25,7 +25,7 @@ from snapshot.engine.reader import ReadResult
 from snapshot.engine.restore_options import RestoreOptions
 from snapshot.engine.sharing import remember
 from snapshot.engine.sums import expect_sums
-from snapshot.engine.targets import restored_by, shared_memory
+from snapshot.engine.targets import read_only_memory, restored_by, shared_memory
 from snapshot.engine.together import Ranges, Relay, agree_on_reads, divided
 from snapshot.engine.unfold import unfold
 from snapshot.engine.wants import Want
@@ -153,7 +153,7 @@ class Restore:
         for key in [key for key, _ in self._ordered(app_state) if key in grouped]:
             if not self._match.add(kinds[key], grouped[key], gather):
                 del grouped[key]
-        self._notes.mismatches += shared_memory(gather)
+        self._notes.mismatches += shared_memory(gather) + read_only_memory(gather)
         self._expect_any(view)
         self._expect_written(gather)
         if self._notes.mismatches:

@@ -51,6 +51,40 @@ def shared_memory(gather: Gather) -> list[str]:
     ]
 
 
+FEW = 256
+"""Of so few live tensors it is quicker to ask each whether torch allocated it than to read the process's memory map."""
+
+
+def read_only_memory(gather: Gather) -> list[str]:
+    """Live tensors over memory that the process may not write to, such as a file that is mapped for reading: a write
+    would kill the process."""
+    spans = [(want.address, want.name) for want in gather.wants if want.live and want.address]
+    spans += [(target.data_ptr(), name) for name, target, _ in gather.targets if target.device.type == "cpu"]
+    if len(spans) <= FEW and all(map(_is_allocated, (gather.values.get(name) for _, name in spans))):
+        return []
+    try:
+        with open("/proc/self/maps", "rb") as file:
+            maps = file.read().splitlines()
+    except OSError:  # another system's
+        return []
+    ranges = [line.split(b" ", 2)[0].split(b"-") for line in maps if line.split(b" ", 2)[1][1:2] != b"w"]
+    begins = np.array([int(begin, 16) for begin, _ in ranges], np.uint64)
+    ends = np.array([int(end, 16) for _, end in ranges], np.uint64)
+    addresses = np.array([address for address, _ in spans], np.uint64)
+    found = np.searchsorted(begins, addresses, "right").astype(np.int64) - 1
+    bad = (found >= 0) & (addresses < ends[found])
+    return [
+        f"{name}: its memory is read-only, such as a file mapped for reading; give the application a copy: "
+        "tensor.clone()"
+        for name in dict.fromkeys(spans[int(i)][1] for i in np.flatnonzero(bad))
+    ]
+
+
+def _is_allocated(value: object) -> bool:
+    """Whether torch allocated a tensor's memory itself, so that it can be written to."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.untyped_storage().resizable()  # type: ignore[attr-defined]
+
+
 def writable(tensor: torch.Tensor) -> bool:
     """Whether a tensor can be written in place: strided, with memory, and no two elements in one place."""
     if tensor.layout is not torch.strided or tensor.is_quantized or (tensor.nbytes and not tensor.data_ptr()):

@@ -1,5 +1,7 @@
 """A restore into something that is not quite what was saved: every difference is restored, reported or refused."""
 
+import textwrap
+
 import pytest
 import torch
 from torch import nn
@@ -265,3 +267,43 @@ def test_paths_of_a_foreign_file_are_those_that_its_errors_list(tmp_path):
         {"model": live}, rename={"model/model.*": "model/*"}, exclude=["model/0.bias"]
     )
     assert live[0].weight.eq(1).all()
+
+
+# Memory that cannot be written to
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_read_only_memory_map_is_an_error_and_no_crash(tmp_path, warm, many, dtype):
+    """In a process of its own: without the check, it dies."""
+    script = f"""
+        import mmap, warnings
+        import torch
+        from snapshot import RestoreError, Snapshot, StateDict
+
+        path = {str(tmp_path / "w")!r}
+        with open(path, "wb") as file:
+            file.write(bytes(8 << 20))
+        with open(path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        warnings.simplefilter("ignore")
+        live = torch.frombuffer(mapped, dtype=torch.float32)
+        more = {{f"t{{i}}": torch.ones(4) for i in range(600 if {many} else 1)}}
+        state = {{"net": StateDict(more, w=torch.ones(len(live), dtype={dtype}))}}
+        Snapshot.take("memory://mapped", state)
+        module = torch.nn.Module()
+        module.w = torch.nn.Parameter(live, requires_grad=False)
+        for name, value in more.items():
+            module.register_buffer(name, value * 0)
+        try:
+            Snapshot("memory://mapped").restore({{"net": module}}, cast="same_kind")
+        except RestoreError as error:
+            assert error.mismatches[0].startswith("net/w: its memory is read-only"), error
+            assert not module.t0.any()
+        else:
+            raise AssertionError("restored")
+        module.w = torch.nn.Parameter(live.clone(), requires_grad=False)
+        Snapshot("memory://mapped").restore({{"net": module}}, cast="same_kind")
+        assert module.w.eq(1).all()
+    """
+    warm.run(textwrap.dedent(script))
