@@ -17,6 +17,7 @@ PAGES = [
     "docs/getting-started.md",
     "docs/recipes.md",
     "docs/async.md",
+    "docs/changed-run.md",
     "docs/manager.md",
     "docs/interop.md",
     "docs/storage.md",
