@@ -1,0 +1,85 @@
+"""What a format cannot hold is an error or a line of the report, whatever container it is in."""
+
+import collections
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from snapshot import Snapshot, StateDict
+from tests.formats.making import same
+
+
+def load_dcp(folder, wanted):
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(wanted, checkpoint_id=folder, no_dist=True)
+    return wanted
+
+
+def in_containers():
+    tied = torch.arange(6.0)
+    return {
+        "tuple": (torch.ones(3), 5, (torch.zeros(2, dtype=torch.bfloat16), [torch.arange(4)])),
+        "deque": collections.deque([torch.full((2, 3), 7.0), "x"], maxlen=5),
+        "list": [(torch.ones(2), {"below": torch.zeros(3)}), torch.ones(1)],
+        "tied": (tied, tied),
+        "turned": (torch.arange(12.0).view(3, 4).t(), torch.empty(0, 3), nn.Parameter(torch.ones(2))),
+        "long": (torch.arange(3 << 20, dtype=torch.float32),),
+    }
+
+
+def emptied(value):
+    """What is to be filled: DCP replaces a tuple as a whole."""
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        return {key: emptied(each) for key, each in value.items()}
+    return [emptied(each) for each in value] if type(value) is list else ()
+
+
+def test_dcp_keeps_tensors_in_tuples_and_deques(tmp_path):
+    held = in_containers()
+    Snapshot.take(tmp_path / "s", {"m": StateDict(held)})
+    report = Snapshot(tmp_path / "s").convert(tmp_path / "d", "dcp", memory_budget_bytes=16 << 20)
+    assert not report.left_out
+    assert not report.changed
+    assert report.tensors == 12  # those that are tied are one
+    wanted = {"m": {name: emptied(each) for name, each in held.items()}}
+    same(load_dcp(tmp_path / "d", wanted)["m"], in_containers())
+    assert wanted["m"]["tied"][0].data_ptr() == wanted["m"]["tied"][1].data_ptr()
+    assert Snapshot(tmp_path / "d").verify()
+    Snapshot(tmp_path / "d").convert(tmp_path / "again")
+    same(Snapshot(tmp_path / "again").read_object("0/m"), held)
+
+
+def test_dcp_says_what_it_changes(tmp_path):
+    state = StateDict(
+        ordered=collections.OrderedDict(a=torch.ones(1)),
+        counted=collections.Counter("aab"),
+        numbered={1: torch.ones(1), "2": 2},
+        empty={},
+        inside=[torch.ones(1), {}],
+        weight=nn.Parameter(torch.ones(2)),
+        wanted=torch.ones(2, requires_grad=True),
+        turned=torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        big=np.arange(3, dtype=">i4"),
+    )
+    Snapshot.take(tmp_path / "s", {"m": state})
+    report = Snapshot(tmp_path / "s").convert(tmp_path / "d", "dcp")
+    assert sorted(report.left_out) == ["m/empty: the empty dict", "m/inside/1: the empty dict"]
+    assert sorted(report.changed) == [
+        "m/big: the array of >i4 becomes one of <i4",
+        "m/counted: the Counter becomes a dict",
+        "m/numbered: its keys become texts",
+        "m/ordered: the OrderedDict becomes a dict",
+        "m/turned: the memory layout becomes contiguous",
+        "m/wanted: requires_grad is not kept",
+        "m/weight: the torch.nn.parameter.Parameter becomes a plain tensor",
+    ]
+    assert "7 changed" in str(report)
+    torch.save((torch.ones(2), 3), tmp_path / "t.pt")
+    report = Snapshot(tmp_path / "t.pt").convert(tmp_path / "e", "dcp")
+    assert report.changed == ("the state: the tuple becomes the value of a dict, under 'value'",)
+    same(Snapshot(tmp_path / "e").read_object("0/value"), (torch.ones(2), 3))
