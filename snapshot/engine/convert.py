@@ -122,7 +122,10 @@ class Recording:
         extra = clean(entry)
         dtype = self._cast(entry.dtype)
         if math.prod(entry.shape):
-            places = [(box, stored.location, stored.byte_range, stored.extra) for box, stored in entry.pieces()]
+            places = [
+                (box, stored.location, stored.byte_range, stored.extra, stored.serializer)
+                for box, stored in entry.pieces()
+            ]
             key = repr((places, entry.dtype, entry.shape, extra, type(entry)))
             if (owner := self._seen.setdefault(key, path)) != path:
                 self.flat.ties[path] = owner

@@ -180,7 +180,7 @@ class Export:
 
     def _absent(self, plan: Plan, path: str, entry: Any) -> Any:
         extra = clean(entry) or e.PLAIN
-        key = repr([(box, each.location, each.byte_range, each.extra) for box, each in entry.pieces()])
+        key = repr([(box, each.location, each.byte_range, each.extra, each.serializer) for box, each in entry.pieces()])
         dtype, shape, order = self._dtype(entry), tuple(entry.shape), extra.stride_order
         tied = f"{key} {dtype} {shape} {extra}" if math.prod(shape) else path
         known = self._tied.get(tied)

@@ -117,7 +117,7 @@ class _Archive:
             raise UnsupportedFormatError(
                 f"{self._name}: data/{found.storage[:100]} is packed by method {member.method}"
             )
-        packed = "deflate+" if member.method == zips.DEFLATED else "swapped+" if swapped else ""
+        packed = "deflate+" * (member.method == zips.DEFLATED) + "swapped+" * swapped + found.bits
         place = member.header, self._ends[member.header]
         extra: Extra | None = extra_of(found)
         return TensorEntry(self._name, place, found.dtype, found.shape, serializer=f"{packed}zip", extra=extra)

@@ -111,6 +111,8 @@ class _Made:
         if held is None:
             return torch.empty(found.shape, dtype=BY_NAME[found.dtype])
         made = held.as_strided(found.shape, found.strides, found.offset).clone()
+        made = made.conj() if "conj" in found.bits else made
+        made = (torch._neg_view(made) if "neg" in found.bits else made).resolve_neg().resolve_conj()
         return (
             torch.nn.Parameter(made, found.requires_grad)
             if found.subclass
