@@ -27,7 +27,7 @@ from snapshot.tensors.strides import contiguous
 
 def most_nodes(length: int) -> int:
     """Values in a pickle of some length, which may repeat itself: a few bytes may stand for any number of them."""
-    return 50_000 + 2 * length
+    return 50_000 + length
 
 
 _SCALARS: dict[Any, type[s.Scalar]] = {
