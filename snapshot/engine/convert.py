@@ -21,7 +21,7 @@ from snapshot.engine.choosing import (
     expect_something,
     is_foreign_object,
 )
-from snapshot.engine.fetching import Fetched
+from snapshot.engine.fetching import Fetched, expect_room
 from snapshot.engine.loop import run
 from snapshot.engine.opening import expectation, open_take
 from snapshot.engine.operation import Operation
@@ -201,6 +201,7 @@ def as_snapshot(
         expect_something(entries)
     for path, entry in entries.items():
         recording.add(path, entry)
+    expect_room(document, recording.flat.leaves, recording.origins)
     recording.objects(entries)
     if recording.flat.pickled:
         log.warning("%s: stored as pickles, as they were: %s", url, ", ".join(sorted(recording.flat.pickled)[:20]))

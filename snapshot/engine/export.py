@@ -18,7 +18,7 @@ import torch
 from snapshot.engine import losses
 from snapshot.engine.choosing import Objects, clean, is_leaf_value, seen
 from snapshot.engine.convert import Choice
-from snapshot.engine.fetching import Fetched
+from snapshot.engine.fetching import Fetched, expect_room
 from snapshot.engine.operation import Operation
 from snapshot.engine.outputs import Outputs
 from snapshot.engine.writer import Writer
@@ -329,6 +329,7 @@ class Export:
         read = self._document.files.keys() & {*outputs.names, *plan.markers}
         if read and not target.storage.capabilities.renames and self._source.storage.url == target.storage.url:
             raise ValueError(f"{target.url}: holds {min(read)}, which is read; convert to another place")
+        expect_room(self._document, plan.leaves, plan.origins)
         await outputs.expect(overwrite=overwrite)
         source = Fetched(
             self._source, self._document, plan.leaves, plan.origins, verify=self._choice.verify, orders=plan.orders,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from snapshot import Snapshot, StateDict
+from snapshot import CorruptSnapshotError, Snapshot, StateDict
 from tests.formats.making import same
 
 
@@ -83,3 +83,16 @@ def test_dcp_says_what_it_changes(tmp_path):
     report = Snapshot(tmp_path / "t.pt").convert(tmp_path / "e", "dcp")
     assert report.changed == ("the state: the tuple becomes the value of a dict, under 'value'",)
     same(Snapshot(tmp_path / "e").read_object("0/value"), (torch.ones(2), 3))
+
+
+@pytest.mark.parametrize("to", ["snapshot", "safetensors", "torch", "dcp"])
+def test_a_short_file_does_not_fill_the_disk(tmp_path, to):
+    torch.save({"a": torch.zeros(1).expand(1 << 20, 1 << 20)}, tmp_path / "one.pt")
+    torch.save({f"{n}": torch.zeros(1).expand((64 << 20) + n) for n in range(5)}, tmp_path / "several.pt")
+    torch.save({"a": torch.arange(3.0).view(3, 1).expand(3, 1000)}, tmp_path / "honest.pt")
+    for name in ("one", "several"):
+        with pytest.raises(CorruptSnapshotError, match="select="):
+            Snapshot(tmp_path / f"{name}.pt").convert(tmp_path / name / "x", to)
+        assert not (tmp_path / name).exists()
+    report = Snapshot(tmp_path / "honest.pt").convert(tmp_path / "honest" / "x", to)
+    assert report.nbytes == 12_000
