@@ -19,6 +19,7 @@ from snapshot.engine.choosing import (
     clean,
     expect_matches,
     expect_something,
+    expect_sound,
     is_foreign_object,
 )
 from snapshot.engine.fetching import Fetched, expect_room
@@ -199,6 +200,7 @@ def as_snapshot(
     entries = chosen_of_ranks(document.manifest, choice.select, choice.exclude, choice.rename)
     if choice.select or choice.exclude:
         expect_something(entries)
+    expect_sound(entries, document)
     for path, entry in entries.items():
         recording.add(path, entry)
     expect_room(document, recording.flat.leaves, recording.origins)

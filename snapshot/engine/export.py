@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ import msgspec
 import torch
 
 from snapshot.engine import losses
-from snapshot.engine.choosing import Objects, clean, is_leaf_value, seen
+from snapshot.engine.choosing import Objects, clean, expect_sound, is_leaf_value, seen
 from snapshot.engine.convert import Choice
 from snapshot.engine.fetching import Fetched, expect_room
 from snapshot.engine.operation import Operation
@@ -43,6 +44,8 @@ from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, SAFETENSORS
 
 _KEPT_BY_TORCH = frozenset({"parameter", "requires_grad", "order"})
 DCP_ALIGNMENT = 64
+_NARROW = re.compile("u?int[1-7]")
+"""Dtypes of less than a byte, which torch cannot copy to where DCP loads them."""
 
 
 class Plan(msgspec.Struct):
@@ -91,6 +94,7 @@ class Export:
         self._choice = choice
         view = seen(document, choice.select, choice.exclude, choice.rename)
         self._entries = view.entries
+        expect_sound(self._entries, document)
         self._gone = [f"{path}: of a rank other than 0" for path in view.gone]
 
     def _dtype(self, entry: Any) -> str:
@@ -239,6 +243,15 @@ class Export:
         if parts:
             raise UnsupportedFormatError(
                 f"{self._source.url}: DCP holds no tensors that are made of several; exclude them:{listed(parts)}"
+            )
+        narrow = [
+            f"{path}: {entry.dtype}"
+            for path, entry in self._entries.items()
+            if isinstance(entry, e.TENSORS) and _NARROW.fullmatch(entry.dtype)
+        ]
+        if narrow:
+            raise UnsupportedFormatError(
+                f"{self._source.url}: DCP cannot load such dtypes; exclude them:{listed(narrow)}"
             )
         state = self._state(stand)
         if not isinstance(state, dict):

@@ -1,14 +1,18 @@
 """What a format cannot hold is an error or a line of the report, whatever container it is in."""
 
 import collections
+import json
+import pickle
+import struct
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import metadata as m
 
-from snapshot import CorruptSnapshotError, Snapshot, StateDict
+from snapshot import CorruptSnapshotError, Snapshot, StateDict, UnsupportedFormatError
 from tests.formats.making import same
 
 
@@ -96,3 +100,64 @@ def test_a_short_file_does_not_fill_the_disk(tmp_path, to):
         assert not (tmp_path / name).exists()
     report = Snapshot(tmp_path / "honest.pt").convert(tmp_path / "honest" / "x", to)
     assert report.nbytes == 12_000
+
+
+class Named(torch.Tensor):
+    """A tensor whose class is all that is special about it."""
+
+
+def test_torch_and_safetensors_say_what_they_change(tmp_path):
+    state = StateDict(
+        named=torch.ones(2).as_subclass(Named),
+        weight=nn.Parameter(torch.ones(2)),
+        wanted=torch.ones(2, requires_grad=True),
+        turned=torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        big=np.arange(3, dtype=">f8"),
+        fields=np.zeros(2, [("a", ">i4")]),
+    )
+    Snapshot.take(tmp_path / "s", {"m": state})
+    report = Snapshot(tmp_path / "s").convert(tmp_path / "t.pt", "torch")
+    name = f"{Named.__module__}.Named"
+    assert sorted(report.changed) == [
+        "m/big: the array of >f8 becomes one of <f8",
+        f"m/named: the {name} becomes a plain tensor",
+    ]
+    found = torch.load(tmp_path / "t.pt", weights_only=False)["m"]
+    assert found["big"].dtype == "<f8"
+    assert found["fields"].dtype == state["fields"].dtype
+    assert type(found["named"]) is torch.Tensor
+    report = Snapshot(tmp_path / "s").convert(tmp_path / "t.safetensors", "safetensors")
+    assert sorted(report.left_out) == ["m/big: a ndarray", "m/fields: a ndarray"]
+    assert sorted(report.changed) == [
+        f"m/named: the {name} becomes a plain tensor",
+        "m/turned: the memory layout becomes contiguous",
+        "m/wanted: requires_grad is not kept",
+        "m/weight: the torch.nn.parameter.Parameter becomes a plain tensor",
+    ]
+
+
+def test_dtypes_that_dcp_cannot_load_are_refused(tmp_path):
+    Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.arange(4, dtype=torch.uint8).view(torch.int4), x=1)})
+    with pytest.raises(UnsupportedFormatError, match=r"m/w: int4"):
+        Snapshot(tmp_path / "s").convert(tmp_path / "d", "dcp")
+    Snapshot(tmp_path / "s").convert(tmp_path / "d", "dcp", exclude=["m/w"])
+    assert load_dcp(tmp_path / "d", {"m": {"x": 0}}) == {"m": {"x": 1}}
+
+
+@pytest.mark.parametrize("to", ["snapshot", "safetensors", "torch", "dcp"])
+def test_shapes_that_cannot_be_are_our_errors(tmp_path, to):
+    shape = [2**62, 2**62, 0]
+    header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    tensor = m.TensorStorageMetadata(m.TensorProperties(dtype=torch.float32), torch.Size([1 << 59, 1 << 59, 0]), [])
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(m.Metadata({"w": tensor}, {}, {})))
+    for name in ("a.safetensors", "d"):
+        for verb in (
+            lambda snapshot: snapshot.convert(tmp_path / "x" / "y", to),
+            lambda snapshot: snapshot.read_object("0/w"),
+            lambda snapshot: snapshot.restore({"m": StateDict(w=torch.zeros(3, 0))}),
+        ):
+            with pytest.raises(CorruptSnapshotError, match="no shape that can be"):
+                verb(Snapshot(tmp_path / name))
+        assert not (tmp_path / "x").exists()
