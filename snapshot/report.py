@@ -168,10 +168,13 @@ class ConvertReport:
     files: tuple[str, ...] = ()
     """The files that were written, where they have names of their own."""
     seconds: float = 0.0
+    changed: tuple[str, ...] = ()
+    """A line for each thing that was written, and that comes back otherwise than it was."""
 
     def __str__(self) -> str:
         head = f"{self.tensors:,} tensors, {size_text(self.nbytes)} to {self.format} in {self.seconds:.3f} s"
-        return head + (f"; {len(self.left_out):,} left out:{listed(self.left_out)}" if self.left_out else "")
+        lines = [("left out", self.left_out), ("changed", self.changed)]
+        return head + "".join(f"; {len(found):,} {what}:{listed(found)}" for what, found in lines if found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from snapshot.errors import RestoreError, UnsafeObjectError
 from snapshot.events import Meter
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.manifest import entries as e
-from snapshot.manifest.check import locations_of
+from snapshot.manifest.check import check_tensor, locations_of
 from snapshot.manifest.document import Document
 from snapshot.manifest.view import View, nearest, rank_view, renamed
 from snapshot.plan.globs import matcher, unmatched
@@ -147,6 +147,18 @@ def seen(document: Document, select: Sequence[str], exclude: Sequence[str], rena
     if select or exclude:
         expect_something(kept)
     return View(kept, gone=gone)
+
+
+def expect_sound(entries: Mapping[str, Any], document: Document) -> None:
+    """Raise for a tensor that cannot be what its entry says: all of it is read part by part, and copied as it is."""
+    for path, entry in entries.items():
+        held: Any = [entry] if isinstance(entry, e.TENSORS) else []
+        if isinstance(entry, e.NDArrayEntry):
+            held = [entry.data]
+        elif isinstance(entry, e.TensorPartsEntry):
+            held = entry.parts.values()
+        for tensor in held:
+            check_tensor(path, tensor, document.files)
 
 
 class Objects:

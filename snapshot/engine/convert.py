@@ -19,9 +19,10 @@ from snapshot.engine.choosing import (
     clean,
     expect_matches,
     expect_something,
+    expect_sound,
     is_foreign_object,
 )
-from snapshot.engine.fetching import Fetched
+from snapshot.engine.fetching import Fetched, expect_room
 from snapshot.engine.loop import run
 from snapshot.engine.opening import expectation, open_take
 from snapshot.engine.operation import Operation
@@ -122,7 +123,10 @@ class Recording:
         extra = clean(entry)
         dtype = self._cast(entry.dtype)
         if math.prod(entry.shape):
-            places = [(box, stored.location, stored.byte_range, stored.extra) for box, stored in entry.pieces()]
+            places = [
+                (box, stored.location, stored.byte_range, stored.extra, stored.serializer)
+                for box, stored in entry.pieces()
+            ]
             key = repr((places, entry.dtype, entry.shape, extra, type(entry)))
             if (owner := self._seen.setdefault(key, path)) != path:
                 self.flat.ties[path] = owner
@@ -196,8 +200,10 @@ def as_snapshot(
     entries = chosen_of_ranks(document.manifest, choice.select, choice.exclude, choice.rename)
     if choice.select or choice.exclude:
         expect_something(entries)
+    expect_sound(entries, document)
     for path, entry in entries.items():
         recording.add(path, entry)
+    expect_room(document, recording.flat.leaves, recording.origins)
     recording.objects(entries)
     if recording.flat.pickled:
         log.warning("%s: stored as pickles, as they were: %s", url, ", ".join(sorted(recording.flat.pickled)[:20]))

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 
-from snapshot.engine.choosing import Objects, clean, is_leaf_value, seen
+from snapshot.engine import losses
+from snapshot.engine.choosing import Objects, clean, expect_sound, is_leaf_value, seen
 from snapshot.engine.convert import Choice
-from snapshot.engine.fetching import Fetched
+from snapshot.engine.fetching import Fetched, expect_room
 from snapshot.engine.operation import Operation
 from snapshot.engine.outputs import Outputs
 from snapshot.engine.writer import Writer
@@ -40,8 +42,10 @@ from snapshot.state.leaves import Leaf
 from snapshot.state.live import inflate
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, SAFETENSORS
 
-_PARAMETER = "torch.nn.parameter.Parameter"
+_KEPT_BY_TORCH = frozenset({"parameter", "requires_grad", "order"})
 DCP_ALIGNMENT = 64
+_NARROW = re.compile("u?int[1-7]")
+"""Dtypes of less than a byte, which torch cannot copy to where DCP loads them."""
 
 
 class Plan(msgspec.Struct):
@@ -61,6 +65,7 @@ class Plan(msgspec.Struct):
     others: tuple[str, ...] = ()
     """The files of other formats for which this one would not be seen."""
     left_out: list[str] = []
+    changed: list[str] = []
     sums: dict[int, int] | None = None
     """The checksum of each leaf's bytes, where the format has any."""
 
@@ -72,6 +77,14 @@ class Plan(msgspec.Struct):
         return len(self.leaves) - 1
 
 
+class _Nested(msgspec.Struct):
+    """An object with tensors in it, as one archive of DCP's: its pickle, and the numbers of its leaves."""
+
+    content: bytes
+    held: dict[str, bytes]
+    numbers: range
+
+
 class Export:
     """What rank 0 sees of a checkpoint, on the way to another format."""
 
@@ -81,6 +94,7 @@ class Export:
         self._choice = choice
         view = seen(document, choice.select, choice.exclude, choice.rename)
         self._entries = view.entries
+        expect_sound(self._entries, document)
         self._gone = [f"{path}: of a rank other than 0" for path in view.gone]
 
     def _dtype(self, entry: Any) -> str:
@@ -104,6 +118,7 @@ class Export:
                 if isinstance(entry, (e.TensorPartsEntry, e.NDArrayEntry)) or self._is_odd(entry):
                     plan.left_out.append(f"{path}: a {_tag(entry)}")
                 continue
+            plan.changed += losses.tensor_changes(path, entry)
             dtype = self._dtype(entry)
             if dtype not in SAFETENSORS:
                 refused.append(f"{path}: {dtype}")
@@ -144,22 +159,32 @@ class Export:
     def torch_file(self, name: str) -> Plan:
         """One file as torch.save writes it."""
         plan = Plan("torch", sums={})
+        for path, entry in self._entries.items():
+            plan.changed += losses.array_changes(path, entry)
+            if isinstance(entry, e.TENSORS):
+                plan.changed += losses.tensor_changes(path, entry, _KEPT_BY_TORCH)
         state = self._state(lambda path, entry: self._absent(plan, path, entry))
         content, held = archives.pickled(state)
-        members = [_member(plan, str(number), leaf.nbytes, number) for number, leaf in enumerate(plan.leaves)]
-        members += [archives.Member(key, len(data), data) for key, data in held.items()]
         root = name.rpartition("/")[2].partition(".")[0] or "archive"
-        found, size = archives.laid_out(archives.around(root, content, members, _identity()), zlib.crc32)
         extents: list[Extent] = []
-        tensors = iter(range(len(members) - len(held)))
-        sized = (number for number in tensors if plan.leaves[number].nbytes)
-        self._extents(plan, found, 0, extents, sized)
+        size = self._archive(plan, root, content, held, range(len(plan.leaves)), 0, extents)
         plan.files.append((name, FilePlan(b"", tuple(extents), size)))
         return plan
 
+    def _archive(
+        self, plan: Plan, root: str, content: bytes, held: dict[str, bytes], numbers: Sequence[int], base: int,
+        extents: list[Extent],
+    ) -> int:  # fmt: skip
+        """Lay out an archive of torch's at `base` in a file: a pickle, and the leaves of these numbers; its length."""
+        members = [_member(plan, str(number), plan.leaves[number].nbytes, number) for number in numbers]
+        members += [archives.Member(key, len(data), data) for key, data in held.items()]
+        found, size = archives.laid_out(archives.around(root, content, members, _identity()), zlib.crc32)
+        self._extents(plan, found, base, extents, (number for number in numbers if plan.leaves[number].nbytes))
+        return size
+
     def _absent(self, plan: Plan, path: str, entry: Any) -> Any:
         extra = clean(entry) or e.PLAIN
-        key = repr([(box, each.location, each.byte_range, each.extra) for box, each in entry.pieces()])
+        key = repr([(box, each.location, each.byte_range, each.extra, each.serializer) for box, each in entry.pieces()])
         dtype, shape, order = self._dtype(entry), tuple(entry.shape), extra.stride_order
         tied = f"{key} {dtype} {shape} {extra}" if math.prod(shape) else path
         known = self._tied.get(tied)
@@ -169,7 +194,7 @@ class Export:
             if order:
                 plan.orders[number] = order
             known = self._tied[tied] = archives.Absent(
-                str(number), dtype, shape, order, extra.requires_grad, extra.subclass == _PARAMETER
+                str(number), dtype, shape, order, extra.requires_grad, extra.subclass == losses.PARAMETER
             )
         return known
 
@@ -211,7 +236,7 @@ class Export:
 
         def stand(path: str, entry: Any) -> torch.Tensor:
             made = torch.empty(entry.shape, dtype=BY_NAME[self._dtype(entry)], device="meta")
-            entries[id(made)] = made, entry
+            entries[id(made)] = made, path, entry
             return made
 
         parts = [path for path, entry in self._entries.items() if isinstance(entry, e.TensorPartsEntry)]
@@ -219,14 +244,33 @@ class Export:
             raise UnsupportedFormatError(
                 f"{self._source.url}: DCP holds no tensors that are made of several; exclude them:{listed(parts)}"
             )
+        narrow = [
+            f"{path}: {entry.dtype}"
+            for path, entry in self._entries.items()
+            if isinstance(entry, e.TENSORS) and _NARROW.fullmatch(entry.dtype)
+        ]
+        if narrow:
+            raise UnsupportedFormatError(
+                f"{self._source.url}: DCP cannot load such dtypes; exclude them:{listed(narrow)}"
+            )
         state = self._state(stand)
-        flat, paths = flattened(state if isinstance(state, dict) else {"value": state})
-        items = []
+        if not isinstance(state, dict):
+            plan.changed.append(f"the state: the {type(state).__name__} becomes the value of a dict, under {VALUE!r}")
+            state = {VALUE: state}
+        flat, paths = flattened(state)
+        left_out, changed = losses.container_changes(state, paths)
+        plan.left_out += left_out
+        plan.changed += changed
+        for path, entry in self._entries.items():
+            plan.changed += losses.array_changes(path, entry)
+        items: list[tuple[str, int, Any]] = []
         for name, value in flat.items():
             if isinstance(value, torch.Tensor) and id(value) in entries:
-                items.append((name, value.nbytes, entries[id(value)][1]))
+                _, path, entry = entries[id(value)]
+                plan.changed += losses.tensor_changes(path, entry)
+                items.append((name, value.nbytes, entry))
             else:
-                items.append((name, 0, archived(value)))
+                items.append((name, *self._nested(plan, value, entries)))
         lanes = max(1, min(lanes, sum(size for _, size, _ in items) // (16 << 20)))
         loads = [0] * lanes
         dealt: list[list[tuple[str, Any]]] = [[] for _ in range(lanes)]
@@ -240,6 +284,25 @@ class Export:
             plan.files.append((where, self._dcp_file(plan, where, lane_items, placed)))
         plan.last = lambda: [(dcp.METADATA, metadata(flat, paths, placed))]
         return plan
+
+    def _nested(self, plan: Plan, value: Any, entries: Mapping[int, Any]) -> tuple[int, bytes | _Nested]:
+        """Return an object that DCP stores as one archive, and the bytes of its tensors: those within tuples, which
+        DCP does not take apart, are written part by part like all others."""
+        self._tied = {}
+        first = len(plan.leaves)
+
+        def absent(tensor: torch.Tensor) -> archives.Absent | None:
+            if id(tensor) not in entries:
+                return None
+            _, path, entry = entries[id(tensor)]
+            plan.changed += losses.tensor_changes(path, entry, _KEPT_BY_TORCH)
+            return self._absent(plan, path, entry)  # type: ignore[no-any-return]
+
+        content, held = archives.pickled(value, absent)
+        numbers = range(first, len(plan.leaves))
+        if not self._tied:
+            return 0, archived(value)
+        return sum(plan.leaves[number].nbytes for number in numbers), _Nested(content, held, numbers)
 
     def _dcp_file(
         self, plan: Plan, where: str, items: list[tuple[str, Any]], placed: dict[str, tuple[str, int, int]]
@@ -256,6 +319,8 @@ class Export:
             if isinstance(what, bytes):
                 extents.append(Extent(plan.leaf(name, "uint8", (len(what),), what), position, position + len(what)))
                 size = len(what)
+            elif isinstance(what, _Nested):
+                size = self._archive(plan, "archive", what.content, what.held, what.numbers, position, extents)
             else:
                 dtype, shape = self._dtype(what), tuple(what.shape)
                 number = plan.leaf(name, dtype, shape, what)
@@ -277,6 +342,7 @@ class Export:
         read = self._document.files.keys() & {*outputs.names, *plan.markers}
         if read and not target.storage.capabilities.renames and self._source.storage.url == target.storage.url:
             raise ValueError(f"{target.url}: holds {min(read)}, which is read; convert to another place")
+        expect_room(self._document, plan.leaves, plan.origins)
         await outputs.expect(overwrite=overwrite)
         source = Fetched(
             self._source, self._document, plan.leaves, plan.origins, verify=self._choice.verify, orders=plan.orders,
@@ -290,7 +356,8 @@ class Export:
         ]
         names = (*outputs.names, *(name for name, _ in plan.last()))
         nbytes = sum(leaf.nbytes for leaf in tensors)
-        return ConvertReport(plan.kind, len(tensors), nbytes, (*plan.left_out, *self._gone), names)
+        left_out = (*plan.left_out, *self._gone)
+        return ConvertReport(plan.kind, len(tensors), nbytes, left_out, names, changed=tuple(plan.changed))
 
 
 def _member(plan: Plan, name: str, size: int, number: int) -> archives.Member:

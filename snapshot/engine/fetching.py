@@ -16,25 +16,41 @@ import torch
 from snapshot.engine.arena import Slot
 from snapshot.engine.budget import MemoryBudget
 from snapshot.engine.fetch import expect_good
-from snapshot.engine.gather import Gather
+from snapshot.engine.gather import MOST_TIMES, ROOM, Gather
 from snapshot.engine.operation import Operation
 from snapshot.engine.reader import Reader
 from snapshot.engine.staging import Source, Staged
 from snapshot.engine.wants import Want, want_all
-from snapshot.errors import StorageError
+from snapshot.errors import CorruptSnapshotError, StorageError
 from snapshot.formats.foreign import is_packed
 from snapshot.formats.packed import Layout, streamed
 from snapshot.manifest.document import Document
+from snapshot.manifest.entries import TENSORS
 from snapshot.plan.layout import FilePlan, Part
 from snapshot.state.leaves import Leaf
 from snapshot.storage import in_thread
 from snapshot.tensors.digest import BLOCK
-from snapshot.tensors.dtypes import BY_NAME
+from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
 from snapshot.tensors.geometry import Box, boxes_of_range
 from snapshot.tensors.strides import around
 
 Made = Callable[[], bytes]
 """What makes bytes that depend on those before them in their file."""
+
+
+def expect_room(document: Document, leaves: Sequence[Leaf], origins: Sequence[Any]) -> None:
+    """Raise if tensors would be written with far more bytes than the files have: views may repeat a few of them, and
+    compressed ones may stand for any number."""
+    stored = sum(file.size for file in document.files.values())
+    most, total = ROOM + MOST_TIMES * stored, 0
+    for leaf, origin in zip(leaves, origins, strict=True):
+        if isinstance(origin, TENSORS):
+            total += math.prod(origin.shape) * ITEMSIZE[origin.dtype]
+            if total > most:
+                raise CorruptSnapshotError(
+                    f"{leaf.path}: the tensors would take more than {most:,} bytes, and the files have {stored:,}; "
+                    "convert fewer with select=[...], or restore them into tensors and take a snapshot"
+                )
 
 
 class Fetched(Source):

@@ -156,13 +156,13 @@ class Gather:
                 self._room -= len(held)
             try:
                 self.values[path] = load_object(
-                    path, held, serializer, entry.obj_type, allow_pickle=self._allow_pickle
-                )  # fmt: skip
+                    path, held, serializer, entry.obj_type, allow_pickle=self._allow_pickle, stored=entry.nbytes
+                )
             except UnsafeObjectError as error:
                 if serializer != "torch_save" or not isinstance(self.files[entry.location], ForeignFile):
                     raise
                 try:
-                    self.values[path] = plain_value(path, held)
+                    self.values[path] = plain_value(path, held, entry.nbytes)
                 except NotPlainError:
                     raise error from None
 

@@ -72,6 +72,8 @@ class Outputs:
             small = last()
             for name, data in small:
                 await storage.put(name, data)
+            if small:
+                await storage.settle()
         except BaseException:
             if renames:
                 await uninterrupted(self._gone(aside))

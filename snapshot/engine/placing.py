@@ -94,7 +94,8 @@ def place_of(stored: e.TensorEntry) -> tuple[str, int]:
     """What tells the memory of a stored tensor from that of others."""
     extra = stored.extra
     view = f" {extra.strides} {extra.storage_offset}" if extra is not None and extra.strides is not None else ""
-    return stored.location + view, stored.byte_range[0]
+    packed = f" {stored.serializer}" if stored.serializer != "raw" else ""
+    return stored.location + view + packed, stored.byte_range[0]
 
 
 def _placer(stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box) -> Place:

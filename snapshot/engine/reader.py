@@ -172,10 +172,10 @@ class Reader:
                     held = (await self._heads([want], lengths))[0]  # noqa: PLW2901 - the same, longer
             else:
                 raise CorruptSnapshotError(f"{want.name}: it cannot be found in {want.location}[{want.begin}:...]")
-            if layout.swapped:
-                followed.append((want, layout))
-            else:
+            if layout.plain:
                 found += opened(want, layout)
+            else:
+                followed.append((want, layout))
         return found, followed
 
     async def _heads(self, wants: Sequence[Want], lengths: Sequence[tuple[int, int]]) -> list[tuple[bytearray, ...]]:

@@ -36,8 +36,8 @@ class Bytes:
 
 def serve(wants: Sequence[Want], layout: Layout, dtype: str, begin: int, held: torch.Tensor) -> None:
     """Give wants what they want of the bytes that begin at `begin`: in the file, or in what was decompressed."""
-    if layout.swapped:
-        held = _swapped(held, layout.begin - begin, dtype)
+    if not layout.plain:
+        held = _turned(held, layout.begin - begin, dtype, layout)
     end = begin + held.numel()
     for want in wants:
         low, high = max(want.begin, begin), min(want.end, end)
@@ -52,15 +52,20 @@ def serve(wants: Sequence[Want], layout: Layout, dtype: str, begin: int, held: t
             want.place(low - want.stored.byte_range[0], Bytes(part), 0, high - low)  # type: ignore[arg-type]
 
 
-def _swapped(held: torch.Tensor, at: int, dtype: str) -> torch.Tensor:
-    """The same bytes, each element's in the other order; elements begin at `at`."""
-    size = ITEMSIZE[dtype] // (2 if BY_NAME[dtype].is_complex else 1)
+def _turned(held: torch.Tensor, at: int, dtype: str, layout: Layout) -> torch.Tensor:
+    """Return the tensor's own bytes: in this machine's order, conjugated, negated. Elements begin at `at`."""
+    whole = ITEMSIZE[dtype]
+    size = whole // (2 if BY_NAME[dtype].is_complex else 1)
     held = held.clone()
-    at = at % size
-    count = (held.numel() - at) // size * size
-    if size > 1 and count > 0:
-        middle = held[at : at + count]
+    at = at % whole
+    count = max(0, held.numel() - at) // whole * whole
+    middle = held[at : at + count]
+    if layout.swapped and size > 1:
         middle.copy_(middle.clone().view(-1, size).flip(1).reshape(-1))
+    if layout.neg:  # the last byte has the sign
+        middle.view(-1, size)[:, -1] ^= 0x80
+    if layout.conj:
+        middle.view(-1, whole)[:, -1] ^= 0x80
     return held
 
 

@@ -166,8 +166,9 @@ class _Storage(msgspec.Struct):
 class _Pickler(pickle.Pickler):
     """Pickles as torch.save does, without having the tensors."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: Any, absent: Callable[[torch.Tensor], Absent | None]) -> None:
         super().__init__(file, protocol=2)
+        self._absent = absent
         self.storages: dict[str, bytes] = {}
         """Of tensors that are at hand after all: in objects, or of sparse layouts."""
         self._seen: dict[int, tuple[str, Any]] = {}
@@ -187,6 +188,8 @@ class _Pickler(pickle.Pickler):
         return None
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and (stand := self._absent(value)) is not None:
+            value = stand
         if not isinstance(value, Absent):
             return NotImplemented
         return _rebuilds(value)
@@ -215,10 +218,15 @@ def _rebuilds(value: Absent) -> Any:
     return torch._utils._rebuild_tensor_v2, arguments
 
 
-def pickled(state: Any) -> tuple[bytes, dict[str, bytes]]:
-    """A state's pickle, as torch.save writes it, and the storages of those of its tensors that are at hand."""
+def pickled(
+    state: Any, absent: Callable[[torch.Tensor], Absent | None] = lambda _: None
+) -> tuple[bytes, dict[str, bytes]]:
+    """A state's pickle, as torch.save writes it, and the storages of those of its tensors that are at hand.
+
+    `absent`: what to write in the place of a tensor; None if the tensor itself is at hand.
+    """
     file = io.BytesIO()
-    pickler = _Pickler(file)
+    pickler = _Pickler(file, absent)
     pickler.dump(state)
     return file.getvalue(), pickler.storages
 

@@ -11,7 +11,7 @@ from typing import Any
 from snapshot.errors import CorruptSnapshotError, StorageError, UnsupportedFormatError
 from snapshot.formats import pickles, torch_file
 from snapshot.formats.foreign import ForeignDocument, bounds, checked_location, document
-from snapshot.formats.tree import container
+from snapshot.formats.tree import container, most_nodes
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import ObjectEntry, Shard, ShardedTensorEntry, TensorEntry
 from snapshot.manifest.paths import component, uncomponent
@@ -32,7 +32,7 @@ async def describe(storage: Storage, data: bytes) -> ForeignDocument:
     where = storage.url.join(METADATA)
     metadata = pickles.load(data, where)
     try:
-        found = _Metadata(where, metadata)
+        found = _Metadata(where, metadata, len(data))
         manifest, names = found.tree()
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         if isinstance(error, CorruptSnapshotError):
@@ -60,8 +60,12 @@ async def describe(storage: Storage, data: bytes) -> ForeignDocument:
 class _Metadata:
     """What a `.metadata` holds, checked on the way."""
 
-    def __init__(self, where: object, metadata: Any) -> None:
+    def __init__(self, where: object, metadata: Any, length: int) -> None:
         self._where = where
+        self._chunks = most_nodes(length)
+        """Chunks that may still be described: a list of them may be in the pickle once, and belong to many tensors."""
+        self._room = 64 * self._chunks
+        """Characters that the paths may still have: a long key may be in many of them."""
         if not _is(metadata, "Metadata"):
             raise ValueError(f"it holds {pickles.shown(metadata)}")
         fields = pickles.fields(metadata)
@@ -95,8 +99,30 @@ class _Metadata:
         manifest: dict[str, Any] = {}
         tree = nested if nested is not None else entries
         for key, value in tree.items():
-            _place(manifest, f"0/{component(key) if type(key) is str else key}", value)
+            self._place(manifest, f"0/{component(key) if type(key) is str else key}", value)
         return manifest, dict.fromkeys(tree)
+
+    def _place(self, manifest: dict[str, Any], path: str, value: Any) -> None:
+        """Put a value, and all beneath it, under its path."""
+        self._room -= len(path)
+        if self._room < 0:
+            raise ValueError("it repeats itself too often")
+        if not isinstance(value, dict):
+            manifest[path] = value
+            return
+        held: Any = dict(value)
+        if {"state", "param_groups"} <= held.keys():
+            held["state"] = _numbered(held["state"])
+        places = [key for key in value if type(key) is int and type(value) is _Level]
+        if len(places) == len(value) and min(places) >= 0 and max(places) < len(places) + GAP:
+            held = [value.get(place, NoneEntry("None")) for place in range(max(places) + 1)]
+        made = container(held)
+        if made is None:
+            raise ValueError(f"{path[:200]}: names that cannot be told apart")
+        entry, children = made
+        manifest[path] = entry
+        for name, child in zip(entry.components(), children, strict=True):
+            self._place(manifest, f"{path}/{name}", child)
 
     def _entry(self, name: str, described: Any) -> Any:
         if type(name) is not str:
@@ -113,6 +139,9 @@ class _Metadata:
         dtype = _dtype(fields["properties"])
         shape = self._sizes(fields["size"])
         shards = []
+        self._chunks -= len(fields["chunks"])
+        if self._chunks < 0:
+            raise ValueError("it repeats itself too often")
         for chunk in fields["chunks"]:
             box = pickles.fields(chunk)
             offsets, sizes = self._sizes(box["offsets"]), self._sizes(box["sizes"])
@@ -167,26 +196,6 @@ class _Metadata:
 
 class _Level(dict[Any, Any]):
     """A container, by its keys; a list if these are its places."""
-
-
-def _place(manifest: dict[str, Any], path: str, value: Any) -> None:
-    """Put a value, and all beneath it, under its path."""
-    if not isinstance(value, dict):
-        manifest[path] = value
-        return
-    held: Any = dict(value)
-    if {"state", "param_groups"} <= held.keys():
-        held["state"] = _numbered(held["state"])
-    places = [key for key in value if type(key) is int and type(value) is _Level]
-    if len(places) == len(value) and min(places) >= 0 and max(places) < len(places) + GAP:
-        held = [value.get(place, NoneEntry("None")) for place in range(max(places) + 1)]
-    made = container(held)
-    if made is None:
-        raise ValueError(f"{path[:200]}: names that cannot be told apart")
-    entry, children = made
-    manifest[path] = entry
-    for name, child in zip(entry.components(), children, strict=True):
-        _place(manifest, f"{path}/{name}", child)
 
 
 def _numbered(state: Any) -> Any:

@@ -2,7 +2,7 @@
 order.
 
 An entry's `serializer` says how it is packed: `torch_save` (a whole archive with one tensor in it), `zip` (a member of
-an archive, with its header), or either behind a `+`, as in `zstd+torch_save`, `deflate+zip` and `swapped+zip`.
+an archive, with its header), or either behind transforms: `zstd+torch_save`, `deflate+zip`, `swapped+conj+zip`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,16 @@ class Layout(msgspec.Struct, gc=False, frozen=True):
     strides: tuple[int, ...]
     offset: int
     swapped: bool = False
+    """Whether its bytes are of the other order."""
+    conj: bool = False
+    """Whether it is the complex conjugate of what is stored."""
+    neg: bool = False
+    """Whether it is the negative of what is stored."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the stored bytes are the tensor's."""
+        return not (self.swapped or self.conj or self.neg)
 
 
 class Short(Exception):
@@ -62,27 +72,30 @@ def layout_of(path: str, stored: TensorEntry, head: Any, tail: Any) -> Layout:
     `head` begins where the range does; for a member its header is enough. Raises `Short` where more is needed.
     """
     begin, end = stored.byte_range
-    transform, _, kind = stored.serializer.rpartition("+")
-    begin = 0 if transform in ("zstd", "deflate") else begin
+    *transforms, kind = stored.serializer.split("+")
+    begin = 0 if streamed(stored) else begin
     try:
         if kind == "zip":
             extra = stored.extra or PLAIN
             strides = extra.strides or contiguous(stored.shape)
-            if transform == "deflate":
+            if "deflate" in transforms:
                 at, nbytes = 0, span(stored.shape, strides) + (extra.storage_offset or 0)
                 nbytes *= ITEMSIZE[stored.dtype]
             else:
                 at = zips.data_begin(head)
                 nbytes = end - begin - at
-            found = Layout(begin + at, nbytes, strides, extra.storage_offset or 0, transform == "swapped")
+            turned = [each in transforms for each in ("swapped", "conj", "neg")]
+            found = Layout(begin + at, nbytes, strides, extra.storage_offset or 0, *turned)
         elif kind == "torch_save":
-            length = len(tail) if transform == "zstd" else end - begin
+            length = len(tail) if "zstd" in transforms else end - begin
             at, nbytes, tensor, swapped = _looked_up(stored, head, tail, length)
             if tensor.dtype != stored.dtype or tensor.shape != stored.shape:
                 raise ValueError(
                     f"is {tensor.dtype}{list(tensor.shape)}, and its entry says {stored.dtype}{list(stored.shape)}"
                 )
-            found = Layout(begin + at, nbytes, tensor.strides, tensor.offset, swapped)
+            found = Layout(
+                begin + at, nbytes, tensor.strides, tensor.offset, swapped, "conj" in tensor.bits, "neg" in tensor.bits
+            )
         else:
             raise UnsupportedFormatError(f"{path}: is stored in a way that this version does not know ({kind})")
     except (ValueError, struct.error) as error:

@@ -325,6 +325,7 @@ class _Names:
         _, kind, key, _, numel = pid
         if type(key) is not str or type(numel) is not int or numel < 0:
             raise pickle.UnpicklingError("it names a storage in a way that torch does not")
+        _left.spend()
         return Stored(key, kind.name, numel)
 
 
@@ -376,15 +377,17 @@ def _stand_in(module: str, name: str) -> Any:
     return _Sealed(name.rpartition(".")[2][:100], (Stand,), {"name": full[:200], "__slots__": ()})
 
 
-def load(data: bytes, where: object) -> Any:
+def load(data: bytes, where: object, length: int | None = None) -> Any:
     """What a pickle holds: containers, numbers, texts, bytes, and stand-ins for all else.
+
+    `length`: how long it counts as, if it was compressed; see `expect_stored`.
 
     Raises:
         UnsafeObjectError: It has instructions that nothing needs which is read here.
         CorruptSnapshotError: It is no pickle, or one that was made to do harm.
     """
-    end, careful = scan(data, where)
-    _left.begin(FEW + FACTOR * len(data))
+    end, careful = scan(data, where, length)
+    _left.begin(FEW + FACTOR * (len(data) if length is None else length))
     try:
         return (_Careful if careful else _Unpickler)(data[:end]).load()
     except Exception as error:  # a pickle of somebody else's may be wrong in any way

@@ -79,6 +79,21 @@ for _codes, _kind in (
 ):  # fmt: skip
     for _code in _codes:
         _WIDTHS[_code] = _kind
+_WEIGHTS = [8] * 256
+"""By opcode: about how many bytes of memory what it makes takes; nothing of what it copies from the pickle."""
+for _codes, _weight in (
+    (b"\x8f\x91", 232), (b"R\x81Q", 160), (b"}d", 80), (b"]l", 72), (b"t\x85\x86\x87", 64),
+    (b"J\x8a\x8bGX\x8c\x8dB\x8eTU", 56),
+):  # fmt: skip
+    for _code in _codes:
+        _WEIGHTS[_code] = _weight
+FREE = 64 << 20
+"""Bytes of memory that a pickle may take however short it is; and PER_BYTE more for each byte that stands for it."""
+PER_BYTE = 32
+INFLATED = 256 << 10
+"""Bytes that a compressed pickle may have however short it is; and MOST_TIMES more for each byte that is stored.
+Pickles of state dicts and optimizers have about five times as many."""
+MOST_TIMES = 32
 _PUTS = b"qr\x94"
 _CONSUMES = b"Rbas\x81Q."
 """Behind a tuple: it goes into something that is no tuple, and no key."""
@@ -102,10 +117,25 @@ class Scanned(NamedTuple):
     would try, in one step that cannot be stopped."""
 
 
-def scan(data: bytes, where: object) -> Scanned:  # noqa: PLR0912, PLR0915 - one loop, and quick, over millions of them
-    """Raise unless a pickle can be read in memory of about its own length."""
-    widths = _WIDTHS
-    memo = puts = loose = shared = 0
+def expect_stored(length: int, stored: int, what: str) -> int:
+    """Raise `ValueError` if a pickle of this length is too long for the `stored` bytes that it was decompressed from.
+
+    Returns how long it counts as, where memory and time are bounded by its length.
+    """
+    if length > INFLATED + MOST_TIMES * stored:
+        raise ValueError(
+            f"{what} has {length:,} bytes, and {stored:,} are stored: it inflates too far; store it uncompressed"
+        )
+    return min(length, MOST_TIMES // 2 * stored)
+
+
+def scan(  # noqa: PLR0912, PLR0915 - one loop, and quick, over millions of them
+    data: bytes, where: object, length: int | None = None
+) -> Scanned:
+    """Raise unless a pickle can be read in memory in proportion to its length; see `expect_stored`."""
+    widths, weights = _WIDTHS, _WEIGHTS
+    counts_as = len(data) if length is None else length
+    made = memo = puts = loose = shared = 0
     odd = False
     tuples: set[int] = set()
     position, count, length, ended = 0, 0, len(data), -1
@@ -115,6 +145,7 @@ def scan(data: bytes, where: object) -> Scanned:  # noqa: PLR0912, PLR0915 - one
             code = data[position]
             width = widths[code]
             count += 1
+            made += weights[code]
             if width > 0:
                 position += width
             elif width == _LONG:
@@ -169,6 +200,10 @@ def scan(data: bytes, where: object) -> Scanned:  # noqa: PLR0912, PLR0915 - one
                 puts += 1
                 position += 5
             elif width == _STOP:
+                if made > FREE + PER_BYTE * counts_as:
+                    raise CorruptSnapshotError(
+                        f"{where}: its pickle of {len(data):,} bytes would take {made:,} bytes of memory"
+                    )
                 _check_hashes(ints, where)
                 return Scanned(position + 1, odd or shared > SHARED or loose > LOOSE or bool(memo and puts and tuples))
             else:

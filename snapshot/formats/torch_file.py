@@ -10,6 +10,7 @@ from typing import Any
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats import pickles, zips
 from snapshot.formats.foreign import INLINE, ForeignDocument, document
+from snapshot.formats.scanning import expect_stored
 from snapshot.formats.tree import Rebuilt, Tree, container, extra_of
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import Container, Extra, ObjectEntry, TensorEntry
@@ -29,14 +30,14 @@ async def describe(storage: Storage, name: str, size: int, limit: int) -> Foreig
     where = storage.url.join(name)
     try:
         archive = await _Archive.open(storage, name, size, limit)
-        content = await archive.read("data.pkl", limit)
-        order = await archive.read("byteorder", 16) if "byteorder" in archive.members else b"little"
+        content, length = await archive.read("data.pkl", limit)
+        order = (await archive.read("byteorder", 16))[0] if "byteorder" in archive.members else b"little"
     except ValueError as error:
         if isinstance(error, CorruptSnapshotError):
             raise
         raise CorruptSnapshotError(f"{where}: is no archive of torch's: {error}") from error
-    tree = Tree(where, lambda path, found: archive.stored(found, swapped=order == b"big"), len(content))
-    saved = pickles.load(content, where)
+    tree = Tree(where, lambda path, found: archive.stored(found, swapped=order == b"big"), length)
+    saved = pickles.load(content, where, length)
     made = container(saved)
     root: Container | None = None
     if made is None:
@@ -82,12 +83,14 @@ class _Archive:
         directory = tail[begin - low : end - low] if begin >= low else await _read(storage, name, begin, end)
         return _Archive(storage, name, begin, zips.members(directory, begin))
 
-    async def read(self, name: str, limit: int) -> bytes:
-        """A short member's content."""
+    async def read(self, name: str, limit: int) -> tuple[bytes, int]:
+        """Return a short member's content, and how long it counts as: see `expect_stored`."""
         member = self.members[name]
         if member.method not in (zips.STORED, zips.DEFLATED) or max(member.size, member.packed) > limit:
             raise ValueError(f"its member {name} is packed in a way that is not known, or has {member.size:,} bytes")
-        data = await _read(self._storage, self._name, member.header, self._ends[member.header])
+        length = expect_stored(member.size, member.packed, f"its member {name}")
+        end = min(self._ends[member.header], member.header + zips.LONGEST_HEADER + member.packed)
+        data = await _read(self._storage, self._name, member.header, end)
         at = zips.data_begin(data)
         content = data[at : at + member.packed]
         if member.method == zips.DEFLATED:
@@ -96,7 +99,7 @@ class _Archive:
             raise ValueError(f"its member {name} has {len(content):,} bytes, and {member.size:,} by its directory")
         if member.crc and zlib.crc32(content) != member.crc:
             raise ValueError(f"its member {name} is damaged: its checksum differs from what was written")
-        return content
+        return content, length
 
     def stored(self, found: Rebuilt, *, swapped: bool) -> Any:
         """The entry of a tensor: the member of its storage, and how it lies in it."""
@@ -117,7 +120,7 @@ class _Archive:
             raise UnsupportedFormatError(
                 f"{self._name}: data/{found.storage[:100]} is packed by method {member.method}"
             )
-        packed = "deflate+" if member.method == zips.DEFLATED else "swapped+" if swapped else ""
+        packed = "deflate+" * (member.method == zips.DEFLATED) + "swapped+" * swapped + found.bits
         place = member.header, self._ends[member.header]
         extra: Extra | None = extra_of(found)
         return TensorEntry(self._name, place, found.dtype, found.shape, serializer=f"{packed}zip", extra=extra)

@@ -27,7 +27,7 @@ from snapshot.tensors.strides import contiguous
 
 def most_nodes(length: int) -> int:
     """Values in a pickle of some length, which may repeat itself: a few bytes may stand for any number of them."""
-    return 50_000 + 2 * length
+    return 50_000 + length
 
 
 _SCALARS: dict[Any, type[s.Scalar]] = {
@@ -48,6 +48,8 @@ class Rebuilt(msgspec.Struct, gc=False, frozen=True):
     offset: int
     requires_grad: bool = False
     subclass: str | None = None
+    bits: str = ""
+    """The lazy operations whose result the tensor is, of its storage's elements: `conj+`, `neg+`, both, or none."""
 
 
 def length_of(value: Any) -> int:
@@ -81,33 +83,58 @@ def scalar(value: Any) -> s.Scalar | None:
 _REBUILD = "torch._utils._rebuild_"
 
 
+_ARGUMENTS = {"tensor": (4, 4), "tensor_v2": (6, 7), "tensor_v3": (7, 8)}
+"""How many arguments torch's functions take; a last one of the longer form is the tensor's metadata."""
+_SIGNED = ("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128")
+"""Dtypes of which a tensor may be a negative view."""
+
+
 def rebuilt(value: Any) -> Rebuilt | None:
-    """The tensor that a stand-in stands for, if it is a plain one."""
-    if not isinstance(value, p.Stand) or not value.name.startswith(_REBUILD):
+    """Return the tensor that a stand-in stands for; None if it is not a plain one, or holds anything unknown."""
+    if not isinstance(value, p.Stand) or not value.name.startswith(_REBUILD) or value.state is not None:
         return None
     what, arguments = value.name.removeprefix(_REBUILD), value.arguments
-    if what in ("parameter", "parameter_with_state") and len(arguments) >= 2:
+    if what == "parameter" and 2 <= len(arguments) <= 3:
         data = rebuilt(arguments[0])
-        if data is None or type(arguments[1]) is not bool or (what == "parameter_with_state" and arguments[3:]):
+        if data is None or type(arguments[1]) is not bool:
             return None
         return msgspec.structs.replace(
             data, requires_grad=arguments[1], subclass="torch.nn.parameter.Parameter"
         )  # fmt: skip
-    if what not in ("tensor", "tensor_v2", "tensor_v3") or len(arguments) < 4:
+    fewest, most = _ARGUMENTS.get(what, (1, 0))
+    if len(arguments) > most:
         return None
+    if len(arguments) < fewest:
+        raise ValueError(f"a tensor made of {len(arguments)} things")
     storage, offset, shape, strides = arguments[:4]
     if not isinstance(storage, p.Stored) or type(offset) is not int or offset < 0:
         raise ValueError("a tensor of no storage")
     dtype = storage.dtype
     if what == "tensor_v3":
-        if len(arguments) < 7 or not isinstance(arguments[6], p.Dtype):
+        if not isinstance(arguments[6], p.Dtype):
             raise ValueError("a tensor of no dtype")
         dtype = arguments[6].name
     if not (isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides)):
         raise ValueError("a tensor of no shape")
     if not all(type(each) is int and 0 <= each < 1 << 60 for each in (*shape, *strides)):
         raise ValueError(f"a tensor of shape {p.shown(shape)} with steps of {p.shown(strides)}")
-    return Rebuilt(storage.key, dtype, tuple(shape), tuple(strides), offset, _flag(arguments[4:5]))
+    bits = _bits(arguments[most - 1] if what != "tensor" and len(arguments) == most else None, dtype)
+    if bits is None:
+        return None
+    return Rebuilt(storage.key, dtype, tuple(shape), tuple(strides), offset, _flag(arguments[4:5]), bits=bits)
+
+
+def _bits(metadata: Any, dtype: str) -> str | None:
+    """Return the lazy operations that a tensor's metadata names; None if it says anything else."""
+    if not metadata:
+        return ""
+    if not isinstance(metadata, dict) or not all(type(flag) is bool for flag in metadata.values()):
+        return None
+    known = {"conj": ("complex32", "complex64", "complex128"), "neg": _SIGNED}
+    named = [name for name, flag in dict.items(metadata) if flag]
+    if not all(dtype in known.get(name, ()) for name in named):
+        return None
+    return "".join(f"{name}+" for name in known if name in named)
 
 
 def _flag(given: Sequence[Any]) -> bool:
@@ -302,7 +329,7 @@ def numpy_value(value: Any) -> Any:
         return np.frombuffer(data, dtype)[0]
     if what == "_reconstruct" and isinstance(value.state, tuple) and len(value.state) == 5:
         _, shape, given, fortran, data = value.state
-        dtype = _numpy_dtype(given)
+        dtype = _numpy_dtype(given) if _is_array(value.arguments[:1]) else None
         if dtype is None or not isinstance(data, bytes) or not isinstance(shape, tuple):
             return None
         if not all(type(size) is int and size >= 0 for size in shape) or len(data) != math.prod(shape) * dtype.itemsize:
@@ -311,6 +338,12 @@ def numpy_value(value: Any) -> Any:
         found = found.astype(dtype.newbyteorder("="))  # as NumPy does it when it reads a pickle
         return found.reshape(shape, order="F" if fortran else "C")
     return None
+
+
+def _is_array(arguments: Sequence[Any]) -> bool:
+    """Return True unless it is a subclass of NumPy's arrays that a pickle makes."""
+    kind = arguments[0] if arguments else None
+    return isinstance(kind, type) and issubclass(kind, p.Stand) and kind.name == "numpy.ndarray"
 
 
 def _numpy_dtype(value: Any) -> np.dtype[Any] | None:

@@ -13,6 +13,7 @@ import torch
 from snapshot.errors import CorruptSnapshotError
 from snapshot.formats import pickles as p
 from snapshot.formats import zips
+from snapshot.formats.scanning import expect_stored
 from snapshot.formats.tree import Rebuilt, length_of, most_nodes, numpy_value, rebuilt, scalar
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
 from snapshot.tensors.strides import span
@@ -22,14 +23,18 @@ class NotPlainError(Exception):
     """Raised where a value is none that can be made without running what a pickle says."""
 
 
-def plain_value(path: str, data: bytes | bytearray) -> Any:
-    """The value in an archive of torch's, if there is nothing in it but containers, numbers, texts, arrays, tensors."""
+def plain_value(path: str, data: bytes | bytearray, stored: int | None = None) -> Any:
+    """The value in an archive of torch's, if there is nothing in it but containers, numbers, texts, arrays, tensors.
+
+    `stored`: how many bytes the archive has where it is stored, if it was decompressed.
+    """
     try:
         begin, end = zips.directory_range(bytes(data[-zips.TAIL :]), len(data))
         members = zips.members(bytes(data[begin:end]), begin)
         held = {each.name.partition("/")[2]: each for each in members}
         content = _content(data, held["data.pkl"])
-        return _Made(data, held, len(content)).of(p.load(content, path), 0)
+        length = expect_stored(len(content), len(data) if stored is None else stored, "its pickle")
+        return _Made(data, held, length).of(p.load(content, path, length), 0)
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         if isinstance(error, CorruptSnapshotError):
             raise
@@ -111,6 +116,8 @@ class _Made:
         if held is None:
             return torch.empty(found.shape, dtype=BY_NAME[found.dtype])
         made = held.as_strided(found.shape, found.strides, found.offset).clone()
+        made = made.conj() if "conj" in found.bits else made
+        made = (torch._neg_view(made) if "neg" in found.bits else made).resolve_neg().resolve_conj()
         return (
             torch.nn.Parameter(made, found.requires_grad)
             if found.subclass

@@ -19,6 +19,8 @@ _LOCATOR = struct.Struct("<4sLQL")
 _NONE = 0xFFFFFFFF
 HEADER = 30
 """Bytes of a member's header that stand before its name."""
+LONGEST_HEADER = HEADER + 2 * 0xFFFF
+"""Bytes of a member's header at most, with its name and what else stands there."""
 TAIL = _END.size + _LOCATOR.size + _END64.size
 """Bytes at the end of an archive that say where its directory is, if it has no comment; torch writes none."""
 STORED, DEFLATED = 0, 8

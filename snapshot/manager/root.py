@@ -239,6 +239,7 @@ class Root:
             if await _stat(operation.storage, METADATA) is None:
                 raise SnapshotNotFoundError(f"{operation.url}: there is no snapshot to pin")
             await operation.storage.put(PINNED, b"", expect=ANYTHING)
+            await operation.storage.settle()
             if await _stat(operation.storage, METADATA) is None:  # it was removed meanwhile
                 await operation.storage.delete([PINNED])
                 raise SnapshotNotFoundError(f"{operation.url}: was removed while it was being pinned")

@@ -56,6 +56,7 @@ def check_tensor(path: str, entry: AnyTensor, files: Files, *, partial: bool = F
     if type(entry) is TensorEntry:
         check_stored(path, entry, files)
         return
+    _check_shape(path, entry)
     pieces = entry.pieces()
     for box, stored in pieces:
         if stored.dtype != entry.dtype or stored.shape != box.sizes or not inside(box, entry.shape):
@@ -87,8 +88,7 @@ def check_stored(path: str, entry: TensorEntry, files: Files) -> None:
         raise UnsupportedFormatError(
             f"{path}: has the dtype {entry.dtype!r}, which this version of torch does not know"
         )
-    if math.prod(max(1, size) for size in entry.shape) >= 1 << 60:
-        raise CorruptSnapshotError(f"{path}: {entry.dtype}{list(entry.shape)} is no shape that can be")
+    _check_shape(path, entry)
     begin, end = entry.byte_range
     lengths_differ = end - begin != math.prod(entry.shape) * itemsize and not packed
     if lengths_differ or (entry.shape and min(entry.shape) < 0):
@@ -98,6 +98,12 @@ def check_stored(path: str, entry: TensorEntry, files: Files) -> None:
     check_range(path, entry, files)
     if extra is not None:
         _check_layout(path, entry)
+
+
+def _check_shape(path: str, entry: AnyTensor) -> None:
+    """Raise for a shape that torch cannot have, also if one of its sizes is 0."""
+    if math.prod(max(1, size) for size in entry.shape) >= 1 << 60:
+        raise CorruptSnapshotError(f"{path}: {entry.dtype}{list(entry.shape)} is no shape that can be")
 
 
 def check_range(path: str, entry: TensorEntry | ObjectEntry, files: Files) -> None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from snapshot.errors import CorruptSnapshotError, UnsafeObjectError, UnsupportedFormatError
+from snapshot.formats.scanning import expect_stored, scan
 
 REFUSED = "(not read)"
 """The serializer of what only running the pickle of another library's file would make."""
@@ -19,8 +20,10 @@ MOST_ARGUMENTS = 20
 """None of the functions that torch lets a pickle call takes more."""
 
 
-def load_object(path: str, data: bytearray, serializer: str, obj_type: str, *, allow_pickle: bool) -> Any:
-    """The object whose bytes these are."""
+def load_object(
+    path: str, data: bytearray, serializer: str, obj_type: str, *, allow_pickle: bool, stored: int | None = None
+) -> Any:  # fmt: skip
+    """The object whose bytes these are; `stored` of them are in a file, if they were decompressed."""
     if serializer == "bytes":
         return bytes(data)
     if serializer == "bytearray":
@@ -38,11 +41,12 @@ def load_object(path: str, data: bytearray, serializer: str, obj_type: str, *, a
     if serializer != "torch_save":
         raise UnsupportedFormatError(f"{path}: was stored by {serializer!r}, which this version does not know")
     pickles = _checked_archive(path, data)
+    stored = len(data) if stored is None else stored
     unsafe = (
         f"{path}: a {obj_type} was stored as a pickle, which may run any code when it is read. If you trust whoever "
         "wrote this snapshot: Snapshot(path, allow_pickle=True), or torch.serialization.add_safe_globals([...])"
     )
-    if not allow_pickle and not all(_is_modest(path, each) for each in pickles):
+    if not allow_pickle and not all(_is_modest(path, each, stored) for each in pickles):
         raise UnsafeObjectError(unsafe)
     try:
         with warnings.catch_warnings():
@@ -92,9 +96,15 @@ def _directory(data: bytearray) -> int:
     return begins.pop() if len(begins) == 1 else -1
 
 
-def _is_modest(path: str, data: bytes) -> bool:
+def _is_modest(path: str, data: bytes, stored: int) -> bool:
     """Whether an object's pickle can be followed without making anything; raises where it asks for memory that it has
     no bytes for."""
+    try:
+        scan(data, path, expect_stored(len(data), stored, "its pickle"))
+    except UnsafeObjectError:
+        return False
+    except ValueError as error:
+        raise error if isinstance(error, CorruptSnapshotError) else CorruptSnapshotError(f"{path}: {error}") from error
     try:
         _DryRun(io.BytesIO(data)).load()
     except CorruptSnapshotError as error:

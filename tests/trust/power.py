@@ -1,13 +1,15 @@
 """The power is lost at every step: what jobs do in forks, and what is looked at after the next start."""
 
 import os
+import warnings
 
+import torch
 from disks import lose_power
 from faults import Do
 from killing import VERBS, call, check, die, do_take, logged, outcome, prepare
 from places import Place, fresh, holds
 
-from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, SnapshotNotFoundError
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, SnapshotNotFoundError, StateDict
 from snapshot.testing import tapped
 
 
@@ -92,5 +94,38 @@ def honest(path):
 def lost_after_delete(path, mount):
     """In a fork."""
     Snapshot(path).delete()
+    lose_power(mount)
+    die()
+
+
+def numbered_source(folder, version):
+    """A snapshot, and a DCP checkpoint of it, outside of the disk that loses its power; every value is `version`."""
+    ours, theirs = f"{folder}/ours-{version}", f"{folder}/dcp-{version}"
+    Snapshot.take(ours, {"s": StateDict(a=torch.full((3000,), float(version)), b=torch.full((2000,), float(version)))})
+    Snapshot(ours).convert(theirs, to="dcp")
+    return ours, theirs
+
+
+def write_foreign(how, sources, target, overwrite):
+    """Write a checkpoint of another format, or through another library's API, to the disk."""
+    ours, theirs = sources
+    if how == "copy":
+        Snapshot(theirs).copy(target, overwrite=overwrite)
+    elif how == "dcp.save":
+        import torch.distributed.checkpoint as dcp
+
+        from snapshot.interop.dcp import SnapshotWriter
+
+        state = Snapshot(theirs).read_object("0")
+        with warnings.catch_warnings(action="ignore"):
+            dcp.save(state, storage_writer=SnapshotWriter(target, overwrite=overwrite))
+    else:
+        shard_bytes = 9000 if how == "safetensors" else 1 << 30
+        Snapshot(ours).convert(target, to=how, overwrite=overwrite, shard_bytes=shard_bytes)
+
+
+def lost_after_foreign(how, sources, target, mount, overwrite):
+    """In a fork: the power is lost right after another format's checkpoint was written."""
+    write_foreign(how, sources, target, overwrite)
     lose_power(mount)
     die()

@@ -3,7 +3,16 @@
 import pytest
 from disks import KINDS, disk
 from places import Place
-from power import honest, lose_at_operations, lost_after, lost_after_delete, lost_without_sync
+from power import (
+    honest,
+    lose_at_operations,
+    lost_after,
+    lost_after_delete,
+    lost_after_foreign,
+    lost_without_sync,
+    numbered_source,
+    write_foreign,
+)
 
 from snapshot import Snapshot, StateDict
 
@@ -55,3 +64,22 @@ def test_what_was_deleted_does_not_come_back(warm, tmp_path, kind):
         assert warm.run(lost_after_delete, str(path), str(made.mount)).killed
         made.again()
         assert not path.exists()
+
+
+@pytest.mark.parametrize("how", ["dcp", "safetensors", "torch", "copy", "dcp.save"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_formats_are_durable_when_they_are_written(warm, tmp_path, kind, how):
+    sources = {version: numbered_source(tmp_path, version) for version in (1, 2)}
+    with disk(kind, tmp_path) as made:
+        for overwrite in (False, True):
+            target = made.mount / f"checkpoint-{overwrite}"
+            if overwrite:
+                write_foreign(how, sources[1], str(target), overwrite=False)
+                made.sync()
+            ended = warm.run(lost_after_foreign, how, sources[2], str(target), str(made.mount), overwrite)
+            assert ended.killed, ended
+            made.again()
+            values = Snapshot(target).read_object("0")
+            while "b" not in values:
+                values = next(iter(values.values()))
+            assert [float(values[name].sum()) for name in ("a", "b")] == [6000.0, 4000.0]
