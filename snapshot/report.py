@@ -26,7 +26,7 @@ class Line:
     """One entry that was not restored plainly."""
 
     kind: str
-    """`missing`, `unexpected`, `cast`, `resharded`, `replaced` or `skipped`."""
+    """`missing`, `unexpected`, `kept`, `cast`, `resharded`, `replaced` or `skipped`."""
     path: str
     detail: str = ""
 
@@ -58,6 +58,12 @@ class RestoreReport:
     def unexpected(self) -> tuple[Line, ...]:
         """What the snapshot has and the application has not; it was left out."""
         return self._of("unexpected")
+
+    @property
+    def kept(self) -> tuple[Line, ...]:
+        """What the application has and what was saved has not, within a value that was restored; it was left as it
+        is."""
+        return self._of("kept")
 
     @property
     def cast(self) -> tuple[Line, ...]:

@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from snapshot.engine.choosing import Objects, clean, is_leaf_value, seen
+from snapshot.engine.classless import without_classes
 from snapshot.engine.convert import Choice
 from snapshot.engine.fetching import Fetched
 from snapshot.engine.operation import Operation
@@ -144,6 +145,7 @@ class Export:
     def torch_file(self, name: str) -> Plan:
         """One file as torch.save writes it."""
         plan = Plan("torch", sums={})
+        plan.left_out += self._lose_classes()
         state = self._state(lambda path, entry: self._absent(plan, path, entry))
         content, held = archives.pickled(state)
         members = [_member(plan, str(number), leaf.nbytes, number) for number, leaf in enumerate(plan.leaves)]
@@ -172,6 +174,11 @@ class Export:
                 str(number), dtype, shape, order, extra.requires_grad, extra.subclass == _PARAMETER
             )
         return known
+
+    def _lose_classes(self) -> list[str]:
+        """Make plain values of what has a class of its own; what is lost by that."""
+        self._entries, lines = without_classes(self._entries)
+        return lines
 
     def _state(self, tensor: Callable[[str, Any], Any]) -> Any:
         """What was saved, nested as it was, with stand-ins for its tensors."""
@@ -207,6 +214,7 @@ class Export:
     def dcp(self, lanes: int) -> Plan:
         """A folder as torch.distributed.checkpoint writes it."""
         plan = Plan("dcp", sums={}, markers=(dcp.METADATA,), others=(document.METADATA,), more=r"__\d+_\d+\.distcp")
+        plan.left_out += self._lose_classes()
         entries: dict[int, Any] = {}
 
         def stand(path: str, entry: Any) -> torch.Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from snapshot.engine.binding import Binding
 from snapshot.engine.gather import Gather
 from snapshot.engine.targets import writable
 from snapshot.errors import RestoreError, SnapshotError
@@ -71,6 +72,8 @@ class Match:
     def add(self, kind: Kind, entries: dict[str, Any], gather: Gather) -> None:
         """Find each entry's place in what the stateful holds."""
         self._match_structure(kind, entries)
+        binding = Binding(kind.live, kind.compounds, self._notes, exact=kind.exact, skipped=self.skipped)
+        binding.bind(entries)
         if kind.exact:
             self.lacking = self.lacking or any(path not in entries for path in kind.live)
         live, skipped = kind.live, self.skipped
@@ -80,7 +83,7 @@ class Match:
                 self.restored += 1
                 continue
             if isinstance(entry, e.Container):
-                if held is not MISSING and kind.by_name:
+                if isinstance(held, torch.Tensor) and kind.by_name:
                     self._notes.mismatches.append(f"{path}: the snapshot has a {_tag(entry)}, the application a tensor")
                 continue
             if path in skipped:
@@ -102,6 +105,7 @@ class Match:
                 gather.values[path] = entry.value()
             else:
                 self._match_other(kind, path, entry, held, gather)
+        binding.expect_filled(gather.values)
 
     def _match_structure(self, kind: Kind, entries: dict[str, Any]) -> None:
         """What is to be known of containers and names, before a leaf is looked at."""
@@ -280,6 +284,9 @@ class Match:
             return
         if type(entry) is e.NDArrayEntry and not entry.scalar and _fits(held, entry, path):
             gather.into_array(path, entry, held)
+            return
+        generator = type(entry) is e.TensorPartsEntry and isinstance(held, torch.Generator)
+        if generator and gather.into_generator(path, entry, held):
             return
         shape = entry.shape if isinstance(entry, e.TENSORS) else ()
         if type(entry) is e.TensorPartsEntry and isinstance(held, torch.Tensor):
