@@ -22,6 +22,7 @@ from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest
 from snapshot.manager.signals import ignore_stop_signals
 from snapshot.pending import PendingSnapshot
 from snapshot.report import ConvertReport, CopyReport, Progress, RestoreReport, VerifyReport
+from snapshot.saved import SavedObject
 from snapshot.snapshot import Snapshot
 from snapshot.state.model import ModelState
 from snapshot.state.rng import RNGState
@@ -41,6 +42,7 @@ __all__ = [
     "StateDict",
     "RNGState",
     "Sharded",
+    "SavedObject",
     "ModelState",
     "RestoreReport",
     "VerifyReport",

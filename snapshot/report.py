@@ -56,7 +56,8 @@ class RestoreReport:
 
     @property
     def kept(self) -> tuple[Line, ...]:
-        """Keys of a `StateDict`, and options of an optimizer, that the snapshot lacks; they keep their value."""
+        """What the application has and the snapshot lacks, of a `StateDict`'s keys, an optimizer's options and the fields
+        of a dataclass: it keeps its value."""
         return self._of("kept")
 
     @property

@@ -26,9 +26,9 @@ from snapshot.pending import PendingSnapshot
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.renaming import Rename
 from snapshot.report import RestoreReport
-from snapshot.state.flatten import Prepare
 from snapshot.state.owned import Owned
 from snapshot.state.stateful import Stateful, check_app_state
+from snapshot.state.tensor_leaves import Prepare
 from snapshot.storage import URL
 from snapshot.stored import Stored
 

@@ -72,7 +72,9 @@ class Stored:
 
         Args:
             path: Its name in the manifest: `"0/model/layer.0.weight"`.
-            obj_out: A tensor or an array of its shape, which is filled and returned. Ignored for what cannot be filled.
+            obj_out: A tensor or an array of its shape, which is filled and returned; of a DTensor or ShardedTensor
+                what this rank holds. A dataclass's instance or a wrapped tensor is filled field by field, and a member
+                of an Enum tells its class. Ignored for what cannot be filled.
             memory_budget_bytes: Host memory for what cannot be read in place; by default 64 MiB from
                 files, 256 MiB elsewhere.
             box: A slice for each dimension (trailing ones may be left out): only that part is read. An int is a

@@ -14,6 +14,7 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.scalars import Scalar
 from snapshot.tensors.dtypes import ITEMSIZE
+from snapshot.tensors.generators import KIND as GENERATOR
 
 LONGEST = 60
 """Characters of a value that are shown."""
@@ -100,7 +101,7 @@ def _kind(entry: Entry) -> str:
     if isinstance(entry, e.ChunkedTensorEntry):
         return "Tensor"  # in how many pieces it lies is no one's concern
     if isinstance(entry, e.TensorPartsEntry):
-        return f"{entry.kind} tensor"
+        return entry.kind if entry.kind == GENERATOR else f"{entry.kind} tensor"
     if isinstance(entry, e.ObjectEntry):
         return entry.obj_type.rpartition(".")[2] or "object"
     return str(type(entry).__struct_config__.tag)

@@ -71,7 +71,7 @@ def compared(path: str, a: Any, b: Any, values: bool, *, same_format: bool) -> t
     elif isinstance(a, e.Container):
         _containers(found, a, b, same_format)
     elif isinstance(a, Scalar):
-        if (a.serialized_value, getattr(a, "escaped", False)) != (b.serialized_value, getattr(b, "escaped", False)):
+        if a.identity != b.identity:
             found.add("value", _apart(a, b))
     elif isinstance(a, e.TENSORS):
         _tensors(found, pairs, path, a, b, values)
@@ -112,10 +112,12 @@ def _containers(found: Found, a: e.Container, b: e.Container, same_format: bool)
             found.add("order", "keys in another order")
     elif a.width != b.width:
         found.add("length", f"{a.width} -> {b.width} elements")
-    for name in ("maxlen", "factory", *(("module_versions",) if same_format else ())):
+    long = ("context", *(("module_versions",) if same_format else ()))
+    for name in ("maxlen", "factory", "obj_type", "dtype", "shape", "requires_grad", *long):
         before, after = getattr(a, name, None), getattr(b, name, None)
         if before != after:
-            found.add(name, name if name == "module_versions" else f"{name} {before} -> {after}")
+            what = "class" if name == "obj_type" else name
+            found.add(what, what if name in long else f"{what} {before} -> {after}")
 
 
 def _tensors(found: Found, pairs: list[Pair], path: str, a: Any, b: Any, values: bool) -> None:

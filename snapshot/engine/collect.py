@@ -15,10 +15,11 @@ from snapshot.manifest.entries import DictEntry
 from snapshot.manifest.paths import component
 from snapshot.plan.globs import matcher, unmatched
 from snapshot.report import listed
-from snapshot.state.flatten import Flattened, Prepare
+from snapshot.state.flatten import Flattened
 from snapshot.state.model import ModelState
 from snapshot.state.optimizers import record_of
 from snapshot.state.rng import RNGState
+from snapshot.state.tensor_leaves import Prepare
 
 
 def collect(

@@ -18,6 +18,7 @@ import torch
 
 from snapshot.engine import losses
 from snapshot.engine.choosing import Objects, clean, expect_sound, is_leaf_value, seen
+from snapshot.engine.classless import without_classes
 from snapshot.engine.convert import Choice
 from snapshot.engine.fetching import Fetched, expect_room
 from snapshot.engine.operation import Operation
@@ -163,6 +164,7 @@ class Export:
             plan.changed += losses.array_changes(path, entry)
             if isinstance(entry, e.TENSORS):
                 plan.changed += losses.tensor_changes(path, entry, _KEPT_BY_TORCH)
+        plan.left_out += self._lose_classes()
         state = self._state(lambda path, entry: self._absent(plan, path, entry))
         content, held = archives.pickled(state)
         root = name.rpartition("/")[2].partition(".")[0] or "archive"
@@ -198,6 +200,11 @@ class Export:
             )
         return known
 
+    def _lose_classes(self) -> list[str]:
+        """Make plain values of what has a class of its own; what is lost by that."""
+        self._entries, lines = without_classes(self._entries)
+        return lines
+
     def _state(self, tensor: Callable[[str, Any], Any]) -> Any:
         """What was saved, nested as it was, with stand-ins for its tensors."""
         self._tied: dict[str, Any] = {}
@@ -232,6 +239,7 @@ class Export:
     def dcp(self, lanes: int) -> Plan:
         """A folder as torch.distributed.checkpoint writes it."""
         plan = Plan("dcp", sums={}, markers=(dcp.METADATA,), others=(document.METADATA,), more=r"__\d+_\d+\.distcp")
+        plan.left_out += self._lose_classes()
         entries: dict[int, Any] = {}
 
         def stand(path: str, entry: Any) -> torch.Tensor:

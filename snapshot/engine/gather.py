@@ -25,7 +25,7 @@ from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.scalars import Scalar
 from snapshot.state import arrays
-from snapshot.tensors import composite
+from snapshot.tensors import composite, generators
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, NAMES
 from snapshot.tensors.geometry import Box, intersect, whole
@@ -136,6 +136,10 @@ class Gather:
         self._finish.append(finish)
 
     def _new_parts(self, path: str, entry: e.TensorPartsEntry) -> None:
+        if entry.kind == generators.KIND:
+            state = self._generator_state(path, entry)
+            self._finish.append(lambda: self.values.update({path: generators.made(path, entry.params, state)}))
+            return
         parts = {name: self._plain(f"{path}[{name}]", part) for name, part in entry.parts.items()}
 
         def finish() -> None:
@@ -264,6 +268,25 @@ class Gather:
         check_tensor(path, entry.data, self.files)
         self.into(path, entry.data, arrays.tensor_over(array).view(BY_NAME[entry.data.dtype]), live=True)
         self.values[path] = array
+
+    def into_generator(self, path: str, entry: e.TensorPartsEntry, generator: torch.Generator) -> bool:
+        """Set a generator's state; False, and nothing done, where it is one of another kind of device."""
+        if entry.kind != generators.KIND or generators.device_of(path, entry.params).type != generator.device.type:
+            return False
+        state = self._generator_state(path, entry)
+
+        def finish() -> None:
+            self.values[path] = generators.filled(path, generator, state)
+
+        self.values[path] = generator
+        self._finish.append(finish)
+        return True
+
+    def _generator_state(self, path: str, entry: e.TensorPartsEntry) -> torch.Tensor:
+        stored = entry.parts.get("state")
+        if stored is None or stored.dtype != "uint8":
+            raise CorruptSnapshotError(f"{path}: a generator without a state")
+        return self._plain(f"{path}[state]", stored)
 
     def _again(
         self,

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from snapshot.engine.binding import Binding
 from snapshot.engine.gather import Gather
 from snapshot.engine.restore_options import CASTS, RestoreOptions
 from snapshot.engine.targets import writable
@@ -78,6 +79,8 @@ class Match:
         """Find each entry's place in what the stateful holds. False where all of it is left as it is."""
         if not self._match_structure(kind, entries):
             return False
+        binding = Binding(kind.live, kind.compounds, self._notes, exact=kind.exact, skipped=self.skipped)
+        binding.bind(entries)
         if kind.exact:
             self.lacking = self.lacking or any(path not in entries for path in kind.live)
         skipped = self.skipped
@@ -88,7 +91,7 @@ class Match:
                 self.restored += 1
                 continue
             if isinstance(entry, e.Container):
-                if held is not MISSING and kind.by_name:
+                if isinstance(held, torch.Tensor) and kind.by_name:
                     self._notes.mismatches.append(f"{path}: the snapshot has a {_tag(entry)}, the application a tensor")
                 continue
             if path in skipped:
@@ -109,6 +112,7 @@ class Match:
                 gather.values[path] = entry.value()
             else:
                 self._match_other(kind, path, entry, held, gather)
+        binding.expect_filled(gather.values)
         return True
 
     def _match_structure(self, kind: Kind, entries: dict[str, Any]) -> bool:
@@ -361,6 +365,9 @@ class Match:
             return
         if type(entry) is e.NDArrayEntry and not entry.scalar and _fits(held, entry, path):
             gather.into_array(path, entry, held)
+            return
+        generator = type(entry) is e.TensorPartsEntry and isinstance(held, torch.Generator)
+        if generator and gather.into_generator(path, entry, held):
             return
         shape = entry.shape if isinstance(entry, e.TENSORS) else ()
         if type(entry) is e.TensorPartsEntry and isinstance(held, torch.Tensor):

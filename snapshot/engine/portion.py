@@ -18,9 +18,10 @@ from snapshot.engine.sharing import Shared, agree_on, check_alike, holders
 from snapshot.manifest import entries as e
 from snapshot.manifest.scalars import Scalar
 from snapshot.plan.deal import Dealt, Item, deal
-from snapshot.state.flatten import Flattened, Prepare
+from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.state.shards import Piece, Shards
+from snapshot.state.tensor_leaves import Prepare
 from snapshot.tensors.dtypes import ITEMSIZE, NAMES
 
 _nbytes = attrgetter("nbytes")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from snapshot.engine.binding import Binding
 from snapshot.engine.fetch import fetch
 from snapshot.engine.gather import Gather
 from snapshot.engine.loop import run
@@ -20,9 +21,12 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.check import check_tensor, check_tree, locations_of
 from snapshot.manifest.document import Document
 from snapshot.manifest.paths import component
+from snapshot.manifest.typed import EnumEntry
 from snapshot.manifest.view import is_rank, nearest, rank_view
+from snapshot.report import Notes, listed
 from snapshot.state import arrays
-from snapshot.state.live import inflate
+from snapshot.state.live import inflate, live_leaves
+from snapshot.state.shards import Shards, sharded
 from snapshot.tensors.dtypes import BY_NAME
 from snapshot.tensors.geometry import Box
 
@@ -45,9 +49,13 @@ def read_object(
     gather = Gather(document.files, allow_pickle=allow_pickle)
     if box is not None:
         return _read_box(operation, document, gather, path, entry, obj_out, box, verify)
-    if isinstance(entry, e.Container):
-        return _read_tree(operation, document, gather, path, tree, verify)
-    if isinstance(obj_out, torch.Tensor) and isinstance(entry, e.TENSORS):
+    if isinstance(entry, (e.Container, EnumEntry)):
+        return _read_tree(operation, document, gather, path, tree, verify, obj_out)
+    target = sharded(path, obj_out) if isinstance(entry, e.TENSORS) and obj_out is not None else None
+    if target is not None:
+        _fill_shards(gather, path, entry, target, document)
+        gather.values[path] = obj_out
+    elif isinstance(obj_out, torch.Tensor) and isinstance(entry, e.TENSORS):
         _fits(path, entry.shape, entry.dtype, obj_out)
         check_tensor(path, entry, document.files)
         gather.into(path, entry, obj_out, live=True)
@@ -61,6 +69,9 @@ def read_object(
                 [path],
             )
         gather.into_array(path, entry, obj_out)
+    elif isinstance(obj_out, torch.Generator) and type(entry) is e.TensorPartsEntry:
+        if not gather.into_generator(path, entry, obj_out):
+            raise RestoreError(f"{path}: is a {entry.kind} {entry.params}, and obj_out is on {obj_out.device}", [path])
     else:
         gather.new(path, entry)
     _fetch(operation, document, gather, verify)
@@ -117,15 +128,61 @@ def _all(number: str, manifest: Mapping[str, Any], document: Document) -> dict[s
 
 
 def _read_tree(
-    operation: Operation, document: Document, gather: Gather, path: str, tree: dict[str, Any], verify: bool
-) -> Any:
+    operation: Operation, document: Document, gather: Gather, path: str, tree: dict[str, Any], verify: bool,
+    out: Any = None,
+) -> Any:  # fmt: skip
     check_tree(path, tree)
     run(operation.expect_files(document, locations_of(tree, document.files)))
+    places = _bind(path, tree, out, gather)
     for below, entry in tree.items():
-        if not isinstance(entry, e.Container):
+        if isinstance(entry, e.Container) or below in gather.values:
+            continue
+        held = places.get(below)
+        if isinstance(entry, e.TENSORS) and isinstance(held, torch.Tensor):
+            check_tensor(below, entry, document.files)
+            gather.into(below, entry, held, live=True)
+            gather.values[below] = held
+        else:
             gather.new(below, entry)
     _fetch(operation, document, gather, verify)
-    return inflate(path, tree, gather.values)
+    return gather.values[path] if path in gather.values else inflate(path, tree, gather.values)
+
+
+def _bind(path: str, tree: dict[str, Any], out: Any, gather: Gather) -> dict[str, Any]:
+    """Give what only names a class that of what `out` holds in its place; the tensors of `out` that are filled: those
+    that objects hold which have a class of their own."""
+    compounds: dict[str, Any] = {}
+    live = live_leaves(path, out, compounds) if out is not None else {}
+    notes = Notes()
+    binding = Binding(live, compounds, notes, exact=False, fill=path)
+    binding.bind(tree)
+    above = tuple(f"{each}/" for each in compounds)
+    places = {}
+    for below, held in live.items():
+        entry = tree.get(below)
+        if isinstance(held, torch.Tensor) and isinstance(entry, e.TENSORS) and below.startswith(above):
+            fits = writable(held) and tuple(held.shape) == tuple(entry.shape)
+            if fits and held.dtype == BY_NAME.get(entry.dtype):
+                places[below] = held
+    values = dict(places)
+    binding.expect_filled(values)
+    if notes.mismatches:
+        raise RestoreError(f"{path}: does not fit obj_out:{listed(notes.mismatches)}", notes.mismatches)
+    gather.values.update({below: values[below] for below in binding.wrappers})
+    return places
+
+
+def _fill_shards(gather: Gather, path: str, entry: Any, target: Shards, document: Document) -> None:
+    """Fill what this rank holds of a sharded tensor; of what is stored only that is read."""
+    if target.shape != tuple(entry.shape) or target.dtype != BY_NAME.get(entry.dtype):
+        raise RestoreError(
+            f"{path}: is {entry.dtype}{list(entry.shape)}, and obj_out {target.dtype}{list(target.shape)}", [path]
+        )
+    if not all(writable(piece.tensor) for piece in target.pieces):
+        raise RestoreError(f"{path}: obj_out has elements that share memory, or is of another layout", [path])
+    check_tensor(path, entry, document.files)
+    for piece in target.pieces:
+        gather.into_box(path, entry, piece.box, piece.tensor, live=True)
 
 
 def _read_box(

@@ -99,7 +99,7 @@ def candidates(flat: Flattened, alike: Alike) -> Candidates:
         wanted = alike.forced(path)
         if isinstance(entry, Scalar):
             kind = type(entry).__name__
-            found.items[path] = _digest(f"{path}\0{kind}\0{entry.serialized_value}".encode())
+            found.items[path] = _digest(f"{path}\0{kind}\0{entry.identity}".encode())
             if alike.said(path):
                 found.names[path] = _digest(f"{path}\0value".encode())
             structure.append(f"{path}\0{kind}\0{wanted}")

@@ -122,7 +122,7 @@ class _Round:
         self._plain = is_plain(planner)
         self._names: list[str] = []
         self._boxes: dict[str, list[tuple[WriteItem, torch.Tensor]]] = {}
-        self.flat = Flattened()
+        self.flat = Flattened(classes=False)
         self.raw: list[str] = []
 
     def add(self, items: Iterable[WriteItem]) -> None:

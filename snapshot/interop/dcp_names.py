@@ -222,7 +222,7 @@ def _encoded(data: Any) -> dict[str, Any] | None:
         return None
     if type(data) is dict and all(type(name) is str and _is_path(keys) for name, keys in data.items()):
         return {"keys": {component(name): [_escaped(key) for key in keys] for name, keys in data.items()}}
-    flat = Flattened()
+    flat = Flattened(classes=False)
     flat.add(_VALUE, data)
     if flat.leaves or flat.blobs or flat.shards or flat.pickled:
         raise Unkept

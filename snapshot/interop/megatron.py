@@ -42,6 +42,7 @@ class _MegatronKind(Kind):
         self.stateful = stateful
         self.state = stateful._places()
         names = {f"{key}/{component(name)}": held for name, held in self.state.items()}
+        self.compounds = {}
         self.live = {path: held if isinstance(held, Boxes) else MISSING for path, held in names.items()}
         self._stored: dict[str, tuple[int, ...]] = {}
         self._left: list[str] = []

@@ -12,11 +12,13 @@ from snapshot.manifest.document import FileEntry, ForeignFile
 from snapshot.manifest.entries import (
     TENSORS,
     AnyTensor,
+    Compound,
     Container,
     FrozensetEntry,
     NDArrayEntry,
     ObjectEntry,
     SetEntry,
+    SliceEntry,
     TensorEntry,
     TensorPartsEntry,
     TupleEntry,
@@ -29,7 +31,7 @@ from snapshot.tensors.geometry import inside, overlap
 
 Files = Mapping[str, FileEntry]
 
-_HASHABLE = (Scalar, TupleEntry, FrozensetEntry, *TENSORS, TensorPartsEntry, ObjectEntry)
+_HASHABLE = (Scalar, TupleEntry, SliceEntry, FrozensetEntry, Compound, *TENSORS, TensorPartsEntry, ObjectEntry)
 
 
 def check_tree(path: str, entries: Mapping[str, Any]) -> None:
@@ -43,7 +45,7 @@ def check_tree(path: str, entries: Mapping[str, Any]) -> None:
                 raise CorruptSnapshotError(f"{path}: nested more than {DEEPEST} deep")
         if not isinstance(entry, _HASHABLE):
             holder = entries.get(above := below.rpartition("/")[0])
-            while type(holder) is TupleEntry and above:
+            while isinstance(holder, (TupleEntry, SliceEntry)) and above:
                 holder = entries.get(above := above.rpartition("/")[0])
             if isinstance(holder, (SetEntry, FrozensetEntry)):
                 raise CorruptSnapshotError(f"{above}: no set can hold {below}")

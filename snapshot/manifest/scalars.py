@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,11 +31,16 @@ class Scalar(Entry):
         """The value of a text."""
         return text
 
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What two values of this type have in common if, and only if, they are equal."""
+        return (self.serialized_value,)
+
     def value(self) -> Any:
         """The value; `CorruptSnapshotError` where the text is none of this type."""
         try:
             return type(self).read(self.serialized_value)
-        except (ValueError, KeyError, struct.error, OverflowError) as error:
+        except (ValueError, KeyError, struct.error, ArithmeticError) as error:
             kind = type(self).__struct_config__.tag
             raise CorruptSnapshotError(f"{self.serialized_value[:80]!r} is not a value of type {kind}") from error
 
@@ -49,14 +53,15 @@ def _float(text: str) -> float:
     return float(struct.unpack(">d", bytes.fromhex(text))[0])
 
 
-def _int(text: str) -> int:
+def int_of(text: str) -> int:
+    """The int of a text."""
     if len(text) > 4000:
         return int(text, 16) if text.startswith(("0x", "-0x")) else _fail(text)
     return int(text, 0 if text.startswith(("0x", "-0x")) else 10)
 
 
 def _signed(text: str) -> int:
-    value = _int(text)
+    value = int_of(text)
     if not -(1 << 63) <= value < 1 << 63:
         raise ValueError(f"{text[:80]} is no length")
     return value
@@ -66,17 +71,26 @@ def _fail(text: str) -> int:
     raise ValueError(f"an integer of {len(text)} decimal digits")
 
 
+def int_text(value: int) -> str:
+    """The text of an int of any size; from 4,000 digits on in hexadecimal."""
+    return str(value) if value.bit_length() < LONGEST_INT else hex(value)
+
+
 class IntEntry(Scalar, tag="int"):
     """An int of any size; from 4,000 digits on in hexadecimal."""
 
-    write = staticmethod(lambda value: str(value) if value.bit_length() < LONGEST_INT else hex(value))
-    read = staticmethod(_int)
+    write = staticmethod(int_text)
+    read = staticmethod(int_of)
 
 
 class StrEntry(Scalar, tag="str"):
     """A string; `escaped` where it holds lone surrogates, which UTF-8 cannot."""
 
     escaped: bool = False
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return self.serialized_value, self.escaped
 
     def value(self) -> Any:
         return decode_text(self.serialized_value) if self.escaped else self.serialized_value
@@ -151,7 +165,7 @@ class SizeEntry(Scalar, tag="Size"):
     read = staticmethod(lambda text: torch.Size([_signed(each) for each in text.split(",")] if text else ()))
 
 
-_SCALARS: Mapping[type, type[Scalar]] = {
+SCALARS: dict[type, type[Scalar]] = {
     int: IntEntry,
     bool: BoolEntry,
     bytes: BytesEntry,
@@ -175,7 +189,7 @@ def scalar_entry(value: Any) -> Scalar | None:
             return None
         escaped = encode_text(value)
         return StrEntry(value) if escaped is None else StrEntry(escaped, escaped=True)
-    entry = _SCALARS.get(kind)
+    entry = SCALARS.get(kind)
     if entry is None or (kind is bytes and len(value) > LONG):
         return None
     return entry(entry.write(value), repr(value) if kind in (float, complex) else None)

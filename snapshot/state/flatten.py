@@ -16,62 +16,31 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from snapshot.errors import SnapshotError
 from snapshot.manifest import entries as e
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.paths import component, component_of, encode_key, tagged_keys
-from snapshot.manifest.scalars import scalar_entry
-from snapshot.state import arrays
+from snapshot.manifest.scalars import Scalar
+from snapshot.manifest.typed import TYPED, enum_entry, plain_entry
+from snapshot.saved import SavedObject
+from snapshot.state import compound
+from snapshot.state.compound import class_name, form_of
 from snapshot.state.dicts import dict_maker
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.state.live import live_leaves
 from snapshot.state.once import Once
 from snapshot.state.replay import LOW, remember, replay
-from snapshot.state.shards import Sharded, Shards, sharded
+from snapshot.state.tensor_leaves import SIMPLE, TensorLeaves
 from snapshot.tensors import composite
-from snapshot.tensors.dtypes import NAMES
-from snapshot.tensors.memory import is_plain
 
 DEEPEST = 500
-_COMPLEX = frozenset(("complex32", "complex64", "complex128"))
-_SIMPLE = {dtype: name for dtype, name in NAMES.items() if name not in _COMPLEX}
-_ONLY_BYTES = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
-"""Dtypes that torch can only hold: it cannot copy them into another order."""
-_OF_MODULES = frozenset(("persistent", "_is_buffer", "_is_param"))
-"""Attributes with which torch marks what a module holds; it gives them anew."""
-
-Prepare = Callable[[str, torch.Tensor, bool], torch.Tensor]
 
 
-class Flattened:
+class Flattened(TensorLeaves):
     """What an app state holds. `entries` is in order; a leaf's stands as None until it has been written.
 
     `excluded` says of a path whether it is left out, with all beneath it: nothing of that is looked at."""
-
-    def __init__(self, prepare: Prepare | None = None, excluded: Callable[[str], bool] | None = None) -> None:
-        self.entries: dict[str, Entry | None] = {}
-        self.leaves: list[Leaf] = []
-        self.blobs: list[Blob] = []
-        self.shards: dict[str, Shards] = {}
-        """Tensors of which this process may hold only some boxes."""
-        self.ties: dict[str, str] = {}
-        """Path -> the path of the leaf that is the very same memory, seen the same way."""
-        self.pickled: list[str] = []
-        self.lossy: list[str] = []
-        """Tensors with attributes of Python, which are not stored."""
-        self.excluded: list[str] = []
-        self.once: set[str] = set()
-        """What this rank gives for all: see `Once`."""
-        self._excluded = excluded
-        self._prepare = prepare
-        self._prepared_of: dict[int, list[tuple[torch.Tensor, str]]] = {}
-        self._arrays: dict[Any, tuple[str, Any]] = {}
-        self.seen: dict[int, Leaf | list[Leaf]] = {}
-        """Address -> the leaf, or the leaves, whose memory begins there."""
-        self._boxes: dict[Any, str] = {}
-        self._shapes: dict[torch.Size, tuple[int, ...]] = {}
 
     def add(self, path: str, value: Any) -> None:
         """Flatten a value below `path`."""
@@ -108,230 +77,12 @@ class Flattened:
             before = len(self.entries)
             _VISITORS.get(type(value.value), Flattened._visit)(self, path, value.value, depth)
             self.once.update(islice(self.entries, before, None))
-        else:
+        elif not self._classes or form_of(type(value)) is None:
             self._object(path, value)
-
-    def _tensor(self, path: str, tensor: torch.Tensor, depth: int = 0) -> None:
-        """A plain tensor in the fewest attribute reads: each costs as much as all the rest of a line of Python."""
-        if self._prepare is not None:
-            if self._prepared_before(path, tensor):
-                return
-            tensor = self._prepared(path, tensor)
-        dtype = NAMES.get(tensor.dtype)
-        if not tensor.is_cpu or dtype is None or tensor.layout is not torch.strided or tensor.is_nested:
-            self._unusual(path, tensor, dtype)
-            return
-        if not tensor.is_contiguous() or tensor.requires_grad:
-            self._described(path, tensor, dtype, None)
-            return
-        size = tensor.shape
-        shape = self._shapes.get(size)
-        if shape is None:
-            shape = self._shapes[size] = tuple(size)
-        nbytes = tensor.nbytes
-        plain = not tensor.is_neg() and not (dtype in _COMPLEX and tensor.is_conj())
-        address = tensor.data_ptr() if nbytes else 0
-        leaf = Leaf(path, tensor, dtype, shape, nbytes, address, plain)
-        self.entries[path] = None
-        if nbytes:
-            if address < LOW:
-                _refuse_freed(path, tensor)
-            if address in self.seen:
-                if self._tied(leaf, address):
-                    return
-            else:
-                self.seen[address] = leaf
-        self.leaves.append(leaf)
-
-    def _unusual(self, path: str, tensor: torch.Tensor, dtype: str | None) -> None:
-        """On another device, of another layout, or of a dtype that is stored in parts."""
-        if dtype is None or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
-            self._composite(path, tensor)
+        elif form_of(type(value)) is compound.ENUM:
+            self._member(path, value)
         else:
-            self._described(path, tensor, dtype, None)
-
-    def _tied(self, leaf: Leaf, address: int) -> bool:
-        """Whether the very same memory is a leaf already, seen in the same way; if so, note it."""
-        others = self.seen.get(address)
-        if others is None:
-            self.seen[address] = leaf
-            return False
-        if isinstance(others, Leaf):
-            others = self.seen[address] = [others]
-        tensor = leaf.tensor
-        for other in others:
-            if composite.seen_alike(other.tensor, tensor):
-                self.ties[leaf.path] = other.path
-                return True
-        others.append(leaf)
-        return False
-
-    def _described(self, path: str, tensor: torch.Tensor, dtype: str, subclass: str | None) -> None:
-        """A tensor of which more is to be said than its bytes: how it lies in memory, its class, `requires_grad`."""
-        if dtype in _ONLY_BYTES and not tensor.is_contiguous():
-            raise SnapshotError(f"{path}: torch cannot copy a {tensor.dtype}, so it can be saved only in C order")
-        self.entries[path] = None
-        order = composite.stride_order(tensor)
-        requires_grad = tensor.requires_grad
-        nbytes = tensor.numel() * tensor.element_size()
-        if nbytes:
-            _refuse_freed(path, tensor)
-        extra, note = None, ""
-        if order is not None or subclass is not None or requires_grad:
-            extra, note = e.Extra(order, subclass, requires_grad), f"{order} {subclass} {requires_grad}"
-        address = tensor.data_ptr() if nbytes else 0
-        leaf = Leaf(path, tensor, dtype, tuple(tensor.shape), nbytes, address, is_plain(tensor), extra, note)
-        if nbytes and self._tied(leaf, address):
-            return
-        self.leaves.append(leaf)
-
-    def _parameter(self, path: str, tensor: torch.Tensor, depth: int = 0) -> None:
-        self._tensor_like(path, tensor)
-
-    def _tensor_like(self, path: str, tensor: torch.Tensor) -> None:
-        """A subclass of Tensor: stored as its data with the name of its class, if data is all that it is."""
-        if type(tensor) is not torch.nn.Parameter and self._sharded(path, tensor):
-            return
-        subclass = composite.plain_subclass(tensor)
-        if subclass is None:
-            self._object(path, tensor)
-            return
-        if type(tensor) is not torch.nn.Parameter:
-            lost = [name for name in getattr(tensor, "__dict__", ()) if name not in _OF_MODULES]
-            self.lossy.extend([f"{path} ({subclass}: {', '.join(lost)})"] if lost else [])
-        if self._prepare is not None and not isinstance(tensor, UninitializedTensorMixin):
-            if self._prepared_before(path, tensor):
-                return
-            tensor = self._prepared(path, tensor)
-        if isinstance(tensor, UninitializedTensorMixin):
-            raise SnapshotError(f"{path}: is not initialised yet, so there is nothing to save; run the module once")
-        dtype = NAMES.get(tensor.dtype)
-        if dtype is None or tensor.layout is not torch.strided or tensor.is_meta:
-            if tensor.layout is torch.strided:
-                plain = tensor.as_subclass(torch.Tensor)
-            else:  # which has no storage that a view could share
-                plain = tensor.detach().requires_grad_(tensor.requires_grad)
-            self._composite(path, plain, subclass)
-            return
-        self._described(path, tensor, dtype, subclass)
-
-    def _sharded(self, path: str, value: Any) -> bool:
-        """Whether a value is a part of a tensor that other ranks hold the rest of; if so, it is described."""
-        shards = sharded(path, value)
-        if shards is None:
-            return False
-        if self._prepare is not None:
-            shards = self._prepared_shards(path, value, shards)
-        self.entries[path] = None
-        self.shards[path] = shards
-        places = tuple(
-            (piece.box, piece.tensor.data_ptr(), piece.tensor.stride(), piece.tensor.device)
-            for piece in shards.pieces
-            if piece.tensor.numel()
-        )
-        if places and not shards.open:
-            owner = self._boxes.setdefault((shards.kind, shards.layout, shards.dtype, shards.shape, places), path)
-            if owner != path:
-                self.ties[path] = owner
-        return True
-
-    def _prepared_shards(self, path: str, value: Any, shards: Shards) -> Shards:
-        if isinstance(value, Sharded):
-            tensor = self._prepared(path, value.tensor)
-            return sharded(path, Sharded(tensor, value.global_shape, value.offsets, value.replica)) or shards
-        if not isinstance(value, torch.Tensor):
-            return shards
-        prepared = sharded(path, self._prepared(path, value))
-        if prepared is None:
-            raise SnapshotError(f"{path}: is sharded, and _custom_tensor_prepare_func made a plain tensor of it")
-        return prepared
-
-    def _prepared_before(self, path: str, tensor: torch.Tensor) -> bool:
-        """Whether the very same tensor was prepared under another name; if so, this is a tie of that."""
-        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or not tensor.numel():
-            return False
-        others = self._prepared_of.setdefault(tensor.data_ptr(), [])
-        for twin, owner in others:
-            if composite.seen_alike(twin, tensor):
-                self.entries[path] = None
-                self.ties[path] = self.ties.get(owner, owner)
-                return True
-        others.append((tensor, path))
-        return False
-
-    def _prepared(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
-        assert self._prepare is not None
-        made = self._prepare(path, tensor, False)
-        if not isinstance(made, torch.Tensor) or made.shape != tensor.shape:
-            raise ValueError(
-                f"{path}: the prepare function returned "
-                f"{list(made.shape) if isinstance(made, torch.Tensor) else type(made).__name__} for a tensor of shape "
-                f"{list(tensor.shape)}; it may change the dtype, not the shape"
-            )
-        return made
-
-    def _composite(self, path: str, tensor: torch.Tensor, subclass: str | None = None) -> None:
-        if tensor.is_meta:
-            raise SnapshotError(f"{path}: is on the meta device, so it has no data to save")
-        if tensor.is_quantized and tensor.numel():
-            _refuse_freed(path, tensor)
-        taken = composite.take_apart(tensor)
-        if taken is None:
-            self._object(path, tensor)
-            return
-        kind, parts, params = taken
-        params |= {"requires_grad": True} if tensor.requires_grad else {}
-        params |= {"subclass": subclass} if subclass else {}
-        entry = e.TensorPartsEntry(kind, {}, params)
-        self.entries[path] = entry
-        for name, part in parts.items():
-            self._part(path, name, part, entry.parts, f"{kind} {params}")
-
-    def _part(
-        self,
-        path: str,
-        name: str,
-        tensor: torch.Tensor,
-        into: dict[str, e.TensorEntry | e.ChunkedTensorEntry],
-        note: str,
-    ) -> None:
-        tensor = tensor.detach()
-        if tensor.numel():
-            _refuse_freed(path, tensor)
-        dtype = NAMES[tensor.dtype]
-
-        def wrap(_: str, stored: e.TensorEntry | e.ChunkedTensorEntry) -> None:
-            into[name] = stored
-
-        shape, nbytes, plain = tuple(tensor.shape), tensor.nbytes, is_plain(tensor)
-        address = tensor.data_ptr() if nbytes else 0
-        below = f"{path}%[{name}]"
-        self.leaves.append(Leaf(below, tensor, dtype, shape, nbytes, address, plain, None, note, wrap, splits=False))
-
-    def _array(self, path: str, value: np.ndarray[Any, Any] | np.generic, depth: int) -> None:
-        described = arrays.describe(value)
-        if described is None:
-            self._object(path, value)
-            return
-        dtype, shape, order, tensor = described
-        self.entries[path] = None
-        if isinstance(value, np.ndarray) and value.nbytes:
-            memory = value.__array_interface__["data"][0], value.dtype, value.shape, value.strides
-            owner, _ = self._arrays.setdefault(memory, (path, value))
-            if owner != path:
-                self.ties[path] = owner
-                return
-
-        entries = self.entries  # a leaf that led back here would never be collected: the collector sees no leaves
-
-        def wrap(path: str, stored: e.TensorEntry | e.ChunkedTensorEntry) -> None:
-            entries[path] = e.NDArrayEntry(stored, dtype, shape, order, isinstance(value, np.generic))
-
-        dtype_name, size, address = NAMES[tensor.dtype], tuple(tensor.shape), tensor.data_ptr()
-        note = f"{type(value).__name__} {dtype} {shape} {order}"
-        self.leaves.append(
-            Leaf(path, tensor, dtype_name, size, tensor.nbytes, address, True, None, note, wrap, splits=False)
-        )
+            self._fields(path, value, e.RecordEntry, class_name(type(value)), compound.attributes(value), depth)
 
     def _sequence(self, path: str, value: Any, depth: int) -> None:
         self._deeper(path, depth)
@@ -344,6 +95,12 @@ class Flattened:
             if excluded is not None and excluded(f"{path}/{i}"):
                 raise ValueError(f"exclude: {path}/{i} cannot be left out, since it is an element of a sequence")
             visitors.get(type(child), Flattened._visit)(self, f"{path}/{i}", child, depth + 1)
+
+    def _slice(self, path: str, value: slice, depth: int) -> None:
+        self._deeper(path, depth)
+        self.entries[path] = e.SliceEntry(3)
+        for i, child in enumerate((value.start, value.stop, value.step)):
+            _VISITORS.get(type(child), Flattened._visit)(self, f"{path}/{i}", child, depth + 1)
 
     def _dict(self, path: str, value: dict[Any, Any], depth: int) -> None:
         self._deeper(path, depth)
@@ -393,7 +150,7 @@ class Flattened:
             if type(child) is not tensor_type or prepare is not None:
                 visitors.get(type(child), Flattened._visit)(self, path, child, depth + 1)
                 continue
-            dtype = _SIMPLE.get(child.dtype)
+            dtype = SIMPLE.get(child.dtype)
             if (
                 dtype is None
                 or not child.is_cpu
@@ -421,20 +178,92 @@ class Flattened:
             raise SnapshotError(f"{path[:200]}...: nested more than {DEEPEST} deep, or holds itself")
 
     def _scalar(self, path: str, value: Any, depth: int) -> None:
-        entry = scalar_entry(value)
+        entry = plain_entry(value)
         if entry is not None:
             self.entries[path] = entry
+        elif type(value) in TYPED:
+            self._object(path, value)
+        else:
+            text = type(value) is str
+            data = value.encode("utf-8", "surrogatepass") if text else bytes(value)  # a bytearray may change
+            self._blob(path, data, "utf8" if text else type(value).__name__, type(value))
+
+    def _member(self, path: str, value: Any) -> None:
+        """A member of an Enum, or what was read of one."""
+        entry = enum_entry(value)
+        if entry is None:
+            self._object(path, value)
+        else:
+            self.entries[path] = entry
+
+    def _fields(
+        self, path: str, value: Any, kind: type[e.RecordEntry], name: str, held: dict[str, Any], depth: int
+    ) -> None:
+        """An object that is what it has under its names."""
+        self._deeper(path, depth)
+        keys = [encode_key(each) for each in held]
+        if None in keys:
+            self._object(path, value)
             return
-        text = type(value) is str
-        data = value.encode("utf-8", "surrogatepass") if text else bytes(value)  # a bytearray may change
-        self._blob(path, data, "utf8" if text else type(value).__name__, type(value))
+        self.entries[path] = entry = kind(keys, obj_type=name)  # type: ignore[arg-type]
+        if self._excluded is not None:
+            self._some_of(path, entry, held, depth, self._excluded)
+        else:
+            self._named(path + "/", held, depth)
+
+    def _wrapped(self, path: str, tensor: torch.Tensor) -> bool:
+        if not self._classes or form_of(type(tensor)) is not compound.WRAPPER or not compound.is_wrapper(tensor):
+            return False
+        inner, context = compound.inner_tensors(tensor)
+        self._below_wrapper(path, compound.wrapper_entry(tensor, list(inner), context_entries(tensor, context)), inner)
+        return True
+
+    def _below_wrapper(self, path: str, entry: e.SubclassEntry, inner: dict[str, Any]) -> None:
+        """The inner tensors are what only their class understands: they are not prepared."""
+        self.entries[path] = entry
+        prepare, self._prepare = self._prepare, None
+        try:
+            for name, child in inner.items():
+                below = f"{path}/{component(name)}"
+                _VISITORS.get(type(child), Flattened._visit)(self, below, child, 0)
+        finally:
+            self._prepare = prepare
+
+    def _saved(self, path: str, value: SavedObject, depth: int) -> None:
+        """What was read of an object whose class is not here is saved as that object."""
+        if value.kind == compound.RECORD:
+            self._fields(path, value, e.RecordEntry, value.class_name, dict(value), depth)
+        elif value.kind == compound.ENUM:
+            self._member(path, value)
+        elif value.kind == compound.WRAPPER and isinstance(value._entry, e.SubclassEntry):
+            entry = value._entry
+            self._below_wrapper(path, entry, {name: value[name] for name in entry.names()})
+        else:
+            self._object(path, value)
+
+    def _bytes_io(self, path: str, value: io.BytesIO, depth: int) -> None:
+        """A file in memory: where it is, in eight bytes, then its contents."""
+        if getattr(value, "__dict__", None):
+            self._object(path, value)
+            return
+        try:
+            data = value.tell().to_bytes(8, "little") + value.getvalue()
+        except ValueError as error:
+            raise SnapshotError(f"{path}: a BytesIO cannot be stored: {error}") from error
+        self._blob(path, data, "BytesIO", type(value))
+
+    def _generator(self, path: str, value: torch.Generator, depth: int) -> None:
+        self.entries[path] = entry = e.TensorPartsEntry("Generator", {}, {"device": str(value.device)})
+        self._part(path, "state", value.get_state(), entry.parts, f"Generator {value.device}")
 
     def _blob(self, path: str, data: bytes, serializer: str, kind: type) -> None:
         self.entries[path] = None
-        self.blobs.append(Blob(path, data, serializer, _name(kind)))
+        self.blobs.append(Blob(path, data, serializer, class_name(kind)))
 
     def _object(self, path: str, value: Any) -> None:
         """What nothing else can hold is pickled, and named in a warning."""
+        if isinstance(value, SavedObject):
+            raise SnapshotError(f"{path}: of {value!r} only the class is known, so there is nothing to save")
         if self._sharded(path, value):
             return
         held = io.BytesIO()
@@ -444,19 +273,34 @@ class Flattened:
                 torch.save(value, held)
         except Exception as error:
             raise SnapshotError(
-                f"{path}: a {_name(type(value))} can be stored in no way, not even pickled: {error}"
+                f"{path}: a {class_name(type(value))} can be stored in no way, not even pickled: {error}"
             ) from error
-        self.pickled.append(f"{path} ({_name(type(value))})")
+        self.pickled.append(f"{path} ({class_name(type(value))})")
         self._blob(path, held.getvalue(), "torch_save", type(value))
 
 
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+class _Context(Flattened):
+    """What a wrapper class gives beside its tensors: plain values, and of anything else the class."""
+
+    def _object(self, path: str, value: Any) -> None:
+        self.entries[path] = e.OpaqueEntry(class_name(type(value)))
+
+    def _tensor_like(self, path: str, tensor: torch.Tensor) -> None:
+        self._object(path, tensor)
+
+    def _array(self, path: str, value: Any, depth: int) -> None:
+        self._object(path, value)
 
 
-def _refuse_freed(path: str, tensor: torch.Tensor) -> None:
-    if composite.is_freed(tensor):
-        raise SnapshotError(f"{path}: its memory was freed, so it has no data to save")
+def context_entries(tensor: Any, context: Any) -> dict[str, Any]:
+    """What a wrapped tensor's class needs to know besides its inner tensors, as entries that stand in one."""
+    flat = _Context()
+    flat._visit("", compound.context_of(tensor, context), 0)
+    plain = (Scalar, e.Container)
+    return {
+        path: entry if isinstance(entry, plain) and not isinstance(entry, e.SubclassEntry) else e.OpaqueEntry("tensor")
+        for path, entry in flat.entries.items()
+    }
 
 
 _SEQUENCES: dict[type, Callable[[int], Entry]] = {
@@ -475,7 +319,11 @@ _VISITORS: dict[type, _Visitor] = {
     **dict.fromkeys((dict, OrderedDict, defaultdict, Counter), Flattened._dict),
     **dict.fromkeys((list, tuple, set, frozenset, deque), Flattened._sequence),
     **dict.fromkeys(
-        (int, str, bool, bytes, bytearray, float, complex, type(None), torch.dtype, torch.device, torch.Size),
+        (int, str, bool, bytes, bytearray, float, complex, type(None), torch.dtype, torch.device, torch.Size, *TYPED),
         Flattened._scalar,
     ),
+    slice: Flattened._slice,
+    io.BytesIO: Flattened._bytes_io,
+    torch.Generator: Flattened._generator,
+    SavedObject: Flattened._saved,
 }

@@ -36,7 +36,9 @@ class Kind:
         self.key = key
         self.stateful = stateful
         self.state = stateful.state_dict()
-        self.live = live_leaves(key, self.state)
+        self.compounds: dict[str, Any] = {}
+        """Path -> an object that is held there and has a class of its own: a dataclass, an Enum, a wrapped tensor."""
+        self.live = live_leaves(key, self.state, self.compounds)
 
     def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
         """Why the stateful cannot take this state, as far as only it knows."""

@@ -7,31 +7,42 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
+
 from snapshot.errors import CorruptSnapshotError, RestoreError
-from snapshot.manifest.entries import Container, DictEntry
+from snapshot.manifest.entries import Compound, Container, DictEntry
 from snapshot.manifest.paths import component, component_of, decode_key, encode_key, tagged_keys
+from snapshot.state.compound import ENUM, form_of, parts_of
 
 _DICTS = {dict, OrderedDict, defaultdict, Counter}
 _SEQUENCES = {list, tuple, deque}
+_LEAVES = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
 MISSING: Any = object()
 """Stands for a leaf that is not there."""
 
 
-def live_leaves(path: str, value: Any) -> dict[str, Any]:
-    """The leaves of nested containers, under the paths that flattening would give them."""
+def live_leaves(path: str, value: Any, compounds: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The leaves of nested containers, under the paths that flattening would give them; and into `compounds`, under
+    theirs, the objects on the way that have a class of their own."""
     found: dict[str, Any] = {}
-    _walk(path, value, found)
+    _walk(path, value, found, {} if compounds is None else compounds)
     return found
 
 
-def _walk(path: str, value: Any, found: dict[str, Any]) -> None:
+def _walk(path: str, value: Any, found: dict[str, Any], compounds: dict[str, Any]) -> None:
     kind = type(value)
     if kind in _SEQUENCES:
         for i, child in enumerate(value):
-            _walk(f"{path}/{i}", child, found)
+            _walk(f"{path}/{i}", child, found, compounds)
         return
     if kind not in _DICTS:
-        found[path] = value
+        parts = parts_of(value)
+        if parts is None:
+            found[path] = value
+        if parts is not None or form_of(kind) is ENUM:
+            compounds[path] = value
+        for name, child in (parts or {}).items():
+            _walk(f"{path}/{component(name)}", child, found, compounds)
         return
     prefix = path + "/"
     strings = all(type(key) is str for key in value)
@@ -45,8 +56,8 @@ def _walk(path: str, value: Any, found: dict[str, Any]) -> None:
                 found[path] = value
                 return
             text = component_of(encoded, i in tagged)
-        if type(child) in _DICTS or type(child) in _SEQUENCES:
-            _walk(prefix + text, child, found)
+        if type(child) not in _LEAVES:
+            _walk(prefix + text, child, found, compounds)
         else:
             found[prefix + text] = child
 
@@ -106,6 +117,14 @@ class Choice:
             return live
         entry = entries[path]
         names = entry.components()
+        if isinstance(entry, Compound):
+            held = parts_of(live) or {}
+            children = [
+                self.merge(f"{path}/{name}", entries, values, held.get(key, MISSING))
+                for name, key in zip(names, entry.names(), strict=True)
+            ]
+            kept = entry.without(child is MISSING for child in children)
+            return _built(path, kept, [child for child in children if child is not MISSING])
         if isinstance(entry, DictEntry) and isinstance(live, dict):
             made = copy.copy(live)
             for name, key in zip(names, map(decode_key, entry.keys), strict=True):

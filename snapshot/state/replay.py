@@ -21,7 +21,8 @@ import torch
 
 from snapshot.manifest.entries import Container, DictEntry
 from snapshot.manifest.entry import Entry
-from snapshot.manifest.scalars import Scalar, scalar_entry
+from snapshot.manifest.scalars import SCALARS, Scalar
+from snapshot.manifest.typed import TYPED, plain_entry
 from snapshot.state.dicts import module_versions
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.composite import is_freed
@@ -39,8 +40,9 @@ _CONTAINERS = frozenset((dict, OrderedDict, list, tuple))
 _KEYS = frozenset((str, int))
 """Types of keys of which equal ones are the same."""
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
-_INEXACT = frozenset((float, complex))
-"""Types of which two values may be equal and not the same: 0.0 and -0.0."""
+_EXACT = frozenset((int, str, bool, bytes, type(None), torch.dtype, torch.device, torch.Size))
+"""Types of which equal values are the same: 0.0 and -0.0, or two ranges, may be equal and not the same."""
+_KNOWN = frozenset((*SCALARS, *TYPED, str))
 _dtype, _shape, _device = attrgetter("dtype"), attrgetter("shape"), attrgetter("device")
 _on_host, _requires = attrgetter("is_cpu"), attrgetter("requires_grad")
 
@@ -129,12 +131,12 @@ class _Recipe:
                     raise _Unlike
                 self.tensors_at.append(index)
             elif kind not in _CONTAINERS:
-                if not isinstance(entries[name], Scalar):
+                if kind not in _KNOWN or not isinstance(entries[name], Scalar):
                     raise _Unlike
                 self.scalars_at.append(index)
         self.scalars = [children[index] for index in self.scalars_at]
         self.scalar_names = [names[index] for index in self.scalars_at]
-        self.inexact = [at for at, scalar in enumerate(self.scalars) if type(scalar) in _INEXACT]
+        self.inexact = [at for at, scalar in enumerate(self.scalars) if type(scalar) not in _EXACT]
         tensors = [children[index] for index in self.tensors_at]
         self.likeness = _Likeness(tensors)
         self.pattern = _pattern(self.likeness.addresses)
@@ -198,7 +200,7 @@ class _Recipe:
             changed += [at for at, value in enumerate(values) if value is not known[at] and value != known[at]]
         found: dict[str, Entry] = {}
         for at in changed:
-            entry = scalar_entry(values[at])
+            entry = plain_entry(values[at])
             if entry is None:
                 raise _Unlike
             found[self.scalar_names[at]] = entry

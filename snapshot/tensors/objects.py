@@ -28,6 +28,8 @@ def load_object(
         return bytes(data)
     if serializer == "bytearray":
         return data
+    if serializer == "BytesIO":
+        return _bytes_io(path, data)
     if serializer == "utf8":
         try:
             return data.decode("utf-8", "surrogatepass")
@@ -60,6 +62,16 @@ def load_object(
         raise UnsupportedFormatError(f"{path}: a {obj_type} cannot be made here: {error}") from error
     except Exception as error:  # what a pickle of somebody else's may raise has no bounds
         raise CorruptSnapshotError(f"{path}: its pickle cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _bytes_io(path: str, data: bytearray) -> io.BytesIO:
+    """A file in memory, from where it was and its contents."""
+    position = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or position >= 1 << 63:
+        raise CorruptSnapshotError(f"{path}: is not a BytesIO")
+    made = io.BytesIO(memoryview(data)[8:])
+    made.seek(position)
+    return made
 
 
 def _checked_archive(path: str, data: bytearray) -> list[bytes]:

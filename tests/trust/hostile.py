@@ -3,10 +3,20 @@
 import collections
 import contextlib
 import copy
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import io
 import os
+import pathlib
 import random
 import resource
 import time
+import types
+import uuid
+import zoneinfo
 from typing import get_args
 
 import msgspec
@@ -23,6 +33,41 @@ PATIENCE = 20.0
 """Seconds that everything which is done with one small snapshot may take: honest ones take a hundredth of one."""
 ROOM = 1 << 30
 """Bytes of memory that it may take: far less than what hostile numbers ask for, far more than it needs."""
+
+
+class Color(enum.Enum):
+    """A class of the application."""
+
+    RED = 1
+    BLUE = 2
+
+
+@dataclasses.dataclass
+class Config:
+    """Another one."""
+
+    lr: float
+    weight: torch.Tensor
+    color: Color = Color.RED
+
+
+def typed():
+    """A value of each type that stands in the manifest as a text."""
+    berlin = zoneinfo.ZoneInfo("Europe/Berlin")
+    return {
+        "datetime": datetime.datetime(2024, 1, 2, 3, tzinfo=berlin),
+        "date": datetime.date(2024, 1, 2),
+        "time": datetime.time(1, 2),
+        "timedelta": datetime.timedelta(1, 2, 3),
+        "timezone": datetime.timezone(datetime.timedelta(hours=1), "x"),
+        "zone": berlin,
+        "path": pathlib.PurePosixPath("a/b"),
+        "uuid": uuid.UUID(int=1),
+        "decimal": decimal.Decimal("1.50"),
+        "fraction": fractions.Fraction(1, 3),
+        "range": range(3),
+        "slice": slice(1, None, 2),
+    }
 
 
 class Live(StateDict):
@@ -64,7 +109,12 @@ def rich():
             boxes=(1, [2, {3}], frozenset([4]), collections.deque([5], 7)),
             keys={1: "a", "1": "b", None: 2, 2.5: 3, False: 4, 1 << 70: 5},
             more=collections.OrderedDict(a=collections.defaultdict(list, b=[1]), c=collections.Counter("aab")),
-            odd=slice(1, 2),  # what only a pickle can hold
+            typed=typed(),
+            member=Color.BLUE,
+            config=Config(0.1, torch.arange(3.0)),
+            file=io.BytesIO(b"contents"),
+            generator=torch.Generator().manual_seed(1),
+            odd=types.SimpleNamespace(a=1),  # what only a pickle can hold
         ),
     }
 

@@ -3,6 +3,7 @@ writer process is started, unpickled, or written outside of the folder."""
 
 import os
 import sys
+import types
 import warnings
 
 import pytest
@@ -43,7 +44,7 @@ def hook(event, arguments):
 
 warnings.simplefilter("ignore")
 model = torch.nn.Linear(3, 3)
-text = StateDict(x=slice(1), t="e" * 20_000)
+text = StateDict(x=types.SimpleNamespace(a=1), t="e" * 20_000)
 app = {"m": model, "o": torch.optim.Adam(model.parameters()), "r": RNGState(), "s": text}
 Snapshot.take(root + "/warm", app)
 Snapshot(root + "/warm", allow_pickle=True).restore(app)

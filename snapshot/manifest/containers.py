@@ -1,0 +1,201 @@
+"""Entries that hold others: sequences, sets and dicts, each as it comes back."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
+from snapshot.manifest.entry import Entry
+from snapshot.manifest.optimizer import OptimizerRecord
+from snapshot.manifest.paths import component_of, decode_key
+
+Key = str | int | dict[str, str]
+"""A dict's key as it stands in `keys`: strings and ints as they are, others tagged, so that they come back as they
+were."""
+
+
+MOST_COMPARISONS = 20_000_000
+"""Of keys whose hashes are equal: so many take a dict a second."""
+
+
+class Container(Entry):
+    """An entry that holds others, under paths one component longer than its own."""
+
+    def build(self, children: Sequence[Any]) -> Any:
+        """The container itself, from its children in order."""
+        return list(children)
+
+    def components(self) -> list[str]:
+        """The path components of the children, in order."""
+        return []
+
+    def without(self, gone: Iterable[bool]) -> Container:
+        """The same container without some of its children."""
+        return self
+
+    @property
+    def width(self) -> int:
+        """How many children it has."""
+        return 0
+
+    def check(self, path: str) -> None:
+        """Raise `CorruptSnapshotError` where it could not be built, whatever its children are."""
+
+
+class _Sequence(Container):
+    length: int
+    replicated: bool = False
+    make: ClassVar[Callable[[Sequence[Any]], Any]]
+
+    @property
+    def width(self) -> int:
+        return self.length
+
+    def check(self, path: str) -> None:
+        if self.length < 0:
+            raise CorruptSnapshotError(f"{path}: has {self.length} elements")
+
+    def build(self, children: Sequence[Any]) -> Any:
+        return type(self).make(children)
+
+    def components(self) -> list[str]:
+        return list(map(str, range(self.length)))
+
+
+class ListEntry(_Sequence, tag="list"):
+    """A list."""
+
+    make = list
+
+
+class TupleEntry(_Sequence, tag="tuple"):
+    """A tuple."""
+
+    make = tuple
+
+
+class SetEntry(_Sequence, tag="set"):
+    """A set."""
+
+    make = set
+
+
+class FrozensetEntry(_Sequence, tag="frozenset"):
+    """A frozenset."""
+
+    make = frozenset
+
+
+class SliceEntry(_Sequence, tag="slice"):
+    """A slice, as a sequence of its start, stop and step."""
+
+    def build(self, children: Sequence[Any]) -> Any:
+        return slice(*children)
+
+    def check(self, path: str) -> None:
+        if self.length != 3:
+            raise CorruptSnapshotError(f"{path}: a slice must have 3 parts, got {self.length}")
+
+
+class DequeEntry(_Sequence, tag="deque"):
+    """A deque, with its `maxlen`."""
+
+    maxlen: int | None = None
+
+    def check(self, path: str) -> None:
+        super().check(path)
+        if self.maxlen is not None and not self.length <= self.maxlen < 1 << 63:
+            raise CorruptSnapshotError(f"{path}: a deque of at most {self.maxlen} elements has {self.length}")
+
+    def build(self, children: Sequence[Any]) -> Any:
+        return collections.deque(children, self.maxlen)
+
+
+class DictEntry(Container, tag="dict"):
+    """A dict: its keys in order. `components` of the path where a key's text is not its component."""
+
+    keys: list[Key]
+    tagged: list[int] | None = None
+    """Which keys stand under a tagged component, since another key of this dict has the same text."""
+    replicated: bool = False
+    optimizer: OptimizerRecord | None = None
+    """Of an optimizer's state dict: whose it is."""
+
+    def make(self, items: list[tuple[Any, Any]]) -> Any:
+        """The dict itself, from its items."""
+        return dict(items)
+
+    def build(self, children: Sequence[Any]) -> Any:
+        return self.make(list(zip(map(decode_key, self.keys), children, strict=True)))
+
+    @property
+    def width(self) -> int:
+        return len(self.keys)
+
+    def check(self, path: str) -> None:
+        alike = collections.Counter(hash(decode_key(key)) for key in self.keys if type(key) is dict)
+        if sum(count * count for count in alike.values()) > MOST_COMPARISONS:
+            raise CorruptSnapshotError(f"{path}: its keys were chosen to be slow")
+
+    def without(self, gone: Iterable[bool]) -> Container:
+        kept = [i for i, away in enumerate(gone) if not away]
+        tagged = [new for new, old in enumerate(kept) if old in (self.tagged or ())]
+        return msgspec.structs.replace(self, keys=[self.keys[i] for i in kept], tagged=tagged or None)
+
+    def components(self) -> list[str]:
+        tagged = set(self.tagged or ())
+        return [
+            key
+            if type(key) is str and key.isascii() and "/" not in key and "%" not in key
+            else component_of(key, i in tagged)
+            for i, key in enumerate(self.keys)
+        ]
+
+
+class OrderedDictEntry(DictEntry, tag="OrderedDict"):
+    """An OrderedDict; a module's state dict carries the versions of its modules."""
+
+    module_versions: dict[str, dict[str, Any]] | None = None
+
+    def make(self, items: list[tuple[Any, Any]]) -> Any:
+        made: Any = collections.OrderedDict(items)
+        if self.module_versions is not None:
+            made._metadata = collections.OrderedDict((name, dict(v)) for name, v in self.module_versions.items())
+        return made
+
+
+_FACTORIES: dict[str, Callable[[], Any] | None] = {
+    f.__name__: f for f in (list, dict, set, tuple, int, float, str, bool, collections.OrderedDict, collections.deque)
+} | {"None": None}
+
+
+class DefaultdictEntry(DictEntry, tag="defaultdict"):
+    """A defaultdict whose factory is a builtin type, or None."""
+
+    factory: str = "None"
+
+    def check(self, path: str) -> None:
+        super().check(path)
+        if self.factory not in _FACTORIES:
+            raise UnsupportedFormatError(f"{path}: a defaultdict of {self.factory!r} is not known to this version")
+
+    def make(self, items: list[tuple[Any, Any]]) -> Any:
+        return collections.defaultdict(_FACTORIES[self.factory], items)
+
+
+class CounterEntry(DictEntry, tag="Counter"):
+    """A Counter."""
+
+    def make(self, items: list[tuple[Any, Any]]) -> Any:
+        made: collections.Counter[Any] = collections.Counter()
+        dict.update(made, items)
+        return made
+
+
+def factory_name(factory: Callable[[], Any] | None) -> str | None:
+    """The name under which a defaultdict's factory is recorded; None where it cannot be."""
+    return next((name for name, known in _FACTORIES.items() if known is factory), None)

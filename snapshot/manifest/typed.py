@@ -1,0 +1,350 @@
+"""Values of the standard library that stand in the manifest as texts: dates, paths, exact numbers, members of Enums.
+
+Each text is what its type writes itself, in one form only: a text that does not come back as it was is refused. None of
+them is longer than `LONG`; a longer one is stored as any other object.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import pathlib
+import re
+import uuid
+import zoneinfo
+from collections.abc import Callable
+from datetime import UTC, date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from typing import Any
+
+from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
+from snapshot.manifest.paths import component, uncomponent
+from snapshot.manifest.scalars import LONG, SCALARS, Scalar, StrEntry, int_of, int_text, scalar_entry
+from snapshot.saved import SavedObject
+
+
+class Typed(Scalar):
+    """A value of the standard library, as a text of at most `LONG` characters."""
+
+    def value(self) -> Any:
+        if len(self.serialized_value) > LONG:
+            kind = type(self).__struct_config__.tag
+            raise CorruptSnapshotError(f"a value of type {kind} has {len(self.serialized_value):,} characters")
+        return super().value()
+
+
+def _exactly(made: Any, text: str, write: Callable[[Any], str]) -> Any:
+    """A value that was read, if it would be written so."""
+    if write(made) != text:
+        raise ValueError(f"{text[:80]!r} is not how {made!r} is written")
+    return made
+
+
+def _delta_text(value: timedelta) -> str:
+    return f"{value.days},{value.seconds},{value.microseconds}"
+
+
+def _delta(text: str) -> timedelta:
+    days, seconds, microseconds = map(int_of, text.split(","))
+    made = timedelta(days, seconds, microseconds)
+    return _exactly(made, text, _delta_text)  # type: ignore[no-any-return]
+
+
+class TimedeltaEntry(Typed, tag="timedelta"):
+    """A datetime.timedelta: days, seconds, microseconds."""
+
+    write = staticmethod(_delta_text)
+    read = staticmethod(_delta)
+
+
+class TimezoneEntry(Typed, tag="timezone"):
+    """A datetime.timezone: its offset, and its name where it has one of its own."""
+
+    @staticmethod
+    def write(value: Any) -> str:
+        offset, *name = value.__getinitargs__()
+        return ":".join([_delta_text(offset), *map(component, name)])
+
+    @staticmethod
+    def read(text: str) -> Any:
+        offset, *name = text.split(":", 1)
+        made = timezone(_delta(offset), *map(uncomponent, name))
+        return UTC if made == UTC and not name else made
+
+
+_ZONE = re.compile(r"[A-Za-z0-9_+\-]{1,40}(/[A-Za-z0-9_+\-]{1,40}){0,3}", re.ASCII)
+
+
+class ZoneInfoEntry(Typed, tag="ZoneInfo"):
+    """A zoneinfo.ZoneInfo, by its key."""
+
+    write = staticmethod(lambda value: value.key)
+
+    @staticmethod
+    def read(text: str) -> Any:
+        if not _ZONE.fullmatch(text):
+            raise ValueError(f"{text[:80]!r} is not the key of a time zone")
+        try:
+            return zoneinfo.ZoneInfo(text)
+        except (KeyError, OSError) as error:
+            raise UnsupportedFormatError(
+                f"the time zone {text!r} is not known to this machine: {error}; pip install tzdata"
+            ) from error
+
+
+def _zone_text(zone: Any) -> str | None:
+    """The text of a `tzinfo`; None where it has none."""
+    if zone is None:
+        return ""
+    if type(zone) is timezone:
+        return "timezone:" + TimezoneEntry.write(zone)
+    return f"ZoneInfo:{zone.key}" if type(zone) is zoneinfo.ZoneInfo and _has_key(zone) else None
+
+
+def _has_key(zone: Any) -> bool:
+    return isinstance(zone.key, str) and bool(_ZONE.fullmatch(zone.key))
+
+
+def _zone(text: str) -> Any:
+    kind, _, rest = text.partition(":")
+    readers = {"": lambda _: None, "timezone": TimezoneEntry.read, "ZoneInfo": ZoneInfoEntry.read}
+    return readers[kind](rest)
+
+
+def _moment_text(value: Any) -> str:
+    text = value.replace(tzinfo=None, fold=0).isoformat()
+    return f"{text};{value.fold};{_zone_text(value.tzinfo)}" if value.fold or value.tzinfo is not None else text
+
+
+def _moment(kind: Any, text: str) -> Any:
+    bare, *more = text.split(";", 2)
+    made = kind.fromisoformat(bare)
+    if more:
+        fold, zone = more
+        made = made.replace(fold=int_of(fold), tzinfo=_zone(zone))
+    return _exactly(made, text, _moment_text)
+
+
+class DatetimeEntry(Typed, tag="datetime"):
+    """A datetime.datetime: as ISO 8601 has it, and behind semicolons `fold` and the time zone."""
+
+    write = staticmethod(_moment_text)
+    read = staticmethod(lambda text: _moment(datetime, text))
+
+
+class TimeEntry(Typed, tag="time"):
+    """A datetime.time, as `datetime`."""
+
+    write = staticmethod(_moment_text)
+    read = staticmethod(lambda text: _moment(time, text))
+
+
+class DateEntry(Typed, tag="date"):
+    """A datetime.date, as ISO 8601 has it."""
+
+    write = staticmethod(lambda value: value.isoformat())
+    read = staticmethod(lambda text: _exactly(date.fromisoformat(text), text, date.isoformat))
+
+
+_PATHS: dict[str, type[pathlib.PurePath]] = {
+    "PurePosixPath": pathlib.PurePosixPath,
+    "PureWindowsPath": pathlib.PureWindowsPath,
+    "PosixPath": pathlib.PosixPath if os.name == "posix" else pathlib.PurePosixPath,
+    "WindowsPath": pathlib.WindowsPath if os.name == "nt" else pathlib.PureWindowsPath,
+}
+
+
+class PathEntry(Typed, tag="Path"):
+    """A path of pathlib: its class and its text. One of another system comes back as a pure one."""
+
+    write = staticmethod(lambda value: f"{type(value).__name__}:{component(str(value)).replace('%2F', '/')}")
+
+    @staticmethod
+    def read(text: str) -> Any:
+        kind, path = text.split(":", 1)
+        return _PATHS[kind](uncomponent(path))
+
+
+def _uuid_text(value: uuid.UUID) -> str:
+    known = value.is_safe is not uuid.SafeUUID.unknown
+    return f"{value};{value.is_safe.value}" if known else str(value)
+
+
+def _uuid(text: str) -> uuid.UUID:
+    bare, _, safe = text.partition(";")
+    made = uuid.UUID(bare, is_safe=uuid.SafeUUID(int_of(safe)) if safe else uuid.SafeUUID.unknown)
+    return _exactly(made, text, _uuid_text)  # type: ignore[no-any-return]
+
+
+class UUIDEntry(Typed, tag="UUID"):
+    """A uuid.UUID; behind a semicolon `is_safe` where that is known."""
+
+    write = staticmethod(_uuid_text)
+    read = staticmethod(_uuid)
+
+
+class DecimalEntry(Typed, tag="Decimal"):
+    """A decimal.Decimal: its digits and its exponent, as it prints itself."""
+
+    read = staticmethod(lambda text: _exactly(Decimal(text), text, str))
+
+
+def _fraction_text(value: Fraction) -> str:
+    return f"{int_text(value.numerator)}/{int_text(value.denominator)}"
+
+
+def _fraction(text: str) -> Fraction:
+    numerator, denominator = map(int_of, text.split("/"))
+    return _exactly(Fraction(numerator, denominator), text, _fraction_text)  # type: ignore[no-any-return]
+
+
+class FractionEntry(Typed, tag="Fraction"):
+    """A fractions.Fraction in lowest terms."""
+
+    write = staticmethod(_fraction_text)
+    read = staticmethod(_fraction)
+
+
+class RangeEntry(Typed, tag="range"):
+    """A range: start, stop, step."""
+
+    write = staticmethod(lambda value: ",".join(map(int_text, (value.start, value.stop, value.step))))
+
+    @staticmethod
+    def read(text: str) -> Any:
+        start, stop, step = map(int_of, text.split(","))
+        return range(start, stop, step)
+
+
+class EnumEntry(Scalar, tag="Enum"):
+    """A member of an Enum: its class, its name, and its value where that is plain."""
+
+    obj_type: str = ""
+    name: str | None = None
+    """None of a flag that has none."""
+    held: str | None = None
+    """The type of the value, whose text is `serialized_value`; None where only the name is known."""
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return self.obj_type, self.name, self.held, self.serialized_value
+
+    def member_value(self) -> Any:
+        """The member's value."""
+        known = _ENUM_VALUES.get(self.held or "")
+        if known is None or len(self.serialized_value) > LONG:
+            raise CorruptSnapshotError(f"{self.obj_type[:80]}: {str(self.held)[:80]!r} is not the type of a value")
+        return known(self.serialized_value).value()
+
+    def bare(self) -> Scalar:
+        """The value as a plain one; the name where only that is known."""
+        if self.held is None:
+            return StrEntry(str(self.name), replicated=self.replicated)
+        self.member_value()
+        return _ENUM_VALUES[self.held](self.serialized_value, replicated=self.replicated)
+
+    def value(self) -> Any:
+        fields = {"name": self.name}
+        if self.held is not None:
+            fields["value"] = self.member_value()
+        return SavedObject("Enum", self.obj_type, fields)
+
+
+_ENUM_VALUES: dict[str, type[Scalar]] = {
+    kind.__name__: SCALARS[kind] for kind in (int, bool, float, complex, bytes, type(None))
+} | {"str": StrEntry}
+
+
+def enum_entry(value: Any) -> EnumEntry | None:
+    """The entry of a member of an Enum, or of one that was read; None of what neither name nor value can tell."""
+    if isinstance(value, SavedObject):
+        return _enum_entry(value.class_name, value.get("name"), value.get("value"), has_value="value" in value)
+    kind = type(value)
+    return _enum_entry(f"{kind.__module__}.{kind.__qualname__}", value.name, value._value_, has_value=True)
+
+
+def _enum_entry(obj_type: str, name: Any, value: Any, *, has_value: bool) -> EnumEntry | None:
+    plain = scalar_entry(value) if has_value and type(value).__name__ in _ENUM_VALUES else None
+    readable = f"{obj_type}.{name}"
+    if plain is None or len(plain.serialized_value) > LONG or getattr(plain, "escaped", False):
+        return None if name is None else EnumEntry("", readable, obj_type=obj_type, name=name)
+    held = str(type(plain).__struct_config__.tag)
+    return EnumEntry(plain.serialized_value, readable, obj_type=obj_type, name=name, held=held)
+
+
+def resolve_member(kind: type[Enum], entry: EnumEntry) -> Enum:
+    """The member of a class that an entry names. Raises ValueError where the class has none, or where the name is that
+    of another one."""
+    named = _by_name(kind, entry.name)
+    saved = f"{entry.obj_type}.{entry.name}"
+    if entry.held is None:
+        if named is None:
+            raise ValueError(f"the snapshot has {saved}, and {kind.__qualname__} has no such member")
+        return named
+    value = entry.member_value()
+    found = _by_value(kind, value)
+    if found is None:
+        raise ValueError(f"the snapshot has {saved} = {value!r}, and {kind.__qualname__} has no member of this value")
+    if named is not None and named is not found and named != found:
+        raise ValueError(f"the snapshot has {saved} = {value!r}, and {kind.__qualname__} has {found!r} and {named!r}")
+    return found
+
+
+def _by_name(kind: type[Enum], name: str | None) -> Enum | None:
+    """The member of a name; of several flags, which `|` joins, all of them."""
+    parts = [kind.__members__.get(each) for each in (name or "").split("|")]
+    if not all(isinstance(each, kind) for each in parts):
+        return None
+    return parts[0] if len(parts) == 1 else functools.reduce(operator.or_, parts)
+
+
+def _by_value(kind: type[Enum], value: Any) -> Enum | None:
+    """The member of a value: no class's own idea of what else it may be is asked, but that of flags which bits fit."""
+    flags = getattr(kind, "_flag_mask_", None) is not None
+    if flags and type(value) is int:
+        try:
+            return kind(value)
+        except ValueError:
+            return None
+    found = kind._value2member_map_.get(value)
+    return found if found is not None and type(found._value_) is type(value) else None
+
+
+TYPED: dict[type, type[Typed]] = {
+    datetime: DatetimeEntry,
+    date: DateEntry,
+    time: TimeEntry,
+    timedelta: TimedeltaEntry,
+    timezone: TimezoneEntry,
+    zoneinfo.ZoneInfo: ZoneInfoEntry,
+    pathlib.PurePosixPath: PathEntry,
+    pathlib.PureWindowsPath: PathEntry,
+    (pathlib.PosixPath if os.name == "posix" else pathlib.WindowsPath): PathEntry,
+    uuid.UUID: UUIDEntry,
+    Decimal: DecimalEntry,
+    Fraction: FractionEntry,
+    range: RangeEntry,
+}
+"""Types, exactly these, with what holds them."""
+
+
+def typed_entry(value: Any) -> Typed | None:
+    """The entry of a value of one of these types; None where a text cannot tell it, or only a long one."""
+    kind = type(value)
+    if kind in (datetime, time) and _zone_text(value.tzinfo) is None:
+        return None
+    if kind is zoneinfo.ZoneInfo and not _has_key(value):
+        return None
+    entry = TYPED[kind]
+    text = entry.write(value)
+    if len(text) > LONG or (entry is PathEntry and PathEntry.read(text) != value):
+        return None
+    return entry(text)
+
+
+def plain_entry(value: Any) -> Scalar | None:
+    """The entry of a value that stands in the manifest itself, whatever its type; None for any other."""
+    return typed_entry(value) if type(value) in TYPED else scalar_entry(value)

@@ -1,0 +1,184 @@
+"""Objects with a class of their own, taken apart: dataclasses into their attributes, wrapped tensors into inner ones.
+
+The same is asked of what is saved and of what is live, so that one finds its place in the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from enum import Enum
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from snapshot.manifest.compounds import SubclassEntry
+from snapshot.manifest.paths import encode_key
+from snapshot.state.shards import Sharded
+
+ENUM, RECORD, WRAPPER = "Enum", "dataclass", "TensorSubclass"
+
+
+def class_name(kind: type) -> str:
+    """The module and the qualified name of a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+_forms: WeakKeyDictionary[type, str | None] = WeakKeyDictionary()
+
+
+def form_of(kind: type) -> str | None:
+    """What a class is an example of: `ENUM`, `RECORD` or `WRAPPER`; None for any other."""
+    try:
+        return _forms[kind]
+    except KeyError:
+        form = _forms[kind] = _form_of(kind)
+        return form
+
+
+def _form_of(kind: type) -> str | None:
+    if issubclass(kind, Enum):
+        return ENUM
+    if issubclass(kind, torch.Tensor):
+        wraps = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+        return WRAPPER if wraps and kind is not torch.Tensor else None
+    return RECORD if _is_record(kind) else None
+
+
+def _is_record(kind: type) -> bool:
+    """Whether the attributes of a dataclass's instances are all that they are: neither a builtin type beneath it holds
+    something, nor does it say itself how it is pickled."""
+    if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__:
+        return False
+    if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
+        return False
+    if issubclass(kind, Sharded) or any(hasattr(kind, name) for name in _OTHERWISE):
+        return False
+    ours = (getattr(object, "__getstate__", None), getattr(dataclasses, "_dataclass_getstate", None))
+    own = getattr(kind, "__getstate__", None)
+    theirs = getattr(kind, "__setstate__", None)
+    return own in ours and theirs in (None, getattr(dataclasses, "_dataclass_setstate", None))
+
+
+_OTHERWISE = ("__getnewargs__", "__getnewargs_ex__", "__snapshot_shards__", "__create_chunk_list__")
+"""Methods of what is pickled or sharded in its own way."""
+
+
+def parts_of(value: Any) -> dict[str, Any] | None:
+    """The attributes or inner tensors of a value; None of a value that is not made of such."""
+    form = form_of(type(value))
+    if form is RECORD:
+        return attributes(value)
+    return inner_tensors(value)[0] if form is WRAPPER and is_wrapper(value) else None
+
+
+# Dataclasses
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """What an instance has: its fields, then what else was set. What it has computed and kept is computed again."""
+    kind = type(value)
+    found = {}
+    for name in _slots(kind):
+        try:
+            found[name] = getattr(value, name)
+        except AttributeError:  # a field that was never set
+            continue
+    for name, held in getattr(value, "__dict__", {}).items():
+        if name not in found and not is_computed(kind, name):
+            found[name] = held
+    return found
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    """The names that all instances may have: fields, and slots of classes that are no dataclasses."""
+    names = dict.fromkeys(each.name for each in dataclasses.fields(kind))
+    for each in kind.__mro__:
+        slots = each.__dict__.get("__slots__", ())
+        names |= dict.fromkeys([slots] if isinstance(slots, str) else slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def is_computed(kind: type, name: str) -> bool:
+    """Whether an attribute is a cached property."""
+    return any(isinstance(each.__dict__.get(name), cached_property) for each in kind.__mro__)
+
+
+def can_have(kind: type, live: Mapping[str, Any], name: str) -> bool:
+    """Whether an instance takes an attribute of this name."""
+    return name in live or name in _slots(kind)
+
+
+def with_attributes(kind: type, held: Mapping[str, Any]) -> Any:
+    """A new instance with these attributes, of which none of its own code knows."""
+    made: Any = object.__new__(kind)
+    fill(made, held)
+    return made
+
+
+def fill(target: Any, held: Mapping[str, Any]) -> None:
+    """Set attributes of an instance, also of a frozen one."""
+    for name, value in held.items():
+        object.__setattr__(target, name, value)
+
+
+def default_of(kind: type, name: str) -> Any:
+    """The value that a field has where none is given. Raises KeyError where it has none."""
+    for each in dataclasses.fields(kind):
+        if each.name == name and each.default is not dataclasses.MISSING:
+            return each.default
+        if each.name == name and each.default_factory is not dataclasses.MISSING:
+            return each.default_factory()
+    raise KeyError(name)
+
+
+# Tensors that wrap tensors
+
+
+def _is_dtensor(tensor: Any) -> bool:
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(tensor, distributed.DTensor)
+
+
+def is_wrapped_local(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor whose local part wraps tensors: nobody can cut that into boxes."""
+    return _is_dtensor(tensor) and form_of(type(tensor._local_tensor)) is WRAPPER and is_wrapper(tensor._local_tensor)
+
+
+def is_wrapper(tensor: Any) -> bool:
+    """Whether a tensor of a wrapper class is stored as its inner tensors; a DTensor is stored as its boxes."""
+    return not _is_dtensor(tensor) or is_wrapped_local(tensor)
+
+
+def inner_tensors(tensor: Any) -> tuple[dict[str, Any], Any]:
+    """The inner tensors of a tensor by their names, and what its class needs to know besides."""
+    names, context = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}, context
+
+
+def wrapper_entry(tensor: Any, names: list[str], context: dict[str, Any]) -> SubclassEntry:
+    """The entry of a wrapped tensor."""
+    return SubclassEntry(
+        [encode_key(name) for name in names],  # type: ignore[misc]
+        obj_type=class_name(type(tensor)),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=outer_shape(tensor),
+        requires_grad=bool(tensor.requires_grad),
+        context=context,
+    )
+
+
+def outer_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape that a wrapped tensor has to others; -1 for what is not a number, as in a nested tensor's."""
+    return tuple(size if type(size) is int else -1 for size in tensor.shape)
+
+
+def context_of(tensor: Any, context: Any) -> Any:
+    """What is stored as a tensor's context: what the class gives, and of a DTensor a text of its layout."""
+    if _is_dtensor(tensor):
+        mesh = tensor.device_mesh.mesh.tolist()
+        return f"mesh {mesh}, {', '.join(map(str, tensor.placements))}"
+    return context

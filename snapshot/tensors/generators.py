@@ -1,0 +1,44 @@
+"""torch's random number generators: their states, as tensors of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from snapshot.errors import CorruptSnapshotError
+from snapshot.saved import SavedObject
+
+KIND = "Generator"
+"""Their kind among what is made of tensors."""
+
+
+def device_of(path: str, params: Mapping[str, Any]) -> torch.device:
+    """The device of a generator that was saved."""
+    name = params.get("device")
+    try:
+        if isinstance(name, str):
+            return torch.device(name)
+    except RuntimeError:
+        pass
+    raise CorruptSnapshotError(f"{path}: {str(name)[:80]!r} is not the device of a generator")
+
+
+def made(path: str, params: Mapping[str, Any], state: torch.Tensor) -> Any:
+    """A generator in this state; its device and state alone where this machine has no such device."""
+    device = device_of(path, params)
+    try:
+        generator = torch.Generator(device)
+    except (RuntimeError, AssertionError):
+        return SavedObject("Generator", "torch.Generator", {"device": device, "state": state})
+    return filled(path, generator, state)
+
+
+def filled(path: str, generator: torch.Generator, state: torch.Tensor) -> torch.Generator:
+    """Set a generator's state."""
+    try:
+        generator.set_state(state.cpu())
+    except (RuntimeError, TypeError) as error:
+        raise CorruptSnapshotError(f"{path}: is not a state of a generator on {generator.device}: {error}") from error
+    return generator
