@@ -56,8 +56,8 @@ class RestoreReport:
 
     @property
     def kept(self) -> tuple[Line, ...]:
-        """What the application has and the snapshot lacks, of a `StateDict`'s keys, an optimizer's options and the fields
-        of a dataclass: it keeps its value."""
+        """Keys of a `StateDict`, options of an optimizer and fields of a dataclass that the snapshot lacks: they keep
+        their value."""
         return self._of("kept")
 
     @property

@@ -22,6 +22,7 @@ from snapshot.errors import (
     StorageNotFoundError,
 )
 from snapshot.events import emit, log
+from snapshot.formats.notice import remove_notice
 from snapshot.manifest.document import METADATA
 from snapshot.storage import ABSENT, ANYTHING, Expect, Storage
 
@@ -252,6 +253,7 @@ async def remove(storage: Storage) -> None:
     else:
         await storage.delete([METADATA])
     await storage.delete(data)
+    await remove_notice(storage)
 
 
 async def remove_this(storage: Storage, token: str, older_than: float, spared: Callable[[], Awaitable[bool]]) -> bool:
@@ -267,4 +269,6 @@ async def remove_this(storage: Storage, token: str, older_than: float, spared: C
     data = await _remove_claims(storage, found, None, older_than)
     now = await standing(storage)  # a take that is not committed by now has lost its claim, or began after the list
     await storage.delete([path for path in data if save_id_of(path) != now])
+    if now is None:
+        await remove_notice(storage)
     return True

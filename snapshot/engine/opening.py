@@ -17,6 +17,7 @@ from snapshot.engine.loop import run
 from snapshot.engine.operation import Operation
 from snapshot.errors import SnapshotError, SnapshotExistsError, StorageError, StorageNotFoundError
 from snapshot.formats import dcp
+from snapshot.formats.notice import is_notice
 from snapshot.manifest.document import METADATA, Document
 from snapshot.storage import ABSENT, URL, Expect, FileStat
 
@@ -176,7 +177,7 @@ async def expectation(operation: Operation, *, overwrite: bool) -> Expect:
         raise SnapshotError(f"{operation.url}: this storage cannot be written to")
     standing = await _standing(operation, METADATA)
     other = await _standing(operation, dcp.METADATA, errno.EISDIR, errno.ENOTDIR)
-    if other is not None:
+    if other is not None and not await is_notice(operation.storage):
         raise SnapshotExistsError(
             f"{operation.url}: holds a checkpoint of torch.distributed.checkpoint, which others would read in place of "
             "this one; take to another path, or remove its files"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError, UnsupportedFormatError
 from snapshot.formats import dcp, safetensors, torch_file
 from snapshot.formats.foreign import ForeignDocument, says_absent
+from snapshot.formats.notice import NOTICE
 from snapshot.storage import URL, Storage
 
 HEAD = 16
@@ -30,7 +31,9 @@ async def find(url: URL, storage: Storage, beside: Callable[[URL], Storage], lim
 
 async def _folder(storage: Storage, limit: int) -> ForeignDocument | None:
     try:
-        return await dcp.describe(storage, await storage.get(dcp.METADATA, limit=limit))
+        data = await storage.get(dcp.METADATA, limit=limit)
+        if data != NOTICE:
+            return await dcp.describe(storage, data)
     except StorageError as error:
         if not says_absent(storage, error):
             raise

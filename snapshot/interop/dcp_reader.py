@@ -95,7 +95,8 @@ class SnapshotReader(StorageReader):
         self.verify = verify
         self.allow_pickle = allow_pickle
         self.memory_budget_bytes = memory_budget_bytes
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
+        """Of the load that comes next, is under way, or was the last."""
         self._opened: _Opened | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,7 +117,7 @@ class SnapshotReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new load begins."""
         self._opened = None
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
         if checkpoint_id is not None:
             self.path = os.fspath(checkpoint_id)
 
@@ -129,7 +130,7 @@ class SnapshotReader(StorageReader):
             with no_collection():
                 document = run(operation.open())
                 self._opened = opened = _opened(url, document)
-                meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=document.save_id, load_id=self._load_id)
+                meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=document.save_id, load_id=self.load_id)
                 return Metadata(_described(opened), opened.names.planner_data, None, meta)
         finally:
             run(operation.close())

@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -28,7 +28,8 @@ from snapshot.engine.loop import finish_before_exit, run, start
 from snapshot.engine.opening import expectation
 from snapshot.engine.operation import Operation
 from snapshot.errors import SnapshotError, SnapshotExistsError, StorageNotFoundError
-from snapshot.events import emit
+from snapshot.events import emit, log
+from snapshot.formats.notice import leave_notice
 from snapshot.interop.dcp_commit import Told, join_and_commit
 from snapshot.interop.dcp_items import write_items
 from snapshot.manifest.document import METADATA
@@ -129,11 +130,15 @@ class SnapshotWriter(StorageWriter):
 
     Args:
         path: A URL, or a path of the file system; may be left out where each save gives a `checkpoint_id`.
+        sync_files: Commit only what survives a loss of power, as `durable` says.
         storage_options: What the storage plugin should know.
         overwrite: Replace a snapshot that is there: it stays whole until the new one is. Else that is an error.
-        durable: Commit only what survives a loss of power.
+        durable: Commit only what survives a loss of power; by default what `sync_files` says.
         memory_budget_bytes: Host memory for what cannot be written from where it is, as for `Snapshot.take`; tensors
             that a planner of your own makes are asked of it in portions of that size.
+
+    The other arguments are those of torch's `FileSystemWriter`, in its order. They choose how its files are written,
+    mean nothing here, and are named in the log once if they are given.
 
     >>> import torch.distributed.checkpoint as dcp, torch, warnings
     >>> from snapshot import Snapshot
@@ -147,17 +152,34 @@ class SnapshotWriter(StorageWriter):
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: Any = None,
         *,
         storage_options: Mapping[str, Any] | None = None,
-        overwrite: bool = True,
-        durable: bool = True,
+        durable: bool | None = None,
         memory_budget_bytes: int | None = None,
     ) -> None:
         super().__init__()
         self.path = None if path is None else os.fspath(path)
         self.storage_options = dict(storage_options or {})
         self.overwrite = overwrite
-        self.durable = durable
+        self.durable = sync_files if durable is None else durable
+        self.save_id = secrets.token_hex(6)
+        """Of the save that comes next, is under way, or was the last."""
+        _log_unused(
+            single_file_per_rank=not single_file_per_rank,
+            thread_count=thread_count != 1,
+            per_thread_copy_ahead=per_thread_copy_ahead != 10_000_000,
+            cache_staged_state_dict=cache_staged_state_dict,
+            _extensions=bool(_extensions),
+            serialization_format=serialization_format is not None,
+        )
         self.memory_budget_bytes = memory_budget_bytes
         self._rank = 0
         self._alone = False
@@ -193,6 +215,7 @@ class SnapshotWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Told on each rank what it is; torch passes `rank` only where a parameter has this very name, `kwargs`."""
         self._drop()
+        self.save_id = secrets.token_hex(6)
         self._rank = kwargs.get("rank") or 0
         self._alone = not kwargs.get("use_collectives", True)
         self._since = next(_arrivals)
@@ -208,7 +231,7 @@ class SnapshotWriter(StorageWriter):
             if isinstance(told, _Where) and told.arrived > self._since and told.text != str(url) and not self._alone:
                 raise SnapshotError(f"rank {rank} was told to save to {told.text}, and the coordinator to {url}")
         operation = self._open(url)
-        save = _Save(operation, secrets.token_hex(6), str(url), time.perf_counter())
+        save = _Save(operation, self.save_id, str(url), time.perf_counter())
         try:
             run(self._claim(save))
         except BaseException as error:
@@ -225,6 +248,7 @@ class SnapshotWriter(StorageWriter):
         """On each rank: write its data files."""
         save, ticket = self._save, self._ticket(plan)  # of another path there is nothing to take back
         operation = save.operation if save is not None else self._open(self._url())
+        self.save_id = ticket.save_id
         try:
             told = write_items(operation, ticket.save_id, ticket.rank, plan, planner)
             run(self._written(operation, ticket, coordinates=save is not None))
@@ -254,6 +278,9 @@ class SnapshotWriter(StorageWriter):
         except BaseException as error:
             self._failed(save, error)
             raise
+        else:
+            if not self._alone:
+                run(leave_notice(save.operation.storage))
         finally:
             save.over()
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=save.save_id)
@@ -333,6 +360,17 @@ class SnapshotWriter(StorageWriter):
 
     def __repr__(self) -> str:
         return f"SnapshotWriter({shown(self.path)!r})"
+
+
+_logged: set[str] = set()
+
+
+def _log_unused(**given: bool) -> None:
+    """Say once which arguments of FileSystemWriter mean nothing here."""
+    names = [name for name, is_given in given.items() if is_given and name not in _logged]
+    _logged.update(names)
+    if names:
+        log.info("SnapshotWriter: means nothing for a snapshot, and is ignored: %s", ", ".join(names))
 
 
 def rank_folder(rank: int) -> str:

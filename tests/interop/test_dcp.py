@@ -24,6 +24,7 @@ from snapshot import (
     RestoreError,
     Snapshot,
     SnapshotError,
+    SnapshotExistsError,
     SnapshotNotFoundError,
     StateDict,
     StorageError,
@@ -68,7 +69,7 @@ def test_what_is_saved_stands_where_it_stood_in_the_state(folder):
 def test_numbers_and_tensors_are_stored_without_a_pickle(folder):
     save(STATE, SnapshotWriter(folder))
     assert not any(b"PK\x03\x04" in Path(folder, name).read_bytes() for name in left(folder))
-    assert [name.rpartition(".")[2] for name in left(folder)] == ["snapshot_metadata", "safetensors"]
+    assert [name.rpartition(".")[2] for name in left(folder)] == ["metadata", "snapshot_metadata", "safetensors"]
 
 
 def test_a_state_that_is_no_nested_one_has_its_names_at_the_top(folder):
@@ -365,7 +366,7 @@ def test_a_commit_that_another_save_was_faster_with_loses_nothing(folder):
     assert isinstance(failure(save, STATE, writer, planner=Racing()), SnapshotError)
     assert set(Snapshot(folder).get_manifest()) == {"0/b"}
     assert Snapshot(folder).verify()
-    assert len(left(folder)) == 2
+    assert len(left(folder)) == 3
 
 
 def test_a_writer_without_a_path_or_a_plan_says_what_it_lacks(folder):
@@ -468,3 +469,60 @@ def test_shards_of_one_tensor_come_together_whatever_portions_they_are_written_i
     assert Snapshot(folder).metadata.metadata == {}
     assert Snapshot(folder).verify()
     assert told(load(emptied(state), SnapshotReader(folder))) == told(state)
+
+
+def test_a_tool_that_looks_for_dcp_s_metadata_gets_a_loud_answer(tmp_path):
+    """Trainers begin anew where there is no `.metadata`: so there is one, which says what is there."""
+    path = tmp_path / "step-1"
+    save({"w": torch.ones(3)}, SnapshotWriter(path))
+    assert (path / ".metadata").is_file()
+    with pytest.raises(CheckpointException, match="this is a snapshot and not a checkpoint of DCP: read it with SnapshotReader"):
+        load({"w": torch.zeros(3)}, dcp.FileSystemReader(path))
+    snapshot = Snapshot(path)
+    assert snapshot.verify()
+    assert snapshot.metadata.format == "snapshot/1"
+    save({"w": torch.zeros(3)}, SnapshotWriter(path))  # over it
+    Snapshot.take(path, {"s": StateDict(w=torch.ones(1))}, overwrite=True)
+    assert Snapshot(path).verify()
+    Snapshot(path).delete()
+    assert not path.exists()
+
+
+def test_a_notice_without_its_snapshot_is_no_checkpoint(tmp_path):
+    path = tmp_path / "step-1"
+    save({"w": torch.ones(3)}, SnapshotWriter(path))
+    (path / ".snapshot_metadata").unlink()
+    assert not Snapshot(path).exists()
+    with pytest.raises(SnapshotNotFoundError):
+        Snapshot(path).read_object("0/w")
+    Snapshot.take(path, {"s": StateDict(w=torch.ones(1))})
+    assert Snapshot(path).verify()
+
+
+def test_a_real_dcp_checkpoint_is_still_refused_as_a_target(tmp_path):
+    save({"w": torch.ones(3)}, dcp.FileSystemWriter(tmp_path / "dcp"))
+    with pytest.raises(SnapshotExistsError, match=r"holds a checkpoint of torch\.distributed\.checkpoint"):
+        Snapshot.take(tmp_path / "dcp", {"s": StateDict(w=torch.ones(1))}, overwrite=True)
+
+
+def test_the_arguments_of_torch_s_writer_are_taken(tmp_path, caplog):
+    with caplog.at_level("INFO", "snapshot"):
+        writer = SnapshotWriter(
+            tmp_path / "a", thread_count=16, single_file_per_rank=False, sync_files=False, per_thread_copy_ahead=5,
+            cache_staged_state_dict=True, overwrite=True, _extensions=[], serialization_format=None,
+        )  # fmt: skip
+        SnapshotWriter(tmp_path / "a", False, thread_count=4)
+    said = [record for record in caplog.records if "means nothing" in record.message]
+    assert len(said) <= 1  # another test may have been first
+    assert writer.durable is False
+    assert SnapshotWriter(tmp_path / "a", sync_files=False, durable=True).durable
+    save({"w": torch.ones(3)}, writer)
+    assert Snapshot(tmp_path / "a").metadata.save_id == writer.save_id
+    first = writer.save_id
+    save({"w": torch.ones(3)}, writer)
+    assert writer.save_id != first
+    reader = SnapshotReader(tmp_path / "a")
+    assert reader.load_id
+    before = reader.load_id
+    reader.reset(tmp_path / "a")
+    assert reader.load_id != before

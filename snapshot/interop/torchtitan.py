@@ -1,0 +1,113 @@
+"""torchtitan's checkpoint manager, with snapshots in the place of DCP's files. Tested with versions 0.2 and 0.3.
+
+    from snapshot.interop.torchtitan import use_snapshots
+
+    use_snapshots()  # before the trainer is made, on every rank
+
+Everything else of torchtitan's checkpointing stays: its settings, its asynchronous modes, its retention, and conversion
+from and to Hugging Face's format. Checkpoints that DCP wrote are found and loaded as before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
+
+from snapshot.engine.loop import run
+from snapshot.errors import MissingExtraError
+from snapshot.interop.dcp import SnapshotReader, SnapshotWriter
+from snapshot.manager.root import Root
+from snapshot.storage import URL
+
+
+def use_snapshots(manager: Any = None, *, storage_options: Mapping[str, Any] | None = None) -> None:
+    """Let torchtitan save and load snapshots in this process.
+
+    Args:
+        manager: A `CheckpointManager` class of torchtitan's kind; torchtitan's own by default. The class itself is
+            changed, since trainers and configurations hold on to it.
+        storage_options: What the storage plugin should know.
+
+    Raises:
+        MissingExtraError: torchtitan cannot be imported.
+    """
+    manager = _torchtitan_manager() if manager is None else manager
+    if not hasattr(manager.dcp_save, "saves_snapshots"):
+        manager.dcp_save = _saving(manager.dcp_save, storage_options)
+        manager.dcp_load = _loading(manager.dcp_load, storage_options)
+        manager._find_load_step = _finding(manager._find_load_step, storage_options)
+
+
+def _torchtitan_manager() -> Any:
+    try:
+        from torchtitan.components.checkpoint import CheckpointManager
+    except ImportError as error:
+        raise MissingExtraError(f"torchtitan cannot be imported: {error}; pip install torchtitan") from error
+    return CheckpointManager
+
+
+def _saving(original: Any, options: Mapping[str, Any] | None) -> Any:
+    @functools.wraps(original)
+    @torch.no_grad()
+    def dcp_save(
+        self: Any,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: Any,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        if to_hf:
+            return original(self, state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        given: dict[str, Any] = {"storage_writer": SnapshotWriter(checkpoint_id, storage_options=options)}
+        mode = str(getattr(async_mode, "value", async_mode))
+        if mode == "disabled":
+            save(state_dict, **given)
+            made = None
+        else:
+            if mode == "async_with_pinned_mem":
+                given["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
+                given["async_stager"] = self.stager
+            made = async_save(state_dict, process_group=self.pg, **given)
+        if enable_garbage_collection:
+            from torchtitan.tools.utils import GarbageCollection
+
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+        return made
+
+    dcp_save.saves_snapshots = True  # type: ignore[attr-defined]
+    return dcp_save
+
+
+def _loading(original: Any, options: Mapping[str, Any] | None) -> Any:
+    @functools.wraps(original)
+    def dcp_load(
+        self: Any, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
+        if from_hf:
+            original(self, state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        load(state_dict, storage_reader=SnapshotReader(checkpoint_id, storage_options=options))
+        if "model" in self.states:  # whose names are beside the others' keys
+            self.states["model"].load_state_dict(state_dict)
+
+    return dcp_load
+
+
+def _finding(original: Any, options: Mapping[str, Any] | None) -> Any:
+    @functools.wraps(original)
+    def find_load_step(self: Any, folder: str = "") -> int:
+        """Return the newest step of those that torchtitan finds and of snapshots, or -1."""
+        folders = run(Root(URL.parse(str(folder or self.folder)), options).folders())
+        newest: int = max([original(self, folder), *folders.committed])
+        unreadable = [step for step in folders.unreadable if step > newest]
+        if unreadable:  # to go on from an older one would lose steps silently
+            raise folders.unreadable[max(unreadable)]
+        return newest
+
+    return find_load_step

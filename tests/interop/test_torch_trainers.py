@@ -1,0 +1,35 @@
+"""torchtitan and torchtune, which save through torch.distributed.checkpoint: their own managers over snapshots, each
+in a process of its own. `.ci/run` installs them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CACHE = Path.home() / ".cache" / "snapshot-tests"
+
+
+def run(trainer, script, *arguments):
+    place = CACHE / trainer
+    if not place.is_dir():
+        pytest.skip(f"{trainer} is not installed in {CACHE}")
+    path = os.pathsep.join([str(HERE), *filter(None, sys.path), str(place)])
+    return subprocess.run(
+        [sys.executable, HERE / script, *map(str, arguments)], env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem", "dcp"])
+@pytest.mark.parametrize("version", ["0.2.0", "0.3.0"])
+def test_torchtitan_s_manager_finds_and_resumes_snapshots(tmp_path, version, mode):
+    ended = run(f"torchtitan-{version}", "on_torchtitan.py", tmp_path, mode)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+def test_torchtune_s_checkpointer_finds_and_loads_snapshots(tmp_path):
+    ended = run("torchtune-0.6.1", "on_torchtune.py", tmp_path)
+    assert ended.returncode == 0, ended.stderr[-4000:]
