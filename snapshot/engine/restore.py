@@ -30,6 +30,7 @@ from snapshot.engine.wants import Want
 from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError
 from snapshot.events import Meter
 from snapshot.formats.foreign import root_of, root_over
+from snapshot.formats.unpickling import expect_no_module
 from snapshot.manifest.check import check_tree, locations_of
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import Container, ListEntry, OrderedDictEntry
@@ -156,6 +157,7 @@ class Restore:
                 self._match.add(kind, grouped[key], gather)
         self._notes.mismatches += shared_memory(gather)
         if self._notes.mismatches:
+            expect_no_module(operation.url, document.manifest, allow_pickle=self._allow_pickle)
             raise RestoreError(
                 f"{operation.url}: does not fit the application, and nothing was touched:"
                 f"{listed(self._notes.mismatches, 100)}",
