@@ -9,10 +9,10 @@ from typing import Any
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats import pickles, zips
-from snapshot.formats.foreign import INLINE, ForeignDocument, document
+from snapshot.formats.foreign import ForeignDocument, document
 from snapshot.formats.scanning import expect_stored
 from snapshot.formats.tree import Rebuilt, Tree, container, extra_of
-from snapshot.formats.unpickling import is_refused, locate, refused
+from snapshot.formats.unpickling import INLINE, is_refused, locate, refused
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import Container, Extra, TensorEntry
 from snapshot.storage import Storage
