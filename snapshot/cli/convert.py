@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import asdict
 
 import torch
@@ -47,7 +48,7 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("source", metavar="FROM", help="what is read: anything that Snapshot(path) opens")
     parser.add_argument("target", metavar="TO", help="a folder; for torch, and safetensors if it ends so, a file")
-    parser.add_argument("--to", choices=FORMATS, help="by default what the ending of TO says, else a snapshot")
+    parser.add_argument("--to", choices=FORMATS, help="by default what the ending of TO says; without one, a snapshot")
     add_select(parser)
     parser.add_argument(
         "--rename", action="append", default=[], type=pair, metavar="OLD=NEW", help="a path and its new one; repeatable"
@@ -91,9 +92,21 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     return ExitStatus.OK
 
 
+_ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", "": "snapshot"}
+_ENDING = re.compile(r"[^/]\.[A-Za-z][A-Za-z0-9_-]*$")
+"""An ending as files have one: `step-1.5` has none, nor has `.hidden`."""
+
+
 def _by_name(target: str) -> str:
-    path = URL.parse(target).location
-    return "safetensors" if path.endswith(".safetensors") else "torch" if path.endswith((".pt", ".pth")) else "snapshot"
+    """Return the format that the ending of a name says; raise `ValueError` if it is none of those that are known."""
+    found = _ENDING.search(URL.parse(target).location)
+    ending = "" if found is None else found[0][1:].lower()
+    if ending not in _ENDINGS:
+        raise ValueError(
+            f"{URL.parse(target)}: the ending {ending!r} must be .safetensors, .pt or .pth; name the format with "
+            f"--to {{{','.join(FORMATS)}}}"
+        )
+    return _ENDINGS[ending]
 
 
 def _dtype(text: str) -> torch.dtype:

@@ -11,9 +11,9 @@ from snapshot.engine.choosing import clean
 from snapshot.engine.numbers import Numbers, comparable
 from snapshot.engine.side_by_side import Pair, as_bytes
 from snapshot.formats.foreign import is_packed
+from snapshot.formats.unpickling import is_refused
 from snapshot.manifest import entries as e
 from snapshot.manifest.scalars import Scalar
-from snapshot.tensors.objects import REFUSED
 
 LONGEST = 60
 """Characters of a value that are shown."""
@@ -220,7 +220,7 @@ def _short(value: Any) -> str:
 def _objects(found: Found, pairs: list[Pair], path: str, a: e.ObjectEntry, b: e.ObjectEntry) -> None:
     if (a.serializer, a.obj_type) != (b.serializer, b.obj_type) and a.obj_type != b.obj_type:
         found.add("kind", f"{a.obj_type} -> {b.obj_type}")
-    if a.nbytes != b.nbytes or REFUSED in (a.serializer, b.serializer):
+    if a.nbytes != b.nbytes or is_refused(a) or is_refused(b):
         found.add("bytes", f"{shown(a)} -> {shown(b)}" if a.nbytes != b.nbytes else "cannot be read without a pickle")
     elif a.digest is not None and b.digest is not None:
         if a.digest != b.digest:

@@ -15,6 +15,7 @@ from snapshot.engine.operation import Operation
 from snapshot.errors import RestoreError, UnsafeObjectError
 from snapshot.events import Meter
 from snapshot.formats.foreign import ForeignDocument
+from snapshot.formats.unpickling import is_refused
 from snapshot.manifest import entries as e
 from snapshot.manifest.check import check_tensor, locations_of
 from snapshot.manifest.document import Document
@@ -22,7 +23,7 @@ from snapshot.manifest.view import View, nearest, rank_view, renamed
 from snapshot.plan.globs import matcher, unmatched
 from snapshot.plan.renaming import Rename, compile_rename
 from snapshot.report import listed
-from snapshot.tensors.objects import REFUSED
+from snapshot.tensors.objects import TRUST
 
 
 def chosen_of_ranks(
@@ -176,12 +177,12 @@ class Objects:
         refused = [
             f"{path}: {entry.obj_type}"
             for path, entry in entries.items()
-            if isinstance(entry, e.ObjectEntry) and entry.serializer == REFUSED
+            if is_refused(entry) and not self._allow_pickle
         ]
         if refused:
             raise UnsafeObjectError(
-                f"{self._operation.url}: holds what only running a pickle would make; leave it out with exclude=[...]:"
-                f"{listed(refused)}"
+                f"{self._operation.url}: holds what only running a pickle would make; leave it out with exclude=[...], "
+                f"or {TRUST}:{listed(refused)}"
             )
         run(self._operation.expect_files(self._document, locations_of(entries, self._document.files)))
         gather = Gather(self._document.files, allow_pickle=self._allow_pickle)

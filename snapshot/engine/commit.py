@@ -48,7 +48,11 @@ def claim_path(save_id: str) -> str:
 
 
 async def lay_claim(storage: Storage, save_id: str) -> None:
-    """Say that a take is running. Its name is nobody else's, so that nothing is lost where no condition can be set."""
+    """Say that a take is running, to others by a file and to this process by its save id, until `leave`.
+
+    The file's name is nobody else's, so that nothing is lost where no condition can be set.
+    """
+    enter(save_id)
     expect = ABSENT if storage.capabilities.conditional_put else ANYTHING
     await storage.put(claim_path(save_id), b"", expect=expect)
 
@@ -93,7 +97,7 @@ async def condition(storage: Storage, expect: Expect) -> Expect:
 
 
 def enter(save_id: str) -> None:
-    """A take of this process begins."""
+    """Note that a take of this process is pending: others of it spare its files. `lay_claim` does it, too."""
     with _lock:
         _active.add(save_id)
 

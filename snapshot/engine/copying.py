@@ -211,7 +211,6 @@ class _Copy:
         storage = self._target.storage
         places = _places(save_id, [*self._document.files, *parts])
         ending.names = list(places.values())
-        commit.enter(save_id)
         try:
             await commit.lay_claim(storage, save_id)
             names = [places[each.location] for each in files]

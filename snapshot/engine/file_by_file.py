@@ -16,7 +16,8 @@ from snapshot.engine.sums import expect_sums
 from snapshot.errors import SnapshotError, StorageNotFoundError
 from snapshot.events import Meter, emit
 from snapshot.formats import checksums, dcp, safetensors
-from snapshot.formats.foreign import INLINE, ForeignDocument
+from snapshot.formats.foreign import ForeignDocument
+from snapshot.formats.unpickling import INLINE
 from snapshot.manifest.document import METADATA
 from snapshot.report import CopyReport
 from snapshot.storage import URL, Storage

@@ -18,6 +18,7 @@ from snapshot.engine.wants import Want, want_all
 from snapshot.errors import CorruptSnapshotError, UnsafeObjectError
 from snapshot.formats.foreign import is_packed
 from snapshot.formats.packed import Layout, archived, object_bytes
+from snapshot.formats.unpickling import Saved, is_refused, object_at
 from snapshot.formats.values import NotPlainError, plain_value
 from snapshot.manifest import entries as e
 from snapshot.manifest.check import Files, check_range, check_tensor
@@ -30,7 +31,7 @@ from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, NAMES
 from snapshot.tensors.geometry import Box, intersect, whole
 from snapshot.tensors.memory import address_of, is_plain
-from snapshot.tensors.objects import load_object
+from snapshot.tensors.objects import load_object, run_pickle
 
 ROOM = 1 << 30
 MOST_TIMES = 4
@@ -60,6 +61,8 @@ class Gather:
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
         self.targets: list[tuple[str, torch.Tensor, tuple[str, int]]] = []
         """Live tensors that are filled by way of a slot, with where from: others' addresses are in their wants."""
+        self._whole: dict[str, bytearray | Saved] = {}
+        """Files whose pickles are run: their bytes, then what they hold."""
         self._boxes: set[tuple[Any, ...]] = set()
         self._filled: dict[tuple[str, int], tuple[Any, torch.Tensor]] = {}
         self._claimed: dict[tuple[str, tuple[int, int]], tuple[Any, ...]] = {}
@@ -84,6 +87,8 @@ class Gather:
             self._new_array(path, entry)  # type: ignore[arg-type]
         elif kind is e.TensorPartsEntry:
             self._new_parts(path, entry)  # type: ignore[arg-type]
+        elif kind is e.ObjectEntry and self._allow_pickle and is_refused(entry):
+            self._new_pickled(path, entry)  # type: ignore[arg-type]
         elif kind is e.ObjectEntry:
             self._new_object(path, entry)  # type: ignore[arg-type]
 
@@ -169,6 +174,24 @@ class Gather:
                     self.values[path] = plain_value(path, held, entry.nbytes)
                 except NotPlainError:
                     raise error from None
+
+        self._finish_objects.append(finish)
+
+    def _new_pickled(self, path: str, entry: e.ObjectEntry) -> None:
+        """Make an object by running its file's pickle: all of the file is read, once for all objects in it."""
+        where = entry.location
+        check_range(path, entry, self.files)
+        if where not in self._whole:
+            data = bytearray(self.files[where].size)
+            whole = e.ObjectEntry(where, (0, len(data)), "torch_save", entry.obj_type)
+            self.objects.append(want_all(path, whole, address_of(memoryview(data))))
+            self._whole[where] = data
+
+        def finish() -> None:
+            held = self._whole[where]
+            if isinstance(held, bytearray):
+                held = self._whole[where] = Saved(run_pickle(path, held, entry.obj_type))
+            self.values[path] = object_at(path, held.value, entry)
 
         self._finish_objects.append(finish)
 

@@ -72,7 +72,6 @@ def open_take(
             operation = opener(url)
             held.append(operation)
             opening.expect = run(expectation(operation, overwrite=overwrite))
-            commit.enter(opening.save_id)
             opening.claimed = True
             run(commit.lay_claim(operation.storage, opening.save_id))
         common = [glob for glob in hellos[0].globs if all(glob in hello.globs for hello in hellos)]

@@ -31,6 +31,7 @@ from snapshot.engine.unfold import unfold
 from snapshot.engine.wants import Want
 from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError
 from snapshot.events import Meter, log
+from snapshot.formats.unpickling import expect_no_module
 from snapshot.manifest.check import check_tree, locations_of
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import Container, ListEntry, OrderedDictEntry
@@ -157,6 +158,7 @@ class Restore:
         self._expect_any(view)
         self._expect_written(gather)
         if self._notes.mismatches:
+            expect_no_module(operation.url, document.manifest, allow_pickle=self._allow_pickle)
             raise RestoreError(
                 f"{operation.url}: does not fit the application, and nothing was touched:"
                 f"{listed(self._notes.mismatches, 100)}{SKIP_SHAPES if self._match.shapes else ''}",

@@ -8,7 +8,8 @@ from typing import Any
 
 from snapshot.engine.wants import Want, want_all
 from snapshot.errors import CorruptSnapshotError
-from snapshot.formats.foreign import INLINE, is_packed
+from snapshot.formats.foreign import is_packed
+from snapshot.formats.unpickling import INLINE
 from snapshot.manifest import entries as e
 from snapshot.manifest.check import Files, check_range, check_tensor
 from snapshot.manifest.document import ForeignFile

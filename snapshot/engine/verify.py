@@ -19,7 +19,7 @@ from snapshot.engine.wants import Want
 from snapshot.errors import CorruptSnapshotError, StorageError
 from snapshot.events import Meter
 from snapshot.formats import checksums
-from snapshot.formats.foreign import INLINE
+from snapshot.formats.unpickling import INLINE
 from snapshot.manifest import entries as e
 from snapshot.manifest.check import check_tree
 from snapshot.manifest.document import Document

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from snapshot.formats import zips
-from snapshot.formats.foreign import INLINE
+from snapshot.formats.unpickling import INLINE
 from snapshot.manifest.check import Files
 from snapshot.storage import Storage, in_thread
 

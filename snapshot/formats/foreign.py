@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError, UnsafeObjectError
+from snapshot.formats.unpickling import INLINE
 from snapshot.manifest.document import Document, FileEntry, ForeignFile
 from snapshot.manifest.entries import (
     Container,
@@ -30,8 +31,6 @@ from snapshot.tensors.digest import of_range
 LINKLESS = ("dcp", "torchsnapshot")
 """Formats whose files are in one folder, and no links. (Hugging Face's cache is made of links, and a file that the user
 names may be one.)"""
-INLINE = "(in the pickle)"
-"""The location of bytes that stand in a pickle, and so in no range of a file."""
 
 
 class ForeignDocument(Document):

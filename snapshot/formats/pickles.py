@@ -275,12 +275,13 @@ class _NoBytes(metaclass=_Sealed):
         return b""
 
 
-_OLD = re.compile(r"(Float|Double|Half|Long|Int|Short|Char|Byte|Bool|BFloat16|ComplexFloat|ComplexDouble)Storage")
 _DTYPE_OF = {
     "Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Short": "int16",
     "Char": "int8", "Byte": "uint8", "Bool": "bool", "BFloat16": "bfloat16", "ComplexFloat": "complex64",
-    "ComplexDouble": "complex128",
+    "ComplexDouble": "complex128", "QInt8": "qint8", "QUInt8": "quint8", "QInt32": "qint32", "QUInt4x2": "quint4x2",
+    "QUInt2x4": "quint2x4",
 }  # fmt: skip
+_OLD = re.compile(f"({'|'.join(_DTYPE_OF)})Storage")
 _REAL: dict[tuple[str, str], Any] = {
     ("collections", "defaultdict"): DefaultDict,
     ("collections", "Counter"): Counter,

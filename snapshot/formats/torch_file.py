@@ -9,14 +9,14 @@ from typing import Any
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats import pickles, zips
-from snapshot.formats.foreign import INLINE, ForeignDocument, document
+from snapshot.formats.foreign import ForeignDocument, document
 from snapshot.formats.scanning import expect_stored
 from snapshot.formats.tree import Rebuilt, Tree, container, extra_of
+from snapshot.formats.unpickling import INLINE, is_refused, locate, refused
 from snapshot.manifest.document import ForeignFile
-from snapshot.manifest.entries import Container, Extra, ObjectEntry, TensorEntry
+from snapshot.manifest.entries import Container, Extra, TensorEntry
 from snapshot.storage import Storage
 from snapshot.tensors.dtypes import ITEMSIZE
-from snapshot.tensors.objects import REFUSED
 from snapshot.tensors.strides import span
 
 TAIL = 64 << 10
@@ -46,6 +46,9 @@ async def describe(storage: Storage, name: str, size: int, limit: int) -> Foreig
         root = made[0]
         for component, child in zip(root.components(), made[1], strict=True):
             tree.add(f"0/{component}", child, 2)
+    for path, entry in tree.entries.items():
+        if is_refused(entry):
+            locate(entry, name, "" if root is None else path.partition("/")[2])
     token = f"{(await storage.stat(name)).token} {size}".encode() + content
     return document(
         "torch.save", "", storage.url, token, tree.entries, {name: ForeignFile(size)}, root=root,
@@ -105,7 +108,7 @@ class _Archive:
         """The entry of a tensor: the member of its storage, and how it lies in it."""
         itemsize = ITEMSIZE.get(found.dtype)
         if itemsize is None:
-            return ObjectEntry(INLINE, (0, 0), REFUSED, f"tensor of {found.dtype}")
+            return refused(f"tensor of {found.dtype}")
         member = self.members.get(f"data/{found.storage}")
         if member is None:
             if math.prod(found.shape):

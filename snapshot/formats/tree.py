@@ -13,7 +13,7 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats import pickles as p
-from snapshot.formats.foreign import INLINE
+from snapshot.formats.unpickling import INLINE, refused
 from snapshot.manifest import entries as e
 from snapshot.manifest import scalars as s
 from snapshot.manifest.paths import encode_key, encode_text, tagged_keys
@@ -21,7 +21,7 @@ from snapshot.manifest.view import DEEPEST
 from snapshot.state import arrays
 from snapshot.tensors.composite import stride_order
 from snapshot.tensors.dtypes import NAMES
-from snapshot.tensors.objects import REFUSED
+from snapshot.tensors.objects import MODULE
 from snapshot.tensors.strides import contiguous
 
 
@@ -197,7 +197,7 @@ class Tree:
             raise CorruptSnapshotError(f"{self._where}: {path}: contains itself")
         made = container(value)
         if made is None:
-            self.entries[path] = _refused(f"{_kind(value)} whose keys or kind no entry can hold")
+            self.entries[path] = refused(f"{_kind(value)} whose keys or kind no entry can hold")
             return
         entry, children = made
         self.entries[path] = entry
@@ -216,12 +216,13 @@ class Tree:
             raise CorruptSnapshotError(f"{self._where}: {path}: {error}") from error
         if array is not None:
             return self._array(array)
-        return _refused(getattr(value, "name", "") or type(value).__name__)
+        name = getattr(type(value), "name", "") or type(value).__name__  # its own may be anything
+        return refused(f"{MODULE} {name}" if _is_module(value) else name)
 
     def _array(self, value: Any) -> Any:
         described = arrays.describe(value)
         if described is None:
-            return _refused("numpy.ndarray of objects")
+            return refused("numpy.ndarray of objects")
         descr, shape, order, tensor = described
         self._room -= tensor.nbytes
         if self._room < 0:
@@ -309,8 +310,9 @@ def _kind(value: Any) -> str:
     return type(value).__name__.lower()
 
 
-def _refused(what: str) -> e.ObjectEntry:
-    return e.ObjectEntry(INLINE, (0, 0), REFUSED, what)
+def _is_module(value: Any) -> bool:
+    """Return True if a stand-in is of a `torch.nn.Module`, which every version gives these attributes."""
+    return isinstance(value, p.Stand) and {"_parameters", "_modules"} <= p.fields(value).keys()
 
 
 _MULTIARRAY = ("numpy.core.multiarray.", "numpy._core.multiarray.")

@@ -93,6 +93,7 @@ class _Save:
     def over(self) -> None:
         """It is committed, or everything was taken back."""
         self._given_up.detach()
+        commit.leave(self.save_id)
         run(self.operation.close())
 
     def give_up(self) -> None:
@@ -107,6 +108,7 @@ def _give_up(operation: Operation, save_id: str) -> None:
 
     async def end() -> None:
         await _take_back(operation, save_id)
+        commit.leave(save_id)
         await operation.close()
 
     finish_before_exit(start(end()))
@@ -299,7 +301,7 @@ class SnapshotWriter(StorageWriter):
         return Operation(url, self.storage_options, durable=self.durable, budget=self.memory_budget_bytes)
 
     async def _claim(self, save: _Save) -> None:
-        """Unlike a take's, this process's own saves may clean it away: an error of another rank may have ended it."""
+        """Claim the path. Takes and saves of this process spare the claim, until the save is over or given up."""
         save.expect = await expectation(save.operation, overwrite=self.overwrite)
         if self._alone:
             await self._refuse_shadow()

@@ -16,8 +16,16 @@ from snapshot.formats.scanning import expect_stored, scan
 
 REFUSED = "(not read)"
 """The serializer of what only running the pickle of another library's file would make."""
+MODULE = "pickled module"
+"""How the kind of an object begins that is a whole `torch.nn.Module`."""
 MOST_ARGUMENTS = 20
 """None of the functions that torch lets a pickle call takes more."""
+
+
+TRUST = (
+    "if you trust whoever wrote it, open it with allow_pickle=True: Snapshot(path, allow_pickle=True), "
+    "SnapshotManager(root, allow_pickle=True)"
+)
 
 
 def load_object(
@@ -35,29 +43,37 @@ def load_object(
             return data.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as error:
             raise CorruptSnapshotError(f"{path}: is no text: {error}") from error
-    if serializer == REFUSED:
-        raise UnsafeObjectError(
-            f"{path}: a {obj_type} lies in this file's pickle, and only torch.load(..., weights_only=False) makes it, "
-            "which may run any code; leave it out with exclude=[...]"
-        )
+    if serializer.startswith(REFUSED):
+        raise refusal(path, obj_type)
     if serializer != "torch_save":
         raise UnsupportedFormatError(f"{path}: was stored by {serializer!r}, which this version does not know")
     pickles = _checked_archive(path, data)
     stored = len(data) if stored is None else stored
     unsafe = (
-        f"{path}: a {obj_type} was stored as a pickle, which may run any code when it is read. If you trust whoever "
-        "wrote this snapshot: Snapshot(path, allow_pickle=True), or torch.serialization.add_safe_globals([...])"
+        f"{path}: a {obj_type} was stored as a pickle, which may run any code when it is read; {TRUST}, or "
+        "torch.serialization.add_safe_globals([...])"
     )
     if not allow_pickle and not all(_is_modest(path, each, stored) for each in pickles):
         raise UnsafeObjectError(unsafe)
     try:
+        return run_pickle(path, data, obj_type, weights_only=not allow_pickle)
+    except pickle.UnpicklingError as error:
+        raise UnsafeObjectError(unsafe) from error
+
+
+def run_pickle(path: str, data: bytearray, obj_type: str, *, weights_only: bool = False) -> Any:
+    """Return what an archive of torch's holds, by torch's own reader: unless `weights_only`, it runs any code.
+
+    Raises `UnpicklingError` for what `weights_only` refuses.
+    """
+    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
-        if allow_pickle:
-            raise CorruptSnapshotError(f"{path}: its pickle cannot be read: {error}") from error
-        raise UnsafeObjectError(unsafe) from error
+        if weights_only:
+            raise
+        raise CorruptSnapshotError(f"{path}: its pickle cannot be read: {error}") from error
     except (ImportError, AttributeError) as error:
         raise UnsupportedFormatError(f"{path}: a {obj_type} cannot be made here: {error}") from error
     except Exception as error:  # what a pickle of somebody else's may raise has no bounds
@@ -72,6 +88,15 @@ def _bytes_io(path: str, data: bytearray) -> io.BytesIO:
     made = io.BytesIO(memoryview(data)[8:])
     made.seek(position)
     return made
+
+
+def refusal(path: str, obj_type: str) -> UnsafeObjectError:
+    """Return the error for an object that only running another library's pickle makes."""
+    advice = ", and read_object(...) gives the module; better save model.state_dict() in its place"
+    return UnsafeObjectError(
+        f"{path}: a {obj_type} is in this file's pickle, and only running that makes it, which may run any code; leave "
+        f"it out with exclude=[...], or {TRUST}{advice if obj_type.startswith(MODULE) else ''}"
+    )
 
 
 def _checked_archive(path: str, data: bytearray) -> list[bytes]:

@@ -249,6 +249,24 @@ def test_the_command_converts(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "s"), str(tmp_path / "t"), "--dtype", "int8"]) == 2
 
 
+@pytest.mark.parametrize("name", ["x.bin", "x.ckpt", "x.v2", "deep/er.dcp"])
+def test_the_command_asks_for_a_format_where_the_ending_says_none(tmp_path, capsys, name):
+    save_file({"w": torch.randn(4, 4)}, tmp_path / "w.safetensors")
+    arguments = ["convert", str(tmp_path / "w.safetensors"), str(tmp_path / name)]
+    assert main(arguments) == 2
+    assert "--to {snapshot,safetensors,torch,dcp}" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["w.safetensors"]
+    assert main([*arguments, "--to", "torch"]) == 0
+    assert torch.load(tmp_path / name)["w"].shape == (4, 4)
+
+
+@pytest.mark.parametrize("name", ["x", "step-1.5", ".hidden", "a.b/x"])
+def test_the_command_makes_a_snapshot_where_there_is_no_ending(tmp_path, name):
+    save_file({"w": torch.randn(4, 4)}, tmp_path / "w.safetensors")
+    assert main(["convert", str(tmp_path / "w.safetensors"), str(tmp_path / name)]) == 0
+    assert Snapshot(tmp_path / name).metadata.format == "snapshot/1"
+
+
 MEASURE = """
 import sys
 from snapshot import Snapshot

@@ -476,7 +476,9 @@ def test_a_tool_that_looks_for_dcp_s_metadata_gets_a_loud_answer(tmp_path):
     path = tmp_path / "step-1"
     save({"w": torch.ones(3)}, SnapshotWriter(path))
     assert (path / ".metadata").is_file()
-    with pytest.raises(CheckpointException, match="this is a snapshot and not a checkpoint of DCP: read it with SnapshotReader"):
+    with pytest.raises(
+        CheckpointException, match="this is a snapshot and not a checkpoint of DCP: read it with SnapshotReader"
+    ):
         load({"w": torch.zeros(3)}, dcp.FileSystemReader(path))
     snapshot = Snapshot(path)
     assert snapshot.verify()

@@ -1,0 +1,110 @@
+"""A save through DCP's API, and a copy, are pending in their process like a take: others there spare their claims."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from dcp_states import save
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from snapshot import Snapshot, SnapshotExistsError, StateDict
+from snapshot.engine import commit
+from snapshot.interop.dcp import SnapshotWriter
+from snapshot.testing import stalling
+
+
+class Between(DefaultSavePlanner):
+    """Does something once, in the middle of a save."""
+
+    def __init__(self, do):
+        super().__init__()
+        self.do = do
+
+    def resolve_data(self, write_item):
+        do, self.do = self.do, lambda: None
+        do()
+        return super().resolve_data(write_item)
+
+
+def claims(folder):
+    return [name for name in os.listdir(folder) if name.startswith(".take-")]
+
+
+def take(folder, value):
+    Snapshot.take(folder, {"m": StateDict(w=torch.full((3,), float(value)))}, overwrite=True)
+
+
+def replace(verb, folder, other):
+    if verb == "take":
+        take(folder, 1)
+    elif verb == "dcp.save":
+        save({"m": {"w": torch.ones(3)}}, SnapshotWriter(folder))
+    else:
+        getattr(Snapshot(other), verb)(folder, overwrite=True)
+
+
+def expect_one(folder, value):
+    """Nothing is there but one whole snapshot."""
+    assert not claims(folder)
+    assert Snapshot(folder).verify()
+    assert Snapshot(folder).read_object("0/m/w").eq(value).all()
+    assert len({name[:12] for name in os.listdir(folder / "data")}) == 1
+
+
+@pytest.mark.parametrize("verb", ["take", "convert", "copy", "dcp.save"])
+def test_a_pending_save_is_spared(tmp_path, verb):
+    folder = tmp_path / "s"
+    take(folder, 0)
+    take(tmp_path / "other", 1)
+    seen = []
+
+    def between():
+        seen.append(claims(folder))
+        replace(verb, folder, tmp_path / "other")
+        seen.append(claims(folder))
+
+    with pytest.raises(CheckpointException) as raised:
+        save({"m": {"w": torch.full((3,), 2.0)}}, SnapshotWriter(folder), planner=Between(between))
+    error = raised.value.failures[0][0]
+    assert isinstance(error, SnapshotExistsError)
+    assert "another take was faster" in str(error)
+    assert len(seen[0]) == 1
+    assert seen[0] == seen[1]
+    expect_one(folder, 1)
+    assert not commit._active
+
+
+@pytest.mark.parametrize("verb", ["convert", "copy"])
+def test_a_pending_copy_is_spared(tmp_path, verb):
+    folder = tmp_path / "s"
+    take(folder, 0)
+    take(tmp_path / "other", 2)
+    with stalling(on="commit") as stall:
+        other = getattr(Snapshot(tmp_path / "other"), verb)
+        work = ThreadPoolExecutor(1).submit(other, f"stalling+file://{folder}", overwrite=True)
+        stall.wait_reached()
+        before = claims(folder)
+        replace("dcp.save", folder, None)
+        assert claims(folder) == before != []
+        stall.release()
+        with pytest.raises(SnapshotExistsError, match="another take was faster"):
+            work.result(30)
+    expect_one(folder, 1)
+
+
+def test_a_save_that_was_given_up_is_spared_no_longer(tmp_path):
+    class Late(DefaultSavePlanner):
+        def finish_plan(self, new_plan):
+            raise OSError("planned")
+
+    writer = SnapshotWriter(tmp_path / "s")
+    with pytest.raises(CheckpointException):
+        save({"m": {"w": torch.zeros(3)}}, writer, planner=Late())
+    assert len(claims(tmp_path / "s")) == 1
+    take(tmp_path / "s", 1)
+    assert len(claims(tmp_path / "s")) == 1
+    writer.reset()
+    assert not commit._active
+    expect_one(tmp_path / "s", 1)
