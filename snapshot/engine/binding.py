@@ -22,6 +22,7 @@ from snapshot.report import Notes
 from snapshot.state import compound
 from snapshot.state.compound import class_name, form_of
 from snapshot.state.flatten import context_entries
+from snapshot.state.live import live_leaves
 
 
 class Known(EnumEntry):
@@ -252,7 +253,9 @@ class Binding:
         """The classes of what is there, and those that were allowed, by their names."""
         if self._known is None:
             allowed = (each for each in torch.serialization.get_safe_globals() if isinstance(each, type))
-            held = (type(each) for each in self._compounds.values())
+            held = [type(each) for each in self._compounds.values()]
+            for each in self._compounds.values():
+                held += _in_context(each)
             in_sets = (type(each) for found in self._live.values() if type(found) in _SETS for each in found)
             self._known = {
                 (form, class_name(kind)): kind
@@ -271,6 +274,14 @@ class Binding:
 
 _SETS = (set, frozenset)
 _NAMING = (e.RecordEntry, e.SubclassEntry, EnumEntry)
+
+
+def _in_context(value: Any) -> list[type]:
+    """The classes that a wrapped tensor's class knows of besides."""
+    found: dict[str, Any] = {}
+    if form_of(type(value)) is compound.WRAPPER:
+        live_leaves("", compound.inner_tensors(value)[1], found)
+    return [type(each) for each in found.values()]
 
 
 def _fields_of(kind: Any) -> list[str]:

@@ -154,9 +154,11 @@ def is_wrapper(tensor: Any) -> bool:
 
 
 def inner_tensors(tensor: Any) -> tuple[dict[str, Any], Any]:
-    """The inner tensors of a tensor by their names, and what its class needs to know besides."""
+    """The inner tensors of a tensor by their names, and what its class needs to know besides. Some classes name other
+    objects, too, as meshes: these are the live one's own."""
     names, context = tensor.__tensor_flatten__()
-    return {name: getattr(tensor, name) for name in names}, context
+    inner = {name: getattr(tensor, name) for name in names}
+    return {name: each for name, each in inner.items() if isinstance(each, torch.Tensor)}, context
 
 
 def wrapper_entry(tensor: Any, names: list[str], context: dict[str, Any]) -> SubclassEntry:
