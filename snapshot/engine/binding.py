@@ -7,6 +7,7 @@ to `torch.serialization.add_safe_globals`.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
 from typing import Any
@@ -61,10 +62,11 @@ class BoundWrapper(e.SubclassEntry):
     def make(self, items: list[tuple[Any, Any]]) -> Any:
         if any(value is None for _, value in items):
             return None  # it is only tried whether all has its place
-        size = torch.Size(self.shape)
+        size = None if -1 in self.shape else torch.Size(self.shape)
+        strides = None if size is None else _strides(self.shape)
         try:
             with torch.no_grad():
-                made = self.kind.__tensor_unflatten__(dict(items), self.given, size, _strides(self.shape))
+                made = self.kind.__tensor_unflatten__(dict(items), self.given, size, strides)
                 return made.requires_grad_() if self.requires_grad else made
         except Exception as error:  # it is the class's own code
             raise CorruptSnapshotError(f"a {self.obj_type} cannot be made of what was saved: {error}") from error
@@ -252,7 +254,8 @@ class Binding:
     def _classes(self) -> dict[tuple[str, str], type]:
         """The classes of what is there, and those that were allowed, by their names."""
         if self._known is None:
-            allowed = (each for each in torch.serialization.get_safe_globals() if isinstance(each, type))
+            nested = getattr(sys.modules.get("torch.nested._internal.nested_tensor"), "NestedTensor", None)
+            allowed = [each for each in (nested, *torch.serialization.get_safe_globals()) if isinstance(each, type)]
             held = [type(each) for each in self._compounds.values()]
             for each in self._compounds.values():
                 held += _in_context(each)

@@ -22,7 +22,7 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.paths import component, component_of, encode_key, tagged_keys
 from snapshot.manifest.scalars import Scalar
-from snapshot.manifest.typed import TYPED, enum_entry, plain_entry
+from snapshot.manifest.typed import LONGEST_NAME, TYPED, enum_entry, plain_entry
 from snapshot.saved import SavedObject
 from snapshot.state import compound
 from snapshot.state.compound import class_name, form_of
@@ -202,7 +202,7 @@ class Flattened(TensorLeaves):
         """An object that is what it has under its names."""
         self._deeper(path, depth)
         keys = [encode_key(each) for each in held]
-        if None in keys:
+        if None in keys or len(name) > LONGEST_NAME:
             self._object(path, value)
             return
         self.entries[path] = entry = kind(keys, obj_type=name)  # type: ignore[arg-type]

@@ -66,7 +66,7 @@ def inflate(path: str, entries: Mapping[str, Any], values: Mapping[str, Any]) ->
     """The value at a path: its containers from `entries`, its leaves from `values`. Leaves that are MISSING leave no
     key."""
     entry = entries.get(path)
-    if not isinstance(entry, Container):
+    if path in values or not isinstance(entry, Container):
         return values.get(path, MISSING)
     prefix = path + "/"
     children = []

@@ -21,7 +21,7 @@ from snapshot.state.compound import is_wrapped_local
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.state.prepared import Prepare, prepare_shards, prepare_tensor
 from snapshot.state.replay import LOW
-from snapshot.state.shards import Shards, sharded
+from snapshot.state.shards import Shards, sharded, waited
 from snapshot.tensors import composite
 from snapshot.tensors.dtypes import NAMES
 from snapshot.tensors.memory import is_plain
@@ -148,6 +148,7 @@ class TensorLeaves:
 
     def _tensor_like(self, path: str, tensor: torch.Tensor) -> None:
         """A subclass of Tensor: stored as its data with the name of its class, if data is all that it is."""
+        tensor = waited(tensor)
         if type(tensor) is not torch.nn.Parameter and not is_wrapped_local(tensor) and self._sharded(path, tensor):
             return
         subclass = composite.plain_subclass(tensor)
