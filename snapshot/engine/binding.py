@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -101,33 +101,41 @@ class Binding:
 
     def bind(self, entries: dict[str, Any]) -> None:
         """Put what knows its class in the place of what only names it."""
-        gone: list[str] = []
-        for path, entry in list(entries.items()):
-            if type(entry) in _NAMING:  # what stays as it is gives no cause for remarks
-                self._notes = Notes() if self._skipped and self._is_skipped(path, entries) else self._said
+        gone: set[str] = set()
+        naming = [(path, entry) for path, entry in entries.items() if type(entry) in _NAMING]
+        wanted = self._above_wanted(entries) if self._skipped and naming else None
+        for path, entry in naming:
+            if gone and not gone.isdisjoint(_above(path)):
+                continue
+            # what stays as it is gives no cause for remarks
+            self._notes = self._said if wanted is None or path in wanted else Notes()
             if type(entry) is e.RecordEntry:
-                gone += self._record(path, entry, entries)
+                gone.update(self._record(path, entry, entries))
             elif type(entry) is e.SubclassEntry:
                 self._wrapper(path, entry, entries)
-            elif type(entry) is EnumEntry:
+            else:
                 self._member(path, entry, entries)
+        self._notes = self._said
         if gone:
             prefixes = tuple(f"{path}/" for path in gone)
             for path in [path for path in entries if path in gone or path.startswith(prefixes)]:
                 del entries[path]
-        self._notes = self._said
         for path, held in self._compounds.items() if self._exact else ():
-            entry = entries.get(path)
-            if isinstance(held, torch.Tensor) and isinstance(entry, (*e.TENSORS, e.TensorPartsEntry)):
+            plain = isinstance(entries.get(path), (*e.TENSORS, e.TensorPartsEntry))
+            if plain and isinstance(held, torch.Tensor):
                 self._notes.mismatches.append(
                     f"{path}: the snapshot has a plain tensor, the application a {class_name(type(held))}"
                 )
 
-    def _is_skipped(self, path: str, entries: Mapping[str, Any]) -> bool:
-        """Whether nothing of an object is restored."""
-        prefix = f"{path}/"
-        leaves = (below for below, each in entries.items() if not isinstance(each, e.Container))
-        return all(below in self._skipped for below in leaves if below == path or below.startswith(prefix))
+    def _above_wanted(self, entries: Mapping[str, Any]) -> set[str]:
+        """The paths of what is restored, and of what that is in."""
+        found: set[str] = set()
+        for path, entry in entries.items():
+            above = "" if path in self._skipped or (isinstance(entry, e.Container) and entry.width) else path
+            while above and above not in found:
+                found.add(above)
+                above = above.rpartition("/")[0]
+        return found
 
     # Enums
 
@@ -277,6 +285,13 @@ class Binding:
 
 _SETS = (set, frozenset)
 _NAMING = (e.RecordEntry, e.SubclassEntry, EnumEntry)
+
+
+def _above(path: str) -> Iterator[str]:
+    """A path, and those of the containers that it is in."""
+    while path:
+        yield path
+        path = path.rpartition("/")[0]
 
 
 def _in_context(value: Any) -> list[type]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import deque
 from collections.abc import Mapping
 from enum import Enum
 from functools import cached_property
@@ -76,6 +77,35 @@ def parts_of(value: Any) -> dict[str, Any] | None:
 
 
 # Dataclasses
+
+
+def holds_itself(value: Any) -> bool:
+    """Whether an object is found again in what it holds: only a pickle can tell that."""
+    return _recurs(value, set(), set())
+
+
+def _recurs(value: Any, above: set[int], done: set[int]) -> bool:
+    kind = type(value)
+    if kind in _SIMPLE:
+        return False
+    if form_of(kind) is RECORD:
+        held: Any = attributes(value).values()
+    elif issubclass(kind, dict):
+        held = value.values()
+    elif issubclass(kind, (list, tuple, deque)):
+        held = value
+    else:
+        return False
+    if id(value) in above or id(value) in done:
+        return id(value) in above
+    above.add(id(value))
+    found = any(_recurs(each, above, done) for each in held)
+    above.discard(id(value))
+    done.add(id(value))
+    return found
+
+
+_SIMPLE = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
 
 
 def attributes(value: Any) -> dict[str, Any]:

@@ -61,6 +61,8 @@ class TensorLeaves:
         """What this rank gives for all: see `Once`."""
         self._excluded = excluded
         self._classes = classes
+        self._within = False
+        """Whether an object is taken apart of which it is known that it does not hold itself."""
         self._prepare = prepare
         self._prepared_of: dict[int, list[tuple[torch.Tensor, str]]] = {}
         self._arrays: dict[Any, tuple[str, Any]] = {}

@@ -1,5 +1,6 @@
 """What each rank holds of a sharded tensor: prepared part by part, read into place, and stored as it is if it wraps."""
 
+import dataclasses
 import sys
 import warnings
 from pathlib import Path
@@ -198,3 +199,32 @@ def test_values_of_several_ranks(two, folder):
     manifest = Snapshot(f"{folder}/s").get_manifest()
     assert "1/s/same" not in manifest
     assert "1/s/own" in manifest
+
+
+@dataclasses.dataclass
+class Config:
+    lr: float
+    weight: torch.Tensor
+    rank: int = 0
+
+
+def _on_more_ranks(path, take):
+    rank = dist.get_rank()
+    if take:
+        state = StateDict(c=Config(0.5, torch.arange(3.0)), w=quantised(1))
+        return Snapshot.take(path, {"s": state}, replicated=["s/**"]) and None
+    live = StateDict(c=Config(0.0, torch.zeros(3), rank), w=quantised(2))
+    weight, codes = live["c"].weight, live["w"].codes
+    Snapshot(path).restore({"s": live})
+    assert live["c"].lr == 0.5
+    assert live["c"].weight is weight
+    assert torch.equal(weight, torch.arange(3.0))
+    assert live["w"].codes is codes
+    assert torch.equal(codes, quantised(1).codes)
+    return None
+
+
+def test_ranks_that_were_not_there_get_them_too(two, four, folder):
+    two.run(_on_more_ranks, f"{folder}/s", True)
+    four.run(_on_more_ranks, f"{folder}/s", False)
+    assert not any(path.startswith("1/s/c") for path in Snapshot(f"{folder}/s").get_manifest())
