@@ -23,7 +23,8 @@ class SavedObject(Mapping[str, Any]):
 
     __slots__ = ("_entry", "_fields", "class_name", "kind")
     kind: str
-    """`dataclass`, `Enum` (with the fields `name` and `value`), or `TensorSubclass`."""
+    """`dataclass`, `Enum` (with the fields `name` and `value`), `TensorSubclass`, or `Generator`: one of a device that
+    this machine lacks, with the fields `device` and `state`."""
     class_name: str
     """The module and the qualified name of the class."""
 

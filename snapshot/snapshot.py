@@ -27,8 +27,8 @@ from snapshot.plan.layout import SavePlan
 from snapshot.plan.renaming import Rename
 from snapshot.report import RestoreReport
 from snapshot.state.owned import Owned
+from snapshot.state.prepared import Prepare
 from snapshot.state.stateful import Stateful, check_app_state
-from snapshot.state.tensor_leaves import Prepare
 from snapshot.storage import URL
 from snapshot.stored import Stored
 
@@ -90,7 +90,8 @@ class Snapshot(Stored):
             replicated: Globs over `<key>/<logical path>` of what is the same on every rank.
             storage_options: What the storage plugin should know.
             _custom_tensor_prepare_func: `f(path, tensor, tracing) -> tensor`: what it returns is what is saved. Its
-                dtype may differ, its shape may not.
+                dtype may differ, its shape may not. Of a sharded tensor it gets what this rank holds; a rank that holds
+                nothing asks with an empty tensor and `tracing=True`, since all must store one dtype.
             overwrite: Replace a snapshot that is there. The old one stays whole until the new one is.
             durable: Return only when the snapshot survives a loss of power.
             exclude: Globs of what is left out.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snapshot.errors import CorruptSnapshotError
+from snapshot.errors import SnapshotError
 from snapshot.manifest import entries as e
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.scalars import Scalar
@@ -144,7 +144,7 @@ def value_text(entry: Entry, longest: int = LONGEST) -> str:
     if isinstance(entry, Scalar):
         try:
             text = repr(entry.value())
-        except (CorruptSnapshotError, ValueError):  # no value of its type, or more digits than Python writes
+        except (SnapshotError, ValueError):  # no value of its type here, or more digits than Python writes
             text = entry.serialized_value
         return text if len(text) <= longest else f"{text[:longest]}..."
     if isinstance(entry, e.Container):

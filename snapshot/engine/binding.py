@@ -7,7 +7,8 @@ to `torch.serialization.add_safe_globals`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -22,6 +23,7 @@ from snapshot.report import Notes
 from snapshot.state import compound
 from snapshot.state.compound import class_name, form_of
 from snapshot.state.flatten import context_entries
+from snapshot.state.live import live_leaves
 
 
 class Known(EnumEntry):
@@ -60,10 +62,11 @@ class BoundWrapper(e.SubclassEntry):
     def make(self, items: list[tuple[Any, Any]]) -> Any:
         if any(value is None for _, value in items):
             return None  # it is only tried whether all has its place
-        size = torch.Size(self.shape)
+        size = None if -1 in self.shape else torch.Size(self.shape)
+        strides = None if size is None else _strides(self.shape)
         try:
             with torch.no_grad():
-                made = self.kind.__tensor_unflatten__(dict(items), self.given, size, _strides(self.shape))
+                made = self.kind.__tensor_unflatten__(dict(items), self.given, size, strides)
                 return made.requires_grad_() if self.requires_grad else made
         except Exception as error:  # it is the class's own code
             raise CorruptSnapshotError(f"a {self.obj_type} cannot be made of what was saved: {error}") from error
@@ -98,33 +101,41 @@ class Binding:
 
     def bind(self, entries: dict[str, Any]) -> None:
         """Put what knows its class in the place of what only names it."""
-        gone: list[str] = []
-        for path, entry in list(entries.items()):
-            if type(entry) in _NAMING:  # what stays as it is gives no cause for remarks
-                self._notes = Notes() if self._skipped and self._is_skipped(path, entries) else self._said
+        gone: set[str] = set()
+        naming = [(path, entry) for path, entry in entries.items() if type(entry) in _NAMING]
+        wanted = self._above_wanted(entries) if self._skipped and naming else None
+        for path, entry in naming:
+            if gone and not gone.isdisjoint(_above(path)):
+                continue
+            # what stays as it is gives no cause for remarks
+            self._notes = self._said if wanted is None or path in wanted else Notes()
             if type(entry) is e.RecordEntry:
-                gone += self._record(path, entry, entries)
+                gone.update(self._record(path, entry, entries))
             elif type(entry) is e.SubclassEntry:
                 self._wrapper(path, entry, entries)
-            elif type(entry) is EnumEntry:
+            else:
                 self._member(path, entry, entries)
+        self._notes = self._said
         if gone:
             prefixes = tuple(f"{path}/" for path in gone)
             for path in [path for path in entries if path in gone or path.startswith(prefixes)]:
                 del entries[path]
-        self._notes = self._said
         for path, held in self._compounds.items() if self._exact else ():
-            entry = entries.get(path)
-            if isinstance(held, torch.Tensor) and isinstance(entry, (*e.TENSORS, e.TensorPartsEntry)):
+            plain = isinstance(entries.get(path), (*e.TENSORS, e.TensorPartsEntry))
+            if plain and isinstance(held, torch.Tensor):
                 self._notes.mismatches.append(
                     f"{path}: the snapshot has a plain tensor, the application a {class_name(type(held))}"
                 )
 
-    def _is_skipped(self, path: str, entries: Mapping[str, Any]) -> bool:
-        """Whether nothing of an object is restored."""
-        prefix = f"{path}/"
-        leaves = (below for below, each in entries.items() if not isinstance(each, e.Container))
-        return all(below in self._skipped for below in leaves if below == path or below.startswith(prefix))
+    def _above_wanted(self, entries: Mapping[str, Any]) -> set[str]:
+        """The paths of what is restored, and of what that is in."""
+        found: set[str] = set()
+        for path, entry in entries.items():
+            above = "" if path in self._skipped or (isinstance(entry, e.Container) and entry.width) else path
+            while above and above not in found:
+                found.add(above)
+                above = above.rpartition("/")[0]
+        return found
 
     # Enums
 
@@ -263,8 +274,11 @@ class Binding:
     def _classes(self) -> dict[tuple[str, str], type]:
         """The classes of what is there, and those that were allowed, by their names."""
         if self._known is None:
-            allowed = (each for each in torch.serialization.get_safe_globals() if isinstance(each, type))
-            held = (type(each) for each in self._compounds.values())
+            nested = getattr(sys.modules.get("torch.nested._internal.nested_tensor"), "NestedTensor", None)
+            allowed = [each for each in (nested, *torch.serialization.get_safe_globals()) if isinstance(each, type)]
+            held = [type(each) for each in self._compounds.values()]
+            for each in self._compounds.values():
+                held += _in_context(each)
             in_sets = (type(each) for found in self._live.values() if type(found) in _SETS for each in found)
             self._known = {
                 (form, class_name(kind)): kind
@@ -283,6 +297,21 @@ class Binding:
 
 _SETS = (set, frozenset)
 _NAMING = (e.RecordEntry, e.SubclassEntry, EnumEntry)
+
+
+def _above(path: str) -> Iterator[str]:
+    """A path, and those of the containers that it is in."""
+    while path:
+        yield path
+        path = path.rpartition("/")[0]
+
+
+def _in_context(value: Any) -> list[type]:
+    """The classes that a wrapped tensor's class knows of besides."""
+    found: dict[str, Any] = {}
+    if form_of(type(value)) is compound.WRAPPER:
+        live_leaves("", compound.inner_tensors(value)[1], found)
+    return [type(each) for each in found.values()]
 
 
 def _fields_of(kind: Any) -> list[str]:

@@ -18,8 +18,8 @@ from snapshot.report import listed
 from snapshot.state.flatten import Flattened
 from snapshot.state.model import ModelState
 from snapshot.state.optimizers import record_of
+from snapshot.state.prepared import Prepare
 from snapshot.state.rng import RNGState
-from snapshot.state.tensor_leaves import Prepare
 
 
 def collect(

@@ -20,8 +20,8 @@ from snapshot.manifest.scalars import Scalar
 from snapshot.plan.deal import Dealt, Item, deal
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf
+from snapshot.state.prepared import Prepare
 from snapshot.state.shards import Piece, Shards
-from snapshot.state.tensor_leaves import Prepare
 from snapshot.tensors.dtypes import ITEMSIZE, NAMES
 
 _nbytes = attrgetter("nbytes")

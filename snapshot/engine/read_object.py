@@ -145,7 +145,7 @@ def _read_tree(
         else:
             gather.new(below, entry)
     _fetch(operation, document, gather, verify)
-    return gather.values[path] if path in gather.values else inflate(path, tree, gather.values)
+    return inflate(path, tree, gather.values)
 
 
 def _bind(path: str, tree: dict[str, Any], out: Any, gather: Gather) -> dict[str, Any]:

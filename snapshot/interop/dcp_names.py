@@ -167,7 +167,7 @@ class _Walk:
         self.twice: set[str] = set()
 
     def visit(self, keys: Keys, path: str, entry: Any) -> None:
-        if isinstance(entry, e.DictEntry):
+        if isinstance(entry, e.DictEntry) and not isinstance(entry, e.Compound):
             for key, name in zip(entry.keys, entry.components(), strict=True):
                 text = key if type(key) is str else str(decode_key(key))
                 self._below((*keys, text), f"{path}/{name}")
@@ -190,6 +190,8 @@ class _Walk:
         for index in range(entry.length):
             below = f"{path}/{index}"
             child = self._entries.get(below)
+            if type(child) is e.RecordEntry:
+                continue  # which DCP does not look into
             if isinstance(child, (*e.TENSORS, e.TensorPartsEntry, e.DictEntry)):
                 return False
             if type(child) is e.ListEntry and not self._terminal(below, child):

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from snapshot.distributed.group import ranks_of
+from snapshot.engine.binding import Binding
 from snapshot.engine.fetch import fetch
 from snapshot.engine.gather import Gather
 from snapshot.engine.loop import run
@@ -44,6 +45,7 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.check import check_tensor, check_tree, locations_of
 from snapshot.manifest.document import FORMAT, Document
 from snapshot.manifest.view import nearest, rank_view
+from snapshot.report import Notes
 from snapshot.state.live import inflate
 from snapshot.storage import URL
 from snapshot.tensors.dtypes import BY_NAME
@@ -304,6 +306,7 @@ class _Load:
             if path not in trees:
                 trees[path] = tree = self._tree(path)
                 check_tree(path, tree)
+                Binding({}, {}, Notes(), exact=False).bind(tree)  # to the classes that were allowed
                 for below, entry in tree.items():
                     if not isinstance(entry, e.Container):
                         gather.new(below, entry)

@@ -51,6 +51,7 @@ from snapshot.manifest.typed import (
     TimezoneEntry,
     UUIDEntry,
     ZoneInfoEntry,
+    check_class_name,
 )
 from snapshot.saved import SavedObject
 
@@ -68,6 +69,7 @@ class Compound(DictEntry):
 
     def check(self, path: str) -> None:
         super().check(path)
+        check_class_name(self.obj_type)
         names = [decode_key(key) for key in self.keys]
         if not all(type(name) is str for name in names) or len(set(names)) < len(names) or self.tagged:
             raise CorruptSnapshotError(f"{path}: the names of its fields must be different strings")

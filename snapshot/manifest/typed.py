@@ -16,7 +16,7 @@ import zoneinfo
 from collections.abc import Callable
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
-from enum import Enum
+from enum import Enum, Flag
 from fractions import Fraction
 from typing import Any
 
@@ -219,6 +219,16 @@ class RangeEntry(Typed, tag="range"):
         return range(start, stop, step)
 
 
+LONGEST_NAME = 1000
+"""Characters of the name of a class."""
+
+
+def check_class_name(name: str) -> None:
+    """Raise CorruptSnapshotError for what is longer than the name of a class."""
+    if len(name) > LONGEST_NAME:
+        raise CorruptSnapshotError(f"{name[:80]!r}... ({len(name):,} characters) is not the name of a class")
+
+
 class EnumEntry(Scalar, tag="Enum"):
     """A member of an Enum: its class, its name, and its value where that is plain."""
 
@@ -234,6 +244,7 @@ class EnumEntry(Scalar, tag="Enum"):
 
     def member_value(self) -> Any:
         """The member's value."""
+        check_class_name(self.obj_type)
         known = _ENUM_VALUES.get(self.held or "")
         if known is None or len(self.serialized_value) > LONG:
             raise CorruptSnapshotError(f"{self.obj_type[:80]}: {str(self.held)[:80]!r} is not the type of a value")
@@ -247,6 +258,7 @@ class EnumEntry(Scalar, tag="Enum"):
         return _ENUM_VALUES[self.held](self.serialized_value, replicated=self.replicated)
 
     def value(self) -> Any:
+        check_class_name(self.obj_type)
         fields = {"name": self.name}
         if self.held is not None:
             fields["value"] = self.member_value()
@@ -267,6 +279,8 @@ def enum_entry(value: Any) -> EnumEntry | None:
 
 
 def _enum_entry(obj_type: str, name: Any, value: Any, *, has_value: bool) -> EnumEntry | None:
+    if len(obj_type) > LONGEST_NAME or len(name or "") > LONGEST_NAME:
+        return None
     plain = scalar_entry(value) if has_value and type(value).__name__ in _ENUM_VALUES else None
     readable = f"{obj_type}.{name}"
     if plain is None or len(plain.serialized_value) > LONG or getattr(plain, "escaped", False):
@@ -278,6 +292,8 @@ def _enum_entry(obj_type: str, name: Any, value: Any, *, has_value: bool) -> Enu
 def resolve_member(kind: type[Enum], entry: EnumEntry) -> Enum:
     """The member of a class that an entry names. Raises ValueError where the class has none, or where the name is that
     of another one."""
+    check_class_name(entry.obj_type)
+    check_class_name(entry.name or "")
     named = _by_name(kind, entry.name)
     saved = f"{entry.obj_type}.{entry.name}"
     if entry.held is None:
@@ -303,8 +319,7 @@ def _by_name(kind: type[Enum], name: str | None) -> Enum | None:
 
 def _by_value(kind: type[Enum], value: Any) -> Enum | None:
     """The member of a value: no class's own idea of what else it may be is asked, but that of flags which bits fit."""
-    flags = getattr(kind, "_flag_mask_", None) is not None
-    if flags and type(value) is int:
+    if issubclass(kind, Flag) and type(value) is int:
         try:
             return kind(value)
         except ValueError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import deque
 from collections.abc import Mapping
 from enum import Enum
 from functools import cached_property
@@ -76,6 +77,35 @@ def parts_of(value: Any) -> dict[str, Any] | None:
 
 
 # Dataclasses
+
+
+def holds_itself(value: Any) -> bool:
+    """Whether an object is found again in what it holds: only a pickle can tell that."""
+    return _recurs(value, set(), set())
+
+
+def _recurs(value: Any, above: set[int], done: set[int]) -> bool:
+    kind = type(value)
+    if kind in _SIMPLE:
+        return False
+    if form_of(kind) is RECORD:
+        held: Any = attributes(value).values()
+    elif issubclass(kind, dict):
+        held = value.values()
+    elif issubclass(kind, (list, tuple, deque)):
+        held = value
+    else:
+        return False
+    if id(value) in above or id(value) in done:
+        return id(value) in above
+    above.add(id(value))
+    found = any(_recurs(each, above, done) for each in held)
+    above.discard(id(value))
+    done.add(id(value))
+    return found
+
+
+_SIMPLE = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -154,9 +184,11 @@ def is_wrapper(tensor: Any) -> bool:
 
 
 def inner_tensors(tensor: Any) -> tuple[dict[str, Any], Any]:
-    """The inner tensors of a tensor by their names, and what its class needs to know besides."""
+    """The inner tensors of a tensor by their names, and what its class needs to know besides. Some classes name other
+    objects, too, as meshes: these are the live one's own."""
     names, context = tensor.__tensor_flatten__()
-    return {name: getattr(tensor, name) for name in names}, context
+    inner = {name: getattr(tensor, name) for name in names}
+    return {name: each for name, each in inner.items() if isinstance(each, torch.Tensor)}, context
 
 
 def wrapper_entry(tensor: Any, names: list[str], context: dict[str, Any]) -> SubclassEntry:

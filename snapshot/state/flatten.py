@@ -22,7 +22,7 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.paths import component, component_of, encode_key, tagged_keys
 from snapshot.manifest.scalars import Scalar
-from snapshot.manifest.typed import TYPED, enum_entry, plain_entry
+from snapshot.manifest.typed import LONGEST_NAME, TYPED, enum_entry, plain_entry
 from snapshot.saved import SavedObject
 from snapshot.state import compound
 from snapshot.state.compound import class_name, form_of
@@ -32,7 +32,7 @@ from snapshot.state.live import live_leaves
 from snapshot.state.once import Once
 from snapshot.state.replay import LOW, remember, replay
 from snapshot.state.tensor_leaves import SIMPLE, TensorLeaves
-from snapshot.tensors import composite
+from snapshot.tensors import composite, generators
 
 DEEPEST = 500
 
@@ -81,8 +81,10 @@ class Flattened(TensorLeaves):
             self._object(path, value)
         elif form_of(type(value)) is compound.ENUM:
             self._member(path, value)
+        elif not self._within and compound.holds_itself(value):
+            self._object(path, value)
         else:
-            self._fields(path, value, e.RecordEntry, class_name(type(value)), compound.attributes(value), depth)
+            self._record(path, value, depth)
 
     def _sequence(self, path: str, value: Any, depth: int) -> None:
         self._deeper(path, depth)
@@ -196,13 +198,20 @@ class Flattened(TensorLeaves):
         else:
             self.entries[path] = entry
 
+    def _record(self, path: str, value: Any, depth: int) -> None:
+        within, self._within = self._within, True
+        try:
+            self._fields(path, value, e.RecordEntry, class_name(type(value)), compound.attributes(value), depth)
+        finally:
+            self._within = within
+
     def _fields(
         self, path: str, value: Any, kind: type[e.RecordEntry], name: str, held: dict[str, Any], depth: int
     ) -> None:
         """An object that is what it has under its names."""
         self._deeper(path, depth)
         keys = [encode_key(each) for each in held]
-        if None in keys:
+        if None in keys or len(name) > LONGEST_NAME:
             self._object(path, value)
             return
         self.entries[path] = entry = kind(keys, obj_type=name)  # type: ignore[arg-type]
@@ -238,6 +247,8 @@ class Flattened(TensorLeaves):
         elif value.kind == compound.WRAPPER and isinstance(value._entry, e.SubclassEntry):
             entry = value._entry
             self._below_wrapper(path, entry, {name: value[name] for name in entry.names()})
+        elif value.kind == generators.KIND:
+            self._generator_state(path, value["device"], value["state"])
         else:
             self._object(path, value)
 
@@ -253,8 +264,11 @@ class Flattened(TensorLeaves):
         self._blob(path, data, "BytesIO", type(value))
 
     def _generator(self, path: str, value: torch.Generator, depth: int) -> None:
-        self.entries[path] = entry = e.TensorPartsEntry("Generator", {}, {"device": str(value.device)})
-        self._part(path, "state", value.get_state(), entry.parts, f"Generator {value.device}")
+        self._generator_state(path, value.device, value.get_state())
+
+    def _generator_state(self, path: str, device: torch.device, state: torch.Tensor) -> None:
+        self.entries[path] = entry = e.TensorPartsEntry(generators.KIND, {}, {"device": str(device)})
+        self._part(path, "state", state, entry.parts, f"{generators.KIND} {device}")
 
     def _blob(self, path: str, data: bytes, serializer: str, kind: type) -> None:
         self.entries[path] = None

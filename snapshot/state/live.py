@@ -12,7 +12,7 @@ import torch
 from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.manifest.entries import Compound, Container, DictEntry
 from snapshot.manifest.paths import component, component_of, decode_key, encode_key, tagged_keys
-from snapshot.state.compound import ENUM, form_of, parts_of
+from snapshot.state.compound import ENUM, form_of, holds_itself, parts_of
 
 _DICTS = {dict, OrderedDict, defaultdict, Counter}
 _SEQUENCES = {list, tuple, deque}
@@ -29,20 +29,23 @@ def live_leaves(path: str, value: Any, compounds: dict[str, Any] | None = None) 
     return found
 
 
-def _walk(path: str, value: Any, found: dict[str, Any], compounds: dict[str, Any]) -> None:
+def _walk(
+    path: str, value: Any, found: dict[str, Any], compounds: dict[str, Any], within: bool = False
+) -> None:  # fmt: skip
+    """`within`: whether it is in an object of which it is known that it does not hold itself."""
     kind = type(value)
     if kind in _SEQUENCES:
         for i, child in enumerate(value):
-            _walk(f"{path}/{i}", child, found, compounds)
+            _walk(f"{path}/{i}", child, found, compounds, within)
         return
     if kind not in _DICTS:
-        parts = parts_of(value)
+        parts = parts_of(value) if within or not holds_itself(value) else None
         if parts is None:
             found[path] = value
         if parts is not None or form_of(kind) is ENUM:
             compounds[path] = value
         for name, child in (parts or {}).items():
-            _walk(f"{path}/{component(name)}", child, found, compounds)
+            _walk(f"{path}/{component(name)}", child, found, compounds, True)
         return
     prefix = path + "/"
     strings = all(type(key) is str for key in value)
@@ -57,7 +60,7 @@ def _walk(path: str, value: Any, found: dict[str, Any], compounds: dict[str, Any
                 return
             text = component_of(encoded, i in tagged)
         if type(child) not in _LEAVES:
-            _walk(prefix + text, child, found, compounds)
+            _walk(prefix + text, child, found, compounds, within)
         else:
             found[prefix + text] = child
 
@@ -66,7 +69,7 @@ def inflate(path: str, entries: Mapping[str, Any], values: Mapping[str, Any]) ->
     """The value at a path: its containers from `entries`, its leaves from `values`. Leaves that are MISSING leave no
     key."""
     entry = entries.get(path)
-    if not isinstance(entry, Container):
+    if path in values or not isinstance(entry, Container):
         return values.get(path, MISSING)
     prefix = path + "/"
     children = []

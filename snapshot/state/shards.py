@@ -331,10 +331,16 @@ def _refuse_strays(path: str, parts: Iterable[tuple[Box, torch.Tensor]], shape: 
             raise SnapshotError(f"{path}: the part at {box} is not within a tensor of shape {shape}")
 
 
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor; of one that a collective is still to fill, what it fills."""
+    if _is(tensor, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
+        return tensor.wait()  # type: ignore[attr-defined,no-any-return]
+    return tensor
+
+
 def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a local part, as a tensor that is nothing more."""
-    if _is(tensor, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
-        tensor = tensor.wait()  # type: ignore[attr-defined]
+    tensor = waited(tensor)
     if composite.plain_subclass(tensor) is None or tensor.layout is not torch.strided:
         raise SnapshotError(f"{path}: its local part is a {_described(tensor)}, of which no boxes can be stored")
     tensor = tensor.detach()

@@ -19,8 +19,9 @@ from snapshot.manifest.entry import Entry
 from snapshot.state import arrays
 from snapshot.state.compound import is_wrapped_local
 from snapshot.state.leaves import Blob, Leaf
+from snapshot.state.prepared import Prepare, prepare_shards, prepare_tensor
 from snapshot.state.replay import LOW
-from snapshot.state.shards import Sharded, Shards, sharded
+from snapshot.state.shards import Shards, sharded, waited
 from snapshot.tensors import composite
 from snapshot.tensors.dtypes import NAMES
 from snapshot.tensors.memory import is_plain
@@ -31,8 +32,6 @@ _ONLY_BYTES = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in ran
 """Dtypes that torch can only hold: it cannot copy them into another order."""
 _OF_MODULES = frozenset(("persistent", "_is_buffer", "_is_param"))
 """Attributes with which torch marks what a module holds; it gives them anew."""
-
-Prepare = Callable[[str, torch.Tensor, bool], torch.Tensor]
 
 
 class TensorLeaves:
@@ -62,6 +61,8 @@ class TensorLeaves:
         """What this rank gives for all: see `Once`."""
         self._excluded = excluded
         self._classes = classes
+        self._within = False
+        """Whether an object is taken apart of which it is known that it does not hold itself."""
         self._prepare = prepare
         self._prepared_of: dict[int, list[tuple[torch.Tensor, str]]] = {}
         self._arrays: dict[Any, tuple[str, Any]] = {}
@@ -149,6 +150,7 @@ class TensorLeaves:
 
     def _tensor_like(self, path: str, tensor: torch.Tensor) -> None:
         """A subclass of Tensor: stored as its data with the name of its class, if data is all that it is."""
+        tensor = waited(tensor)
         if type(tensor) is not torch.nn.Parameter and not is_wrapped_local(tensor) and self._sharded(path, tensor):
             return
         subclass = composite.plain_subclass(tensor)
@@ -180,10 +182,7 @@ class TensorLeaves:
         shards = sharded(path, value)
         if shards is None:
             return False
-        if self._prepare is not None:
-            shards = self._prepared_shards(path, value, shards)
         self.entries[path] = None
-        self.shards[path] = shards
         places = tuple(
             (piece.box, piece.tensor.data_ptr(), piece.tensor.stride(), piece.tensor.device)
             for piece in shards.pieces
@@ -193,18 +192,10 @@ class TensorLeaves:
             owner = self._boxes.setdefault((shards.kind, shards.layout, shards.dtype, shards.shape, places), path)
             if owner != path:
                 self.ties[path] = owner
+                self.shards[path] = self.shards[owner]
+                return True
+        self.shards[path] = shards if self._prepare is None else prepare_shards(self._prepare, path, shards)
         return True
-
-    def _prepared_shards(self, path: str, value: Any, shards: Shards) -> Shards:
-        if isinstance(value, Sharded):
-            tensor = self._prepared(path, value.tensor)
-            return sharded(path, Sharded(tensor, value.global_shape, value.offsets, value.replica)) or shards
-        if not isinstance(value, torch.Tensor):
-            return shards
-        prepared = sharded(path, self._prepared(path, value))
-        if prepared is None:
-            raise SnapshotError(f"{path}: is sharded, and _custom_tensor_prepare_func made a plain tensor of it")
-        return prepared
 
     def _prepared_before(self, path: str, tensor: torch.Tensor) -> bool:
         """Whether the very same tensor was prepared under another name; if so, this is a tie of that."""
@@ -221,14 +212,7 @@ class TensorLeaves:
 
     def _prepared(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
         assert self._prepare is not None
-        made = self._prepare(path, tensor, False)
-        if not isinstance(made, torch.Tensor) or made.shape != tensor.shape:
-            raise ValueError(
-                f"{path}: the prepare function returned "
-                f"{list(made.shape) if isinstance(made, torch.Tensor) else type(made).__name__} for a tensor of shape "
-                f"{list(tensor.shape)}; it may change the dtype, not the shape"
-            )
-        return made
+        return prepare_tensor(self._prepare, path, tensor)
 
     def _composite(self, path: str, tensor: torch.Tensor, subclass: str | None = None) -> None:
         if tensor.is_meta:

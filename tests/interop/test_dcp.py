@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from snapshot import (
     CorruptSnapshotError,
     RestoreError,
+    SavedObject,
     Snapshot,
     SnapshotError,
     SnapshotExistsError,
@@ -528,3 +529,21 @@ def test_the_arguments_of_torch_s_writer_are_taken(tmp_path, caplog):
     before = reader.load_id
     reader.reset(tmp_path / "a")
     assert reader.load_id != before
+
+
+@dataclasses.dataclass
+class Settings:
+    lr: float
+    weight: torch.Tensor
+
+
+def test_a_dataclass_of_a_snapshot_is_one_object_to_dcp(folder):
+    held = {"c": Settings(0.5, torch.ones(2)), "l": [Settings(1.0, torch.zeros(1)), 3], "w": torch.ones(3)}
+    Snapshot.take(folder, {"s": StateDict(held)})
+    made = {"s": {"c": 0, "l": [0], "w": torch.zeros(3)}}
+    found = load(made, SnapshotReader(folder))["s"]
+    assert (found["c"].lr, found["c"].weight.sum(), found["l"][0].lr, found["l"][1]) == (0.5, 2, 1.0, 3)
+    assert type(found["c"]) is SavedObject
+    assert found["w"].sum() == 3
+    with torch.serialization.safe_globals([Settings]):
+        assert type(load(made, SnapshotReader(folder))["s"]["c"]) is Settings

@@ -13,6 +13,7 @@ import os
 import pathlib
 import random
 import resource
+import sys
 import time
 import types
 import uuid
@@ -33,6 +34,10 @@ PATIENCE = 20.0
 """Seconds that everything which is done with one small snapshot may take: honest ones take a hundredth of one."""
 ROOM = 1 << 30
 """Bytes of memory that it may take: far less than what hostile numbers ask for, far more than it needs."""
+
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "public"))
+import wrapped  # noqa: E402 - it is found from here on
 
 
 class Color(enum.Enum):
@@ -113,6 +118,7 @@ def rich():
             member=Color.BLUE,
             config=Config(0.1, torch.arange(3.0)),
             file=io.BytesIO(b"contents"),
+            wrapped=wrapped.nested(3),
             generator=torch.Generator().manual_seed(1),
             odd=types.SimpleNamespace(a=1),  # what only a pickle can hold
         ),
