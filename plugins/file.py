@@ -296,6 +296,11 @@ class FileStorage(Storage):
         await self._do("", self._folders.sync)
         await self._do("", self._folders.expect)
 
+    async def drop_caches(self, paths: Sequence[str]) -> None:
+        """Write files to the disk and drop them from the page cache, so that they are read from the disk."""
+        for path in paths:
+            await self._do(path, _drop_cache, self._path(path))
+
     async def get(self, path: str, *, limit: int | None = None) -> bytes:
         """A regular file's content, and no more of it than the limit."""
         return await self._do(path, self._get, path, limit)
@@ -437,3 +442,13 @@ class _Writer(FileWriter):
         if not self._closed:
             self._closed = True
             os.close(self._descriptor)
+
+
+def _drop_cache(path: str) -> None:
+    """Drop a file from the page cache; pages that are not on the disk yet would stay."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)

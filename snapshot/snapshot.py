@@ -74,6 +74,7 @@ class Snapshot(Stored):
         exclude: Sequence[str] = (),
         memory_budget_bytes: int | None = None,
         check_replicated: bool = False,
+        verify_writes: bool | float = False,
         metadata: Mapping[str, Any] | None = None,
         progress: ProgressArgument = None,
         timeout: float | None = None,
@@ -97,6 +98,9 @@ class Snapshot(Stored):
             exclude: Globs of what is left out.
             memory_budget_bytes: Host memory for staging; by default 64 MiB on files, 256 MiB elsewhere.
             check_replicated: Compare what is replicated over the ranks, too.
+            verify_writes: Read back what was written and compare it with its digests before the commit: all of it, or
+                a share from 0 to 1, chosen at random. On files the system's cache is dropped first, so that the disk
+                is read.
             metadata: Anything that JSON can hold, to be found in `snapshot.metadata.metadata`.
             progress: True for a bar, or a function that is called with `Progress`.
             timeout: Seconds without a sign of life after which another rank counts as dead.
@@ -105,12 +109,14 @@ class Snapshot(Stored):
         Raises:
             SnapshotExistsError: There is a snapshot at `path`; nothing was written.
             StorageError: The storage failed; nothing is left behind.
+            CorruptSnapshotError: What was read back is not what was written; nothing was committed.
             TypeError: A value of `app_state` is not stateful; nothing was done.
         """
         with Call(ranks_of(pg), "take", _timeout(timeout)) as call, no_collection():
             work, opening = begin(
                 call, path, app_state, Meter("take", _shown(progress, pg)), replicated, overwrite, metadata,
                 lambda url: Operation(url, storage_options, durable=durable, budget=memory_budget_bytes),
+                verify_writes,
             )  # fmt: skip
             with work:
                 if call.alone:
@@ -135,6 +141,7 @@ class Snapshot(Stored):
         exclude: Sequence[str] = (),
         memory_budget_bytes: int | None = None,
         check_replicated: bool = False,
+        verify_writes: bool | float = False,
         metadata: Mapping[str, Any] | None = None,
         progress: ProgressArgument = None,
         timeout: float | None = None,
@@ -186,6 +193,7 @@ class Snapshot(Stored):
                         url, storage_options, durable=durable, budget=memory_budget_bytes, default_budget=default,
                         pool=place.pool,
                     ),
+                    verify_writes,
                 )  # fmt: skip
                 with work:
                     checked = start(expectation(work.operation, overwrite=overwrite)) if call.alone else None

@@ -319,6 +319,9 @@ class Storage(ABC):
         what this storage wrote; whoever wrote for another one's commit has to ask."""
         return
 
+    async def drop_caches(self, paths: Sequence[str]) -> None:  # noqa: B027 - few storages have a cache before them
+        """Let the next reads of finished files come from the storage itself, where the system keeps a copy of them."""
+
     async def copy(self, source: str, path: str) -> None:
         """Copy a file within this storage, without its bytes passing through here: see `server_side_copy`."""
         raise StorageError(f"{self.url.join(source)}: this storage cannot copy on its own")

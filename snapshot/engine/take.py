@@ -25,6 +25,7 @@ from snapshot.engine.loop import Work, cancelled, in_own_thread, refuse_on_loop,
 from snapshot.engine.opening import Opening, open_take
 from snapshot.engine.operation import Operation
 from snapshot.engine.portion import Portion
+from snapshot.engine.reading_back import expect_written, share_of
 from snapshot.engine.sharing import keep
 from snapshot.engine.staging import Source
 from snapshot.engine.worker import WriterProcess
@@ -72,7 +73,15 @@ def make(portion: Portion, operation: Operation, *, staged: bool, late: bytes = 
 class Take:
     """A take under way, on this rank."""
 
-    def __init__(self, call: Call, operation: Operation, opening: Opening, metadata: msgspec.Raw, meter: Meter) -> None:
+    def __init__(
+        self,
+        call: Call,
+        operation: Operation,
+        opening: Opening,
+        metadata: msgspec.Raw,
+        meter: Meter,
+        read_back: float = 0.0,
+    ) -> None:
         self._call = call
         self.operation = operation
         self._storage = operation.storage
@@ -92,6 +101,8 @@ class Take:
         self.held: Held | None = None
         """What is still to be copied when the call returns."""
         self._writing = False
+        self._read_back = read_back
+        """The share of what was written that is read again before the commit."""
 
     def __enter__(self) -> Take:
         return self
@@ -227,6 +238,8 @@ class Take:
             if self._call.rank == 0 and not self._claimed:
                 await commit.lay_claim(self._storage, self._save_id)
             described, done = await self._while_all_go_on(self._write_files())
+            if self._read_back:
+                await self._while_all_go_on(expect_written(self.operation, described, self._read_back, self._verb))
             if self.held is not None:
                 await in_thread(self.held.let_go)
                 if self.held.changed:
@@ -347,13 +360,15 @@ def begin(
     overwrite: bool,
     metadata: Mapping[str, Any] | None,
     opener: Callable[[URL], Operation],
+    verify_writes: bool | float = False,
 ) -> tuple[Take, Opening]:
     """Check what can be checked before anything is done, and agree with the other ranks on what is begun."""
     refuse_on_loop()
     check_app_state(app_state)
     note = as_json(metadata)
     matcher(replicated or ())
+    read_back = share_of(verify_writes)
     operation, opening = open_take(
         call, URL.parse(os.fspath(path)), meter.verb, replicated or (), opener, overwrite=overwrite, claim=True
     )
-    return Take(call, operation, opening, note, meter), opening
+    return Take(call, operation, opening, note, meter, read_back), opening

@@ -45,7 +45,7 @@ async def verify_files(
     """
     document = await operation.open()
     for _ in range(AGAIN):
-        report = await _Verification(operation, document, meter).run(quick, resume)
+        report = await Verification(operation, document, meter).run(quick, resume)
         if report.ok:
             break
         now = await operation.open()
@@ -77,7 +77,7 @@ def _tree_faults(document: Document) -> list[str]:
 
 
 @dataclass
-class _Stretch:
+class Stretch:
     """What is verified between two notes."""
 
     plain: list[Want] = field(default_factory=list)
@@ -99,14 +99,14 @@ class _Stretch:
         return [*ranges, *(("sum", *place) for place in self.sums)]
 
 
-class _Verification:
+class Verification:
     """One look at one snapshot."""
 
     def __init__(self, operation: Operation, document: Document, meter: Meter) -> None:
         self._operation = operation
         self._document = document
         self._meter = meter
-        self._faults: list[str] = []
+        self.faults: list[str] = []
         self._without: set[Place] = set()
         """Archives without checksums."""
         self._heads = self._read = self._summed = 0
@@ -116,18 +116,18 @@ class _Verification:
         began = time.perf_counter()
         operation, document = self._operation, self._document
         missing = await operation.missing_files(document, set(document.files), errno.EIO)
-        self._faults += _held_by(missing, document.manifest)
+        self.faults += _held_by(missing, document.manifest)
         bare: dict[str, list[Place]] = {}
-        wants = wants_of([document.manifest], document.files, self._faults, bare)
-        self._faults += uncovered(document.files, wants) + await in_thread(_tree_faults, document)
+        wants = wants_of([document.manifest], document.files, self.faults, bare)
+        self.faults += uncovered(document.files, wants) + await in_thread(_tree_faults, document)
         wants = [want for want in wants if want.location not in missing]
         sums = checksums.archives((want.stored for want in wants), document.files)
         before = 0
         if not quick:
-            stretch = self._everything(wants, sums, missing)
+            stretch = self.everything(wants, sums, missing)
             if resume is None:
                 self._meter.begin(stretch.nbytes)
-                await self._look(stretch, self._meter.wrote)
+                await self.look(stretch, self._meter.wrote)
             else:
                 before = await self._resumed(stretch, resume)
         unverifiable = sum(
@@ -135,23 +135,24 @@ class _Verification:
         )
         return VerifyReport(
             len(document.manifest), self._heads + max(self._read, self._summed), time.perf_counter() - began,
-            tuple(dict.fromkeys(self._faults)), unverifiable, quick, len(document.files.keys() - {INLINE}), before,
+            tuple(dict.fromkeys(self.faults)), unverifiable, quick, len(document.files.keys() - {INLINE}), before,
         )  # fmt: skip
 
-    def _everything(self, wants: list[Want], sums: Mapping[Place, Place], missing: Mapping[str, str]) -> _Stretch:
+    def everything(self, wants: list[Want], sums: Mapping[Place, Place], missing: Mapping[str, str]) -> Stretch:
+        """All that is to be read: what `wants` asks for, and the headers of files."""
         plain = []
         for location, file in self._document.files.items():
             if file.header and location not in missing:
                 held = e.ObjectEntry(location, (0, file.header), TABLE, "", file.header_digest)
                 plain.append(Want("", held, location, 0, file.header))
         wants = [*plain, *wants]
-        made = _Stretch(sums=sorted(set(sums.values())))
+        made = Stretch(sums=sorted(set(sums.values())))
         for want in wants:
             made.add(want)
         made.nbytes += sum(end - begin for _, begin, end in made.sums)
         return made
 
-    async def _resumed(self, everything: _Stretch, resume: str | os.PathLike[str]) -> int:
+    async def _resumed(self, everything: Stretch, resume: str | os.PathLike[str]) -> int:
         """Go on where a verification of the same was interrupted, and note how far this one comes; how many bytes
         were verified before."""
         operation, document = self._operation, self._document
@@ -159,33 +160,33 @@ class _Verification:
         held = await tokens(operation.storage, known)
         notes = await in_thread(VerifyNotes.open, resume, str(operation.url), document.save_id, held)
         try:
-            self._faults += notes.faults
+            self.faults += notes.faults
             self._without |= notes.without
             self._meter.begin(everything.nbytes)
             self._meter.wrote(notes.before)
             for stretch in _stretches(everything, notes.done):
                 if not stretch.nbytes:
                     continue
-                met = len(self._faults)
-                await self._look(stretch, self._meter.wrote)
+                met = len(self.faults)
+                await self.look(stretch, self._meter.wrote)
                 bare = self._without.intersection(stretch.sums)
-                await in_thread(notes.add, stretch.keys(), self._faults[met:], bare)
+                await in_thread(notes.add, stretch.keys(), self.faults[met:], bare)
         finally:
             await in_thread(notes.close)
-        if not self._faults:
+        if not self.faults:
             await in_thread(notes.remove)
         return notes.before
 
-    async def _look(self, stretch: _Stretch, progress: Callable[[int], None]) -> None:
+    async def look(self, stretch: Stretch, progress: Callable[[int], None]) -> None:
         """Verify a stretch."""
         for want in stretch.plain:
-            self._faults += await self._plain_faults(want)
+            self.faults += await self._plain_faults(want)
             progress(want.end - want.begin)
         found, read = await self._data_faults(stretch.wants, progress)
-        self._faults += found
+        self.faults += found
         self._read += read
         if stretch.sums:
-            self._faults += await self._sum_faults(stretch.sums, progress)
+            self.faults += await self._sum_faults(stretch.sums, progress)
 
     async def _plain_faults(self, want: Want) -> list[str]:
         """Whether a header, or a long table, is what was written."""
@@ -269,38 +270,38 @@ def _held_by(missing: Mapping[str, str], manifest: Mapping[str, Any]) -> list[st
     return lines
 
 
-def _locations(stretch: _Stretch) -> set[str]:
+def _locations(stretch: Stretch) -> set[str]:
     return {each.location for each in (*stretch.plain, *stretch.wants)} | {place[0] for place in stretch.sums}
 
 
-def _stretches(everything: _Stretch, done: set[Key]) -> Iterator[_Stretch]:
+def _stretches(everything: Stretch, done: set[Key]) -> Iterator[Stretch]:
     """All that is not done, in pieces."""
-    made = _Stretch()
-    for want in _cut((*everything.plain, *everything.wants)):
+    made = Stretch()
+    for want in cut_wants((*everything.plain, *everything.wants)):
         if ("range", want.location, want.begin, want.end) in done:
             continue
         made.add(want)
         if made.nbytes >= STRETCH:
             yield made
-            made = _Stretch()
+            made = Stretch()
     for place in everything.sums:
         if ("sum", *place) not in done:
             made.sums.append(place)
             made.nbytes += place[2] - place[1]
             if made.nbytes >= STRETCH:
                 yield made
-                made = _Stretch()
+                made = Stretch()
     yield made
 
 
-def _cut(wants: Iterable[Want]) -> Iterator[Want]:
-    """Wants in the order in which they lie on storage; the long ones, whose blocks have digests, in pieces."""
+def cut_wants(wants: Iterable[Want], length: int = STRETCH) -> Iterator[Want]:
+    """Yield wants in the order of their places on storage; the long ones, whose blocks have digests, in pieces."""
     for want in sorted(wants, key=lambda want: (want.location, want.begin)):
-        if want.end - want.begin <= STRETCH or want.stored.blocks is None:
+        if want.end - want.begin <= length or want.stored.blocks is None:
             yield want
             continue
-        for begin in range(want.begin, want.end, STRETCH):
-            end = min(begin + STRETCH, want.end)
+        for begin in range(want.begin, want.end, length):
+            end = min(begin + length, want.end)
             yield Want(want.name, want.stored, want.location, begin, end)
 
 

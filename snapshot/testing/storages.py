@@ -106,6 +106,9 @@ class TappedStorage(Storage):
         await self.tap("settle", "")
         await self.inner.settle()
 
+    async def drop_caches(self, paths: Sequence[str]) -> None:
+        await self.inner.drop_caches(paths)
+
     async def copy(self, source: str, path: str) -> None:
         await self.tap("copy", path)
         await self.inner.copy(source, path)
