@@ -11,15 +11,18 @@ import torch
 from msgspec.structs import replace
 
 from snapshot.distributed.group import Ranks
+from snapshot.events import log
 from snapshot.manifest.entries import DictEntry
 from snapshot.manifest.paths import component
 from snapshot.plan.globs import matcher, unmatched
 from snapshot.report import listed
 from snapshot.state.flatten import Flattened
+from snapshot.state.leaves import Leaf
 from snapshot.state.model import ModelState
 from snapshot.state.optimizers import record_of
 from snapshot.state.prepared import Prepare
 from snapshot.state.rng import RNGState
+from snapshot.tensors.composite import stride_order
 
 
 def collect(
@@ -52,7 +55,32 @@ def collect(
             f"{listed(flat.lossy)}",
             stacklevel=4,
         )
+    apart = shared_apart(flat.leaves)
+    if apart and (text := listed(apart)) not in _logged:
+        _logged.add(text)
+        log.warning("stored apart, and restored as separate tensors where they are made anew:%s", text)
     return flat
+
+
+_logged: set[str] = set()
+"""What was said of memory that is shared: a run says it once, and not at each take."""
+
+
+def shared_apart(leaves: Sequence[Leaf]) -> list[str]:
+    """Return a line for each tensor that begins within the memory of another one, which has no gaps."""
+    found = []
+    order = sorted(range(len(leaves)), key=[leaf.address for leaf in leaves].__getitem__)
+    reach, owner = 0, None
+    for leaf in map(leaves.__getitem__, order):
+        if owner is not None and leaf.address < reach and leaf.tensor.device == owner.tensor.device:
+            found.append(f"{leaf.path} shares memory with {owner.path}")
+        if leaf.address and leaf.address + leaf.nbytes > reach and (leaf.plain or _is_dense(leaf.tensor)):
+            reach, owner = leaf.address + leaf.nbytes, leaf
+    return found
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return stride_order(tensor) is not None
 
 
 class Alike:

@@ -13,6 +13,7 @@ import torch
 
 from snapshot.distributed.call import Call
 from snapshot.distributed.group import SOLO
+from snapshot.engine import losses
 from snapshot.engine.choosing import (
     Objects,
     chosen_of_ranks,
@@ -215,7 +216,8 @@ def as_snapshot(
             take.prepare(portion, None, stage=False)
             take.fetch_from(Fetched(source, document, portion.leaves, recording.origins, verify=choice.verify))
             run(take.write())
-    return ConvertReport("snapshot", recording.tensors, portion.nbytes, tuple(recording.uncast))
+    changed = tuple(losses.memory_changes(entries, lambda *_: True))
+    return ConvertReport("snapshot", recording.tensors, portion.nbytes, tuple(recording.uncast), changed=changed)
 
 
 def _bytes_of(leaf: Leaf) -> bytes:

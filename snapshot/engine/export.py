@@ -129,6 +129,7 @@ class Export:
                 raise RestoreError(f"{path} and {names.get(text)} would both be named {text!r}: rename one of them")
             names[text] = path
             sizes.append(plan.leaves[plan.leaf(text, dtype, tuple(entry.shape), entry)].nbytes)
+        plan.changed += losses.memory_changes(self._entries, lambda *_: False)
         if refused:
             raise UnsupportedFormatError(
                 f"{self._source.url}: safetensors has no such dtypes; cast them, or exclude them:{listed(refused)}"
@@ -164,6 +165,7 @@ class Export:
             plan.changed += losses.array_changes(path, entry)
             if isinstance(entry, e.TENSORS):
                 plan.changed += losses.tensor_changes(path, entry, _KEPT_BY_TORCH)
+        plan.changed += losses.memory_changes(self._entries, lambda *_: True)
         plan.left_out += self._lose_classes()
         state = self._state(lambda path, entry: self._absent(plan, path, entry))
         content, held = archives.pickled(state)
@@ -272,6 +274,7 @@ class Export:
         for path, entry in self._entries.items():
             plan.changed += losses.array_changes(path, entry)
         items: list[tuple[str, int, Any]] = []
+        objects: dict[str, str] = {}
         for name, value in flat.items():
             if isinstance(value, torch.Tensor) and id(value) in entries:
                 _, path, entry = entries[id(value)]
@@ -279,6 +282,10 @@ class Export:
                 items.append((name, value.nbytes, entry))
             else:
                 items.append((name, *self._nested(plan, value, entries)))
+                objects.update(dict.fromkeys(self._within, name))
+        plan.changed += losses.memory_changes(
+            self._entries, lambda path, other: path in objects and objects[path] == objects.get(other)
+        )
         lanes = max(1, min(lanes, sum(size for _, size, _ in items) // (16 << 20)))
         loads = [0] * lanes
         dealt: list[list[tuple[str, Any]]] = [[] for _ in range(lanes)]
@@ -297,6 +304,7 @@ class Export:
         """Return an object that DCP stores as one archive, and the bytes of its tensors: those within tuples, which
         DCP does not take apart, are written part by part like all others."""
         self._tied = {}
+        self._within: list[str] = []
         first = len(plan.leaves)
 
         def absent(tensor: torch.Tensor) -> archives.Absent | None:
@@ -304,6 +312,7 @@ class Export:
                 return None
             _, path, entry = entries[id(tensor)]
             plan.changed += losses.tensor_changes(path, entry, _KEPT_BY_TORCH)
+            self._within.append(path)
             return self._absent(plan, path, entry)  # type: ignore[no-any-return]
 
         content, held = archives.pickled(value, absent)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from snapshot.engine.choosing import clean
 from snapshot.manifest import entries as e
 from snapshot.state import arrays
+from snapshot.tensors.strides import contiguous, span
 
 PARAMETER = "torch.nn.parameter.Parameter"
 
@@ -26,6 +29,43 @@ def tensor_changes(path: str, entry: Any, keeps: frozenset[str] = frozenset()) -
         yield f"{path}: requires_grad is not kept"
     if extra.stride_order is not None and "order" not in keeps:
         yield f"{path}: the memory layout becomes contiguous"
+
+
+def memory_changes(entries: Mapping[str, Any], is_kept: Callable[[str, str], bool]) -> Iterator[str]:
+    """Yield a line for each tensor that shares memory with another one in the source, and not in the target.
+
+    `is_kept`: whether the same view of the same memory, under two paths, stays one tensor.
+    """
+    stored: dict[Any, list[tuple[int, int, str, str]]] = {}
+    for path, entry in entries.items():
+        if isinstance(entry, e.TENSORS) and 0 not in entry.shape and (pieces := entry.pieces()):
+            first = pieces[0][1]
+            extra = first.extra or e.PLAIN
+            begin = extra.storage_offset or 0
+            count = math.prod(first.shape)
+            dense = span(first.shape, extra.strides or contiguous(first.shape)) == count
+            view = repr(([(box, each.location, each.byte_range, each.extra, each.serializer) for box, each in pieces],
+                         entry.dtype, entry.shape, clean(entry)))  # fmt: skip
+            place = first.location, first.byte_range
+            stored.setdefault(place, []).append((begin, begin + count if dense else begin, path, view))
+    for views in stored.values():
+        if len(views) > 1:
+            yield from _apart(sorted(views, key=lambda view: view[0]), is_kept)
+
+
+def _apart(views: list[tuple[int, int, str, str]], is_kept: Callable[[str, str], bool]) -> Iterator[str]:
+    """Yield the lines of one storage's views: first element, end (if they have no gaps), path, and what they are."""
+    seen: dict[str, str] = {}
+    reach, owner = 0, ""
+    for begin, end, path, view in views:
+        if (known := seen.setdefault(view, path)) != path:
+            if not is_kept(path, known):
+                yield f"{path}: the memory that it shares with {known} becomes its own"
+            continue
+        if begin < reach:
+            yield f"{path}: the memory that it shares with {owner} becomes its own"
+        if end > reach:
+            reach, owner = end, path
 
 
 def array_changes(path: str, entry: Any) -> Iterator[str]:

@@ -78,6 +78,17 @@ def _arrive(save_id: str, rank: int, where: str) -> Ticket:
     return ticket
 
 
+_newest: dict[str, str] = {}
+"""Of each place, the save of this process that began there last and is not over."""
+
+
+def _forget(where: str, save_id: str) -> None:
+    """Note that a save is not pending any more."""
+    commit.leave(save_id)
+    if _newest.get(where) == save_id:
+        _newest.pop(where, None)
+
+
 class _Save:
     """A save that this process coordinates, from its claim until it is committed or given up."""
 
@@ -87,13 +98,13 @@ class _Save:
         self.where = where
         self.began = began
         self.expect: Any = None
-        self._given_up = weakref.finalize(self, _give_up, operation, save_id)
+        self._given_up = weakref.finalize(self, _give_up, operation, save_id, where)
         self._given_up.atexit = False  # what the interpreter's exit leaves, the next save removes
 
     def over(self) -> None:
         """It is committed, or everything was taken back."""
         self._given_up.detach()
-        commit.leave(self.save_id)
+        _forget(self.where, self.save_id)
         run(self.operation.close())
 
     def give_up(self) -> None:
@@ -103,12 +114,12 @@ class _Save:
         self.over()
 
 
-def _give_up(operation: Operation, save_id: str) -> None:
+def _give_up(operation: Operation, save_id: str, where: str) -> None:
     """What `_Save.give_up` does, where nobody may wait for it."""
 
     async def end() -> None:
         await _take_back(operation, save_id)
-        commit.leave(save_id)
+        _forget(where, save_id)
         await operation.close()
 
     finish_before_exit(start(end()))
@@ -301,10 +312,14 @@ class SnapshotWriter(StorageWriter):
         return Operation(url, self.storage_options, durable=self.durable, budget=self.memory_budget_bytes)
 
     async def _claim(self, save: _Save) -> None:
-        """Claim the path. Takes and saves of this process spare the claim, until the save is over or given up."""
+        """Claim the path. Takes and copies of this process spare the claim, until the save is over or given up; the
+        next save through DCP's API does not: an error of another rank may have ended this one without a word."""
         save.expect = await expectation(save.operation, overwrite=self.overwrite)
         if self._alone:
             await self._refuse_shadow()
+        if (earlier := _newest.get(save.where)) is not None:
+            commit.leave(earlier)
+        _newest[save.where] = save.save_id
         try:
             await commit.lay_claim(save.operation.storage, save.save_id)
         except BaseException:

@@ -161,3 +161,48 @@ def test_shapes_that_cannot_be_are_our_errors(tmp_path, to):
             with pytest.raises(CorruptSnapshotError, match="no shape that can be"):
                 verb(Snapshot(tmp_path / name))
         assert not (tmp_path / "x").exists()
+
+
+def shared():
+    base = torch.arange(12.0)
+    square = torch.arange(16.0).view(4, 4)
+    return {
+        "all": base,
+        "same": base,
+        "tail": base[1:],
+        "turned": base.view(3, 4).t(),
+        "inside": (base[2:5], base[2:5]),
+        "left": square[:, :2],
+        "right": square[:, 2:],
+        "apart": torch.ones(3),
+    }
+
+
+def test_memory_that_is_shared_and_comes_back_apart_is_a_line(tmp_path):
+    torch.save(shared(), tmp_path / "x.pt")
+    views = {
+        "tail: the memory that it shares with all becomes its own",
+        "turned: the memory that it shares with all becomes its own",
+        "inside/0: the memory that it shares with all becomes its own",
+    }
+    tie = "same: the memory that it shares with all becomes its own"
+    inside = "inside/1: the memory that it shares with inside/0 becomes its own"
+    expected = {"snapshot": views, "torch": views, "dcp": views | {tie}, "safetensors": views | {tie, inside}}
+    for to, lines in expected.items():
+        report = Snapshot(tmp_path / "x.pt").convert(tmp_path / to / "x", to)
+        found = {line.removeprefix("0/") for line in report.changed if "memory that" in line}
+        assert found == {line.replace("with ", "with 0/") if to == "snapshot" else line for line in lines}, to
+    found = Snapshot(tmp_path / "snapshot" / "x").read_object("0")
+    assert found["all"].data_ptr() == found["same"].data_ptr()
+    assert found["tail"].untyped_storage().data_ptr() != found["all"].untyped_storage().data_ptr()
+
+
+def test_a_take_logs_memory_that_is_shared_once(tmp_path, caplog):
+    with caplog.at_level("WARNING", logger="snapshot"):
+        for step in range(3):
+            Snapshot.take(tmp_path / f"{step}", {"logged": StateDict(shared())})
+    (line,) = [record.getMessage() for record in caplog.records if "stored apart" in record.getMessage()]
+    for name in ("tail", "turned", "inside/0"):
+        assert f"logged/{name} shares memory with logged/all" in line
+    for name in ("same", "inside/1", "left", "right", "apart"):
+        assert f"logged/{name} shares" not in line

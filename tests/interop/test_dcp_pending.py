@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from snapshot import Snapshot, SnapshotExistsError, StateDict
 from snapshot.engine import commit
+from snapshot.interop import dcp_writer
 from snapshot.interop.dcp import SnapshotWriter
 from snapshot.testing import stalling
 
@@ -53,7 +54,7 @@ def expect_one(folder, value):
     assert len({name[:12] for name in os.listdir(folder / "data")}) == 1
 
 
-@pytest.mark.parametrize("verb", ["take", "convert", "copy", "dcp.save"])
+@pytest.mark.parametrize("verb", ["take", "convert", "copy"])
 def test_a_pending_save_is_spared(tmp_path, verb):
     folder = tmp_path / "s"
     take(folder, 0)
@@ -74,6 +75,21 @@ def test_a_pending_save_is_spared(tmp_path, verb):
     assert seen[0] == seen[1]
     expect_one(folder, 1)
     assert not commit._active
+
+
+def test_the_next_save_takes_the_place_of_one_that_may_have_ended(tmp_path):
+    """DCP tells a writer nothing when another rank has failed: its claim would stay."""
+    folder = tmp_path / "s"
+    with pytest.raises(CheckpointException) as raised:
+        save(
+            {"m": {"w": torch.full((3,), 2.0)}},
+            SnapshotWriter(folder),
+            planner=Between(lambda: replace("dcp.save", folder, None)),
+        )
+    assert "the claim of this save is gone" in str(raised.value.failures[0][0])
+    expect_one(folder, 1)
+    assert not commit._active
+    assert not dcp_writer._newest
 
 
 @pytest.mark.parametrize("verb", ["convert", "copy"])
