@@ -147,7 +147,7 @@ class Binding:
             return
         try:
             member = resolve_member(kind, entry)
-        except ValueError as error:
+        except LookupError as error:
             self._notes.mismatches.append(f"{path}: {error}")
             return
         self._renamed(path, entry.obj_type, kind)

@@ -290,7 +290,7 @@ def _enum_entry(obj_type: str, name: Any, value: Any, *, has_value: bool) -> Enu
 
 
 def resolve_member(kind: type[Enum], entry: EnumEntry) -> Enum:
-    """The member of a class that an entry names. Raises ValueError where the class has none, or where the name is that
+    """The member of a class that an entry names. Raises LookupError where the class has none, or where the name is that
     of another one."""
     check_class_name(entry.obj_type)
     check_class_name(entry.name or "")
@@ -298,14 +298,14 @@ def resolve_member(kind: type[Enum], entry: EnumEntry) -> Enum:
     saved = f"{entry.obj_type}.{entry.name}"
     if entry.held is None:
         if named is None:
-            raise ValueError(f"the snapshot has {saved}, and {kind.__qualname__} has no such member")
+            raise LookupError(f"the snapshot has {saved}, and {kind.__qualname__} has no such member")
         return named
     value = entry.member_value()
     found = _by_value(kind, value)
     if found is None:
-        raise ValueError(f"the snapshot has {saved} = {value!r}, and {kind.__qualname__} has no member of this value")
+        raise LookupError(f"the snapshot has {saved} = {value!r}, and {kind.__qualname__} has no member of this value")
     if named is not None and named is not found and named != found:
-        raise ValueError(f"the snapshot has {saved} = {value!r}, and {kind.__qualname__} has {found!r} and {named!r}")
+        raise LookupError(f"the snapshot has {saved} = {value!r}, and {kind.__qualname__} has {found!r} and {named!r}")
     return found
 
 
