@@ -11,7 +11,7 @@ from snapshot.distributed.call import Call
 from snapshot.distributed.group import ranks_of
 from snapshot.engine.guard import wait_for_all
 from snapshot.engine.inflight import in_flight
-from snapshot.engine.loop import refuse_on_loop, run, start
+from snapshot.engine.loop import refuse_on_loop, run
 from snapshot.engine.opening import expectation, open_restore, open_take, path_of
 from snapshot.engine.operation import Operation
 from snapshot.engine.portion import portion_of
@@ -196,14 +196,15 @@ class Snapshot(Stored):
                     verify_writes,
                 )  # fmt: skip
                 with work:
-                    checked = start(expectation(work.operation, overwrite=overwrite)) if call.alone else None
+                    if call.alone:
+                        work.check_path(overwrite=overwrite)
                     portion = portion_of(
                         call, app_state, _custom_tensor_prepare_func, exclude, opening, check_replicated
                     )
                     overlapped = staging == "overlapped" and _custom_tensor_prepare_func is None
                     work.prepare(portion, plan, stage=True, owned=Owned(app_state) if overlapped else None)
                     snapshot = cls(path_of(path, opening), pg, storage_options)  # a relative path is of this folder
-                    future = work.stage_and_start(checked, process)
+                    future = work.stage_and_start(process)
                     place.leave_after(future)
                     pending = PendingSnapshot(snapshot.path, future, meter, snapshot, work.held, opening.save_id)
         return pending

@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,7 +21,7 @@ from snapshot.engine.describe import Described, describe, filled, kept, told
 from snapshot.engine.ending import Done, Ending, kept_path, told_path
 from snapshot.engine.guard import Held
 from snapshot.engine.loop import Work, cancelled, in_own_thread, refuse_on_loop, run, work_on
-from snapshot.engine.opening import Opening, open_take
+from snapshot.engine.opening import Opening, expectation, open_take
 from snapshot.engine.operation import Operation
 from snapshot.engine.portion import Portion
 from snapshot.engine.reading_back import expect_written, share_of
@@ -98,6 +97,8 @@ class Take:
         self._process: WriterProcess | None = None
         """What writes the data files, where that is not this process."""
         self._work: Work[None] | None = None
+        self._checked: Work[Expect] | None = None
+        """A look at what is at the path, beside all else."""
         self.held: Held | None = None
         """What is still to be copied when the call returns."""
         self._writing = False
@@ -111,6 +112,9 @@ class Take:
         """What fails before writing began leaves only the storage to be closed."""
         if error is None:
             return
+        if self._checked is not None:  # what it opens after the storage is closed would stay open
+            self._checked.cancel()
+            self._checked.settled(60)
         try:
             if self._work is not None:
                 self._stop(error)
@@ -160,11 +164,16 @@ class Take:
         self._meter.begin(made.total_bytes)
         emit("start", self._verb, str(self.operation.url), bytes=made.total_bytes)
 
+    def check_path(self, *, overwrite: bool) -> None:
+        """Begin to look at what is at the path; the writing waits for the answer."""
+        self._checked = work_on(expectation(self.operation, overwrite=overwrite))
+        self._checked.begin()
+
     def fetch_from(self, source: Source) -> None:
         """Have the planned leaves' bytes from elsewhere than from their tensors."""
         self._writer.source = source
 
-    def stage_and_start(self, checked: Future[Expect] | None, process: WriterProcess | None = None) -> Work[None]:
+    def stage_and_start(self, process: WriterProcess | None = None) -> Work[None]:
         """Stage what must be staged now, and begin to write: afterwards, or as soon as the budget is used up."""
         self._process = process
         source = self._writer.source
@@ -177,8 +186,8 @@ class Take:
 
         def begin() -> None:
             if self._work is None:
-                if checked is not None:
-                    self.ending.expect = checked.result()
+                if self._checked is not None:
+                    self.ending.expect = self._checked.result()
                 self._work = work_on(self.write())
                 self._work.begin()
 

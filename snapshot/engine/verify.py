@@ -294,8 +294,9 @@ def _stretches(everything: Stretch, done: set[Key]) -> Iterator[Stretch]:
     yield made
 
 
-def cut_wants(wants: Iterable[Want], length: int = STRETCH) -> Iterator[Want]:
+def cut_wants(wants: Iterable[Want], length: int = 0) -> Iterator[Want]:
     """Yield wants in the order of their places on storage; the long ones, whose blocks have digests, in pieces."""
+    length = length or STRETCH
     for want in sorted(wants, key=lambda want: (want.location, want.begin)):
         if want.end - want.begin <= length or want.stored.blocks is None:
             yield want

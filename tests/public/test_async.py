@@ -423,3 +423,19 @@ pending.wait()
     warm.run(script)
     for name in ("parent", "pending", "child"):
         assert Snapshot(tmp_path / name).verify().ok
+
+
+def test_an_interrupt_while_the_path_is_looked_at_leaves_no_descriptor_open(tmp_path, monkeypatch):
+    Snapshot.take(tmp_path / "s", state())
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr("snapshot.snapshot.portion_of", interrupted)
+        for _ in range(100):
+            with pytest.raises(KeyboardInterrupt):
+                Snapshot.async_take(tmp_path / "s", state(), overwrite=True)
+    assert len(os.listdir("/proc/self/fd")) <= before + 2  # the loop's own, where it is the first
+    assert Snapshot(tmp_path / "s").verify()

@@ -345,7 +345,7 @@ def test_what_is_in_a_field_that_is_gone_is_no_matter():
     report = snapshot.restore({"state": live})
     assert live["value"] == New(2.0)
     assert [line.path for line in report.unexpected] == ["state/value/gone"]
-    assert {line.path for line in report.lines} == {"state/value", "state/value/gone"}
+    assert {line.path for line in report.lines} == {"state/value", "state/value/gone", "state/other"}  # which is kept
 
 
 def test_a_subclass_is_what_the_application_holds():

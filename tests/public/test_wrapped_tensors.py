@@ -107,7 +107,8 @@ def test_an_optimizer_s_state_is_filled_in_place():
 
 def test_an_optimizer_that_has_no_state_yet_says_what_to_do():
     snapshot = plainly_take({"o": Momentum([torch.nn.Parameter(torch.ones(4, 16))], 3.0)})
-    live = torch.optim.SGD([torch.nn.Parameter(torch.ones(4, 16))])
+    live = Momentum([torch.nn.Parameter(torch.ones(4, 16))])
+    live.state.clear()
     with pytest.raises(RestoreError, match=r"o/state/0/m.*add_safe_globals"):
         snapshot.restore({"o": live})
     assert not live.state
