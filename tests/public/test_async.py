@@ -5,6 +5,7 @@ import gc
 import itertools
 import json
 import logging
+import os
 import threading
 
 import pytest
