@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class SnapshotError(Exception):
@@ -84,3 +85,15 @@ class StorageNotFoundError(StorageError, FileNotFoundError):
 
 class StorageConflictError(StorageError):
     """Raised when a conditional `put` finds something else than it expected."""
+
+
+@contextmanager
+def system_limits(what: str) -> Iterator[None]:
+    """Raise `SnapshotError`, with its cause, where the system gives no more descriptors, threads or memory."""
+    try:
+        yield
+    except SnapshotError:
+        raise
+    except (OSError, MemoryError, RuntimeError) as error:
+        why = str(error) or type(error).__name__
+        raise SnapshotError(f"{what}: {why}; raise the limit of the process (ulimit -a shows all)") from error

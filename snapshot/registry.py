@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from snapshot.errors import MissingExtraError, StorageError
+from snapshot.errors import MissingExtraError, SnapshotError, StorageError
 from snapshot.storage import URL, Context, Storage
 
 GROUP = "snapshot.storage"
@@ -98,6 +98,8 @@ def _built_in(scheme: str, url: URL) -> type[Storage]:
     module, _, name = target.partition(":")
     try:
         found: type[Storage] = getattr(importlib.import_module(module), name)
+    except OSError as error:
+        raise SnapshotError(f"{url}: its storage plugin cannot be loaded: {error}") from error
     except ImportError as error:
         if extra is None:
             raise

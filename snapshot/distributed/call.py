@@ -22,7 +22,7 @@ import msgspec
 from snapshot import errors
 from snapshot.distributed.group import Ranks
 from snapshot.distributed.heart import Watch
-from snapshot.errors import RankError, SnapshotError, StorageError
+from snapshot.errors import RankError, SnapshotError, StorageError, system_limits
 
 T = TypeVar("T")
 LEADER = 0
@@ -283,7 +283,8 @@ class Call:
             except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
                 future.set_exception(error)
 
-        threading.Thread(target=talk, name="snapshot-io-store", daemon=True).start()
+        with system_limits("a thread cannot be started"):
+            threading.Thread(target=talk, name="snapshot-io-store", daemon=True).start()
         patience = timeout or self.timeout
         what = f"answers nothing for {patience:g} s"
         quiet = 0  # quarters of the patience: while this process is stopped none of them passes

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from snapshot.errors import system_limits
+
 
 def interval(timeout: float, world: int) -> float:
     """How often a rank beats: several times in a timeout, and in large groups no more than their store can take."""
@@ -36,7 +38,13 @@ class Heart:
             self._calls.append(timeout)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="snapshot-heart", daemon=True)
-                self._thread.start()
+                try:
+                    with system_limits("a thread cannot be started"):
+                        self._thread.start()
+                except BaseException:
+                    self._thread = None
+                    self._calls.remove(timeout)
+                    raise
             self._change.notify()
 
     def end(self, timeout: float) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from snapshot.engine.segments import Segment
+from snapshot.errors import system_limits
 from snapshot.options import Settings
 from snapshot.tensors.memory import address_of, populate
 
@@ -73,8 +74,10 @@ class Arena:
         """A slot of at least so many bytes; its content is anything. `shared`: another process can be shown it; such
         a slot is never pinned."""
         size = max(1, -(-nbytes // GRAIN)) * GRAIN
-        if shared:
-            return self._take_shared(size)
+        with system_limits(f"{size:,} bytes of staging memory cannot be had; a smaller memory_budget_bytes needs less"):
+            return self._take_shared(size) if shared else self._take_own(size, pinned)
+
+    def _take_own(self, size: int, pinned: bool) -> Slot:
         with self._lock:
             self._out += size
             free = self._free[size, pinned]

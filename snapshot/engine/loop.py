@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from snapshot.engine.clients import SharedClients
 from snapshot.engine.gate import Gate
+from snapshot.errors import system_limits
 from snapshot.events import log
 from snapshot.options import Settings
 
@@ -27,16 +28,35 @@ LIBRARY = ("snapshot-io", "snapshot-loop")
 
 class _Loop:
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.pool = ThreadPoolExecutor(Settings.current().thread_count(), thread_name_prefix="snapshot-io")
-        self.loop.set_default_executor(self.pool)
+        with system_limits("the library's I/O loop cannot be made"):
+            self.loop = asyncio.new_event_loop()
+        count = Settings.current().thread_count()
+        self.pool = ThreadPoolExecutor(count, thread_name_prefix="snapshot-io")
         self.clients = SharedClients()
         self.thread = threading.Thread(target=self._run, name="snapshot-loop", daemon=True)
-        self.thread.start()
+        try:
+            with system_limits("the threads of the library's I/O loop cannot be started"):
+                _start_threads(self.pool, count)
+                self.thread.start()
+        except BaseException:
+            self.pool.shutdown(wait=False)
+            self.loop.close()
+            raise
+        self.loop.set_default_executor(self.pool)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+
+
+def _start_threads(pool: ThreadPoolExecutor, count: int) -> None:
+    """Start all threads of a pool now: one that could not be started later would fail work that is queued already."""
+    ready = threading.Event()
+    try:
+        for _ in range(count):
+            pool.submit(ready.wait)
+    finally:
+        ready.set()
 
 
 _lock = threading.Lock()
@@ -223,7 +243,8 @@ async def in_own_thread(work: Callable[..., T], *args: Any) -> T:
         except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
             future.set_exception(error)
 
-    threading.Thread(target=call, name="snapshot-io-wait", daemon=True).start()
+    with system_limits("a thread cannot be started"):
+        threading.Thread(target=call, name="snapshot-io-wait", daemon=True).start()
     return await asyncio.shield(asyncio.wrap_future(future))
 
 

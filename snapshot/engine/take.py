@@ -29,7 +29,7 @@ from snapshot.engine.sharing import keep
 from snapshot.engine.staging import Source
 from snapshot.engine.worker import WriterProcess
 from snapshot.engine.writer import Writer, write_small
-from snapshot.errors import CommitUnknown, RankError, SnapshotError, StorageError
+from snapshot.errors import CommitUnknown, RankError, SnapshotError, StorageError, system_limits
 from snapshot.events import Meter, emit
 from snapshot.manifest.document import DEEPEST, nesting
 from snapshot.plan.globs import matcher
@@ -201,7 +201,8 @@ class Take:
             self._stager = threading.Thread(
                 target=self._stage, args=(staging, later), name="snapshot-io-stage", daemon=True
             )
-            self._stager.start()
+            with system_limits("a thread cannot be started"):
+                self._stager.start()
         else:
             self._all_staged()
         return self._work
