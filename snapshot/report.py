@@ -67,7 +67,7 @@ class RestoreReport:
 
     @property
     def changed(self) -> tuple[Line, ...]:
-        """What is of another class than what was saved, and has the same names."""
+        """What came back in another form: of another class, or with memory of its own where it was a view."""
         return self._of("changed")
 
     @property

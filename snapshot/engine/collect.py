@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from snapshot.distributed.group import Ranks
 from snapshot.events import log
-from snapshot.manifest.entries import DictEntry
+from snapshot.manifest.entries import DictEntry, Extra
 from snapshot.manifest.paths import component
 from snapshot.plan.globs import matcher, unmatched
 from snapshot.report import listed
@@ -56,7 +56,10 @@ def collect(
             stacklevel=4,
         )
     apart = shared_apart(flat.leaves)
-    if apart and (text := listed(apart)) not in _logged:
+    for leaf, owner in apart:
+        leaf.extra = replace(leaf.extra or Extra(), shares=owner.path)
+    lines = [f"{leaf.path} shares memory with {owner.path}" for leaf, owner in apart]
+    if lines and (text := listed(lines)) not in _logged:
         _logged.add(text)
         log.warning("stored apart, and restored as separate tensors where they are made anew:%s", text)
     return flat
@@ -66,14 +69,15 @@ _logged: set[str] = set()
 """What was said of memory that is shared: a run says it once, and not at each take."""
 
 
-def shared_apart(leaves: Sequence[Leaf]) -> list[str]:
-    """Return a line for each tensor that begins within the memory of another one, which has no gaps."""
-    found = []
+def shared_apart(leaves: Sequence[Leaf]) -> list[tuple[Leaf, Leaf]]:
+    """Return each tensor that begins within the memory of another one, which has no gaps, and that one."""
+    found: list[tuple[Leaf, Leaf]] = []
     order = sorted(range(len(leaves)), key=[leaf.address for leaf in leaves].__getitem__)
-    reach, owner = 0, None
+    reach = 0
+    owner: Leaf | None = None
     for leaf in map(leaves.__getitem__, order):
         if owner is not None and leaf.address < reach and leaf.tensor.device == owner.tensor.device:
-            found.append(f"{leaf.path} shares memory with {owner.path}")
+            found.append((leaf, owner))
         if leaf.address and leaf.address + leaf.nbytes > reach and (leaf.plain or _is_dense(leaf.tensor)):
             reach, owner = leaf.address + leaf.nbytes, leaf
     return found

@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from snapshot.engine.binding import Binding
 from snapshot.engine.gather import Gather
+from snapshot.engine.match_optimizer import match_optimizer
 from snapshot.engine.restore_options import CASTS, RestoreOptions
 from snapshot.engine.targets import writable
 from snapshot.errors import RestoreError, SnapshotError
@@ -145,30 +146,10 @@ class Match:
         return True
 
     def _match_optimizer(self, kind: StateOfParameters, entries: dict[str, Any], lines: list[str]) -> bool:
-        """Compare an optimizer with the saved one. False where it is left as it is, and nothing else is to be
-        restored."""
-        why = kind.optimizer_mismatch(entries)
-        lines = [why] if why else lines
-        if lines and not self._strict:
-            self.left = True
-            self._notes.add("skipped", kind.base, f"left as it is: {'; '.join(lines)}")
-            return not kind.leave_optimizer(entries)
-        if lines:
-            self._notes.mismatches += [f"{line}; strict=False leaves the optimizer as it is" for line in lines]
-            return True
-        for kind_of_line, path, detail in kind.notes():
-            self._notes.add(kind_of_line, path, detail)
-        self._notes.mismatches += kind.choose_dtypes(self._options.cast, self._casts, self.beside)
-        for name, what in kind.other_shapes(entries).items():
-            path = f"{kind.base}/state/{name}"
-            if self._options.mismatched == "skip":
-                kind.leave_state(name, entries)
-                self._notes.add("skipped", path, f"{what}; left as it is")
-                self.left = True
-            else:
-                self.shapes = True
-                self._notes.mismatches.append(f"{path}: {what}")
-        return True
+        found = match_optimizer(kind, entries, lines, self._options, self.beside, self._notes)
+        self.left |= found.left
+        self.shapes |= found.shapes
+        return found.goes_on
 
     def _match_missing(self, kind: Kind, entries: dict[str, Any]) -> None:
         """Names of which each is an error, or left out and reported."""
@@ -261,7 +242,7 @@ class Match:
         """A saved tensor and a live one: in place if they agree, else cast, replaced, or an error."""
         notes = self._notes
         if isinstance(held, UninitializedTensorMixin):
-            gather.new(path, entry)
+            self._make_new(gather, path, entry)
             return
         if held.is_meta:
             notes.mismatches.append(f"{path}: is on the meta device; give it memory first: module.to_empty(device=...)")
@@ -269,7 +250,7 @@ class Match:
         extra = getattr(entry, "extra", None) or e.PLAIN
         if not kind.exact and extra.subclass != _subclass(held):
             notes.add("replaced", path, f"a {extra.subclass or 'plain tensor'} instead of a {type(held).__name__}")
-            gather.new(path, entry, held.device)
+            self._make_new(gather, path, entry, held.device)
             return
         if held.shape != entry.shape or not writable(held):
             what = (
@@ -281,11 +262,11 @@ class Match:
                 self._misfit(path, what, held, gather)
             else:
                 notes.add("replaced", path, what)
-                gather.new(path, entry, held.device)
+                self._make_new(gather, path, entry, held.device)
             return
         fits = self._fits_dtype(kind, path, entry, held.dtype)
         if fits is None:
-            gather.new(path, entry, held.device)
+            self._make_new(gather, path, entry, held.device)
         if not fits:
             return
         if isinstance(entry, e.ShardedTensorEntry) and len(entry.shards) > 1:
@@ -382,7 +363,21 @@ class Match:
         dtype = self._dtype(kind, path, entry) if isinstance(entry, e.TENSORS) else None
         if dtype is not None and dtype is not BY_NAME.get(entry.dtype):
             self._fits_dtype(kind, path, entry, dtype, exact=True)
-        gather.new(path, entry, kind.device(path, shape), dtype)
+        self._make_new(gather, path, entry, kind.device(path, shape), dtype)
+
+    def _make_new(
+        self,
+        gather: Gather,
+        path: str,
+        entry: Any,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Make a new value. A tensor that was a view of another one's memory has memory of its own now."""
+        gather.new(path, entry, device, dtype)
+        shares = getattr(getattr(entry, "extra", None), "shares", None)
+        if shares is not None:
+            self._notes.add("changed", path, f"shared memory with {shares}, and has memory of its own now")
 
     def _dtype(self, kind: Kind, path: str, entry: Any) -> torch.dtype | None:
         """The dtype of a new tensor: the saved one, but for an optimizer's state of a parameter that was cast."""

@@ -96,6 +96,8 @@ class Extra(msgspec.Struct, omit_defaults=True, gc=False, forbid_unknown_fields=
     strides: tuple[int, ...] | None = None
     """In elements, of a view into the stored range: only foreign formats have them."""
     storage_offset: int | None = None
+    shares: str | None = None
+    """The path of the tensor in whose memory this one was, seen in another way: each has bytes of its own here."""
 
 
 PLAIN = Extra()

@@ -307,3 +307,18 @@ def test_a_read_only_memory_map_is_an_error_and_no_crash(tmp_path, warm, many, d
         assert module.w.eq(1).all()
     """
     warm.run(textwrap.dedent(script))
+
+
+def test_views_of_one_memory_that_come_back_apart_are_in_the_report():
+    whole = torch.arange(10.0)
+    snapshot = take({"s": StateDict(t=whole, view=whole[1:], tied=whole)})
+    report = snapshot.restore({"s": (fresh := StateDict())})
+    assert [str(line) for line in report.changed] == [
+        "changed    s/view: shared memory with s/t, and has memory of its own now"
+    ]
+    assert fresh["tied"].data_ptr() == fresh["t"].data_ptr()
+    assert torch.equal(fresh["view"], whole[1:])
+    live = torch.zeros(10)
+    report = snapshot.restore({"s": StateDict(t=live, view=torch.zeros(9), tied=live)})
+    assert not report.changed  # it is restored into what the application has
+    assert snapshot.verify()
