@@ -116,7 +116,15 @@ class Recording:
             for name, part in entry.parts.items():
                 self._named(path, name, part, made)
         elif not isinstance(entry, e.ObjectEntry):
-            self.flat.entries[path] = entry
+            self.flat.entries[path] = self._cast_record(entry)
+
+    def _cast_record(self, entry: Any) -> Any:
+        """An optimizer's record says the dtypes that its parameters have now."""
+        record = getattr(entry, "optimizer", None)
+        if record is None or self._dtype is None:
+            return entry
+        dtypes = tuple(self._cast(dtype) if dtype in BY_NAME else dtype for dtype in record.dtypes)
+        return msgspec.structs.replace(entry, optimizer=msgspec.structs.replace(record, dtypes=dtypes))
 
     def _tensor(self, path: str, entry: Any) -> None:
         self.tensors += 1

@@ -339,3 +339,15 @@ def test_moments_in_a_state_dict_of_one_s_own_are_not_cast():
     live = StateDict(optim={"exp_avg": torch.zeros(3)})
     Snapshot(URL).restore({"s": live})
     assert live["optim"]["exp_avg"].dtype == torch.float64
+
+
+def test_a_conversion_that_casts_records_the_new_dtypes(tmp_path):
+    net, optimizer = trained(optim.AdamW)
+    Snapshot.take(tmp_path / "s", {"net": net, "optim": optimizer}).convert(tmp_path / "half", dtype=torch.bfloat16)
+    other = nn.Linear(4, 3).bfloat16()
+    another = optim.AdamW(other.parameters())
+    report = Snapshot(tmp_path / "half").restore({"net": other, "optim": another})
+    assert not report.lines
+    assert {state["exp_avg"].dtype for state in another.state.values()} == {torch.bfloat16}
+    other(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    another.step()
