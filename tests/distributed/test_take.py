@@ -107,3 +107,20 @@ def _beside_collectives(path):
 def test_training_s_collectives_run_while_snapshots_are_written(two, folder):
     assert two.run(_beside_collectives, f"{folder}/s") == [True, True]
     assert all(Snapshot(f"{folder}/s-{i}").verify() for i in range(3))
+
+
+def _read_back(path, damaged):
+    from snapshot.testing import faulty
+
+    rank = dist.get_rank()
+    state = StateDict(own=torch.full((200_000,), float(rank)), shared=torch.arange(300_000))
+    fault = faulty(on="write", path=f"*-{damaged}-0.safetensors", flip=9, must_happen=rank == damaged)
+    with fault:
+        Snapshot.take(f"faulty+file://{path}", {"s": state}, replicated=["s/shared"], verify_writes=True)
+
+
+def test_what_one_rank_reads_back_otherwise_is_committed_by_none(two, folder):
+    for damaged in (0, 1):
+        errors = two.outcomes(_read_back, f"{folder}/s", damaged)
+        assert all("nothing was committed" in str(error) for error in errors), errors
+        assert not Snapshot(f"{folder}/s").exists()

@@ -454,3 +454,20 @@ def test_a_restore_that_cannot_be_done_is_an_error(proxy, taken, fault):
     with proxy.fault(path=DATA, method="GET", times=None, **fault) as made, pytest.raises(StorageError, match="s3://"):
         impatiently(made, lambda patience: Snapshot(taken[0], storage_options=taken[1] | patience).restore(live))
     assert time.monotonic() - began < SOON
+
+
+def test_a_bit_that_flips_on_the_way_up_is_found_before_the_commit(moto, proxy, place, one_engine):
+    """moto checks nothing that it is sent; where a part flips, the store holds what nobody has written."""
+    url, options = place
+    with proxy.fault(method="PUT", path=DATA, flip=2_345_678, side="request") as made:
+        Snapshot.take(url, state(), storage_options=options)
+    assert made.hits
+    assert not Snapshot(url, storage_options=options).verify()
+    refused = pytest.raises(CorruptSnapshotError, match="nothing was committed")
+    with proxy.fault(method="PUT", path=DATA, flip=2_345_678, side="request") as made, refused:
+        Snapshot.take(f"{url}-2", state(), storage_options=options, verify_writes=True)
+    assert made.hits
+    assert not Snapshot(f"{url}-2", storage_options=options).exists()
+    assert left(moto, (f"{url}-2", options)) == ([], [])
+    Snapshot.take(f"{url}-2", state(), storage_options=options, verify_writes=True)
+    assert whole(moto, (f"{url}-2", options))
