@@ -110,8 +110,10 @@ class Restore:
                 grouped, gather = self._plan(app_state, kinds)
         with self._phase("check"):
             run(self._operation.expect_files(self._document, {want.location for want in gather.wants}))
-            common = agree_on_reads(self._call, gather, self._match, kinds.values(), once=self._read_once)
-        result = self._read(gather, common)
+            common, waits = agree_on_reads(
+                self._call, gather, self._match, kinds.values(), once=self._read_once, atomic=self._options.atomic
+            )
+        result = self._read(gather, common, waits)
         self._expect_all()
         with self._phase("place"):
             gather.finish()
@@ -302,8 +304,9 @@ class Restore:
 
     # Read
 
-    def _read(self, gather: Gather, common: Ranges) -> ReadResult:
-        """Objects first, then (atomic) every byte once without touching anything, then all into its place."""
+    def _read(self, gather: Gather, common: Ranges, waits: bool) -> ReadResult:
+        """Objects first, then (atomic) every byte once without touching anything, then all into its place. `waits`: not
+        before all ranks have come so far."""
         total = sum(want.end - want.begin for want in gather.wants)
         self._meter.begin(total * (2 if self._options.atomic else 1))
         with self._phase("read"):
@@ -317,6 +320,8 @@ class Restore:
                 first = self._fetch(dry, verify=True)
                 seen.bytes_read += first.bytes_read
                 seen.requests += first.requests
+            if waits:
+                self._expect_all()
             result = self._fetch_shared(gather.wants, common)
             result.bytes_read += seen.bytes_read
             result.requests += seen.requests

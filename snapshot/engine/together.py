@@ -70,6 +70,8 @@ class Ready(msgspec.Struct, array_like=True):
     """What is shared in the snapshot, and for which this rank has no use."""
     unknown: list[str]
     """Why what was asked for is not to be found here."""
+    atomic: bool = False
+    """Whether it verifies every byte before it touches a live tensor."""
 
 
 class Go(msgspec.Struct, array_like=True):
@@ -80,6 +82,8 @@ class Go(msgspec.Struct, array_like=True):
     """The ranks that are to say what they want, where not all want the same."""
     names: bool
     """Whether all are to say which names they have a use for."""
+    atomic: bool = False
+    """Whether no rank touches a live tensor before all have verified what they read."""
 
 
 class Wishes(msgspec.Struct, array_like=True):
@@ -90,14 +94,17 @@ class Wishes(msgspec.Struct, array_like=True):
     unexpected: list[str] = msgspec.field(default_factory=list)
 
 
-def agree_on_reads(call: Call, gather: Gather, match: Match, kinds: Iterable[Kind], *, once: bool) -> Ranges:
-    """All ranks are ready to read, or all raise, and nothing was touched. What all want, if it is to be read once."""
+def agree_on_reads(
+    call: Call, gather: Gather, match: Match, kinds: Iterable[Kind], *, once: bool, atomic: bool
+) -> tuple[Ranges, bool]:
+    """All ranks are ready to read, or all raise, and nothing was touched. What all want, if it is to be read once; and
+    whether all wait until every rank has verified its bytes, since any is `atomic`."""
     if call.alone:
-        return frozenset()
+        return frozenset(), False
     wants = [want for want in (*gather.objects, *gather.wants) if want.opens is None] if once else []
     ranges = {Range(want.location, want.begin, want.end) for want in wants}
     named = {_digest(repr(each).encode()): each for each in ranges}
-    ready = Ready(once, of_range(b"".join(sorted(named))), list(match.unexpected), match.unknown)
+    ready = Ready(once, of_range(b"".join(sorted(named))), list(match.unexpected), match.unknown, atomic)
     go = call.exchange(ready, _go, Ready, Go)
     if go.names or (go.once and len(go.speakers) > 1):
         wishes = Wishes()
@@ -110,8 +117,8 @@ def agree_on_reads(call: Call, gather: Gather, match: Match, kinds: Iterable[Kin
         if go.once and len(go.speakers) > 1:
             ranges = {named[key] for key in digests(common)}
     if not go.once or sum(each.end - each.begin for each in ranges) < WORTH:
-        return frozenset()
-    return frozenset(ranges)
+        return frozenset(), go.atomic
+    return frozenset(ranges), go.atomic
 
 
 def _go(all_: list[Ready]) -> Go:
@@ -121,7 +128,12 @@ def _go(all_: list[Ready]) -> Go:
     nowhere = [what for what in all_[0].unknown if all(what.partition(";")[0] in _heads(each) for each in all_)]
     if nowhere:
         raise RestoreError(f"does not fit the snapshot, and nothing was touched:{listed(nowhere)}", nowhere)
-    return Go(all(ready.once for ready in all_), sorted(seen.values()), any(ready.unexpected for ready in all_))
+    return Go(
+        all(ready.once for ready in all_),
+        sorted(seen.values()),
+        any(ready.unexpected for ready in all_),
+        any(ready.atomic for ready in all_),
+    )
 
 
 def _heads(ready: Ready) -> set[str]:
