@@ -153,8 +153,12 @@ def _record_optimizer(flat: Flattened, key: str, stateful: Any, state: Any) -> N
     """Record whose state an optimizer's state dict is."""
     if isinstance(stateful, ModelState):
         optimizers, path = stateful.optimizers, f"{key}/optim"
-        groups = state["optim"].get("param_groups", ()) if optimizers else ()
-        parameters = [state["model"].get(name) for group in groups for name in group["params"]]
+        held = state["optim"] if optimizers else {}
+        names = [name for group in held.get("param_groups", ()) for name in group["params"]]
+        if "param_groups" not in held:  # flat
+            flat_names = (name for name in held if isinstance(name, str) and name.startswith("param_groups."))
+            names = list(dict.fromkeys(name.partition(".")[2].rpartition(".")[0] for name in flat_names))
+        parameters = [state["model"].get(name) for name in names]
     elif isinstance(stateful, torch.optim.Optimizer):
         optimizers, path = [stateful], key
         parameters = [parameter for group in stateful.param_groups for parameter in group["params"]]

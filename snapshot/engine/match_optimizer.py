@@ -44,7 +44,7 @@ def match_optimizer(
     for line, path, detail in kind.notes():
         notes.add(line, path, detail)
     notes.mismatches += kind.choose_dtypes(options.cast, CASTS[options.cast], beside)
-    for name, what in kind.other_shapes(entries).items():
+    for name, what in kind.other_shapes().items():
         path = f"{kind.base}/state/{name}"
         if options.mismatched == "skip":
             kind.leave_state(name, entries)

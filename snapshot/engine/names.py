@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from snapshot.engine.flattened import is_flat, nested_view
 from snapshot.formats.foreign import root_of, root_over
 from snapshot.manifest.document import Document
 from snapshot.manifest.paths import component, uncomponent
@@ -24,6 +25,7 @@ from snapshot.report import Notes
 from snapshot.state.kind_of import kind_of, kind_type
 from snapshot.state.kinds import Kind, names_beneath
 from snapshot.state.model import ModelState
+from snapshot.state.model_state_kind import ModelStateKind
 
 
 def below_only_key(document: Document, view: View, app_state: Mapping[str, Any]) -> View:
@@ -75,6 +77,10 @@ def match_wrappers(
         if key not in kinds:
             kinds[key] = kind_of(key, stateful)
         view = _match_model(view, kinds[key], f"{key}{below}", notes)
+        kind = kinds[key]
+        if isinstance(kind, ModelStateKind) and is_flat(view.entries.get(kind.base)):
+            view = nested_view(view, kind.base)
+            kind.groups_known = False
     return view
 
 

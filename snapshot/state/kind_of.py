@@ -8,7 +8,8 @@ import torch
 
 from snapshot.state.kinds import Kind, ModuleKind, RNGKind, StateDictKind
 from snapshot.state.model import ModelState
-from snapshot.state.optimizer_kinds import ModelStateKind, OptimizerKind
+from snapshot.state.model_state_kind import ModelStateKind
+from snapshot.state.optimizer_kinds import OptimizerKind
 from snapshot.state.rng import RNGState
 from snapshot.state.stateful import StateDict
 

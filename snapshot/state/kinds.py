@@ -35,10 +35,14 @@ class Kind:
     def __init__(self, key: str, stateful: Any) -> None:
         self.key = key
         self.stateful = stateful
-        self.state = stateful.state_dict()
+        self.state = self.read_state()
         self.compounds: dict[str, Any] = {}
         """Path -> an object that is held there and has a class of its own: a dataclass, an Enum, a wrapped tensor."""
         self.live = live_leaves(key, self.state, self.compounds)
+
+    def read_state(self) -> Any:
+        """What the stateful holds now."""
+        return self.stateful.state_dict()
 
     def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
         """Why the stateful cannot take this state, as far as only it knows."""

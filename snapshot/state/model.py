@@ -3,6 +3,7 @@ every parallelism, so that what one of them saved another can restore."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -51,16 +52,23 @@ class ModelState:
     def state_dict(self) -> dict[str, Any]:
         """The model's state under `model`, the optimizers' under `optim`. Fresh optimizers are given their state by it,
         so that there is a place for what is restored."""
+        return self._state_dict(self.options)
+
+    def nested_state_dict(self) -> dict[str, Any]:
+        """The same, with the optimizers' state by parameter, also where the options ask for a flat one."""
+        return self._state_dict(_nested(self.options))
+
+    def _state_dict(self, options: Any) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
-        if self.options is not None and self.options.full_state_dict and self.options.cpu_offload and _several():
+        if options is not None and options.full_state_dict and options.cpu_offload and _several():
             raise SnapshotError(
                 "ModelState: with full_state_dict and cpu_offload torch gives rank 0 the state, and all others none; "
                 "leave out both: every rank saves its own shards, and nothing has to be gathered"
             )
         if not self.optimizers:
-            return {"model": get_model_state_dict(self.model, options=self.options)}
-        model, optim = get_state_dict(self.model, self.optimizers, options=self.options)
+            return {"model": get_model_state_dict(self.model, options=options)}
+        model, optim = get_state_dict(self.model, self.optimizers, options=options)
         return {"model": model, "optim": optim}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -70,16 +78,22 @@ class ModelState:
         if not self.optimizers or "optim" not in state_dict:
             set_model_state_dict(self.model, state_dict["model"], options=self.options)
             return
-        optim = state_dict["optim"]
+        optim, options = state_dict["optim"], self.options
         if "param_groups" in optim:  # DCP drops what is empty, and torch would take the rest for flattened names
-            optim = {"state": {}, **optim}
+            optim, options = {"state": {}, **optim}, _nested(options)
         set_state_dict(
             self.model,
             self.optimizers,
             model_state_dict=state_dict["model"],
             optim_state_dict=optim,
-            options=self.options,
+            options=options,
         )
+
+
+def _nested(options: Any) -> Any:
+    if options is None or not options.flatten_optimizer_state_dict:
+        return options
+    return dataclasses.replace(options, flatten_optimizer_state_dict=False)
 
 
 def _several() -> bool:

@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from snapshot.errors import RestoreError
-from snapshot.manifest.entries import TENSORS, Container, DictEntry, ListEntry, TensorPartsEntry
+from snapshot.manifest.entries import TENSORS, DictEntry, ListEntry
 from snapshot.manifest.paths import component
+from snapshot.manifest.scalars import Scalar
 from snapshot.state.kinds import Kind
-from snapshot.state.optimizers import SavedOptimizer, change_of, expected_shape, mismatch_of
+from snapshot.state.live import MISSING
+from snapshot.state.optimizers import SavedOptimizer, change_of, expected_shape, knows_shapes, mismatch_of
 from snapshot.tensors.dtypes import BY_NAME, NAMES
 
 
@@ -34,21 +37,33 @@ class StateOfParameters(Kind):
         self._cast: dict[str, torch.dtype] = {}
         """Parameters whose state is cast, with the dtype that it gets."""
         self._saved: SavedOptimizer | None = None
+        self._tensors: list[tuple[str, Any, str, str]] = []
+        """Saved tensors of the state: path, entry, parameter, and the name of what is kept of it."""
         self.untouched: set[str] = set()
         """Parameters whose state stays as it is, since their shapes are others."""
+        self.parameters: dict[str, Any] = {}
+        """The live parameters, by their names in `state`."""
+        self.owners: dict[str, torch.optim.Optimizer] = {}
+        """The optimizers that they belong to."""
+        self.groups: list[list[str]] = []
+        """Their names, group by group."""
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [self.stateful]
 
-    def parameter(self, name: str) -> Any:
-        """The live parameter of a name in `state`; None where there is none."""
-        return None
-
     def optimizer_mismatch(self, entries: Mapping[str, Any]) -> str | None:
         """Say why the saved optimizer's state is none for this one."""
         self._saved = SavedOptimizer.of(self.base, entries)
-        why = mismatch_of(self._saved, self.optimizers) if self._saved is not None and self.optimizers else None
+        self.untouched.clear()
+        start = len(self._states)
+        self._tensors = []
+        for path, entry in entries.items():
+            if path.startswith(self._states) and isinstance(entry, TENSORS):
+                name, slash, rest = path[start:].partition("/")
+                if slash:
+                    self._tensors.append((path, entry, name, rest.partition("/")[0]))
+        why = mismatch_of(self._saved, self.optimizers, self.owners) if self._saved is not None else None
         return f"{self.base}: {why}" if why else None
 
     def leave_optimizer(self, entries: dict[str, Any]) -> bool:
@@ -63,11 +78,20 @@ class StateOfParameters(Kind):
         change = change_of(saved, self.optimizers)
         if change:
             yield "changed", self.base, change
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        for number, (options, group) in enumerate(zip(saved.groups, groups, strict=False)):
+        for number, (options, params) in enumerate(zip(saved.options, saved.groups, strict=True)):
+            group = self._live_group(params)
             for name in group:
                 if name not in ("params", "param_names") and component(str(name)) not in options:
                     yield "kept", f"{self.base}/param_groups/{number}/{component(str(name))}", "the snapshot lacks it"
+
+    def _live_group(self, params: Iterable[str]) -> Mapping[str, Any]:
+        """The live parameter group that holds the first of these parameters."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        for name in params:
+            for names, group in zip(self.groups, groups, strict=False):
+                if name in names:
+                    return group
+        return {}
 
     def choose_dtypes(
         self, cast: str, allowed: Callable[[torch.dtype, torch.dtype], bool], beside: Callable[[Any], bool]
@@ -79,13 +103,13 @@ class StateOfParameters(Kind):
         self._cast = {}
         refused: dict[str, int] = {}
         saved = self._saved
-        for at, name in enumerate(saved.params if saved else ()):
-            parameter = self.parameter(name)
-            if not isinstance(parameter, torch.Tensor) or not parameter.is_floating_point() or not beside(parameter):
+        for name in [name for group in saved.groups for name in group] if saved else ():
+            parameter = self.parameters.get(name)
+            if not isinstance(parameter, torch.Tensor) or not parameter.is_floating_point():
                 continue
-            recorded = saved.dtypes[at] if saved and saved.dtypes else ""
+            recorded = saved.dtypes.get(name, "") if saved else ""
             was = BY_NAME.get(recorded)
-            if was is parameter.dtype or (was is None and cast == "error"):
+            if was is parameter.dtype or (was is None and cast == "error") or not beside(parameter):
                 continue
             if was is None or allowed(was, parameter.dtype):
                 self._cast[name] = parameter.dtype
@@ -113,40 +137,45 @@ class StateOfParameters(Kind):
 
     def places(self, entries: Mapping[str, Any], skipped: set[str]) -> dict[str, Any]:
         """What is there already, without the state that cannot be filled as it is: a new tensor takes its place."""
-        places = dict(self.live)
-        for path, entry in entries.items():
-            if path not in places or path in skipped or self._in_state(path) is None:
+        gone = []
+        for path, entry, name, _ in self._tensors:
+            held = self.live.get(path, MISSING)
+            if held is MISSING or path in skipped:
                 continue
-            held = places[path]
-            dtype = self.state_dtype(path, entry) if isinstance(entry, TENSORS) else None
-            if isinstance(held, torch.Tensor):
-                fits = dtype is not None and held.dtype == dtype and held.shape == entry.shape
-            else:
-                fits = dtype is None
-            if not fits and not isinstance(entry, TensorPartsEntry):
-                del places[path]
-        return places
+            dtype = BY_NAME.get(entry.dtype) if name not in self._cast else self.state_dtype(path, entry)
+            if not (isinstance(held, torch.Tensor) and held.dtype is dtype and held.shape == entry.shape):
+                gone.append(path)
+        for path, held in self.live.items():
+            if (
+                isinstance(held, torch.Tensor)
+                and path.startswith(self._states)
+                and isinstance(entries.get(path), Scalar)
+            ):
+                gone.append(path)
+        away = set(gone)
+        return {path: held for path, held in self.live.items() if path not in away} if away else self.live
 
-    def other_shapes(self, entries: Mapping[str, Any]) -> dict[str, str]:
+    def other_shapes(self) -> dict[str, str]:
         """The parameters whose saved state has the shape of another one, and how it differs."""
         found: dict[str, str] = {}
-        for path, entry in entries.items():
-            at = self._in_state(path) if isinstance(entry, TENSORS) else None
-            parameter = self.parameter(at[0]) if at else None
-            if at is None or not isinstance(parameter, torch.Tensor) or at[0] in found:
+        known = knows_shapes(self.optimizers)
+        for path, entry, name, what in self._tensors:
+            parameter = self.parameters.get(name)
+            if not isinstance(parameter, torch.Tensor) or parameter.shape == entry.shape or name in found:
                 continue
-            wanted = expected_shape(self.optimizers, at[1], parameter.shape)
+            wanted = expected_shape(what, parameter.shape) if known else None
             if wanted is None:
                 held = self.live.get(path)
                 wanted = held.shape if isinstance(held, torch.Tensor) else entry.shape
             if tuple(wanted) != tuple(entry.shape):
-                found[at[0]] = f"the snapshot has {at[1]} of {list(entry.shape)}, the application {list(wanted)}"
+                found[name] = f"the snapshot has {what} of {list(entry.shape)}, the application {list(wanted)}"
         return found
 
     def leave_state(self, name: str, entries: dict[str, Any]) -> str:
         """Leave the state of a parameter as it is; return its path."""
         path = f"{self._states}{name}"
         self.untouched.add(name)
+        self._tensors = [each for each in self._tensors if each[2] != name]
         for below in [each for each in entries if each == path or each.startswith(f"{path}/")]:
             del entries[below]
         states = entries[self._states[:-1]]
@@ -155,7 +184,7 @@ class StateOfParameters(Kind):
 
     def like(self, path: str, shape: tuple[int, ...]) -> Any | None:
         found = self._in_state(path)
-        parameter = self.parameter(found[0]) if found else None
+        parameter = self.parameters.get(found[0]) if found else None
         return parameter if parameter is not None and tuple(parameter.shape) == shape and shape else None
 
     def device(self, path: str, shape: tuple[int, ...]) -> torch.device | str:
@@ -176,7 +205,7 @@ def _exact(cast: Any, saved: Any) -> Any:
     return cast
 
 
-def _with_options(saved: Any, live: Mapping[str, Any]) -> Any:
+def with_options(saved: Any, live: Mapping[str, Any]) -> Any:
     """A saved parameter group, with the options that only the live one has."""
     if not isinstance(saved, dict):
         return saved
@@ -189,15 +218,18 @@ class OptimizerKind(StateOfParameters):
     def __init__(self, key: str, stateful: torch.optim.Optimizer) -> None:
         super().__init__(key, stateful)
         parameters = [parameter for group in stateful.param_groups for parameter in group["params"]]
+        self.groups = [[str(index) for index in group["params"]] for group in self.state.get("param_groups", ())]
         indices = [index for group in self.state.get("param_groups", ()) for index in group["params"]]
         self.needs = frozenset({f"{key}/param_groups"})
-        self._by_index = dict(zip(map(str, indices), parameters, strict=False))
+        self.parameters = dict(zip(map(str, indices), parameters, strict=False))
+        self.owners = dict.fromkeys(self.parameters, stateful)
         self._numbers = {str(index): index for index in indices}
+        # A fresh optimizer makes its state of its parameters' class; no path of an entry has an empty component.
+        self.compounds |= {
+            f"{key}//{name}": each for name, each in self.parameters.items() if is_traceable_wrapper_subclass(each)
+        }
         groups = f"{key}/param_groups/"  # torch copies what it is given for them: they are no places to fill
         self.live = {path: value for path, value in self.live.items() if not path.startswith(groups)}
-
-    def parameter(self, name: str) -> Any:
-        return self._by_index.get(name)
 
     def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
         """Parameter groups must be as many, and as large: torch would find out only after tensors were written."""
@@ -229,99 +261,16 @@ class OptimizerKind(StateOfParameters):
                 numbered[self._numbers[name]] = held[self._numbers[name]]
         groups = state.get("param_groups", ())
         pairs = zip(groups, self.stateful.param_groups, strict=False)
-        state = {**state, "state": numbered, "param_groups": [_with_options(*pair) for pair in pairs]}
+        state = {**state, "state": numbered, "param_groups": [with_options(*pair) for pair in pairs]}
         try:
             self.stateful.load_state_dict(state)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise RestoreError(f"{self.key}: the optimizer does not take this state: {error}", [self.key]) from error
         for index, saved in numbered.items():
-            parameter = self._by_index.get(str(index))
+            parameter = self.parameters.get(str(index))
             if parameter is None or not isinstance(saved, dict):
                 continue
             live = self.stateful.state.get(parameter)
             if live is not None:
                 live.update({name: _exact(live.get(name), value) for name, value in saved.items()})
         return []
-
-
-class ModelStateKind(StateOfParameters):
-    """A model and its optimizer under names that do not depend on how they are parallelised."""
-
-    models = "/model"
-    optimizer_at = "/optim"
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        found: list[torch.optim.Optimizer] = self.stateful.optimizers
-        return found
-
-    def parameter(self, name: str) -> Any:
-        return self.live.get(f"{self.key}/model/{name}")
-
-    def model_names(self) -> list[str]:
-        return [component(name) for name in self.state["model"]]
-
-    def adopts(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
-        return [path for path in self.live if path not in entries and path in elsewhere]
-
-    def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
-        if self.stateful.optimizers and f"{self.key}/optim" not in entries:
-            return [f"{self.key}: the snapshot holds no optimizer's state as 'optim' under this key"]
-        return []
-
-    def missing(self, entries: Mapping[str, Any]) -> list[str]:
-        """The model's names, which torch would compare only after tensors were written."""
-        prefix = f"{self.key}/model/"
-        return sorted(path for path in self.live if path.startswith(prefix) and path not in entries)
-
-    def unexpected(self, entries: Mapping[str, Any]) -> list[str]:
-        prefix = f"{self.key}/model/"
-        leaves = (path for path, entry in entries.items() if not isinstance(entry, Container))
-        return sorted(path for path in leaves if path.startswith(prefix) and path not in self.live)
-
-    def leave_optimizer(self, entries: dict[str, Any]) -> bool:
-        for path in [each for each in entries if each == self.base or each.startswith(f"{self.base}/")]:
-            del entries[path]
-        entries[self.key] = entries[self.key].without(name == "optim" for name in entries[self.key].components())
-        return False
-
-    def hand_back(self, state: Any, strict: bool) -> list[str]:
-        optim = state.get("optim")
-        if optim is None or not self.stateful.optimizers:
-            return super().hand_back({**state, "model": {**self.state["model"], **state["model"]}}, strict)
-        if "param_groups" in optim:
-            optim = {**optim, **self._completed(optim)}
-        super().hand_back({**state, "model": {**self.state["model"], **state["model"]}, "optim": optim}, strict)
-        self._undo_casts(optim.get("state"))
-        return []
-
-    def _completed(self, optim: Mapping[str, Any]) -> dict[str, Any]:
-        """The saved state and groups, with the live ones of parameters and options that the snapshot lacks."""
-        live = self.state["optim"]
-        states = {**live["state"], **optim.get("state", {})}
-        saved = {str(name): group for group in optim["param_groups"] for name in group["params"]}
-        groups = []
-        for group in live["param_groups"]:
-            same = next((saved[name] for name in group["params"] if name in saved), group)
-            groups.append({**_with_options(same, group), "params": group["params"]})
-        return {"state": {name: each for name, each in states.items() if each}, "param_groups": groups}
-
-    def _undo_casts(self, meant: Any) -> None:
-        """Torch casts state to its parameter's dtype; what was meant to have another one is put back as it was read."""
-        found = self.stateful.state_dict()["optim"].get("state")
-        if not isinstance(meant, dict) or not isinstance(found, dict):
-            return
-        owners = {
-            id(value): (each, name)
-            for optimizer in self.stateful.optimizers
-            for each in optimizer.state.values()
-            if isinstance(each, dict)
-            for name, value in each.items()
-        }
-        for parameter, state in meant.items():
-            for name, value in state.items() if isinstance(state, dict) else ():
-                now = found.get(parameter, {}).get(name)
-                if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
-                    owner = owners.get(id(now))
-                    if owner is not None:
-                        owner[0][owner[1]] = value.to(now.device)

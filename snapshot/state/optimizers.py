@@ -57,14 +57,14 @@ class SavedOptimizer:
 
     classes: tuple[str, ...]
     """Empty for a snapshot that does not record them."""
-    state: frozenset[str]
-    """The names in the state of the parameters."""
-    groups: tuple[frozenset[str], ...]
-    """The options of each parameter group."""
-    params: tuple[str, ...]
-    """The parameters, as they are named in `state`, in the order of the groups."""
-    dtypes: tuple[str, ...]
-    """Of the parameters, in that order; empty for a snapshot that does not record them."""
+    state: Mapping[str, frozenset[str]]
+    """Parameter -> the names in its state."""
+    options: tuple[frozenset[str], ...]
+    """Of each parameter group."""
+    groups: tuple[tuple[str, ...], ...]
+    """The parameters of each group, as they are named in `state`."""
+    dtypes: Mapping[str, str]
+    """Of the parameters; empty for a snapshot that does not record them."""
 
     @staticmethod
     def of(path: str, entries: Mapping[str, Any]) -> SavedOptimizer | None:
@@ -72,27 +72,24 @@ class SavedOptimizer:
         top, listed = entries.get(path), entries.get(f"{path}/param_groups")
         if not isinstance(top, DictEntry) or not isinstance(listed, ListEntry):
             return None
-        groups, params = [], []
+        options, groups = [], []
         for number in range(listed.length):
             base = f"{path}/param_groups/{number}"
-            group = entries.get(base)
-            groups.append(frozenset(group.components()) if isinstance(group, DictEntry) else frozenset())
-            held = entries.get(f"{base}/params")
-            for at in range(held.length if isinstance(held, ListEntry) else 0):
-                index = entries.get(f"{base}/params/{at}")
-                params.append(component(str(index.value())) if isinstance(index, Scalar) else "")
+            group, held = entries.get(base), entries.get(f"{base}/params")
+            options.append(frozenset(group.components()) if isinstance(group, DictEntry) else frozenset())
+            indices = [entries.get(f"{base}/params/{at}") for at in range(getattr(held, "length", 0))]
+            groups.append(tuple(component(str(each.value())) if isinstance(each, Scalar) else "" for each in indices))
         states = entries.get(f"{path}/state")
-        found: set[str] = set()
+        found: dict[str, frozenset[str]] = {}
         for name in states.components() if isinstance(states, DictEntry) else ():
             each = entries.get(f"{path}/state/{name}")
-            found.update(each.components() if isinstance(each, DictEntry) else ())
-        record = top.optimizer
-        dtypes = record.dtypes if record else ()
+            if isinstance(each, DictEntry):
+                found[name] = frozenset(each.components())
+        classes, dtypes = (top.optimizer.classes, top.optimizer.dtypes) if top.optimizer else ((), ())
+        params = [name for group in groups for name in group]
         dtypes = dtypes * len(params) if len(dtypes) == 1 else dtypes
-        return SavedOptimizer(
-            record.classes if record else (), frozenset(found), tuple(groups), tuple(params),
-            dtypes if len(dtypes) == len(params) else (),
-        )  # fmt: skip
+        known = dict(zip(params, dtypes, strict=True)) if len(dtypes) == len(params) else {}
+        return SavedOptimizer(classes, found, tuple(options), tuple(groups), known)
 
 
 def record_of(optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[Any]) -> OptimizerRecord:
@@ -107,29 +104,36 @@ def _class_name(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def mismatch_of(saved: SavedOptimizer, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
-    """Say why the state of the saved optimizer is none for these; None if it is."""
-    classes = tuple(map(_class_name, optimizers))
-    if saved.classes == classes:
+Owners = Mapping[str, torch.optim.Optimizer]
+"""Parameter -> the optimizer that it belongs to."""
+
+
+def mismatch_of(saved: SavedOptimizer, optimizers: Sequence[torch.optim.Optimizer], owners: Owners) -> str | None:
+    """Say why the saved state is none for these optimizers, each for its own parameters; None if it is."""
+    same = saved.classes == tuple(map(_class_name, optimizers))
+    if same and len(optimizers) == 1:
         return None
-    here = ", ".join(sorted({type(each).__name__ for each in optimizers}))
     by = f"saved by {_short(saved.classes)} with" if saved.classes else "saved with"
-    names = [_state_names(each) for each in optimizers]
-    if saved.state and None not in names:
-        known = [each for each in names if each is not None]
-        always = frozenset.intersection(*(each[0] for each in known))
-        possible = frozenset().union(*(each[0] | each[1] for each in known))
-        if not always <= saved.state <= possible:
-            return f"{by} {_listed(saved.state)}; {here} has {_listed(possible) or 'no state'}"
-    options = frozenset().union(*saved.groups) if saved.groups else frozenset()
-    defaults = frozenset().union(*(each.defaults for each in optimizers))
-    held = frozenset(name for each in optimizers for group in each.param_groups for name in group)
-    theirs, ours = options - defaults - held - _ANY_OPTIMIZER, defaults - options - _ANY_OPTIMIZER
-    if (theirs or ours) if saved.classes else (theirs and ours):
-        return (
-            f"{by} the options {_listed(options - _ANY_OPTIMIZER) or '(none)'}; "
-            f"{here} has {_listed(defaults - _ANY_OPTIMIZER) or '(none)'}"
+    known = {(id(owners[name]), kept): owners[name] for name, kept in saved.state.items() if kept and name in owners}
+    for (_, kept), owner in known.items():
+        always, sometimes = _state_names(owner) or _seen_names(
+            owner, kept if same or not saved.classes else frozenset()
         )
+        possible = always | sometimes
+        if possible and not always <= kept <= possible:
+            return f"{by} {_listed(kept)}; {type(owner).__name__} has {_listed(possible)}"
+    met: dict[tuple[int, frozenset[str]], torch.optim.Optimizer] = {}
+    for options, params in zip(saved.options, saved.groups, strict=True):
+        met |= {(id(owners[name]), options): owners[name] for name in params if name in owners}
+    for (_, options), owner in met.items():
+        defaults = frozenset(owner.defaults)
+        held = frozenset(name for group in owner.param_groups for name in group)
+        theirs, ours = options - defaults - held - _ANY_OPTIMIZER, defaults - options - _ANY_OPTIMIZER
+        if (theirs or ours) if saved.classes and not same else (theirs and ours):
+            return (
+                f"{by} the options {_listed(options - _ANY_OPTIMIZER) or '(none)'}; "
+                f"{type(owner).__name__} has {_listed(defaults - _ANY_OPTIMIZER) or '(none)'}"
+            )
     return None
 
 
@@ -138,13 +142,32 @@ def change_of(saved: SavedOptimizer, optimizers: Sequence[torch.optim.Optimizer]
     if not saved.classes or saved.classes == tuple(map(_class_name, optimizers)):
         return None
     here = ", ".join(type(each).__name__ for each in optimizers)
-    return f"saved by {_short(saved.classes)}, restored into {here}: the names of state and options are the same"
+    known = not saved.state or all(_state_names(each) or each.state for each in optimizers)
+    what = "the names of state and options are the same" if known else (
+        "the names of the options are the same; which names its state has is not known before its first step"
+    )  # fmt: skip
+    return f"saved by {_short(saved.classes)}, restored into {here}: {what}"
 
 
-def expected_shape(optimizers: Sequence[torch.optim.Optimizer], name: str, shape: torch.Size) -> torch.Size | None:
-    """The shape that torch's own optimizers give to what they keep of a parameter; None where it is not known."""
-    if any(_state_names(each) is None for each in optimizers):
+def grouped_otherwise(saved: SavedOptimizer, live: Sequence[Sequence[str]]) -> str | None:
+    """Say that the parameters that both have are in other groups; None if they are not."""
+    common = {name for group in live for name in group}.intersection(*[[n for g in saved.groups for n in g]])
+    there, here = (
+        {frozenset(group) & common for group in groups} - {frozenset()} for groups in (saved.groups, live)
+    )  # fmt: skip
+    if there == here:
         return None
+    sizes = [[len(group) for group in groups] for groups in (saved.groups, live)]
+    return f"the parameters are in other groups: the snapshot has groups of {sizes[0]}, the application of {sizes[1]}"
+
+
+def knows_shapes(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Return True if the shapes of all that these optimizers keep are known."""
+    return all(_state_names(each) is not None for each in optimizers)
+
+
+def expected_shape(name: str, shape: torch.Size) -> torch.Size | None:
+    """The shape that torch's own optimizers give to what they keep of a parameter; None where it is not known."""
     if name in _LIKE_PARAMETER:
         return shape
     if name == "row_var" and shape:
@@ -152,6 +175,12 @@ def expected_shape(optimizers: Sequence[torch.optim.Optimizer], name: str, shape
     if name == "col_var" and len(shape) > 1:
         return torch.Size((*shape[:-2], 1, shape[-1]))
     return None
+
+
+def _seen_names(optimizer: torch.optim.Optimizer, kept: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that an optimizer which is not torch's own has kept so far; `kept` where it has kept nothing."""
+    held = frozenset(name for state in optimizer.state.values() if isinstance(state, dict) for name in state)
+    return (kept, kept) if kept else (held, held)
 
 
 def _state_names(optimizer: torch.optim.Optimizer) -> tuple[frozenset[str], frozenset[str]] | None:

@@ -1,0 +1,131 @@
+"""`ModelState` as a stateful: a model and its optimizers, restored together under the names of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from snapshot.manifest.entries import Container
+from snapshot.manifest.paths import component
+from snapshot.state.model import ModelState
+from snapshot.state.optimizer_kinds import StateOfParameters, with_options
+from snapshot.state.optimizers import grouped_otherwise
+
+
+class ModelStateKind(StateOfParameters):
+    """A model and its optimizer under names that do not depend on how they are parallelised."""
+
+    models = "/model"
+    optimizer_at = "/optim"
+
+    def __init__(self, key: str, stateful: ModelState) -> None:
+        super().__init__(key, stateful)
+        self.groups_known = True
+        """Whether the snapshot says which parameters are in one group; a flat state does not."""
+        prefix = f"{key}/model/"
+        self.parameters = {path[len(prefix) :]: held for path, held in self.live.items() if path.startswith(prefix)}
+        groups = self.state["optim"]["param_groups"] if stateful.optimizers else ()
+        owners = [optimizer for optimizer in stateful.optimizers for _ in optimizer.param_groups]
+        self.groups = [[component(str(name)) for name in group["params"]] for group in groups]
+        self.owners = {name: owner for names, owner in zip(self.groups, owners, strict=False) for name in names}
+
+    def read_state(self) -> Any:
+        """By parameter, whatever the options say. Torch gives fresh optimizers a state for that, of a step of zeros."""
+        self._fresh = {
+            id(parameter)
+            for optimizer in self.stateful.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if not optimizer.state.get(parameter)
+        }
+        return self.stateful.nested_state_dict()
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        found: list[torch.optim.Optimizer] = self.stateful.optimizers
+        return found
+
+    def optimizer_mismatch(self, entries: Mapping[str, Any]) -> str | None:
+        why = super().optimizer_mismatch(entries)
+        if why is None and self._saved is not None and self.groups_known:
+            other = grouped_otherwise(self._saved, self.groups)
+            why = f"{self.base}: {other}" if other else None
+        return why
+
+    def model_names(self) -> list[str]:
+        return [component(name) for name in self.state["model"]]
+
+    def adopts(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
+        return [path for path in self.live if path not in entries and path in elsewhere]
+
+    def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
+        if self.stateful.optimizers and f"{self.key}/optim" not in entries:
+            return [f"{self.key}: the snapshot holds no optimizer's state as 'optim' under this key"]
+        return []
+
+    def missing(self, entries: Mapping[str, Any]) -> list[str]:
+        """The model's names, which torch would compare only after tensors were written."""
+        prefix = f"{self.key}/model/"
+        return sorted(path for path in self.live if path.startswith(prefix) and path not in entries)
+
+    def unexpected(self, entries: Mapping[str, Any]) -> list[str]:
+        prefix = f"{self.key}/model/"
+        leaves = (path for path, entry in entries.items() if not isinstance(entry, Container))
+        return sorted(path for path in leaves if path.startswith(prefix) and path not in self.live)
+
+    def leave_optimizer(self, entries: dict[str, Any]) -> bool:
+        for path in [each for each in entries if each == self.base or each.startswith(f"{self.base}/")]:
+            del entries[path]
+        entries[self.key] = entries[self.key].without(name == "optim" for name in entries[self.key].components())
+        return False
+
+    def hand_back(self, state: Any, strict: bool) -> list[str]:
+        model = {**self.state["model"], **state["model"]}
+        optim = state.get("optim")
+        if optim is None or not self.stateful.optimizers or "param_groups" not in optim:
+            return super().hand_back({**state, "model": model}, strict)
+        saved = optim.get("state", {})
+        optim = {**optim, **self._completed(optim)}
+        super().hand_back({**state, "model": model, "optim": optim}, strict)
+        self._amend(optim["state"], saved)
+        return []
+
+    def _completed(self, optim: Mapping[str, Any]) -> dict[str, Any]:
+        """The saved state and groups, with the live ones of parameters and options that the snapshot lacks: torch wants
+        all of them."""
+        live = self.state["optim"]
+        states = {**live["state"], **optim.get("state", {})}
+        saved = {str(name): group for group in optim["param_groups"] for name in group["params"]}
+        groups = []
+        for group in live["param_groups"]:
+            same = next((saved[name] for name in group["params"] if name in saved), group)
+            groups.append({**with_options(same, group), "params": group["params"]})
+        return {"state": {name: each for name, each in states.items() if each}, "param_groups": groups}
+
+    def _amend(self, given: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        """Put back what torch has cast, as it was read; and drop the state of parameters that the snapshot has without
+        any, and that of a fresh optimizer which nothing was restored into."""
+        found = self.stateful.nested_state_dict()["optim"]["state"]
+        owners = {
+            id(value): (optimizer, parameter, name)
+            for optimizer in self.stateful.optimizers
+            for parameter, each in optimizer.state.items()
+            if isinstance(each, dict)
+            for name, value in each.items()
+        }
+        known = {name for group in self._saved.groups for name in group} if self._saved else set()
+        for name, state in found.items():
+            path = component(str(name))
+            for what, now in state.items():
+                if id(now) not in owners:
+                    continue
+                optimizer, parameter, own = owners[id(now)]
+                restored = name in saved and path not in self.untouched
+                if not restored and (id(parameter) in self._fresh or (path in known and path not in self.untouched)):
+                    optimizer.state.pop(parameter, None)
+                    break
+                meant = given.get(name, {}).get(what)
+                if isinstance(meant, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != meant.dtype:
+                    optimizer.state[parameter][own] = meant.to(now.device)
