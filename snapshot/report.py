@@ -26,7 +26,8 @@ class Line:
     """One entry that was not restored plainly."""
 
     kind: str
-    """`missing`, `kept`, `unexpected`, `renamed`, `changed`, `cast`, `resharded`, `replaced` or `skipped`."""
+    """`missing`, `kept`, `removed`, `unexpected`, `renamed`, `changed`, `cast`, `resharded`, `replaced` or
+    `skipped`."""
     path: str
     detail: str = ""
 
@@ -59,6 +60,11 @@ class RestoreReport:
         """Keys of a `StateDict`, options of an optimizer and fields of a dataclass that the snapshot lacks: they keep
         their value."""
         return self._of("kept")
+
+    @property
+    def removed(self) -> tuple[Line, ...]:
+        """Keys of a `StateDict` that the snapshot lacks, and that `exact=True` has removed."""
+        return self._of("removed")
 
     @property
     def renamed(self) -> tuple[Line, ...]:

@@ -43,6 +43,7 @@ class Match:
         view: View,
         several: bool,
         every: bool,
+        holders: Callable[[str], list[int]],
         notes: Notes,
     ) -> None:
         self._options = options
@@ -55,6 +56,8 @@ class Match:
         self._several = several
         self._every = every
         """Whether all that is in the snapshot is for all ranks."""
+        self._holders = holders
+        """The other ranks that had something of their own at a path."""
         self._notes = notes
         self.restored = 0
         self.left = False
@@ -129,6 +132,9 @@ class Match:
         choice = self.choices.get(kind.key)
         needed = choice is None or not choice.skipped.intersection(kind.needs)
         lines = kind.mismatches(entries) if needed else []
+        if isinstance(kind, StateOfParameters) and not kind.optimizers and kind.base in entries:
+            self._notes.add("unexpected", kind.base, "the application gives no optimizer for it")
+            kind.leave_optimizer(entries)
         if isinstance(kind, StateOfParameters) and kind.optimizers:
             if (choice is None or choice.wants(kind.base)) and not self._match_optimizer(kind, entries, lines):
                 return False
@@ -178,12 +184,18 @@ class Match:
                 continue
             self.lacking = True
             why = next((why for name, why in self._withheld.items() if f"{name}/".startswith(f"{path}/")), None)
+            ranks = self._holders(path)
+            if ranks and why is None:
+                why = f"belongs to rank {', '.join(map(str, ranks))} alone"
             if self._options.exact:
                 gone.append(key)
+                self._notes.add("removed", path, why or "the snapshot lacks it")
             elif why is None:
                 self._notes.add("kept", path, "the snapshot lacks it")
             elif self._strict:
                 self._notes.mismatches.append(f"{path}: {why}")
+            elif path not in self._withheld:
+                self._notes.add("skipped", path, f"{why}; left as it is")
 
     def _choose_again(self, key: str, entries: dict[str, Any]) -> None:
         """Of what was found with other ranks, too, only that is restored which was asked for."""

@@ -14,14 +14,16 @@ from typing import Any
 from msgspec.structs import replace
 
 from snapshot.engine.flattened import is_flat, nested_view
+from snapshot.errors import RestoreError
 from snapshot.formats.foreign import root_of, root_over
 from snapshot.manifest.document import Document
+from snapshot.manifest.entries import Container, DictEntry
 from snapshot.manifest.paths import component, uncomponent
 from snapshot.manifest.scalars import StrEntry
 from snapshot.manifest.view import View, by_key, leave_out, nearest, renamed_view
 from snapshot.plan.renaming import Rename, compile_rename
 from snapshot.plan.wrappers import OWN, match_names
-from snapshot.report import Notes
+from snapshot.report import Notes, listed
 from snapshot.state.kind_of import kind_of, kind_type
 from snapshot.state.kinds import Kind, names_beneath
 from snapshot.state.model import ModelState
@@ -44,6 +46,9 @@ def follow_rename(view: View, rename: Rename, app_state: Mapping[str, Any]) -> V
     """A view under the names that the user gave. A model's new names are its optimizer's, too, in a `ModelState`."""
     known = {**view.elsewhere, **view.entries}
     change, unmatched = compile_rename(rename, known)
+    wrong = _wrong_names(known, change, {component(key) for key in app_state})
+    if wrong:
+        raise RestoreError(f"rename does not fit the application, and nothing was touched:{listed(wrong, 10)}", wrong)
     made = renamed_view(view, change)
     made.unknown += [f"rename: {name} is not in the snapshot; {nearest(name, known)}" for name in unmatched]
     for key in [component(key) for key, stateful in app_state.items() if isinstance(stateful, ModelState)]:
@@ -54,6 +59,34 @@ def follow_rename(view: View, rename: Rename, app_state: Mapping[str, Any]) -> V
                 names[_third(old)] = _third(new)
         made = _rename_optimizer(made, key, names) if names else made
     return made
+
+
+def _wrong_names(known: Mapping[str, Any], change: Callable[[str], str], keys: set[str]) -> list[str]:
+    """A line for each new name that cannot be one, or that no stateful of the application has."""
+    lines = []
+    new = {path: change(path) for path in known}
+    made = {name: known[path] for path, name in new.items()}
+    for path, name in new.items():
+        if name == path:
+            continue
+        above, _, last = name.rpartition("/")
+        parent, was = made.get(above), known.get(path.rpartition("/")[0])
+        moved = new.get(path.rpartition("/")[0]) != above or path.rpartition("/")[2] != last
+        if not name or "" in name.split("/"):
+            lines.append(f"{path}: rename gives it the name {name!r}, which is not a path")
+        elif path.partition("/")[0] in keys and name.partition("/")[0] not in keys:
+            lines.append(
+                f"{path}: rename moves it to {name}, and the application has no key {name.partition('/')[0]!r}"
+            )
+        elif parent is not None and not isinstance(parent, Container):
+            lines.append(f"{path}: rename moves it below {above}, which holds a value")
+        elif moved and (_is_sequence(parent) or _is_sequence(was)):
+            lines.append(f"{path}: rename moves it to {name}; elements of a sequence cannot be moved")
+    return lines
+
+
+def _is_sequence(entry: Any) -> bool:
+    return isinstance(entry, Container) and not isinstance(entry, DictEntry)
 
 
 def _third(path: str) -> str:

@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from snapshot.distributed.call import Call
@@ -142,7 +143,7 @@ class Restore:
         view = match_wrappers(view, self._ordered(app_state), kinds, self._notes, asked)
         self._match = Match(
             self._options, wanted=self._wanted, view=view, several=not self._call.alone,
-            every=document.world_size == 1,
+            every=document.world_size == 1, holders=self._holders,
             notes=self._notes,
         )  # fmt: skip
         grouped = self._chosen(view, app_state)
@@ -161,12 +162,20 @@ class Restore:
         self._expect_written(gather)
         if self._notes.mismatches:
             expect_no_module(operation.url, document.manifest, allow_pickle=self._allow_pickle)
+            more = "more " if self._written else ""
             raise RestoreError(
-                f"{operation.url}: does not fit the application, and nothing was touched:"
+                f"{operation.url}: does not fit the application, and nothing {more}was touched:"
                 f"{listed(self._notes.mismatches, 100)}{SKIP_SHAPES if self._match.shapes else ''}",
                 self._notes.mismatches,
             )
         return grouped, gather
+
+    def _holders(self, path: str) -> list[int]:
+        """The other ranks that had something of their own at a path, at most ten."""
+        if self._document.world_size == 1:
+            return []
+        ranks = (rank for rank in range(self._document.world_size) if rank != self._call.rank)
+        return list(islice((rank for rank in ranks if f"{rank}/{path}" in self._document.manifest), 10))
 
     def _expect_any(self, view: View) -> None:
         """Add a mismatch where nothing of what the application asks for is in the snapshot: it is another's."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from snapshot.errors import RestoreError
 from snapshot.plan.globs import WILDCARDS, capturing_pattern
 
 Rename = Mapping[str, str] | Callable[[str], str]
@@ -51,7 +52,12 @@ def compile_rename(rename: Rename, known: Collection[str]) -> tuple[Change, list
 
 def _checked(rename: Callable[[str], Any]) -> Change:
     def change(path: str) -> str:
-        name = rename(path)
+        try:
+            name = rename(path)
+        except Exception as error:
+            raise RestoreError(
+                f"rename raised {type(error).__name__} for {path!r}: {error}", [f"{path}: rename raised {error!r}"]
+            ) from error
         if not isinstance(name, str):
             raise TypeError(f"rename must return str, got {name!r} for {path!r}")
         return name
@@ -80,6 +86,8 @@ def _by_mapping(
             new = dotted.get(prefix)
             if new is None and path[end] == "/":
                 new = exact.get(prefix)
+            if new is not None and prefix in dotted and new.count("/") < prefix.count("/"):
+                return f"{new}/{path[end + 1 :]}"  # what is left is a name of its own
             if new is not None:
                 return new + path[end:]
         for found, texts in globs:

@@ -102,7 +102,10 @@ class ModelStateKind(StateOfParameters):
         for group in live["param_groups"]:
             same = next((saved[name] for name in group["params"] if name in saved), group)
             groups.append({**with_options(same, group), "params": group["params"]})
-        return {"state": {name: each for name, each in states.items() if each}, "param_groups": groups}
+        states = {name: each for name, each in states.items() if each}
+        if states:  # of some parameters: torch asks for those without any, too
+            states = {name: states.get(name, {}) for group in live["param_groups"] for name in group["params"]}
+        return {"state": states, "param_groups": groups}
 
     def _amend(self, given: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         """Put back what torch has cast, as it was read; and drop the state of parameters that the snapshot has without
@@ -115,6 +118,9 @@ class ModelStateKind(StateOfParameters):
             if isinstance(each, dict)
             for name, value in each.items()
         }
+        for optimizer in self.stateful.optimizers:
+            for parameter in [each for each, state in optimizer.state.items() if not state]:
+                del optimizer.state[parameter]
         known = {name for group in self._saved.groups for name in group} if self._saved else set()
         for name, state in found.items():
             path = component(str(name))

@@ -246,3 +246,23 @@ def test_a_wrapped_model_restores_into_a_sharded_one(four, two, folder):
     for found, lines in four.run(_wrapped, f"{folder}/s", False):
         assert lines == ["renamed    net: names matched without 'module.'"]
         assert all(found[name].equal(value) for name, value in expected.items())
+
+
+def _own_keys(path, take, strict):
+    rank = dist.get_rank()
+    if take:
+        return Snapshot.take(path, {"p": StateDict(a=1, **({"only1": 2} if rank else {}))}) and None
+    live = StateDict(a=9, only1=5)
+    report = Snapshot(path).restore({"p": live}, strict=strict)
+    return dict(live), [str(line) for line in report]
+
+
+def test_a_key_that_only_another_rank_had_is_an_error(two, folder):
+    two.run(_own_keys, f"{folder}/s", True, True)
+    error, _ = two.outcomes(_own_keys, f"{folder}/s", False, True)
+    assert "p/only1: belongs to rank 1 alone" in str(error)
+    (first, lines), (second, none) = two.run(_own_keys, f"{folder}/s", False, False)
+    assert first == {"a": 1, "only1": 5}
+    assert second == {"a": 1, "only1": 2}
+    assert lines == ["skipped    p/only1: belongs to rank 1 alone; left as it is"]
+    assert none == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from snapshot import ModelState, RestoreError, Snapshot, SnapshotManager, StateDict
+from snapshot import ModelState, RestoreError, Snapshot, SnapshotExistsError, SnapshotManager, StateDict
 
 URL = "memory://changed"
 
@@ -322,3 +322,53 @@ def test_views_of_one_memory_that_come_back_apart_are_in_the_report():
     report = snapshot.restore({"s": StateDict(t=live, view=torch.zeros(9), tied=live)})
     assert not report.changed  # it is restored into what the application has
     assert snapshot.verify()
+
+
+@pytest.mark.parametrize(
+    ("rename", "text"),
+    [
+        (
+            lambda path: {"m/1.weight": "m/0.bias/x"}.get(path, path),
+            "rename moves it below m/0.bias, which holds a value",
+        ),
+        ({"m/0.weight": "zz/0.weight"}, "rename moves it to zz/0.weight, and the application has no key 'zz'"),
+        (lambda path: "/m" if path == "m" else path, "rename gives it the name '/m', which is not a path"),
+        (lambda path: {}[path], "rename raised KeyError for '[lm]'"),
+        ({"l/0": "l/5"}, "elements of a sequence cannot be moved"),
+    ],
+)
+def test_a_bad_rename_is_never_taken_for_damage(tmp_path, rename, text):
+    """Else a good step would be passed over, and the next take would write over it."""
+    one, two = nn.Sequential(nn.Linear(4, 6)), nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+
+    class Listed:
+        def state_dict(self):
+            return [1, 2]
+
+        def load_state_dict(self, state):
+            raise AssertionError("handed back")
+
+    with SnapshotManager(tmp_path) as manager:
+        manager.take(1, {"m": one, "l": Listed()})
+        manager.take(2, {"m": two, "l": Listed()})
+        with pytest.raises(RestoreError, match=text):
+            manager.restore_latest({"m": two, "l": Listed()}, rename=rename, strict=False)
+        with pytest.raises(SnapshotExistsError):
+            manager.take(2, {"m": two, "l": Listed()})
+
+
+def test_a_prefix_that_is_a_level_above_its_new_name():
+    saved = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    take({"m": nn.ModuleDict({"inner": saved})})
+    live = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    Snapshot(URL).restore({"m": live}, rename={"m/inner": "m"})
+    assert torch.equal(live[1].weight, saved[1].weight)
+
+
+def test_the_optimizer_of_a_model_state_that_has_none_is_a_line():
+    saved = nn.Linear(2, 2)
+    take({"m": ModelState(saved, torch.optim.AdamW(saved.parameters()))})
+    live = nn.Linear(2, 2)
+    report = Snapshot(URL).restore({"m": ModelState(live)})
+    assert [line.path for line in report.unexpected] == ["m/optim"]
+    assert torch.equal(live.weight, saved.weight)

@@ -351,3 +351,137 @@ def test_a_conversion_that_casts_records_the_new_dtypes(tmp_path):
     assert {state["exp_avg"].dtype for state in another.state.values()} == {torch.bfloat16}
     other(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     another.step()
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_state_that_the_snapshot_lacks_does_not_stay_in_a_model_state(warm):
+    """The first layer was frozen when it was saved, and has no state: a warm optimizer forgets what it had."""
+
+    def made(frozen):
+        net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+        for parameter in net[0].parameters():
+            parameter.requires_grad_(not frozen)
+        return net, optim.AdamW(net.parameters(), lr=0.1)
+
+    def steps(net, optimizer, count):
+        for _ in range(count):
+            optimizer.zero_grad()
+            net(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    net, optimizer = made(frozen=True)
+    steps(net, optimizer, 2)
+    Snapshot.take(URL, {"all": ModelState(net, optimizer)}, overwrite=True)
+    other, another = made(frozen=False)
+    steps(other, another, 3 if warm else 0)
+    Snapshot(URL).restore({"all": ModelState(other, another)})
+    kept = [index for index, parameter in enumerate(other.parameters()) if another.state.get(parameter)]
+    assert kept == [2, 3]
+    steps(other, another, 1)
+    assert [int(another.state[parameter]["step"]) for parameter in other.parameters()] == [1, 1, 3, 3]
+
+
+def several(split, *classes):
+    """A model whose parameters are dealt out to several optimizers."""
+    net = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in "abc"})
+    parts = [[net[name].weight for name in names] for names in split]
+    optimizers = [cls(part, lr=0.1) for cls, part in zip(classes, parts, strict=True)]
+    for parameter in net.parameters():
+        parameter.grad = torch.randn(parameter.shape)
+    for each in optimizers:
+        each.step()
+    return net, optimizers
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_several_optimizers_are_compared_parameter_by_parameter(strict):
+    net, optimizers = several(["ab", "c"], optim.SGD, optim.AdamW)
+    Snapshot.take(URL, {"all": ModelState(net, optimizers)}, overwrite=True)
+    for split, classes in ((["a", "bc"], (optim.SGD, optim.AdamW)), (["c", "ab"], (optim.SGD, optim.AdamW))):
+        other, others = several(split, *classes)
+        before = copy.deepcopy((dict(other.state_dict()), [each.state_dict() for each in others]))
+        if strict:
+            with pytest.raises(RestoreError, match=r"saved by SGD, AdamW with|parameters are in other groups"):
+                Snapshot(URL).restore({"all": ModelState(other, others)})
+            assert same(dict(other.state_dict()), before[0])
+        else:
+            report = Snapshot(URL).restore({"all": ModelState(other, others)}, strict=False)
+            assert "left as it is" in str(report.skipped[0])
+            assert same(dict(other.state_dict()), dict(net.state_dict()))
+        assert same([each.state_dict() for each in others], before[1])
+        for each in others:
+            each.step()
+    other, others = several(["ab", "c"], optim.SGD, optim.AdamW)
+    Snapshot(URL).restore({"all": ModelState(other, others)})
+    assert same([each.state_dict() for each in others], [each.state_dict() for each in optimizers])
+
+
+def test_other_groups_of_a_model_state_are_a_mismatch():
+    def grouped(*sizes):
+        net = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
+        params = iter(net.parameters())
+        groups = [
+            {"params": [next(params) for _ in range(size)], "lr": 0.1 * (at + 1)} for at, size in enumerate(sizes)
+        ]
+        return net, optim.AdamW(groups)
+
+    Snapshot.take(URL, {"all": ModelState(*grouped(2, 2))}, overwrite=True)
+    for sizes in ((4,), (1, 3), (1, 1, 2)):
+        net, optimizer = grouped(*sizes)
+        with pytest.raises(RestoreError, match=r"parameters are in other groups: the snapshot has groups of \[2, 2\]"):
+            Snapshot(URL).restore({"all": ModelState(net, optimizer)})
+    net, optimizer = grouped(2, 2)
+    optimizer.param_groups[1]["lr"] = 5.0
+    Snapshot(URL).restore({"all": ModelState(net, optimizer)})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+
+
+@pytest.mark.parametrize(("there", "here"), [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("warm", [False, True])
+def test_flat_states_are_restored_like_nested_ones(there, here, warm):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    def state_of(net, optimizer, flat):
+        return {"all": ModelState(net, optimizer, StateDictOptions(flatten_optimizer_state_dict=flat))}
+
+    net, optimizer = trained(optim.AdamW, torch.bfloat16)
+    for state in optimizer.state.values():
+        state["exp_avg"] = torch.rand(state["exp_avg"].shape) + 1e-4
+    Snapshot.take(URL, state_of(net, optimizer, there), overwrite=True)
+    other, another = trained(optim.AdamW, torch.bfloat16)
+    if not warm:
+        another = optim.AdamW(other.parameters(), lr=0.7)
+    Snapshot(URL).restore(state_of(other, another, here))
+    assert same(another.state_dict()["state"], optimizer.state_dict()["state"])
+    assert another.param_groups[0]["lr"] == 0.1
+    third, sgd = trained(optim.SGD, torch.bfloat16, momentum=0.9)
+    before = copy.deepcopy(sgd.state_dict())
+    with pytest.raises(RestoreError, match="saved by AdamW with exp_avg, exp_avg_sq, step; SGD has momentum_buffer"):
+        Snapshot(URL).restore(state_of(third, sgd, here))
+    Snapshot(URL).restore(state_of(third, sgd, here), strict=False)
+    assert same(sgd.state_dict(), before)
+
+
+class Lion(optim.Optimizer):
+    """One that is not torch's: it has AdamW's options, and another state."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, dict.fromkeys(("betas", "eps", "weight_decay", "amsgrad"), 0) | {"lr": lr})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("ema", torch.zeros_like(parameter)).add_(parameter.grad)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_what_is_not_known_of_an_optimizer_is_not_claimed(warm):
+    net, optimizer = trained(optim.AdamW)
+    Snapshot.take(URL, {"optim": optimizer}, overwrite=True)
+    _, live = trained(Lion)
+    if not warm:
+        report = Snapshot(URL).restore({"optim": Lion(net.parameters())})
+        assert "which names its state has is not known before its first step" in str(*report.changed)
+        return
+    with pytest.raises(RestoreError, match="with exp_avg, exp_avg_sq, step; Lion has ema"):
+        Snapshot(URL).restore({"optim": live})

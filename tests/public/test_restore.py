@@ -153,7 +153,10 @@ def test_a_state_dict_keeps_what_the_snapshot_lacks_unless_it_is_to_be_exact(exa
     assert live["nested"]["x"][0] is inner
     assert inner.item() == 1
     assert live["nested"]["x"][1:] == [2]
-    assert [(line.path, line.kind) for line in report if line.kind != "kept"] == [("s/gone", "replaced")]
+    assert [(line.path, line.kind) for line in report if line.kind not in ("kept", "removed")] == [
+        ("s/gone", "replaced")
+    ]
+    assert [line.path for line in report.removed] == (["s/added"] if exact else [])
 
 
 def test_include_and_exclude():
