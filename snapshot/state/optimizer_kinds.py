@@ -56,13 +56,13 @@ class StateOfParameters(Kind):
         """Say why the saved optimizer's state is none for this one."""
         self._saved = SavedOptimizer.of(self.base, entries)
         self.untouched.clear()
-        start = len(self._states)
+        depth = self._states.count("/")
         self._tensors = []
         for path, entry in entries.items():
-            if path.startswith(self._states) and isinstance(entry, TENSORS):
-                name, slash, rest = path[start:].partition("/")
-                if slash:
-                    self._tensors.append((path, entry, name, rest.partition("/")[0]))
+            if isinstance(entry, TENSORS) and path.startswith(self._states):
+                parts = path.split("/", depth + 2)
+                if len(parts) > depth + 1:
+                    self._tensors.append((path, entry, parts[depth], parts[depth + 1]))
         why = mismatch_of(self._saved, self.optimizers, self.owners) if self._saved is not None else None
         return f"{self.base}: {why}" if why else None
 

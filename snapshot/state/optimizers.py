@@ -81,10 +81,14 @@ class SavedOptimizer:
             groups.append(tuple(component(str(each.value())) if isinstance(each, Scalar) else "" for each in indices))
         states = entries.get(f"{path}/state")
         found: dict[str, frozenset[str]] = {}
+        alike: dict[str, frozenset[str]] = {}
         for name in states.components() if isinstance(states, DictEntry) else ():
             each = entries.get(f"{path}/state/{name}")
             if isinstance(each, DictEntry):
-                found[name] = frozenset(each.components())
+                text = repr(each.keys)
+                if text not in alike:
+                    alike[text] = frozenset(each.components())
+                found[name] = alike[text]
         classes, dtypes = (top.optimizer.classes, top.optimizer.dtypes) if top.optimizer else ((), ())
         params = [name for group in groups for name in group]
         dtypes = dtypes * len(params) if len(dtypes) == 1 else dtypes
