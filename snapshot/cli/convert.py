@@ -36,7 +36,6 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "convert",
-        "write a checkpoint in another format: snapshot, safetensors, torch, dcp",
         "Write a snapshot, or a checkpoint of another library, in another format. It is read and written part by part, "
         "whatever its size, and nothing in it is run.",
         [

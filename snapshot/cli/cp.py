@@ -21,7 +21,6 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "cp",
-        "copy a snapshot from one storage to another",
         "Copy a snapshot, byte for byte, from any storage to any other; each byte is compared with its digest as it "
         "passes. The copy is there when it is whole, and not before. A checkpoint of another library is copied file by "
         "file: those that it consists of, and no others that lie beside them.",

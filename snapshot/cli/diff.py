@@ -26,7 +26,6 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "diff",
-        "what differs between two snapshots",
         "Say what only B has (+), what only A has (-), what has changed (~) and what has another name (>). Two "
         "snapshots are compared by the digests in their manifests; data is read only where these do not say it: of "
         "tensors that are cut otherwise, of other formats, or with --values. Exit status: 0 if they are the same, "

@@ -22,7 +22,6 @@ from snapshot.cli.arguments import Verbs, add_json, add_storage, count, options_
 from snapshot.cli.bench_place import available_memory, file_system
 from snapshot.cli.screen import Column, Table, as_json, paint, printable, say
 from snapshot.cli.status import ExitStatus
-from snapshot.engine.describe import VERSION
 from snapshot.engine.loop import run as wait
 from snapshot.errors import SnapshotError, StorageConflictError, StorageNotFoundError
 from snapshot.registry import open_storage
@@ -30,6 +29,7 @@ from snapshot.report import size_text
 from snapshot.snapshot import Snapshot
 from snapshot.state.stateful import StateDict
 from snapshot.storage import ABSENT, URL, Storage
+from snapshot.version import VERSION
 
 MiB = 1 << 20
 EXTRAS = {
@@ -52,7 +52,6 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "doctor",
-        "find out what works at a place, how fast, and what would help",
         "Find out whether this machine can write, read, list and delete at a URL, how fast with which settings, and "
         "what would help. It works in a fresh folder below the URL, and removes it. Without a URL it looks at this "
         "machine only.",

@@ -30,7 +30,6 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "ls",
-        "list what is in a snapshot, or the snapshots in a folder",
         "List what is in a snapshot, or in a checkpoint of another library; of a folder of snapshots, these. Only the "
         "manifest is read. Objects whose names differ in numbers alone stand in one line.",
         [

@@ -31,7 +31,6 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "prune",
-        "remove the steps of a folder that a policy does not keep",
         "Remove snapshots named step-<number> in a folder, but for those that a --keep option keeps, the newest, and "
         "pinned ones; and what interrupted takes and removals left there. Without a --keep option all snapshots stay, "
         "and only leftovers go. What another library wrote is left alone. It shows what would go, and asks.",

@@ -17,11 +17,11 @@ from snapshot.cli.listing import Item, Total, folded, items, objects_text, shape
 from snapshot.cli.opening import opened
 from snapshot.cli.screen import as_json, bar
 from snapshot.cli.status import ExitStatus
-from snapshot.engine.describe import VERSION
 from snapshot.engine.stored import stored_of
 from snapshot.manifest.entry import Entry
 from snapshot.metadata import SnapshotMetadata
 from snapshot.storage import URL
+from snapshot.version import VERSION
 
 SMALLEST = 1 / 4000
 """What takes less than this share of its parent is drawn together with others like it."""
@@ -38,7 +38,6 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "report",
-        "draw a snapshot as an HTML page",
         "Draw a snapshot, or a checkpoint of another library, as one HTML page that needs no network: what takes the "
         "space, dtypes, bytes of each rank, files, digests, metadata; with --trace the timeline of its take. Only the "
         "manifest is read.",

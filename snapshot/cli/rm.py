@@ -30,7 +30,6 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "rm",
-        "remove a snapshot, and what interrupted takes left",
         "Remove snapshots, and what interrupted takes left in their folders; no other file. What another library wrote "
         "is left alone. It shows what would go, and asks.",
         [

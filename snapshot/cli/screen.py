@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tqdm import tqdm
-
 from snapshot.report import Progress
 
 STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
@@ -185,6 +183,8 @@ def _plain(value: Any) -> Any:
 def bar(verb: str) -> Iterator[Callable[[Progress], None]]:
     """A bar with rate and time left, on standard error if that is a terminal: from the second second on, and gone
     afterwards. It is given what shows `Progress` in it."""
+    from tqdm import tqdm  # spared to what prints help
+
     with tqdm(desc=verb, unit="B", unit_scale=True, unit_divisor=1024, delay=1.0, leave=False, disable=None) as shown:
 
         def show(progress: Progress) -> None:

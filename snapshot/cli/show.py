@@ -41,7 +41,6 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "show",
-        "show one object: what it is, its statistics, some of its values",
         "Show one object of a snapshot, or of a checkpoint of another library: of a tensor what it is, its statistics "
         "and its first values; of anything else its value. Only the ranges of files that hold it are read, part by "
         "part.",

@@ -22,7 +22,6 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "verify",
-        "read every byte of a snapshot, and compare it with its digest",
         "Read every byte, and compare it with its digest; each fault names the entry, the file and the range. Nothing "
         "is unpickled, and nothing changed. Exit status: 0 if all is as it was written, 1 if something is not, 2 if "
         "that could not be found out.",

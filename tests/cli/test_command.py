@@ -13,7 +13,7 @@ from snapshot import Snapshot, StateDict
 from snapshot.cli import VERBS, main, parser
 
 ROOT = Path(__file__).parents[2]
-NAMES = [verb.__name__.rpartition(".")[2] for verb in VERBS]
+NAMES = list(VERBS)
 
 
 def test_the_verbs_are_all_there():
@@ -48,6 +48,55 @@ def test_without_a_verb_help_is_printed_and_version_says_which_it_is(capsys):
     assert "VERB" in capsys.readouterr().err
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("snapshot ")
+
+
+IMPORTED = """
+import sys
+from snapshot.cli import main
+status = main(sys.argv[1:])
+print(status, *sorted({"torch", "numpy"} & sys.modules.keys()), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["-h"], ["completion", "--help"]], ids=" ".join)
+def test_help_and_version_do_not_import_torch(words):
+    found = subprocess.run(
+        [sys.executable, "-c", IMPORTED, *words],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert found.stderr.split() == ["0"]
+    assert "snapshot" in found.stdout
+
+
+def test_help_names_all_verbs_with_what_they_do(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert " ".join(f"{name} {short}" for name, short in VERBS.items()) in told
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["prune", "run", "--keep-lates", "1"],
+        ["prune", "run", "--dry", "--keep-latest", "1"],
+        ["rm", "run", "--ye"],
+        ["cp", "a", "b", "--over"],
+        ["convert", "a", "b", "--over"],
+        ["verify", "--qui", "run"],
+        ["--vers"],
+    ],
+    ids=" ".join,
+)
+def test_options_are_never_abbreviated(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    shortened = next(each for each in words if each.startswith("--"))
+    assert f"unrecognized arguments: {shortened}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
