@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_storage, assignment, options_of, verb
-from snapshot.cli.listing import Item, Total, folded, items, objects_text, shape_text
+from snapshot.cli.listing import Item, Total, folded, items, shape_text
 from snapshot.cli.opening import opened
 from snapshot.cli.screen import as_json, bar
 from snapshot.cli.status import ExitStatus
 from snapshot.engine.stored import stored_of
 from snapshot.manifest.entry import Entry
 from snapshot.metadata import SnapshotMetadata
+from snapshot.report import entries_text
 from snapshot.storage import URL
 from snapshot.version import VERSION
 
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
         told["verified"] = {"ok": found.ok, "text": str(found).partition("\n")[0], "faults": list(found.faults[:200])}
         status = ExitStatus.OK if found else ExitStatus.FOUND
     _write(Path(targets[0]), page(told))
-    print(f"{targets[0]}: {objects_text(told['objects'])} of {told['url']}")
+    print(f"{targets[0]}: {entries_text(told['objects'])} of {told['url']}")
     return status
 
 

@@ -21,9 +21,10 @@ from snapshot.cli.status import ExitStatus
 from snapshot.manifest import entries as e
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.scalars import Scalar
-from snapshot.manifest.view import nearest
+from snapshot.manifest.view import resolve_path
 from snapshot.report import Progress, size_text
 from snapshot.snapshot import Snapshot
+from snapshot.storage import URL
 from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.tensors.geometry import split, whole
 
@@ -54,7 +55,7 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("url", metavar="URL", help="a snapshot")
     parser.add_argument("path", metavar="PATH", help="the object's name, as `snapshot ls --flat` shows it")
-    parser.add_argument("--rank", type=int, metavar="N", help="that of this rank (default: the first that has one)")
+    parser.add_argument("--rank", type=int, metavar="N", help="what this rank saved under the name")
     parser.add_argument("--box", type=_box, metavar="BOX", help="the part whose values are shown: 0:4,:8 or 3,...")
     parser.add_argument("--no-stats", action="store_true", help="do not read the whole tensor for its statistics")
     add_pickle(parser)
@@ -70,10 +71,13 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 
 def _run(arguments: argparse.Namespace) -> ExitStatus:
     snapshot = opened(arguments.url, options_of(arguments), allow_pickle=arguments.allow_pickle)
-    manifest = snapshot.get_manifest()
-    path = _find(manifest, arguments.path, arguments.rank)
+    manifest, world_size = snapshot.get_manifest(), snapshot.metadata.world_size
+    name = arguments.path.strip("/")
+    if arguments.rank is not None:
+        name = f"{arguments.rank}/{name}"
+    path = resolve_path(manifest, world_size, name, str(URL.parse(arguments.url)))
     entry = manifest[path]
-    told = _described(path, entry, manifest, snapshot.metadata.world_size)
+    told = _described(path, entry, manifest, world_size)
     if isinstance(entry, e.Container):
         if arguments.box is not None:
             raise ValueError(f"{path} is a container, and has no box; show what is in it")
@@ -113,26 +117,6 @@ def _container(
     if entry.width > SHOWN:
         lines.append(f"  ... and {entry.width - SHOWN:,} more: snapshot ls URL '{path.partition('/')[2]}'")
     return lines
-
-
-def _find(manifest: Mapping[str, Entry], name: str, rank: int | None) -> str:
-    """The path in the manifest that is meant: with its rank, or without."""
-    name = name.strip("/")
-    if rank is None and name in manifest:
-        return name
-    meant = [path for path in manifest if path.partition("/")[2] == name]
-    if rank is not None:
-        own = [path for path in meant if path.startswith(f"{rank}/")]
-        meant = own or [path for path in meant if _is_shared(manifest[path])]
-    if not meant:
-        of_rank = "" if rank is None else f" of rank {rank}"
-        logical = {path.partition("/")[2]: None for path in manifest}
-        raise ValueError(f"there is no {name!r}{of_rank} in the snapshot; {nearest(name, logical)}")
-    return meant[0]
-
-
-def _is_shared(entry: Entry) -> bool:
-    return isinstance(entry, e.ShardedTensorEntry) or getattr(entry, "replicated", False)
 
 
 def _described(path: str, entry: Entry, manifest: Mapping[str, Entry], world_size: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from snapshot.engine.side_by_side import Pair, as_bytes
 from snapshot.formats.foreign import is_packed
 from snapshot.formats.unpickling import is_refused
 from snapshot.manifest import entries as e
+from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.scalars import Scalar
 
 LONGEST = 60
@@ -36,11 +37,6 @@ class Found:
         """Something differs."""
         self.what.append(what)
         self.details.append(detail)
-
-
-def is_leaf(entry: Any) -> bool:
-    """Whether an entry stands for itself: not a container that holds something, which is seen by what it holds."""
-    return not (isinstance(entry, e.Container) and entry.width)
 
 
 def kind_of(entry: Any) -> str:

@@ -22,7 +22,7 @@ from snapshot.manifest.check import check_tensor, check_tree, locations_of
 from snapshot.manifest.document import Document
 from snapshot.manifest.paths import component
 from snapshot.manifest.typed import EnumEntry
-from snapshot.manifest.view import is_rank, nearest, rank_view
+from snapshot.manifest.view import is_rank, nearest, rank_view, resolve_path
 from snapshot.report import Notes, listed
 from snapshot.state import arrays
 from snapshot.state.live import inflate, live_leaves
@@ -42,7 +42,7 @@ def read_object(
     allow_pickle: bool,
 ) -> Any:
     """The object at a path of the manifest."""
-    tree = _tree(operation, document, path)
+    path, tree = _found(operation, document, path)
     entry = tree[path]
     if box is None:
         run(operation.expect_files(document, locations_of({path: entry}, document.files)))
@@ -99,6 +99,17 @@ def read_state_dict(operation: Operation, document: Document, key: str, rank: in
     except RestoreError:
         raise RestoreError(f"{operation.url}: holds no key {key!r}; {nearest(key, known)}", [key]) from None
     return _read_tree(operation, document, Gather(document.files, allow_pickle=allow_pickle), path, tree, True)
+
+
+def _found(operation: Operation, document: Document, path: str) -> tuple[str, dict[str, Any]]:
+    """The manifest's path of what is named with a rank or without, and the entries there."""
+    if is_rank(path.partition("/")[0], document.world_size):
+        try:
+            return path, _tree(operation, document, path)
+        except RestoreError:  # the number may be a key of the app state
+            pass
+    path = resolve_path(document.manifest, document.world_size, path, str(operation.url))
+    return path, _tree(operation, document, path)
 
 
 def _tree(operation: Operation, document: Document, path: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from snapshot.formats import checksums
 from snapshot.formats.unpickling import INLINE
 from snapshot.manifest import entries as e
 from snapshot.manifest.check import check_tree
+from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document
 from snapshot.manifest.view import by_key, is_rank, rank_view
 from snapshot.report import VerifyReport
@@ -134,7 +135,7 @@ class Verification:
             any(place not in sums or sums[place] in self._without for place in places) for places in bare.values()
         )
         return VerifyReport(
-            len(document.manifest), self._heads + max(self._read, self._summed), time.perf_counter() - began,
+            count_entries(document.manifest), self._heads + max(self._read, self._summed), time.perf_counter() - began,
             tuple(dict.fromkeys(self.faults)), unverifiable, quick, len(document.files.keys() - {INLINE}), before,
         )  # fmt: skip
 
