@@ -11,6 +11,7 @@ import argparse
 import io
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -52,12 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status: 0, 1 (it found a difference or a fault) or 2 (it could not run)."""
     given = sys.argv[1:] if argv is None else argv
     try:
-        return _run(parser(given), given)
-    except SystemExit as stop:  # argparse has printed help (0) or what was wrong (2); or a signal ended the verb
-        return stop.code if isinstance(stop.code, int) else ExitStatus.OK
+        return _flushed(given)
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitStatus.FOUND
+        return 128 + signal.SIGPIPE  # what shells give for a program that it ended
     except (SnapshotError, OSError, ValueError) as error:
         _complain("error", error)
     except KeyboardInterrupt:
@@ -66,6 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         _complain("error", "this is a fault of the command; please report it, with the lines above")
     return ExitStatus.FAILED
+
+
+def _flushed(argv: Sequence[str]) -> int:
+    """Run the command, and have all that it prints arrive: what cannot is noticed here, and not at the very end."""
+    try:
+        return _run(parser(argv), argv)
+    except SystemExit as stop:  # argparse has printed help (0) or what was wrong (2); or a signal ended the verb
+        return stop.code if isinstance(stop.code, int) else ExitStatus.OK
+    finally:
+        print(end="", flush=True)
 
 
 def _run(whole: argparse.ArgumentParser, argv: Sequence[str]) -> int:
@@ -87,9 +96,7 @@ def _run(whole: argparse.ArgumentParser, argv: Sequence[str]) -> int:
         whole.print_help(sys.stderr)
         return ExitStatus.FAILED
     with unwinding(), _spoken():
-        status = run(arguments)
-        sys.stdout.flush()
-    return status
+        return run(arguments)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from snapshot.cli.arguments import (
 )
 from snapshot.cli.cp import in_our_words
 from snapshot.cli.opening import explained
-from snapshot.cli.screen import as_json, bar, printable
+from snapshot.cli.screen import as_json, bar, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.engine.converting import FORMATS
 from snapshot.formats.safetensors import SHARD
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     if arguments.json:
         print(as_json({"url": name, **asdict(report)}))
     else:
-        print(*map(printable, f"{name}: {report}".split("\n")), sep="\n")
+        print(*(wrapped(printable(line), "    ") for line in f"{name}: {report}".split("\n")), sep="\n")
     return ExitStatus.OK
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from snapshot.cli.arguments import Verbs, add_json, add_memory, add_select, add_storage, options_of, verb
 from snapshot.cli.opening import explained
-from snapshot.cli.screen import as_json, bar, printable
+from snapshot.cli.screen import as_json, bar, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotExistsError
 from snapshot.snapshot import Snapshot
@@ -66,5 +66,5 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
             progress=show,
         )
     name = str(URL.parse(arguments.target))
-    print(as_json({"url": name, **asdict(report)}) if arguments.json else printable(f"{name}: {report}"))
+    print(as_json({"url": name, **asdict(report)}) if arguments.json else wrapped(printable(f"{name}: {report}")))
     return ExitStatus.OK

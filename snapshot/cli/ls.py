@@ -11,7 +11,7 @@ from typing import Any
 from snapshot.cli.arguments import Verbs, add_json, add_storage, count, options_of, verb
 from snapshot.cli.listing import Fold, Item, Total, by_key, folded, heaviest, items, shape_text
 from snapshot.cli.opening import explained, hasty, side_by_side, snapshots_below
-from snapshot.cli.screen import Column, Table, as_json, paint, printable, width
+from snapshot.cli.screen import Column, Table, as_json, paint, printable, width, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.metadata import SnapshotMetadata
@@ -135,10 +135,11 @@ def _head(name: str, metadata: SnapshotMetadata, found: Sequence[Item]) -> str:
         parts.append(f"taken {metadata.created:%Y-%m-%d %H:%M:%S} UTC by snapshot {metadata.version}")
     else:
         parts.append(f"written by {metadata.format}".rstrip())
-    lines = [f"{paint(printable(name), 'bold')}: {printable(', '.join(parts))}"]
+    first = wrapped(f"{printable(name)}: {printable(', '.join(parts))}")
+    lines = [paint(printable(name), "bold") + first.removeprefix(printable(name))]
     if metadata.metadata:
         text = json.dumps(metadata.metadata, ensure_ascii=False)
-        lines.append(printable(f"metadata: {text if len(text) <= 500 else text[:500] + '...'}"))
+        lines.append(wrapped(printable(f"metadata: {text if len(text) <= 500 else text[:500] + '...'}")))
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_storage, count, duration, options_of, verb
 from snapshot.cli.opening import explained
-from snapshot.cli.screen import Column, Table, as_json, ask, printable
+from snapshot.cli.screen import Column, Table, as_json, ask, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.engine.commit import DAY
 from snapshot.engine.loop import run as on_loop
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     going = [fate for fate in fates if fate.goes]
     if not arguments.json:
         print(_table(fates))
-        print(_total(fates, going))
+        print(wrapped(_total(fates, going)))
     if not going or arguments.dry_run:
         return _told(arguments, url, fates, Removed(()))
     if not confirmed(arguments, f"remove {_counted(going)} from {url}?"):

@@ -15,7 +15,7 @@ from typing import Any
 from snapshot.cli.arguments import Verbs, add_storage, assignment, options_of, verb
 from snapshot.cli.listing import Item, Total, folded, items, shape_text
 from snapshot.cli.opening import opened
-from snapshot.cli.screen import as_json, bar
+from snapshot.cli.screen import as_json, bar, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.engine.stored import stored_of
 from snapshot.manifest.entry import Entry
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
         told["verified"] = {"ok": found.ok, "text": str(found).partition("\n")[0], "faults": list(found.faults[:200])}
         status = ExitStatus.OK if found else ExitStatus.FOUND
     _write(Path(targets[0]), page(told))
-    print(f"{targets[0]}: {entries_text(told['objects'])} of {told['url']}")
+    print(wrapped(printable(f"{targets[0]}: {entries_text(told['objects'])} of {told['url']}")))
     return status
 
 

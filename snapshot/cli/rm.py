@@ -11,7 +11,7 @@ from typing import Any
 from snapshot.cli.arguments import Verbs, add_json, add_storage, options_of, verb
 from snapshot.cli.opening import explained
 from snapshot.cli.prune import add_careful, confirmed
-from snapshot.cli.screen import Column, Table, as_json, printable
+from snapshot.cli.screen import Column, Table, as_json, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.engine import commit
 from snapshot.engine.loop import run as on_loop
@@ -163,4 +163,4 @@ def _tell(target: Target, arguments: argparse.Namespace) -> None:
     elif target.error:
         print(printable(f"snapshot: {target.url} could not be removed: {target.error}"), file=sys.stderr)
     elif not arguments.dry_run:
-        print(printable(f"removed {target.url}: {counted(target.files, 'file')}, {size_text(target.nbytes)}"))
+        print(wrapped(printable(f"removed {target.url}: {counted(target.files, 'file')}, {size_text(target.nbytes)}")))

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch._tensor_str import PRINT_OPTS
 
 from snapshot.cli.arguments import Verbs, add_json, add_pickle, add_storage, options_of, verb
 from snapshot.cli.listing import items, shape_text, value_text
 from snapshot.cli.opening import opened
 from snapshot.cli.quiet import torch_is_quiet
-from snapshot.cli.screen import as_json, bar, paint, printable
+from snapshot.cli.screen import as_json, bar, paint, printable, width, wrapped
 from snapshot.cli.statistics import Statistics, countable, statistics
 from snapshot.cli.status import ExitStatus
 from snapshot.manifest import entries as e
@@ -98,7 +99,7 @@ def _run(arguments: argparse.Namespace) -> ExitStatus:
     for name, value in told.items():
         if name not in hidden:
             shown = size_text(value) if name == "bytes" else str(value)
-            print(f"  {name:<10} {printable(shown)}")
+            print(wrapped(f"  {name:<10} {printable(shown)}", " " * 13))
     for line in lines:
         print("\n".join(map(printable, line.split("\n"))))
     return ExitStatus.OK
@@ -110,7 +111,7 @@ def _container(
     """What is in a container: all of it, where that stands in the manifest."""
     below = [held for name, held in manifest.items() if name.startswith(f"{path}/")]
     if len(below) <= SHOWN and all(isinstance(held, (Scalar, e.Container)) for held in below):
-        told["value"] = pprint.pformat(snapshot.read_object(path), width=100, sort_dicts=False)
+        told["value"] = pprint.pformat(snapshot.read_object(path), width=min(100, width() or 100), sort_dicts=False)
         return [told["value"]]
     told["names"] = entry.components()
     lines = [f"  {name}" for name in told["names"][:SHOWN]]
@@ -178,7 +179,7 @@ def _tensor(
         found = statistics(lambda: iter([dense]))
         told["statistics"] = found.as_json()
         lines = found.lines()
-    return [*lines, f"values:\n{_repr(value)}"]
+    return [*lines, f"values:\n{_fitted(value)}"]
 
 
 def _reader(snapshot: Snapshot, path: str) -> Callable[[Any], torch.Tensor]:
@@ -251,9 +252,24 @@ def _repr(value: Any) -> str:
         return f"<a {kind.__module__}.{kind.__qualname__} that cannot be printed: {type(error).__name__}: {error}>"
 
 
-def _values(values: torch.Tensor) -> str:
-    text = _repr(values)
+def _values(values: Any) -> str:
+    text = _fitted(values)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def _fitted(values: Any) -> str:
+    """What a value says of itself, in lines that fit the terminal. Torch's are longer than what it is given."""
+    most, before = width(), PRINT_OPTS.linewidth
+    text = _repr(values)
+    try:
+        for share in (8, 6, 4, 2, 1):
+            if most is None or max(map(len, text.splitlines()), default=0) <= most:
+                break
+            PRINT_OPTS.linewidth = most * share // 8
+            text = _repr(values)
+    finally:
+        PRINT_OPTS.linewidth = before
+    return text
 
 
 # Boxes

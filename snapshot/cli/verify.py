@@ -8,7 +8,7 @@ from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_memory, add_storage, options_of, verb
 from snapshot.cli.opening import ENDINGS, explained
-from snapshot.cli.screen import as_json, bar, paint, printable
+from snapshot.cli.screen import as_json, bar, paint, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.formats.finding import UnknownFormatError
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
         if arguments.json:
             print(as_json({"url": name, "ok": report.ok, **_fields(report)}), flush=True)
         else:
-            head, *faults = map(printable, f"{name}: {report}".split("\n"))
+            head, *faults = (wrapped(printable(line), "    ") for line in f"{name}: {report}".split("\n"))
             print(head if good else paint(head, "red" if faults else "yellow"), *faults, sep="\n", flush=True)
         status = max(status, ExitStatus.OK if good else ExitStatus.FOUND)
     return status

@@ -198,9 +198,19 @@ def test_a_fault_of_the_command_is_no_difference_that_it_found(capsys, monkeypat
     assert "please report it" in capsys.readouterr().err
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+@pytest.mark.parametrize(
+    ("words", "reader"),
+    [
+        ("ls {url} --flat", "head -n 2"),
+        ("ls {url}", "true"),
+        ("--help", "true"),
+        ("ls --help", "true"),
+        ("--version", "true"),
+    ],
+)
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path, words, reader):
     Snapshot.take(tmp_path / "s", {"s": StateDict({f"n{i}": torch.zeros(1) for i in range(20_000)})}, durable=False)
-    command = f"{sys.executable} -m snapshot ls {tmp_path / 's'} --flat | head -n 2"
+    command = f"{sys.executable} -m snapshot {words.format(url=tmp_path / 's')} | {reader}; echo ${{PIPESTATUS[0]}}"
     found = subprocess.run(
         ["bash", "-c", command],
         check=True,
@@ -210,7 +220,19 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert found.stderr == ""
-    assert len(found.stdout.splitlines()) == 2
+    *shown, status = found.stdout.splitlines()
+    assert len(shown) == (2 if reader.startswith("head") else 0)
+    assert status in ("0", "141")
+    assert status == "141" or "--flat" not in words
+
+
+def test_a_pipe_that_nobody_reads_is_status_141(monkeypatch, root):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        assert main(["ls", str(root / "step-9")]) == 141
+        monkeypatch.undo()
 
 
 def test_warnings_and_log_lines_are_one_line_each(capsys, monkeypatch):
