@@ -30,6 +30,16 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def with_article(noun: str) -> str:
+    """A noun, or the name of a class, with "a" or "an".
+
+    >>> with_article("int"), with_article("OrderedDict"), with_article("UUID"), with_article("float")
+    ('an int', 'an OrderedDict', 'a UUID', 'a float')
+    """
+    like_a_vowel = noun[:1].lower() in tuple("aeio") or (noun[:2].lower() == "un" and noun[:3].lower() != "uni")
+    return f"{'an' if like_a_vowel else 'a'} {noun}"
+
+
 def entries_text(number: int) -> str:
     """A number of entries."""
     return counted(number, "entry", "entries")

@@ -20,7 +20,7 @@ from snapshot.cli.status import ExitStatus
 from snapshot.engine.stored import stored_of
 from snapshot.manifest.entry import Entry
 from snapshot.metadata import SnapshotMetadata
-from snapshot.report import entries_text
+from snapshot.report import counted, entries_text
 from snapshot.storage import URL
 from snapshot.version import VERSION
 
@@ -193,7 +193,7 @@ def _pruned(root: dict[str, Any], whole: int) -> dict[str, Any]:
         into["c"] = [{} for _ in kept]
         rest += zip(kept, into["c"], strict=True)
         if others := children[len(kept) :]:
-            into["c"].append({"n": f"{len(others):,} others", "b": sum(child["b"] for child in others), "c": []})
+            into["c"].append({"n": counted(len(others), "other"), "b": sum(child["b"] for child in others), "c": []})
     return made
 
 

@@ -23,7 +23,7 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.view import resolve_path
-from snapshot.report import Progress, size_text
+from snapshot.report import Progress, counted, size_text
 from snapshot.snapshot import Snapshot
 from snapshot.storage import URL
 from snapshot.tensors.dtypes import ITEMSIZE
@@ -137,7 +137,7 @@ def _described(path: str, entry: Entry, manifest: Mapping[str, Entry], world_siz
         told["digest"] = stored.digest or "none"
     elif pieces:
         files = {stored.location for _, stored in pieces}
-        told["file"] = f"{len(pieces)} pieces in {len(files)} file{'s' if len(files) > 1 else ''}"
+        told["file"] = f"{counted(len(pieces), 'piece')} in {counted(len(files), 'file')}"
     if item.value and not isinstance(entry, Scalar):
         told["note"] = item.value
     return told

@@ -15,6 +15,7 @@ from snapshot.formats.unpickling import is_refused
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.scalars import Scalar
+from snapshot.report import counted
 
 LONGEST = 60
 """Characters of a value that are shown."""
@@ -54,7 +55,7 @@ def shown(entry: Any) -> str:
     if isinstance(entry, (*e.TENSORS, e.NDArrayEntry)):
         return f"{entry.dtype}{list(entry.shape)}"
     if isinstance(entry, e.ObjectEntry):
-        return f"{entry.obj_type}, {entry.nbytes:,} bytes"
+        return f"{entry.obj_type}, {counted(entry.nbytes, 'byte')}"
     return kind_of(entry)
 
 

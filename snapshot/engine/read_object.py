@@ -23,7 +23,7 @@ from snapshot.manifest.document import Document
 from snapshot.manifest.paths import component
 from snapshot.manifest.typed import EnumEntry
 from snapshot.manifest.view import is_rank, nearest, rank_view, resolve_path
-from snapshot.report import Notes, listed
+from snapshot.report import Notes, counted, listed, with_article
 from snapshot.state import arrays
 from snapshot.state.live import inflate, live_leaves
 from snapshot.state.shards import Shards, sharded
@@ -71,7 +71,9 @@ def read_object(
         gather.into_array(path, entry, obj_out)
     elif isinstance(obj_out, torch.Generator) and type(entry) is e.TensorPartsEntry:
         if not gather.into_generator(path, entry, obj_out):
-            raise RestoreError(f"{path}: is a {entry.kind} {entry.params}, and obj_out is on {obj_out.device}", [path])
+            raise RestoreError(
+                f"{path}: is {with_article(entry.kind)} {entry.params}, and obj_out is on {obj_out.device}", [path]
+            )
     else:
         gather.new(path, entry)
     _fetch(operation, document, gather, verify)
@@ -227,7 +229,7 @@ def _read_box(
 def _box(path: str, shape: tuple[int, ...], box: Sequence[slice | int]) -> tuple[Box, set[int]]:
     """The box that slices and ints name, and the dimensions that ints drop."""
     if len(box) > len(shape):
-        raise ValueError(f"{path}: a box of {len(box)} dimensions in a tensor of shape {list(shape)}")
+        raise ValueError(f"{path}: a box of {counted(len(box), 'dimension')} in a tensor of shape {list(shape)}")
     offsets, sizes, dropped = list((0,) * len(shape)), list(shape), set()
     for axis, part in enumerate(box):
         if isinstance(part, slice):
