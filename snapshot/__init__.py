@@ -1,33 +1,37 @@
 """Exact, verified, fast checkpoints of running PyTorch applications."""
 
-from snapshot.difference import Diff
-from snapshot.engine.arena import release_memory
-from snapshot.errors import (
-    CancelledError,
-    CommitUnknown,
-    CorruptSnapshotError,
-    MissingExtraError,
-    RankError,
-    RestoreError,
-    SnapshotBusyError,
-    SnapshotError,
-    SnapshotExistsError,
-    SnapshotNotFoundError,
-    StorageError,
-    UnsafeObjectError,
-    UnsupportedFormatError,
-)
-from snapshot.manager.manager import SnapshotManager
-from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest
-from snapshot.manager.signals import ignore_stop_signals
-from snapshot.pending import PendingSnapshot
-from snapshot.report import ConvertReport, CopyReport, Progress, RestoreReport, VerifyReport
-from snapshot.saved import SavedObject
-from snapshot.snapshot import Snapshot
-from snapshot.state.model import ModelState
-from snapshot.state.rng import RNGState
-from snapshot.state.shards import Sharded
-from snapshot.state.stateful import StateDict, Stateful
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from snapshot.difference import Diff
+    from snapshot.engine.arena import release_memory
+    from snapshot.errors import (
+        CancelledError,
+        CommitUnknown,
+        CorruptSnapshotError,
+        MissingExtraError,
+        RankError,
+        RestoreError,
+        SnapshotBusyError,
+        SnapshotError,
+        SnapshotExistsError,
+        SnapshotNotFoundError,
+        StorageError,
+        UnsafeObjectError,
+        UnsupportedFormatError,
+    )
+    from snapshot.manager.manager import SnapshotManager
+    from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest
+    from snapshot.manager.signals import ignore_stop_signals
+    from snapshot.pending import PendingSnapshot
+    from snapshot.report import ConvertReport, CopyReport, Progress, RestoreReport, VerifyReport
+    from snapshot.saved import SavedObject
+    from snapshot.snapshot import Snapshot
+    from snapshot.state.model import ModelState
+    from snapshot.state.rng import RNGState
+    from snapshot.state.shards import Sharded
+    from snapshot.state.stateful import StateDict, Stateful
 
 __all__ = [
     "Snapshot",
@@ -65,3 +69,63 @@ __all__ = [
     "MissingExtraError",
     "release_memory",
 ]
+
+_MODULES = {
+    "snapshot.difference": ("Diff",),
+    "snapshot.engine.arena": ("release_memory",),
+    "snapshot.errors": (
+        "CancelledError",
+        "CommitUnknown",
+        "CorruptSnapshotError",
+        "MissingExtraError",
+        "RankError",
+        "RestoreError",
+        "SnapshotBusyError",
+        "SnapshotError",
+        "SnapshotExistsError",
+        "SnapshotNotFoundError",
+        "StorageError",
+        "UnsafeObjectError",
+        "UnsupportedFormatError",
+    ),
+    "snapshot.manager.manager": ("SnapshotManager",),
+    "snapshot.manager.policies": (
+        "KeepBest",
+        "KeepEvery",
+        "KeepFor",
+        "KeepLatest",
+    ),
+    "snapshot.manager.signals": ("ignore_stop_signals",),
+    "snapshot.pending": ("PendingSnapshot",),
+    "snapshot.report": (
+        "ConvertReport",
+        "CopyReport",
+        "Progress",
+        "RestoreReport",
+        "VerifyReport",
+    ),
+    "snapshot.saved": ("SavedObject",),
+    "snapshot.snapshot": ("Snapshot",),
+    "snapshot.state.model": ("ModelState",),
+    "snapshot.state.rng": ("RNGState",),
+    "snapshot.state.shards": ("Sharded",),
+    "snapshot.state.stateful": (
+        "StateDict",
+        "Stateful",
+    ),
+}
+"""The module that each name is imported from when it is first used: the command's help need not wait for torch."""
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

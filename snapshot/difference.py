@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from snapshot.report import listed, size_text
+from snapshot.report import entries_text, listed, size_text
 
 MARKS = {"added": "+", "removed": "-", "changed": "~", "renamed": ">"}
 """What stands before a line of each kind."""
@@ -122,17 +122,13 @@ class Diff:
     def summary(self) -> str:
         """One line: how many of each kind, and how that was found out."""
         if self.same:
-            head = f"the same: {_entries(self.equal)}"
+            head = f"the same: {entries_text(self.equal)}"
         else:
             counts = [f"{len(self._of(kind)):,} {kind}" for kind in MARKS if self._of(kind)]
             head = f"{', '.join(counts)}, {self.equal:,} the same"
         if self.entries_read:
-            return f"{head}; {_entries(self.entries_read)} had to be read: {size_text(self.bytes_read)}"
+            return f"{head}; {entries_text(self.entries_read)} had to be read: {size_text(self.bytes_read)}"
         return f"{head}; by the manifests alone, no data was read"
 
     def __str__(self) -> str:
         return self.summary + listed([str(change) for change in self.changes], 200)
-
-
-def _entries(count: int) -> str:
-    return "1 entry" if count == 1 else f"{count:,} entries"

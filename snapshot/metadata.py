@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError
+from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import DEEPEST, Document, copied, nesting
 from snapshot.manifest.entry import Entry
 
@@ -29,6 +30,7 @@ class SnapshotMetadata:
     metadata: dict[str, Any]
     """What was given as `metadata` to `take`."""
     entries: int
+    """Tensors, values and empty containers, of all ranks; a container that holds something is not counted."""
     nbytes: int
     """Bytes of the data files."""
     files: dict[str, int]
@@ -58,7 +60,7 @@ class SnapshotMetadata:
             created,
             document.structure,
             metadata,
-            len(document.manifest),
+            count_entries(document.manifest),
             sum(file.size for file in document.files.values()),
             {location: file.size for location, file in document.files.items()},
             document,

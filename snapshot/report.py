@@ -21,6 +21,30 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.1f} {unit}"
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number with its noun.
+
+    >>> counted(1, "file"), counted(2000, "file"), counted(0, "entry", "entries")
+    ('1 file', '2,000 files', '0 entries')
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def with_article(noun: str) -> str:
+    """A noun, or the name of a class, with "a" or "an".
+
+    >>> with_article("int"), with_article("OrderedDict"), with_article("UUID"), with_article("float")
+    ('an int', 'an OrderedDict', 'a UUID', 'a float')
+    """
+    like_a_vowel = noun[:1].lower() in tuple("aeio") or (noun[:2].lower() == "un" and noun[:3].lower() != "uni")
+    return f"{'an' if like_a_vowel else 'a'} {noun}"
+
+
+def entries_text(number: int) -> str:
+    """A number of entries."""
+    return counted(number, "entry", "entries")
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """One entry that was not restored plainly."""
@@ -112,7 +136,7 @@ class RestoreReport:
         total = self.total_seconds
         rate = f", {size_text(self.bytes_read / total)}/s" if total > 0 else ""
         spent = ", ".join(f"{name} {value:.3f}" for name, value in self.seconds.items() if value >= 0.0005)
-        head = f"restored {self.restored:,} entries, {size_text(self.bytes_read)} in {total:.3f} s{rate}"
+        head = f"restored {entries_text(self.restored)}, {size_text(self.bytes_read)} in {total:.3f} s{rate}"
         lines = [head + (f" ({spent})" if spent else "")]
         shown = self.lines if len(self.lines) <= 50 else self.lines[:50]
         lines += [f"  {line}" for line in shown]
@@ -126,6 +150,7 @@ class VerifyReport:
     """What a verification found."""
 
     entries: int
+    """Tensors, values and empty containers, as `SnapshotMetadata.entries` counts them."""
     bytes_read: int
     seconds: float
     faults: tuple[str, ...] = ()
@@ -147,19 +172,24 @@ class VerifyReport:
         return self.ok
 
     def __str__(self) -> str:
-        files = "1 file" if self.files == 1 else f"{self.files:,} files"
-        looked = files if self.quick else size_text(self.bytes_read)
+        looked = counted(self.files, "file") if self.quick else size_text(self.bytes_read)
         before = f" (and {size_text(self.bytes_before)} before)" if self.bytes_before else ""
-        head = f"{self.entries:,} entries, {looked}{before} in {self.seconds:.3f} s: "
+        head = f"{entries_text(self.entries)}, {looked}{before} in {self.seconds:.3f} s: "
         if self.ok:
-            bare = "1 entry" if self.unverifiable == 1 else f"{self.unverifiable:,} entries"
             if self.quick:
                 return head + "all files are there, and as long as they were; no byte was compared"
             if self.unverifiable:
-                return head + f"structure only, {bare} can't be verified: without a digest, they could only be read"
+                return (
+                    head
+                    + f"structure only, {entries_text(self.unverifiable)} can't be verified: "
+                    + (
+                        "without a digest, it could only be read"
+                        if self.unverifiable == 1
+                        else "without a digest, they could only be read"
+                    )
+                )
             return head + "every byte is what was written"
-        count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults):,} faults"
-        return head + count + listed(self.faults, 1000)
+        return head + counted(len(self.faults), "fault") + listed(self.faults, 1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +209,7 @@ class ConvertReport:
     """A line for each thing that was written, and that comes back otherwise than it was."""
 
     def __str__(self) -> str:
-        head = f"{self.tensors:,} tensors, {size_text(self.nbytes)} to {self.format} in {self.seconds:.3f} s"
+        head = f"{counted(self.tensors, 'tensor')}, {size_text(self.nbytes)} to {self.format} in {self.seconds:.3f} s"
         lines = [("left out", self.left_out), ("changed", self.changed)]
         return head + "".join(f"; {len(found):,} {what}:{listed(found)}" for what, found in lines if found)
 
@@ -191,6 +221,7 @@ class CopyReport:
     format: str
     """`snapshot`, or whose format it is that was copied as it is."""
     entries: int
+    """Tensors, values and empty containers, as `SnapshotMetadata.entries` counts them."""
     files: int
     nbytes: int
     """Bytes of the files."""
@@ -201,8 +232,8 @@ class CopyReport:
     def __str__(self) -> str:
         rate = f", {size_text(self.nbytes / self.seconds)}/s" if self.seconds > 0 else ""
         kind = "" if self.format == "snapshot" else f" of {self.format}"
-        files = "1 file" if self.files == 1 else f"{self.files:,} files"
-        head = f"{self.entries:,} entries, {files}{kind}, {size_text(self.nbytes)} in {self.seconds:.3f} s{rate}"
+        files = counted(self.files, "file")
+        head = f"{entries_text(self.entries)}, {files}{kind}, {size_text(self.nbytes)} in {self.seconds:.3f} s{rate}"
         return f"{head}; {_COMPARED[self.checked]}"
 
 

@@ -228,8 +228,8 @@ class Snapshot(Stored):
         >>> import torch
         >>> from snapshot import StateDict
         >>> print(Snapshot.plan({"state": StateDict(weight=torch.zeros(256))}, path="memory://x"))
-        5.0 KiB in 1 files, 1 ranges, 0 B staged at most
-          0.safetensors: 5.0 KiB, 1 ranges
+        5.0 KiB in 1 file, 1 range, 0 B staged at most
+          0.safetensors: 5.0 KiB, 1 range
         """
         with Call(ranks_of(pg), "plan", _timeout(None)) as call:
             check_app_state(app_state)

@@ -71,7 +71,8 @@ class Stored:
         """Read one object; a container comes with all that is in it.
 
         Args:
-            path: Its name in the manifest: `"0/model/layer.0.weight"`.
+            path: Its name in the manifest, `"0/model/layer.0.weight"`; or without the rank, `"model/layer.0.weight"`,
+                unless several ranks have an object of that name each for itself.
             obj_out: A tensor or an array of its shape, which is filled and returned; of a DTensor or ShardedTensor
                 what this rank holds. A dataclass's instance or a wrapped tensor is filled field by field, and a member
                 of an Enum tells its class. Ignored for what cannot be filled.
@@ -84,7 +85,7 @@ class Stored:
         >>> import torch
         >>> from snapshot import Snapshot, StateDict
         >>> snapshot = Snapshot.take("memory://docs/read", {"state": StateDict(weight=torch.arange(12).view(4, 3))})
-        >>> snapshot.read_object("0/state/weight", box=[slice(1, 3)])
+        >>> snapshot.read_object("state/weight", box=[slice(1, 3)])
         tensor([[3, 4, 5],
                 [6, 7, 8]])
         """

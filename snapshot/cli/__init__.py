@@ -1,7 +1,8 @@
 """The `snapshot` command: what a shell can ask of snapshots.
 
 Each verb is a module with `add(verbs)`, which describes its arguments and sets `run` to a function that takes them and
-returns the exit status. So a verb is added by one name in `VERBS`, and nothing here knows what any of them does.
+returns the exit status. So a verb is added by one line in `VERBS`, and nothing here knows what any of them does. Only
+the module of the verb that is run is imported: most of them need torch, and the command's help and version do not.
 """
 
 from __future__ import annotations
@@ -10,49 +11,52 @@ import argparse
 import io
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 
-from snapshot.cli import bench, completion, convert, cp, diff, doctor, ls, prune, report, rm, show, verify
 from snapshot.cli.arguments import Run
 from snapshot.cli.interrupts import unwinding
 from snapshot.cli.screen import printable
 from snapshot.cli.status import ExitStatus
-from snapshot.engine.describe import VERSION
+from snapshot.cli.verbs import VERBS
 from snapshot.errors import SnapshotError
 from snapshot.events import Event, add_handler, remove_handler
+from snapshot.version import VERSION
 
-VERBS = (ls, show, verify, diff, cp, convert, report, rm, prune, bench, doctor, completion)
 
-
-def parser() -> argparse.ArgumentParser:
-    """All that the command understands."""
+def parser(described: Collection[str] = VERBS) -> argparse.ArgumentParser:
+    """Return the parser of the command. The arguments of verbs that are not in `described` are left out."""
     made = argparse.ArgumentParser(
         prog="snapshot",
         description="Exact, verified, fast checkpoints of PyTorch applications.",
         epilog="snapshot VERB --help shows what a verb takes, with examples. Exit status: 0; 1 if it found a "
         "difference or a fault; 2 if it could not run.",
+        allow_abbrev=False,
     )
     made.add_argument("--version", action="store_true", help="print the library's version")
     verbs = made.add_subparsers(metavar="VERB")
-    for verb in VERBS:
-        verb.add(verbs)
+    for name, short in VERBS.items():
+        if name in described:
+            import_module(f"snapshot.cli.{name}").add(verbs)
+        else:
+            verbs.add_parser(name, help=short)
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status: 0, 1 (it found a difference or a fault) or 2 (it could not run)."""
+    given = sys.argv[1:] if argv is None else argv
     try:
-        return _run(parser(), argv)
-    except SystemExit as stop:  # argparse has printed help (0) or what was wrong (2); or a signal ended the verb
-        return stop.code if isinstance(stop.code, int) else ExitStatus.OK
+        return _flushed(given)
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitStatus.FOUND
+        return 128 + signal.SIGPIPE  # what shells give for a program that it ended
     except (SnapshotError, OSError, ValueError) as error:
         _complain("error", error)
     except KeyboardInterrupt:
@@ -63,7 +67,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return ExitStatus.FAILED
 
 
-def _run(whole: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+def _flushed(argv: Sequence[str]) -> int:
+    """Run the command, and have all that it prints arrive: what cannot is noticed here, and not at the very end."""
+    try:
+        return _run(parser(argv), argv)
+    except SystemExit as stop:  # argparse has printed help (0) or what was wrong (2); or a signal ended the verb
+        return stop.code if isinstance(stop.code, int) else ExitStatus.OK
+    finally:
+        print(end="", flush=True)
+
+
+def _run(whole: argparse.ArgumentParser, argv: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that the terminal's encoding lacks is escaped
             stream.reconfigure(errors="backslashreplace")
@@ -82,9 +96,7 @@ def _run(whole: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
         whole.print_help(sys.stderr)
         return ExitStatus.FAILED
     with unwinding(), _spoken():
-        status = run(arguments)
-        sys.stdout.flush()
-    return status
+        return run(arguments)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from snapshot.cli.verbs import VERBS
 from snapshot.errors import MissingExtraError
 from snapshot.options import Settings
 
@@ -24,7 +25,7 @@ Run = Callable[[argparse.Namespace], int]
 
 
 def verb(
-    verbs: Verbs, name: str, short: str, description: str, examples: Sequence[tuple[str, str]], run: Run
+    verbs: Verbs, name: str, description: str, examples: Sequence[tuple[str, str]], run: Run
 ) -> argparse.ArgumentParser:
     """Add a verb. Its help ends with examples: each a command without `snapshot`, and what it does."""
     widest = max(len(command) for command, _ in examples)
@@ -35,10 +36,11 @@ def verb(
     ]
     parser: argparse.ArgumentParser = verbs.add_parser(
         name,
-        help=short,
+        help=VERBS[name],
         description=_filled(description),
         epilog="\n".join(["examples:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     return parser

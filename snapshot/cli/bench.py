@@ -32,7 +32,6 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "bench",
-        "measure saving and restoring beside raw I/O and other libraries",
         "Measure saving and restoring beside raw I/O of the same bytes, and beside other libraries. It works in a "
         f"fresh folder below the URL, and removes it. Cases: {cases}.",
         [

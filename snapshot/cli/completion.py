@@ -18,7 +18,6 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "completion",
-        "print a script that completes the command's words in a shell",
         "Print a script that completes verbs, options and file names in a shell.",
         [
             ("completion bash > ~/.local/share/bash-completion/completions/snapshot", "for bash"),

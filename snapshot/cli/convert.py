@@ -22,7 +22,7 @@ from snapshot.cli.arguments import (
 )
 from snapshot.cli.cp import in_our_words
 from snapshot.cli.opening import explained
-from snapshot.cli.screen import as_json, bar, printable
+from snapshot.cli.screen import as_json, bar, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.engine.converting import FORMATS
 from snapshot.formats.safetensors import SHARD
@@ -36,7 +36,6 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "convert",
-        "write a checkpoint in another format: snapshot, safetensors, torch, dcp",
         "Write a snapshot, or a checkpoint of another library, in another format. It is read and written part by part, "
         "whatever its size, and nothing in it is run.",
         [
@@ -88,7 +87,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     if arguments.json:
         print(as_json({"url": name, **asdict(report)}))
     else:
-        print(*map(printable, f"{name}: {report}".split("\n")), sep="\n")
+        print(*(wrapped(printable(line), "    ") for line in f"{name}: {report}".split("\n")), sep="\n")
     return ExitStatus.OK
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from snapshot.cli.arguments import Verbs, add_json, add_memory, add_select, add_storage, options_of, verb
 from snapshot.cli.opening import explained
-from snapshot.cli.screen import as_json, bar, printable
+from snapshot.cli.screen import as_json, bar, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotExistsError
 from snapshot.snapshot import Snapshot
@@ -21,7 +21,6 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "cp",
-        "copy a snapshot from one storage to another",
         "Copy a snapshot, byte for byte, from any storage to any other; each byte is compared with its digest as it "
         "passes. The copy is there when it is whole, and not before. A checkpoint of another library is copied file by "
         "file: those that it consists of, and no others that lie beside them.",
@@ -67,5 +66,5 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
             progress=show,
         )
     name = str(URL.parse(arguments.target))
-    print(as_json({"url": name, **asdict(report)}) if arguments.json else printable(f"{name}: {report}"))
+    print(as_json({"url": name, **asdict(report)}) if arguments.json else wrapped(printable(f"{name}: {report}")))
     return ExitStatus.OK

@@ -10,7 +10,7 @@ from typing import Any
 from snapshot.cli.arguments import Verbs, add_json, add_memory, add_select, add_storage, options_of, verb
 from snapshot.cli.opening import opened
 from snapshot.cli.quiet import torch_is_quiet
-from snapshot.cli.screen import as_json, bar, paint, printable
+from snapshot.cli.screen import as_json, bar, paint, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.difference import MARKS, Diff
 from snapshot.errors import SnapshotNotFoundError
@@ -26,7 +26,6 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "diff",
-        "what differs between two snapshots",
         "Say what only B has (+), what only A has (-), what has changed (~) and what has another name (>). Two "
         "snapshots are compared by the digests in their manifests; data is read only where these do not say it: of "
         "tensors that are cut otherwise, of other formats, or with --values. Exit status: 0 if they are the same, "
@@ -90,10 +89,10 @@ def _show(found: Diff, *, whole: bool) -> None:
     most = SHOWN if sys.stdout.isatty() and not whole else len(found)
     for change in found.changes[:most]:
         line = printable(str(change))
-        print(paint(line, STYLES[change.kind]))
+        print(paint(wrapped(line), STYLES[change.kind]))
     if most < len(found):
         print(paint(f"... and {len(found) - most:,} more: --all shows them", "dim"))
-    print(found.summary)
+    print(wrapped(found.summary))
 
 
 def _fields(found: Diff) -> dict[str, Any]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from snapshot.errors import SnapshotError
 from snapshot.manifest import entries as e
+from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.scalars import Scalar
+from snapshot.manifest.view import is_rank
 from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.tensors.generators import KIND as GENERATOR
 
@@ -27,6 +29,8 @@ class Item:
 
     path: str
     """Its logical path, without a rank."""
+    name: str
+    """What `read_object` and `snapshot show` take: its path, with its rank where that is needed."""
     rank: int
     kind: str
     dtype: str
@@ -39,20 +43,26 @@ class Item:
     """Of what stands in the manifest, or what is special."""
 
     @property
+    def shared(self) -> bool:
+        """True if it belongs to all ranks."""
+        return not self.placed.startswith("rank ")
+
+    @property
     def form(self) -> tuple[str, str, tuple[int, ...] | None, str]:
         """What items have in common that are folded."""
         return self.kind, self.dtype, self.shape, self.placed
 
     def as_json(self) -> dict[str, Any]:
-        made: dict[str, Any] = {"path": self.path, "rank": self.rank, "kind": self.kind, "bytes": self.nbytes}
+        made: dict[str, Any] = {
+            "path": self.path,
+            "name": self.name,
+            "rank": self.rank,
+            "kind": self.kind,
+            "bytes": self.nbytes,
+        }
         if self.shape is not None:
             made |= {"dtype": self.dtype, "shape": self.shape}
         return made | {name: text for name in ("placed", "value") if (text := getattr(self, name))}
-
-
-def objects_text(number: int) -> str:
-    """So many objects."""
-    return "1 object" if number == 1 else f"{number:,} objects"
 
 
 def shape_text(shape: Sequence[int] | None) -> str:
@@ -63,15 +73,17 @@ def shape_text(shape: Sequence[int] | None) -> str:
 def items(manifest: Mapping[str, Entry], world_size: int) -> Iterator[Item]:
     """The objects of a manifest, in its order."""
     seen: dict[Any, str] = {}
+    ranks = Counter(path.partition("/")[2] for path in manifest) if world_size > 1 else {}
     for path, entry in manifest.items():
         number, _, logical = path.partition("/")
-        if isinstance(entry, e.Container) and entry.width:
+        if not is_leaf(entry):
             continue
         nbytes, value = _nbytes(entry), ""
         if nbytes and (owner := seen.setdefault(_place(entry), logical)) != logical:
             nbytes, value = 0, f"{SHARES} {owner}"
         yield Item(
             logical,
+            path if ranks.get(logical, 1) > 1 or logical in manifest or is_rank(logical, world_size) else logical,
             int(number) if number.isdecimal() else 0,
             _kind(entry),
             _dtype(entry),
@@ -209,28 +221,62 @@ def folded(found: Iterable[Item]) -> list[Fold]:
         kind, dtype, shape, placed = item.form
         own = "each rank" if placed.startswith("rank ") else placed
         tied = item.value if item.value.startswith(SHARES) else ""
-        alike = (*(tuple(_NUMBERS.split(text)) for text in (item.path, tied)), kind, dtype, shape, own)
+        alike = (*(tuple(_NUMBERS.split(text)) for text in (item.name, tied)), kind, dtype, shape, own)
         groups.setdefault(alike, []).append(item)
-    return [Fold(_common([item.path for item in group]), group) for group in groups.values()]
+    return [fold for group in groups.values() for fold in _folds(group)]
 
 
-def _common(paths: Sequence[str]) -> str:
-    """One name for several: `{first..last}` where their numbers differ.
+def _folds(group: list[Item]) -> Iterator[Fold]:
+    """Items whose names differ in numbers alone, in as few folds as hold every name that they stand for."""
+    if len(group) == 1:
+        yield Fold(group[0].name, group)
+        return
+    named = {item.name: item for item in group}
+    for name, held in spans([*named]):
+        yield Fold(name, [named[each] for each in held])
 
-    >>> _common(["layers.0.w", "layers.1.w", "layers.11.w"])
-    'layers.{0..11}.w'
+
+def spans(names: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Names that differ in numbers alone, those in one that a `{first..last}` stands for: all of them, and no others.
+
+    >>> [name for name, _ in spans(["layers.0.w", "layers.1.w", "layers.2.w", "layers.5.w"])]
+    ['layers.{0..2}.w', 'layers.5.w']
+    >>> [name for name, _ in spans(["a.0.b.0", "a.0.b.1", "a.1.b.0"])]
+    ['a.0.b.{0..1}', 'a.1.b.0']
     """
-    first = paths[0]
-    if len(paths) == 1:
-        return first
-    columns = list(zip(*(_NUMBERS.findall(path) for path in paths), strict=True))
-    made = iter(_span(column) for column in columns)
-    return _NUMBERS.sub(lambda _: next(made), first)
+    texts = _NUMBERS.split(names[0])
+    found: list[tuple[list[str], list[str]]] = [(_NUMBERS.findall(name), [name]) for name in names]
+    for column in reversed(range(len(texts) - 1)):
+        joined: dict[Any, list[tuple[list[str], list[str]]]] = {}
+        for numbers, held in found:
+            joined.setdefault((*numbers[:column], "", *numbers[column + 1 :]), []).append((numbers, held))
+        found = [fold for alike in joined.values() for fold in _runs(alike, column)]
+    return [("".join(map("".join, zip(texts, [*numbers, ""], strict=True))), held) for numbers, held in found]
 
 
-def _span(numbers: Sequence[str]) -> str:
-    ordered = sorted(set(numbers), key=lambda text: (len(text.lstrip("0")), text.lstrip("0")))
-    return ordered[0] if len(ordered) == 1 else f"{{{ordered[0]}..{ordered[-1]}}}"
+def _runs(alike: list[tuple[list[str], list[str]]], column: int) -> Iterator[tuple[list[str], list[str]]]:
+    """Join those whose numbers in one column follow each other."""
+    run: list[tuple[list[str], list[str]]] = []
+    for each in [*sorted(alike, key=lambda each: _order(each[0][column])), None]:
+        if run and (each is None or not _follows(run[-1][0][column], each[0][column])):
+            numbers, last = list(run[0][0]), run[-1][0][column]
+            if len(run) > 1:
+                numbers[column] = f"{{{numbers[column]}..{last}}}"
+            yield numbers, [name for _, names in run for name in names]
+            run = []
+        if each is not None:
+            run.append(each)
+
+
+def _order(number: str) -> tuple[int, str]:
+    return len(number), number
+
+
+def _follows(one: str, other: str) -> bool:
+    """Return True if a number is the next one. Numbers with a 0 in front are not counted on."""
+    if len(one) > 18 or (one[:1] == "0" and one != "0") or (other[:1] == "0"):
+        return False
+    return one.isascii() and other.isascii() and int(one) + 1 == int(other)
 
 
 def heaviest(found: Iterable[Item], depth: int) -> list[tuple[str, Total]]:

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_storage, count, options_of, verb
-from snapshot.cli.listing import Fold, Item, Total, by_key, folded, heaviest, items, objects_text, shape_text
+from snapshot.cli.listing import Fold, Item, Total, by_key, folded, heaviest, items, shape_text
 from snapshot.cli.opening import explained, hasty, side_by_side, snapshots_below
-from snapshot.cli.screen import Column, Table, as_json, paint, printable, width
+from snapshot.cli.screen import Column, Table, as_json, paint, printable, width, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.metadata import SnapshotMetadata
-from snapshot.plan.globs import matcher, unmatched
-from snapshot.report import size_text
+from snapshot.plan.globs import matcher
+from snapshot.report import counted, entries_text, size_text
 from snapshot.snapshot import Snapshot
 from snapshot.storage import URL
 
@@ -30,7 +30,6 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "ls",
-        "list what is in a snapshot, or the snapshots in a folder",
         "List what is in a snapshot, or in a checkpoint of another library; of a folder of snapshots, these. Only the "
         "manifest is read. Objects whose names differ in numbers alone stand in one line.",
         [
@@ -72,7 +71,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
         return ExitStatus.OK
     several = metadata.world_size > 1
     if arguments.flat:
-        lines: Iterable[str] = Table(_columns(several), [_row(item.path, [item], several) for item in found]).lines()
+        lines: Iterable[str] = Table(_columns(several), [_row(item.name, [item], several) for item in found]).lines()
     else:
         print(_head(name, metadata, found))
         if arguments.du:
@@ -89,10 +88,20 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 def _selected(found: list[Item], globs: Sequence[str]) -> list[Item]:
     if not globs:
         return found
-    if missing := unmatched(globs, [item.path for item in found]):
+    if missing := [glob for glob in globs if not any(_matches(glob, found))]:
         raise ValueError(f"the glob {missing[0]!r} matches nothing in the snapshot")
-    wanted = matcher(globs)
-    return [item for item in found if wanted(item.path)]
+    matching = [_matches(glob, found) for glob in globs]
+    return [item for item, *matches in zip(found, *matching, strict=True) if any(matches)]
+
+
+def _matches(glob: str, found: Sequence[Item]) -> list[bool]:
+    """Return for each item if a glob matches its name, with its rank or without."""
+    wanted = matcher([glob])
+    rank, _, below = glob.partition("/")
+    if not (below and rank.isascii() and rank.isdecimal()):
+        return [wanted(item.path) for item in found]
+    of_rank = matcher([below])
+    return [wanted(item.path) or ((item.shared or str(item.rank) == rank) and of_rank(item.path)) for item in found]
 
 
 def summary(metadata: SnapshotMetadata, found: Sequence[Item]) -> dict[str, Any]:
@@ -107,6 +116,8 @@ def summary(metadata: SnapshotMetadata, found: Sequence[Item]) -> dict[str, Any]
         "metadata": metadata.metadata,
         "entries": len(found),
         "bytes": sum(item.nbytes for item in found),
+        "files": len(metadata.files),
+        "file_bytes": metadata.nbytes,
         "keys": {key: {"entries": total.entries, "bytes": total.nbytes} for key, total in totals.items()},
     }
 
@@ -116,17 +127,19 @@ def _totals(found: Sequence[Item]) -> dict[str, Total]:
 
 
 def _head(name: str, metadata: SnapshotMetadata, found: Sequence[Item]) -> str:
-    parts = [objects_text(len(found)), size_text(sum(item.nbytes for item in found))]
+    held = f"{counted(len(metadata.files), 'file')} of {size_text(metadata.nbytes)}"
+    parts = [entries_text(len(found)), f"{size_text(sum(item.nbytes for item in found))} in {held}"]
     if metadata.world_size > 1:
         parts.append(f"{metadata.world_size} ranks")
     if metadata.format.startswith("snapshot/"):
         parts.append(f"taken {metadata.created:%Y-%m-%d %H:%M:%S} UTC by snapshot {metadata.version}")
     else:
         parts.append(f"written by {metadata.format}".rstrip())
-    lines = [f"{paint(printable(name), 'bold')}: {printable(', '.join(parts))}"]
+    first = wrapped(f"{printable(name)}: {printable(', '.join(parts))}")
+    lines = [paint(printable(name), "bold") + first.removeprefix(printable(name))]
     if metadata.metadata:
         text = json.dumps(metadata.metadata, ensure_ascii=False)
-        lines.append(printable(f"metadata: {text if len(text) <= 500 else text[:500] + '...'}"))
+        lines.append(wrapped(printable(f"metadata: {text if len(text) <= 500 else text[:500] + '...'}")))
     return "\n".join(lines)
 
 
@@ -166,11 +179,10 @@ def _folded(found: Sequence[Item], several: bool, everything: bool) -> Iterator[
             total = Total(len(held), sum(item.nbytes for item in held))
             blank = [""] * (len(table.columns) - 2)
             blank[3] = size_text(total.nbytes)
-            table.add(f"{key}/", *blank, objects_text(total.entries), style="bold")
+            table.add(f"{key}/", *blank, entries_text(total.entries), style="bold")
         shown = folds if everything or len(folds) <= FOLDED + 1 else folds[:FOLDED]
         for fold in shown:
-            name = f"  {fold.name.removeprefix(key + '/')}" if key else fold.name
-            table.add(*_row(name, fold.items, several, _times(fold)))
+            table.add(*_row(f"  {fold.name}" if key else fold.name, fold.items, several, _times(fold)))
         if rest := folds[len(shown) :]:
             nbytes = size_text(sum(fold.nbytes for fold in rest))
             number = sum(len(fold.items) for fold in rest)
@@ -205,7 +217,7 @@ def _tree(found: Sequence[Item], several: bool, depth: int | None) -> Iterator[s
                 table.add(
                     f"{'  ' * (level - 1)}{parts[level - 1]}/",
                     *blank,
-                    objects_text(totals[above].entries),
+                    entries_text(totals[above].entries),
                     style="bold",
                 )
         if depth is None or len(parts) <= depth:
@@ -221,7 +233,7 @@ def _du(found: Sequence[Item], depth: int) -> Iterator[str]:
             Column("size", right=True),
             Column("share", right=True),
             Column("", style="blue", optional=True),
-            Column("objects", right=True, optional=True),
+            Column("entries", right=True, optional=True),
             Column("name", shrinks=True),
         ]
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_storage, count, duration, options_of, verb
 from snapshot.cli.opening import explained
-from snapshot.cli.screen import Column, Table, as_json, ask, printable
+from snapshot.cli.screen import Column, Table, as_json, ask, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.engine.commit import DAY
 from snapshot.engine.loop import run as on_loop
@@ -20,7 +20,7 @@ from snapshot.manager.cleaning import Fate, Removed, remove, survey
 from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest, Policy
 from snapshot.manager.root import Root
 from snapshot.manifest.document import METADATA
-from snapshot.report import size_text
+from snapshot.report import counted, size_text
 from snapshot.storage import URL
 
 UNASKED = "nothing was removed: this needs a terminal to ask at, or --yes; --dry-run only shows"
@@ -31,7 +31,6 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "prune",
-        "remove the steps of a folder that a policy does not keep",
         "Remove snapshots named step-<number> in a folder, but for those that a --keep option keeps, the newest, and "
         "pinned ones; and what interrupted takes and removals left there. Without a --keep option all snapshots stay, "
         "and only leftovers go. What another library wrote is left alone. It shows what would go, and asks.",
@@ -99,7 +98,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     going = [fate for fate in fates if fate.goes]
     if not arguments.json:
         print(_table(fates))
-        print(_total(fates, going))
+        print(wrapped(_total(fates, going)))
     if not going or arguments.dry_run:
         return _told(arguments, url, fates, Removed(()))
     if not confirmed(arguments, f"remove {_counted(going)} from {url}?"):
@@ -158,26 +157,21 @@ def _table(fates: Sequence[Fate]) -> Table:
 
 
 def _why(fate: Fate) -> str:
-    return f"{fate.why}: {files_text(fate.files)}" if fate.what == "leftovers" else fate.why
-
-
-def files_text(files: int) -> str:
-    """So many files."""
-    return "1 file" if files == 1 else f"{files:,} files"
+    return f"{fate.why}: {counted(fate.files, 'file')}" if fate.what == "leftovers" else fate.why
 
 
 def _counted(fates: Sequence[Fate]) -> str:
     snapshots = sum(fate.what == "snapshot" for fate in fates)
-    said = [f"{snapshots:,} snapshot{'s' * (snapshots != 1)}"] if snapshots else []
+    said = [counted(snapshots, "snapshot")] if snapshots else []
     if len(fates) > snapshots:
-        said.append(f"leftovers in {len(fates) - snapshots:,} folder{'s' * (len(fates) - snapshots != 1)}")
+        said.append(f"leftovers in {counted(len(fates) - snapshots, 'folder')}")
     return " and ".join(said) or "nothing"
 
 
 def _total(fates: Sequence[Fate], going: Sequence[Fate]) -> str:
     kept = sum(fate.what == "snapshot" and not fate.goes for fate in fates)
     size = size_text(sum(fate.nbytes or 0 for fate in going))
-    return f"{_counted(going)} to go, {size}; {kept:,} snapshot{'s' * (kept != 1)} to stay"
+    return f"{_counted(going)} to go, {size}; {counted(kept, 'snapshot')} to stay"
 
 
 def _told(arguments: argparse.Namespace, url: URL, fates: Sequence[Fate], done: Removed) -> ExitStatus:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -13,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_storage, assignment, options_of, verb
-from snapshot.cli.listing import Item, Total, folded, items, objects_text, shape_text
+from snapshot.cli.listing import Item, Total, folded, items, shape_text
 from snapshot.cli.opening import opened
-from snapshot.cli.screen import as_json, bar
+from snapshot.cli.screen import as_json, bar, printable, wrapped
 from snapshot.cli.status import ExitStatus
-from snapshot.engine.describe import VERSION
+from snapshot.cli.timeline import events_in, timeline
 from snapshot.engine.stored import stored_of
 from snapshot.manifest.entry import Entry
 from snapshot.metadata import SnapshotMetadata
+from snapshot.report import counted, entries_text
 from snapshot.storage import URL
+from snapshot.version import VERSION
 
 SMALLEST = 1 / 4000
 """What takes less than this share of its parent is drawn together with others like it."""
@@ -29,7 +30,6 @@ WIDEST = 300
 """Parts of one node that are drawn."""
 MOST_ROWS = 5000
 """Lines of the table of objects."""
-MOST_SPANS = 50_000
 _RANK = re.compile(r"data/[0-9a-f]+-([0-9]+)-[0-9]+\.")
 
 
@@ -38,7 +38,6 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "report",
-        "draw a snapshot as an HTML page",
         "Draw a snapshot, or a checkpoint of another library, as one HTML page that needs no network: what takes the "
         "space, dtypes, bytes of each rank, files, digests, metadata; with --trace the timeline of its take. Only the "
         "manifest is read.",
@@ -71,10 +70,10 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     targets += [arguments.output] if arguments.output else []
     if len(targets) != 1:
         raise ValueError("one file is wanted: -o report.html")
-    spans = _spans(Path(arguments.trace)) if arguments.trace else []
+    events = events_in(Path(arguments.trace)) if arguments.trace else []
     snapshot = opened(arguments.url, options_of(arguments))
     told = picture(str(URL.parse(arguments.url)), snapshot.metadata, snapshot.get_manifest())
-    told["spans"] = spans
+    told |= timeline(events, told["save_id"])
     status = ExitStatus.OK
     if arguments.verify:
         with bar("verify") as shown:
@@ -82,7 +81,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
         told["verified"] = {"ok": found.ok, "text": str(found).partition("\n")[0], "faults": list(found.faults[:200])}
         status = ExitStatus.OK if found else ExitStatus.FOUND
     _write(Path(targets[0]), page(told))
-    print(f"{targets[0]}: {objects_text(told['objects'])} of {told['url']}")
+    print(wrapped(printable(f"{targets[0]}: {entries_text(told['objects'])} of {told['url']}")))
     return status
 
 
@@ -193,52 +192,5 @@ def _pruned(root: dict[str, Any], whole: int) -> dict[str, Any]:
         into["c"] = [{} for _ in kept]
         rest += zip(kept, into["c"], strict=True)
         if others := children[len(kept) :]:
-            into["c"].append({"n": f"{len(others):,} others", "b": sum(child["b"] for child in others), "c": []})
+            into["c"].append({"n": counted(len(others), "other"), "b": sum(child["b"] for child in others), "c": []})
     return made
-
-
-# The timeline
-
-
-def _spans(path: Path) -> list[list[Any]]:
-    """The spans of a trace: name, row, begin and length in milliseconds, and what is said of it."""
-    events = _events(path.read_text(encoding="utf-8"), path)
-    found = [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
-    try:
-        begin = min((float(event["ts"]) for event in found), default=0.0)
-        made = [
-            [
-                str(event["name"]),
-                f"{event['pid']} {event['tid']}",
-                round((float(event["ts"]) - begin) / 1000, 3),
-                round(float(event["dur"]) / 1000, 3),
-                ", ".join(f"{key} {value}" for key, value in dict(event.get("args", {})).items())[:200],
-            ]
-            for event in found
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: is no timeline of ours: {error!r}") from None
-    if not made:
-        raise ValueError(f"{path}: holds no timeline")
-    if len(made) > MOST_SPANS:
-        made = sorted(made, key=_length, reverse=True)[:MOST_SPANS]
-    return sorted(made, key=_begin)
-
-
-def _length(span: list[Any]) -> float:
-    return float(span[3])
-
-
-def _begin(span: list[Any]) -> float:
-    return float(span[2])
-
-
-def _events(text: str, path: Path) -> list[Any]:
-    try:
-        value = json.loads(text.rstrip().rstrip(",").rstrip("]") + "]" if text.lstrip().startswith("[") else text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is no timeline in Chrome's trace format: {error}") from None
-    found = value.get("traceEvents") if isinstance(value, dict) else value
-    if not isinstance(found, list):
-        raise ValueError(f"{path}: is no timeline in Chrome's trace format")
-    return found

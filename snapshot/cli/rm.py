@@ -10,8 +10,8 @@ from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_storage, options_of, verb
 from snapshot.cli.opening import explained
-from snapshot.cli.prune import add_careful, confirmed, files_text
-from snapshot.cli.screen import Column, Table, as_json, printable
+from snapshot.cli.prune import add_careful, confirmed
+from snapshot.cli.screen import Column, Table, as_json, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.engine import commit
 from snapshot.engine.loop import run as on_loop
@@ -20,9 +20,12 @@ from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFound
 from snapshot.formats.foreign import says_absent
 from snapshot.manager.root import PINNED
 from snapshot.manifest.document import METADATA
-from snapshot.report import size_text
+from snapshot.report import counted, size_text
 from snapshot.snapshot import Snapshot
 from snapshot.storage import URL
+
+DATA = (".safetensors", ".bin")
+"""How the names of data files end."""
 
 
 def add(verbs: Verbs) -> None:
@@ -30,7 +33,6 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "rm",
-        "remove a snapshot, and what interrupted takes left",
         "Remove snapshots, and what interrupted takes left in their folders; no other file. What another library wrote "
         "is left alone. It shows what would go, and asks.",
         [
@@ -55,6 +57,7 @@ class Target:
     what: str
     """`snapshot` or `leftovers`."""
     files: int
+    """Of a snapshot its data files, as every verb counts them; the manifest goes, too."""
     nbytes: int
     error: str = ""
     """Why it could not be removed."""
@@ -92,7 +95,7 @@ async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Name
         if not (storage.capabilities.list and storage.capabilities.delete):
             raise SnapshotError(f"{url}: nothing can be removed from this storage")
         try:
-            manifest = await storage.stat(METADATA)
+            await storage.stat(METADATA)
         except StorageError as error:
             if not says_absent(storage, error):
                 raise
@@ -101,9 +104,8 @@ async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Name
         if not arguments.pinned and PINNED in await storage.list(PINNED):
             raise SnapshotError(f"{url}: is pinned by a manager, and stays; --pinned removes it all the same")
         await _expect_quiet(operation, arguments.older_than)
-        files = await commit.ours(storage)
-        nbytes = manifest.size + await _size(operation, files)
-        return Target(url, "snapshot", len(files) + 1, nbytes)
+        files = [path for path in await commit.ours(storage) if path.endswith(DATA)]
+        return Target(url, "snapshot", len(files), await _size(operation, files))
     finally:
         await operation.close()
 
@@ -161,4 +163,4 @@ def _tell(target: Target, arguments: argparse.Namespace) -> None:
     elif target.error:
         print(printable(f"snapshot: {target.url} could not be removed: {target.error}"), file=sys.stderr)
     elif not arguments.dry_run:
-        print(printable(f"removed {target.url}: {files_text(target.files)}, {size_text(target.nbytes)}"))
+        print(wrapped(printable(f"removed {target.url}: {counted(target.files, 'file')}, {size_text(target.nbytes)}")))

@@ -10,19 +10,20 @@ import math
 import os
 import shutil
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tqdm import tqdm
-
 from snapshot.report import Progress
 
 STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
 NARROWEST = 12
-"""Cells that a column which shrinks keeps."""
+"""Cells that a column which shrinks keeps while others can be left out."""
+SHORTEST = 8
+"""Cells that a column keeps after that, if the terminal has as many."""
 
 
 def coloured() -> bool:
@@ -51,6 +52,19 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def wrapped(text: str, indent: str = "  ") -> str:
+    """The text in lines no longer than the terminal's, broken at spaces: a name is never broken."""
+    most = width()
+    if most is None or cells(text) <= most:
+        return text
+    return "\n".join(
+        textwrap.wrap(
+            text, most, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False,
+            replace_whitespace=False, drop_whitespace=True,
+        )
+    )  # fmt: skip
 
 
 def cells(text: str) -> int:
@@ -142,13 +156,19 @@ class Table:
                 return kept
             optional = [i for i in kept if self.columns[i].optional]
             if not optional:
-                return kept
+                break
             kept.remove(optional[-1])
+        for least in (SHORTEST, 1):  # nothing is left but to shorten all
+            for i in sorted(kept, key=lambda i: (not self.columns[i].shrinks, -widths[i])):
+                less = min(max(over, 0), max(0, widths[i] - least))
+                widths[i] -= less
+                over -= less
+        return kept
 
     def _line(self, row: Sequence[str], kept: Sequence[int], widths: Sequence[int], style: str | None) -> str:
         parts = []
         for i in kept:
-            text = fit(row[i], widths[i]) if self.columns[i].shrinks else row[i]
+            text = fit(row[i], widths[i])
             space = " " * (widths[i] - cells(text))
             if i == kept[-1] and not self.columns[i].right:
                 space = ""
@@ -185,6 +205,8 @@ def _plain(value: Any) -> Any:
 def bar(verb: str) -> Iterator[Callable[[Progress], None]]:
     """A bar with rate and time left, on standard error if that is a terminal: from the second second on, and gone
     afterwards. It is given what shows `Progress` in it."""
+    from tqdm import tqdm  # spared to what prints help
+
     with tqdm(desc=verb, unit="B", unit_scale=True, unit_divisor=1024, delay=1.0, leave=False, disable=None) as shown:
 
         def show(progress: Progress) -> None:

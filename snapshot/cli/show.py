@@ -10,20 +10,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch._tensor_str import PRINT_OPTS
 
 from snapshot.cli.arguments import Verbs, add_json, add_pickle, add_storage, options_of, verb
 from snapshot.cli.listing import items, shape_text, value_text
 from snapshot.cli.opening import opened
 from snapshot.cli.quiet import torch_is_quiet
-from snapshot.cli.screen import as_json, bar, paint, printable
+from snapshot.cli.screen import as_json, bar, paint, printable, width, wrapped
 from snapshot.cli.statistics import Statistics, countable, statistics
 from snapshot.cli.status import ExitStatus
 from snapshot.manifest import entries as e
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.scalars import Scalar
-from snapshot.manifest.view import nearest
-from snapshot.report import Progress, size_text
+from snapshot.manifest.view import resolve_path
+from snapshot.report import Progress, counted, size_text
 from snapshot.snapshot import Snapshot
+from snapshot.storage import URL
 from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.tensors.geometry import split, whole
 
@@ -41,7 +43,6 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "show",
-        "show one object: what it is, its statistics, some of its values",
         "Show one object of a snapshot, or of a checkpoint of another library: of a tensor what it is, its statistics "
         "and its first values; of anything else its value. Only the ranges of files that hold it are read, part by "
         "part.",
@@ -55,7 +56,7 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("url", metavar="URL", help="a snapshot")
     parser.add_argument("path", metavar="PATH", help="the object's name, as `snapshot ls --flat` shows it")
-    parser.add_argument("--rank", type=int, metavar="N", help="that of this rank (default: the first that has one)")
+    parser.add_argument("--rank", type=int, metavar="N", help="what this rank saved under the name")
     parser.add_argument("--box", type=_box, metavar="BOX", help="the part whose values are shown: 0:4,:8 or 3,...")
     parser.add_argument("--no-stats", action="store_true", help="do not read the whole tensor for its statistics")
     add_pickle(parser)
@@ -71,10 +72,13 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 
 def _run(arguments: argparse.Namespace) -> ExitStatus:
     snapshot = opened(arguments.url, options_of(arguments), allow_pickle=arguments.allow_pickle)
-    manifest = snapshot.get_manifest()
-    path = _find(manifest, arguments.path, arguments.rank)
+    manifest, world_size = snapshot.get_manifest(), snapshot.metadata.world_size
+    name = arguments.path.strip("/")
+    if arguments.rank is not None:
+        name = f"{arguments.rank}/{name}"
+    path = resolve_path(manifest, world_size, name, str(URL.parse(arguments.url)))
     entry = manifest[path]
-    told = _described(path, entry, manifest, snapshot.metadata.world_size)
+    told = _described(path, entry, manifest, world_size)
     if isinstance(entry, e.Container):
         if arguments.box is not None:
             raise ValueError(f"{path} is a container, and has no box; show what is in it")
@@ -95,7 +99,7 @@ def _run(arguments: argparse.Namespace) -> ExitStatus:
     for name, value in told.items():
         if name not in hidden:
             shown = size_text(value) if name == "bytes" else str(value)
-            print(f"  {name:<10} {printable(shown)}")
+            print(wrapped(f"  {name:<10} {printable(shown)}", " " * 13))
     for line in lines:
         print("\n".join(map(printable, line.split("\n"))))
     return ExitStatus.OK
@@ -107,33 +111,13 @@ def _container(
     """What is in a container: all of it, where that stands in the manifest."""
     below = [held for name, held in manifest.items() if name.startswith(f"{path}/")]
     if len(below) <= SHOWN and all(isinstance(held, (Scalar, e.Container)) for held in below):
-        told["value"] = pprint.pformat(snapshot.read_object(path), width=100, sort_dicts=False)
+        told["value"] = pprint.pformat(snapshot.read_object(path), width=min(100, width() or 100), sort_dicts=False)
         return [told["value"]]
     told["names"] = entry.components()
     lines = [f"  {name}" for name in told["names"][:SHOWN]]
     if entry.width > SHOWN:
         lines.append(f"  ... and {entry.width - SHOWN:,} more: snapshot ls URL '{path.partition('/')[2]}'")
     return lines
-
-
-def _find(manifest: Mapping[str, Entry], name: str, rank: int | None) -> str:
-    """The path in the manifest that is meant: with its rank, or without."""
-    name = name.strip("/")
-    if rank is None and name in manifest:
-        return name
-    meant = [path for path in manifest if path.partition("/")[2] == name]
-    if rank is not None:
-        own = [path for path in meant if path.startswith(f"{rank}/")]
-        meant = own or [path for path in meant if _is_shared(manifest[path])]
-    if not meant:
-        of_rank = "" if rank is None else f" of rank {rank}"
-        logical = {path.partition("/")[2]: None for path in manifest}
-        raise ValueError(f"there is no {name!r}{of_rank} in the snapshot; {nearest(name, logical)}")
-    return meant[0]
-
-
-def _is_shared(entry: Entry) -> bool:
-    return isinstance(entry, e.ShardedTensorEntry) or getattr(entry, "replicated", False)
 
 
 def _described(path: str, entry: Entry, manifest: Mapping[str, Entry], world_size: int) -> dict[str, Any]:
@@ -153,7 +137,7 @@ def _described(path: str, entry: Entry, manifest: Mapping[str, Entry], world_siz
         told["digest"] = stored.digest or "none"
     elif pieces:
         files = {stored.location for _, stored in pieces}
-        told["file"] = f"{len(pieces)} pieces in {len(files)} file{'s' if len(files) > 1 else ''}"
+        told["file"] = f"{counted(len(pieces), 'piece')} in {counted(len(files), 'file')}"
     if item.value and not isinstance(entry, Scalar):
         told["note"] = item.value
     return told
@@ -195,7 +179,7 @@ def _tensor(
         found = statistics(lambda: iter([dense]))
         told["statistics"] = found.as_json()
         lines = found.lines()
-    return [*lines, f"values:\n{_repr(value)}"]
+    return [*lines, f"values:\n{_fitted(value)}"]
 
 
 def _reader(snapshot: Snapshot, path: str) -> Callable[[Any], torch.Tensor]:
@@ -268,9 +252,24 @@ def _repr(value: Any) -> str:
         return f"<a {kind.__module__}.{kind.__qualname__} that cannot be printed: {type(error).__name__}: {error}>"
 
 
-def _values(values: torch.Tensor) -> str:
-    text = _repr(values)
+def _values(values: Any) -> str:
+    text = _fitted(values)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def _fitted(values: Any) -> str:
+    """What a value says of itself, in lines that fit the terminal. Torch's are longer than what it is given."""
+    most, before = width(), PRINT_OPTS.linewidth
+    text = _repr(values)
+    try:
+        for share in (8, 6, 4, 2, 1):
+            if most is None or max(map(len, text.splitlines()), default=0) <= most:
+                break
+            PRINT_OPTS.linewidth = most * share // 8
+            text = _repr(values)
+    finally:
+        PRINT_OPTS.linewidth = before
+    return text
 
 
 # Boxes

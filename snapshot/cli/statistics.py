@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from snapshot.cli.screen import width, wrapped
+
 BINS = 32
 BARS = " ▁▂▃▄▅▆▇█"
 PLAIN_BARS = " .:-=+*#@"
@@ -44,8 +46,11 @@ class Statistics:
         if self.least is not None and self.most is not None:
             spread = f"mean {self.mean:.6g}, std {self.deviation:.6g}{of}"
             made.append(f"  {'range':<10} {self.least:.6g} to {self.most:.6g}, {spread}")
-            made.append(f"  {'histogram':<10} {self.least:.3g} |{_bars(self.histogram)}| {self.most:.3g}")
-        return made
+            histogram, around = self.histogram, f"  {'histogram':<10} {self.least:.3g} || {self.most:.3g}"
+            while len(around) + len(histogram) > (width() or math.inf) and len(histogram) > 4:
+                histogram = tuple(map(sum, zip(histogram[::2], histogram[1::2], strict=True)))
+            made.append(around.replace("||", f"|{_bars(histogram)}|"))
+        return [wrapped(line, " " * 13) for line in made]
 
 
 def _bars(histogram: tuple[int, ...]) -> str:

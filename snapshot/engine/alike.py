@@ -13,7 +13,9 @@ from snapshot.engine.side_by_side import Pair, as_bytes
 from snapshot.formats.foreign import is_packed
 from snapshot.formats.unpickling import is_refused
 from snapshot.manifest import entries as e
+from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.scalars import Scalar
+from snapshot.report import counted
 
 LONGEST = 60
 """Characters of a value that are shown."""
@@ -38,11 +40,6 @@ class Found:
         self.details.append(detail)
 
 
-def is_leaf(entry: Any) -> bool:
-    """Whether an entry stands for itself: not a container that holds something, which is seen by what it holds."""
-    return not (isinstance(entry, e.Container) and entry.width)
-
-
 def kind_of(entry: Any) -> str:
     """What a person calls an entry's type: of a tensor the same, however it was cut."""
     if isinstance(entry, e.TENSORS):
@@ -58,7 +55,7 @@ def shown(entry: Any) -> str:
     if isinstance(entry, (*e.TENSORS, e.NDArrayEntry)):
         return f"{entry.dtype}{list(entry.shape)}"
     if isinstance(entry, e.ObjectEntry):
-        return f"{entry.obj_type}, {entry.nbytes:,} bytes"
+        return f"{entry.obj_type}, {counted(entry.nbytes, 'byte')}"
     return kind_of(entry)
 
 

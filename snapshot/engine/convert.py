@@ -36,7 +36,7 @@ from snapshot.formats.foreign import with_root
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.plan.renaming import Rename
-from snapshot.report import ConvertReport
+from snapshot.report import ConvertReport, with_article
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.storage import URL
@@ -111,7 +111,7 @@ class Recording:
             made = msgspec.structs.replace(entry, parts={})
             self.tensors += 1
             if self._dtype is not None:
-                self.uncast.append(f"{path}: the dtype stays, of a {entry.kind} tensor")
+                self.uncast.append(f"{path}: the dtype stays, of {with_article(entry.kind)} tensor")
             self.flat.entries[path] = made
             for name, part in entry.parts.items():
                 self._named(path, name, part, made)

@@ -31,6 +31,7 @@ from snapshot.errors import CommitUnknown, CorruptSnapshotError, SnapshotError, 
 from snapshot.events import Meter, emit
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.manifest.check import locations_of
+from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document, Part, PartEntry, encode
 from snapshot.options import Settings
 from snapshot.report import CopyReport, listed
@@ -126,7 +127,7 @@ def _part(
         run(made.close())
     nbytes = sum(file.size for file in written.files.values())
     checked = "digests" if choice.verify else "sizes"
-    return CopyReport("snapshot", len(written.manifest), len(written.files), nbytes, checked)
+    return CopyReport("snapshot", count_entries(written.manifest), len(written.files), nbytes, checked)
 
 
 def _whole(
@@ -179,7 +180,7 @@ class _Copy:
                         f"{self._source.url}: is damaged, and nothing of the copy is left: {error}", faults=error.faults
                     ) from error
                 emit("retry", "copy", url, attempt=1, error=str(error), pause=0.0)
-        count = len(document.manifest) + sum(each.count for each in document.parts)
+        count = count_entries(document.manifest) + sum(count_entries(each.manifest) for each in parts)
         return CopyReport("snapshot", count, len(files), nbytes, "digests" if self._verify else "sizes")
 
     def _files(self, parts: Sequence[Part], held: Mapping[str, tuple[int, str | None]]) -> list[Passed]:

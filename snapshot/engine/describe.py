@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
@@ -23,11 +22,7 @@ from snapshot.plan.layout import placed
 from snapshot.report import listed
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.tensors.digest import RunningDigest, of_bytes, of_range
-
-try:
-    VERSION = version("snapshot-torch")
-except PackageNotFoundError:  # run from a checkout that was never installed
-    VERSION = "0+unknown"
+from snapshot.version import VERSION
 
 
 @dataclass(frozen=True)

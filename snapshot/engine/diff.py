@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from snapshot.difference import Change, Diff
-from snapshot.engine.alike import NO_NUMBERS, Found, compared, content_of, is_leaf, shown
+from snapshot.engine.alike import NO_NUMBERS, Found, compared, content_of, shown
 from snapshot.engine.budget import MemoryBudget
 from snapshot.engine.choosing import change_of
 from snapshot.engine.loop import run
@@ -24,6 +24,7 @@ from snapshot.engine.unfold import unfold
 from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.events import Meter, emit
 from snapshot.manifest import entries as e
+from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.document import FORMAT, Document
 from snapshot.manifest.view import is_rank
 from snapshot.plan.globs import matcher, unmatched

@@ -38,7 +38,7 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.manifest.paths import uncomponent
 from snapshot.plan.layout import Extent, FilePlan, exact_file
-from snapshot.report import ConvertReport, listed
+from snapshot.report import ConvertReport, listed, with_article
 from snapshot.state.leaves import Leaf
 from snapshot.state.live import inflate
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, SAFETENSORS
@@ -117,7 +117,7 @@ class Export:
         for path, entry in self._entries.items():
             if not isinstance(entry, e.TENSORS):
                 if isinstance(entry, (e.TensorPartsEntry, e.NDArrayEntry)) or self._is_odd(entry):
-                    plan.left_out.append(f"{path}: a {_tag(entry)}")
+                    plan.left_out.append(f"{path}: {with_article(_tag(entry))}")
                 continue
             plan.changed += losses.tensor_changes(path, entry)
             dtype = self._dtype(entry)

@@ -18,6 +18,7 @@ from snapshot.events import Meter, emit
 from snapshot.formats import checksums, dcp, safetensors
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.unpickling import INLINE
+from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import METADATA
 from snapshot.report import CopyReport
 from snapshot.storage import URL, Storage
@@ -66,7 +67,9 @@ def copy_files(
         nbytes = run(_write(source, layout, target, meter, overwrite=overwrite))
     finally:
         run(target.close())
-    return CopyReport(document.format, len(document.manifest), len(layout.names) + len(layout.markers), nbytes, checked)
+    return CopyReport(
+        document.format, count_entries(document.manifest), len(layout.names) + len(layout.markers), nbytes, checked
+    )
 
 
 async def _write(source: Operation, layout: _Layout, target: Operation, meter: Meter, *, overwrite: bool) -> int:

@@ -14,6 +14,7 @@ from snapshot.engine.budget import Pool, available_memory
 from snapshot.engine.gate import Gate
 from snapshot.errors import SnapshotBusyError
 from snapshot.options import MiB, Settings
+from snapshot.report import counted
 
 
 class Place:
@@ -53,8 +54,8 @@ class InFlight:
             while (gate := self._enter(place, most)) is not None:
                 if when_busy == "raise":
                     raise SnapshotBusyError(
-                        f"{most} snapshots are being written already: wait() for one, take them less often, or let "
-                        "SNAPSHOT_PENDING allow more"
+                        f"{counted(most, 'snapshot')} {'is' if most == 1 else 'are'} being written already: wait() for "
+                        "one, take them less often, or let SNAPSHOT_PENDING allow more"
                     )
                 gate.wait()
             yield place

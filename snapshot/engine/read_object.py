@@ -22,8 +22,8 @@ from snapshot.manifest.check import check_tensor, check_tree, locations_of
 from snapshot.manifest.document import Document
 from snapshot.manifest.paths import component
 from snapshot.manifest.typed import EnumEntry
-from snapshot.manifest.view import is_rank, nearest, rank_view
-from snapshot.report import Notes, listed
+from snapshot.manifest.view import is_rank, nearest, rank_view, resolve_path
+from snapshot.report import Notes, counted, listed, with_article
 from snapshot.state import arrays
 from snapshot.state.live import inflate, live_leaves
 from snapshot.state.shards import Shards, sharded
@@ -42,7 +42,7 @@ def read_object(
     allow_pickle: bool,
 ) -> Any:
     """The object at a path of the manifest."""
-    tree = _tree(operation, document, path)
+    path, tree = _found(operation, document, path)
     entry = tree[path]
     if box is None:
         run(operation.expect_files(document, locations_of({path: entry}, document.files)))
@@ -71,7 +71,9 @@ def read_object(
         gather.into_array(path, entry, obj_out)
     elif isinstance(obj_out, torch.Generator) and type(entry) is e.TensorPartsEntry:
         if not gather.into_generator(path, entry, obj_out):
-            raise RestoreError(f"{path}: is a {entry.kind} {entry.params}, and obj_out is on {obj_out.device}", [path])
+            raise RestoreError(
+                f"{path}: is {with_article(entry.kind)} {entry.params}, and obj_out is on {obj_out.device}", [path]
+            )
     else:
         gather.new(path, entry)
     _fetch(operation, document, gather, verify)
@@ -99,6 +101,17 @@ def read_state_dict(operation: Operation, document: Document, key: str, rank: in
     except RestoreError:
         raise RestoreError(f"{operation.url}: holds no key {key!r}; {nearest(key, known)}", [key]) from None
     return _read_tree(operation, document, Gather(document.files, allow_pickle=allow_pickle), path, tree, True)
+
+
+def _found(operation: Operation, document: Document, path: str) -> tuple[str, dict[str, Any]]:
+    """The manifest's path of what is named with a rank or without, and the entries there."""
+    if is_rank(path.partition("/")[0], document.world_size):
+        try:
+            return path, _tree(operation, document, path)
+        except RestoreError:  # the number may be a key of the app state
+            pass
+    path = resolve_path(document.manifest, document.world_size, path, str(operation.url))
+    return path, _tree(operation, document, path)
 
 
 def _tree(operation: Operation, document: Document, path: str) -> dict[str, Any]:
@@ -216,7 +229,7 @@ def _read_box(
 def _box(path: str, shape: tuple[int, ...], box: Sequence[slice | int]) -> tuple[Box, set[int]]:
     """The box that slices and ints name, and the dimensions that ints drop."""
     if len(box) > len(shape):
-        raise ValueError(f"{path}: a box of {len(box)} dimensions in a tensor of shape {list(shape)}")
+        raise ValueError(f"{path}: a box of {counted(len(box), 'dimension')} in a tensor of shape {list(shape)}")
     offsets, sizes, dropped = list((0,) * len(shape)), list(shape), set()
     for axis, part in enumerate(box):
         if isinstance(part, slice):

@@ -39,7 +39,7 @@ from snapshot.manifest.entries import Container, ListEntry, OrderedDictEntry
 from snapshot.manifest.paths import component
 from snapshot.manifest.view import View, by_key, nearest, rank_view
 from snapshot.plan.globs import matcher, unmatched
-from snapshot.report import Notes, RestoreReport, listed
+from snapshot.report import Notes, RestoreReport, counted, listed
 from snapshot.state.kind_of import kind_of, kind_type
 from snapshot.state.kinds import Kind
 from snapshot.state.live import Choice, inflate
@@ -284,7 +284,9 @@ class Restore:
     def _note_gone(self, view: View, wanted: Mapping[str, Any]) -> None:
         gone = Counter("/".join(path.split("/", 2)[:2]) for path in view.gone if path.split("/", 2)[1] in wanted)
         for path, count in gone.items():
-            self._notes.add("skipped", path, f"{count} entries of a rank that is not there any more")
+            self._notes.add(
+                "skipped", path, f"{counted(count, 'entry', 'entries')} of a rank that is not there any more"
+            )
 
     def _shared_alone(self, key: str, entries: dict[str, Any], view: View) -> bool:
         """Whether a rank that was not there can have this key, with what all ranks shared of it."""

@@ -22,9 +22,10 @@ from snapshot.formats import checksums
 from snapshot.formats.unpickling import INLINE
 from snapshot.manifest import entries as e
 from snapshot.manifest.check import check_tree
+from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document
 from snapshot.manifest.view import by_key, is_rank, rank_view
-from snapshot.report import VerifyReport
+from snapshot.report import VerifyReport, counted
 from snapshot.storage import in_thread
 from snapshot.tensors.digest import BLOCK, of_range
 
@@ -65,7 +66,11 @@ def _tree_faults(document: Document) -> list[str]:
             shared[path] = entry
         else:
             own[path.partition("/")[0]][path] = entry
-    faults = [f"{len(own[number])} entries of no rank: {number[:80]!r}" for number in own if not is_rank(number, world)]
+    faults = [
+        f"{counted(len(own[number]), 'entry', 'entries')} of no rank: {number[:80]!r}"
+        for number in own
+        if not is_rank(number, world)
+    ]
     for rank in range(min(world, max(1, MOST_VIEWS // max(1, len(shared))))):
         try:
             view = rank_view({**shared, **own.get(str(rank), {})}, rank, world, world)
@@ -134,7 +139,7 @@ class Verification:
             any(place not in sums or sums[place] in self._without for place in places) for places in bare.values()
         )
         return VerifyReport(
-            len(document.manifest), self._heads + max(self._read, self._summed), time.perf_counter() - began,
+            count_entries(document.manifest), self._heads + max(self._read, self._summed), time.perf_counter() - began,
             tuple(dict.fromkeys(self.faults)), unverifiable, quick, len(document.files.keys() - {INLINE}), before,
         )  # fmt: skip
 

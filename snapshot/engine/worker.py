@@ -50,6 +50,7 @@ from snapshot.engine.writer import Progress, Staging, Written
 from snapshot.errors import SnapshotError
 from snapshot.events import emit, log
 from snapshot.plan.layout import FilePlan, Part
+from snapshot.report import counted
 from snapshot.storage import URL, Storage, uninterrupted
 
 PATIENCE = 60.0
@@ -277,7 +278,7 @@ class WriterProcess:
         self._process.returncode = 0  # it is not this process's to wait for, nor to warn of
 
     def __repr__(self) -> str:
-        return f"WriterProcess({self.pid}, {len(self._takes)} takes{'' if self.alive else ', ended'})"
+        return f"WriterProcess({self.pid}, {counted(len(self._takes), 'take')}{'' if self.alive else ', ended'})"
 
 
 def _ending(status: int) -> str:

@@ -83,7 +83,7 @@ async def _by_head(folder: Storage, name: str, size: int, head: bytes, limit: in
         raise UnsupportedFormatError(
             f"{where}: is a tar file, as torch.save wrote in its first versions; read it with a torch of that time"
         )
-    raise UnknownFormatError(f"{where}: is no checkpoint of a format that is known (it begins with {head!r})")
+    raise UnknownFormatError(f"{where}: is not a checkpoint of any known format")
 
 
 async def _is_tar(folder: Storage, name: str, size: int) -> bool:

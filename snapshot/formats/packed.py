@@ -20,6 +20,7 @@ from snapshot.errors import CorruptSnapshotError, MissingExtraError, Unsupported
 from snapshot.formats import pickles, zips
 from snapshot.formats.tree import Rebuilt, rebuilt
 from snapshot.manifest.entries import PLAIN, ObjectEntry, TensorEntry
+from snapshot.report import counted
 from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.tensors.strides import contiguous, span
 
@@ -102,7 +103,9 @@ def layout_of(path: str, stored: TensorEntry, head: Any, tail: Any) -> Layout:
         raise CorruptSnapshotError(f"{path}: {stored.location}[{begin}:{end}]: {error}") from error
     reach = (found.offset + span(stored.shape, found.strides)) * ITEMSIZE[stored.dtype]
     if math.prod(stored.shape) and reach > found.nbytes:
-        raise CorruptSnapshotError(f"{path}: its storage has {found.nbytes:,} bytes, and it reaches to {reach:,}")
+        raise CorruptSnapshotError(
+            f"{path}: its storage has {counted(found.nbytes, 'byte')}, and it reaches to {reach:,}"
+        )
     return found
 
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from snapshot.errors import CorruptSnapshotError
 from snapshot.formats.scanning import scan
 from snapshot.manifest.entries import MOST_COMPARISONS
+from snapshot.report import with_article
 from snapshot.tensors.dtypes import BY_NAME
 
 MOST_NAMES = 10_000
@@ -109,7 +110,7 @@ class Stand(metaclass=_Sealed):
     def extend(self, items: Any) -> None: ...
 
     def __repr__(self) -> str:
-        return f"<a {self.name}>"
+        return f"<{with_article(self.name)}>"
 
 
 class Record(metaclass=_Sealed):
@@ -129,7 +130,7 @@ def shown(value: Any) -> str:
     """A value for a message: in full, one that repeats itself could be without end."""
     if isinstance(value, tuple) and len(value) <= 8 and all(type(each) is int for each in value):
         return str(tuple(value))[:100]
-    return repr(value)[:100] if type(value) in (str, int, float, bool) else f"a {type(value).__name__[:100]}"
+    return repr(value)[:100] if type(value) in (str, int, float, bool) else with_article(type(value).__name__[:100])
 
 
 def fields(value: Any) -> dict[str, Any]:
@@ -234,7 +235,7 @@ def _maker(kind: Any) -> Callable[..., Any]:
 
     def make(*items: Any) -> Any:
         if len(items) > 1:
-            raise pickle.UnpicklingError(f"it makes a {kind.__name__} of several things")
+            raise pickle.UnpicklingError(f"it makes {with_article(kind.__name__)} of several things")
         if kind is collections.OrderedDict:
             return kind(_spent(*items))
         _left.spend(*items, b"frozen" * 100 if kind is frozenset else b"")  # whose hashes can be chosen, too

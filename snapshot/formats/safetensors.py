@@ -13,6 +13,7 @@ from snapshot.formats.foreign import ForeignDocument, checked_location, document
 from snapshot.manifest.document import LONGEST_HEADER, ForeignFile
 from snapshot.manifest.entries import DictEntry, TensorEntry
 from snapshot.manifest.paths import component, encode_key
+from snapshot.report import counted
 from snapshot.storage import Storage
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, SAFETENSORS
 
@@ -139,7 +140,7 @@ async def _header(storage: Storage, name: str, size: int, limit: int) -> tuple[d
         await storage.read_into(name, 0, [count])
         length = int.from_bytes(count, "little")
         if not 2 <= length <= min(size - 8, LONGEST_HEADER, limit):
-            raise ValueError(f"a header of {length} bytes in a file of {size}")
+            raise ValueError(f"a header of {counted(length, 'byte')} in a file of {size}")
         header = bytearray(length)
         await storage.read_into(name, 8, [header])
         return _decoded(bytes(header), name, 8 + length, size)
@@ -166,7 +167,9 @@ def _decoded(header: bytes, name: str, begin: int, size: int) -> tuple[dict[str,
         if dtype == "float4_e2m1fn_x2" and shape:  # two elements a byte: torch counts the pairs
             shape = (*shape[:-1], -(-shape[-1] // 2))
         if any(each < 0 for each in shape) or high - low != math.prod(shape) * ITEMSIZE[dtype]:
-            raise ValueError(f"{tensor[:200]!r}: {found.dtype}{found.shape} does not take {high - low} bytes")
+            raise ValueError(
+                f"{tensor[:200]!r}: {found.dtype}{found.shape} does not take {counted(high - low, 'byte')}"
+            )
         entries[tensor] = TensorEntry(name, (begin + low, begin + high), dtype, shape)
         ends.append((low, high))
     position = 0

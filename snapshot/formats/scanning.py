@@ -10,6 +10,7 @@ from typing import NamedTuple
 from snapshot.errors import CorruptSnapshotError, UnsafeObjectError
 from snapshot.manifest.entries import MOST_COMPARISONS
 from snapshot.manifest.paths import LONGEST_INT
+from snapshot.report import counted
 
 _KNOWN = [
     "PROTO",
@@ -157,7 +158,9 @@ def scan(  # noqa: PLR0912, PLR0915 - one loop, and quick, over millions of them
                 if code in _INTS and position - begin >= 8:
                     ints.add(data[begin:position])
                     if position - begin > LONGEST_INT // 8:
-                        raise CorruptSnapshotError(f"{where}: its pickle has a number of {position - begin} bytes")
+                        raise CorruptSnapshotError(
+                            f"{where}: its pickle has a number of {counted(position - begin, 'byte')}"
+                        )
             elif width == _BINPUT:
                 puts += 1
                 position += 2

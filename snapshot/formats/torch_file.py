@@ -15,6 +15,7 @@ from snapshot.formats.tree import Rebuilt, Tree, container, extra_of
 from snapshot.formats.unpickling import INLINE, is_refused, locate, refused
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import Container, Extra, TensorEntry
+from snapshot.report import counted
 from snapshot.storage import Storage
 from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.tensors.strides import span
@@ -81,7 +82,7 @@ class _Archive:
         tail = await _read(storage, name, max(0, size - TAIL), size)
         begin, end = zips.directory_range(tail, size)
         if end - begin > limit:
-            raise ValueError(f"its directory has {end - begin:,} bytes")
+            raise ValueError(f"its directory has {counted(end - begin, 'byte')}")
         low = size - len(tail)
         directory = tail[begin - low : end - low] if begin >= low else await _read(storage, name, begin, end)
         return _Archive(storage, name, begin, zips.members(directory, begin))
@@ -90,7 +91,9 @@ class _Archive:
         """Return a short member's content, and how long it counts as: see `expect_stored`."""
         member = self.members[name]
         if member.method not in (zips.STORED, zips.DEFLATED) or max(member.size, member.packed) > limit:
-            raise ValueError(f"its member {name} is packed in a way that is not known, or has {member.size:,} bytes")
+            raise ValueError(
+                f"its member {name} is packed in a way that is not known, or has {counted(member.size, 'byte')}"
+            )
         length = expect_stored(member.size, member.packed, f"its member {name}")
         end = min(self._ends[member.header], member.header + zips.LONGEST_HEADER + member.packed)
         data = await _read(self._storage, self._name, member.header, end)
@@ -99,7 +102,9 @@ class _Archive:
         if member.method == zips.DEFLATED:
             content = zips.inflated(content, member.size)
         if len(content) != member.size:
-            raise ValueError(f"its member {name} has {len(content):,} bytes, and {member.size:,} by its directory")
+            raise ValueError(
+                f"its member {name} has {counted(len(content), 'byte')}, and {member.size:,} by its directory"
+            )
         if member.crc and zlib.crc32(content) != member.crc:
             raise ValueError(f"its member {name} is damaged: its checksum differs from what was written")
         return content, length
@@ -116,7 +121,7 @@ class _Archive:
             return TensorEntry(INLINE, (0, 0), found.dtype, found.shape, extra=extra_of(found, view=False))
         reach = (found.offset + span(found.shape, found.strides)) * itemsize
         if math.prod(found.shape) and reach > member.size:
-            raise ValueError(f"its storage has {member.size:,} bytes, and it reaches to {reach:,}")
+            raise ValueError(f"its storage has {counted(member.size, 'byte')}, and it reaches to {reach:,}")
         if not math.prod(found.shape):
             return TensorEntry(INLINE, (0, 0), found.dtype, found.shape, extra=extra_of(found, view=False))
         if member.method not in (zips.STORED, zips.DEFLATED):

@@ -19,6 +19,7 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.document import DEEPEST, METADATA, ForeignFile, nesting
 from snapshot.manifest.paths import component, encode_key, tagged_keys
 from snapshot.manifest.view import is_rank
+from snapshot.report import counted
 from snapshot.storage import Storage
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
 
@@ -53,13 +54,13 @@ def _document(data: bytes, where: object) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeError):
         found = _yaml(data, where)
     if not isinstance(found, dict) or not {"version", "world_size", "manifest"} <= found.keys():
-        raise CorruptSnapshotError(f"{where}: is no manifest ({len(data)} bytes)")
+        raise CorruptSnapshotError(f"{where}: is no manifest ({counted(len(data), 'byte')})")
     return found
 
 
 def _yaml(data: bytes, where: object) -> Any:
     if b"manifest:" not in data:
-        raise CorruptSnapshotError(f"{where}: is no manifest ({len(data)} bytes)")
+        raise CorruptSnapshotError(f"{where}: is no manifest ({counted(len(data), 'byte')})")
     try:
         import yaml  # of an extra; nearly all manifests are JSON
     except ImportError as error:

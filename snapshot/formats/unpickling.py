@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.manifest.entries import ObjectEntry
 from snapshot.manifest.paths import component_of, encode_key, tagged_keys
+from snapshot.report import with_article
 from snapshot.tensors.objects import MODULE, REFUSED, refusal
 
 INLINE = "(in the pickle)"
@@ -37,8 +38,8 @@ def expect_no_module(where: object, manifest: Mapping[str, Any], *, allow_pickle
             if not allow_pickle:
                 raise refusal(path, entry.obj_type)
             raise RestoreError(
-                f"{where}: {path} is a {entry.obj_type}, and restore fills a module from its state dict; use "
-                f"Snapshot(..., allow_pickle=True).read_object({path!r}).state_dict()",
+                f"{where}: {path} is {with_article(entry.obj_type)}, and restore fills a module from its state dict; "
+                f"use Snapshot(..., allow_pickle=True).read_object({path!r}).state_dict()",
                 [path],
             )
 

@@ -15,6 +15,7 @@ from snapshot.formats import pickles as p
 from snapshot.formats import zips
 from snapshot.formats.scanning import expect_stored
 from snapshot.formats.tree import Rebuilt, length_of, most_nodes, numpy_value, rebuilt, scalar
+from snapshot.report import with_article
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
 from snapshot.tensors.strides import span
 
@@ -126,7 +127,7 @@ class _Made:
 
 
 def _refuse(value: Any) -> Any:
-    raise NotPlainError(f"a {getattr(value, 'name', type(value).__name__)}")
+    raise NotPlainError(with_article(getattr(value, "name", type(value).__name__)))
 
 
 def _default(value: Any, items: list[tuple[Any, Any]]) -> Any:

@@ -31,7 +31,7 @@ from snapshot.manifest.merge import merge
 from snapshot.manifest.paths import component
 from snapshot.options import Settings
 from snapshot.plan.layout import location
-from snapshot.report import listed
+from snapshot.report import listed, with_article
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob
 from snapshot.state.shards import Piece, Shards
@@ -166,7 +166,7 @@ class _Round:
     def _tensor(self, item: WriteItem) -> torch.Tensor:
         value = self._planner.resolve_data(item)
         if not isinstance(value, torch.Tensor):
-            raise SnapshotError(f"{item.index.fqn}: the planner gave a {type(value).__name__} for a tensor")
+            raise SnapshotError(f"{item.index.fqn}: the planner gave {with_article(type(value).__name__)} for a tensor")
         return value
 
     def _value(self, item: WriteItem) -> tuple[bool, Any]:
@@ -175,7 +175,7 @@ class _Round:
             return True, self._planner.lookup_object(item.index)  # type: ignore[attr-defined]
         data = self._planner.resolve_data(item)
         if not isinstance(data, io.BytesIO):
-            raise SnapshotError(f"{item.index.fqn}: the planner gave a {type(data).__name__} for bytes")
+            raise SnapshotError(f"{item.index.fqn}: the planner gave {with_article(type(data).__name__)} for bytes")
         held = data.getvalue()
         try:
             with warnings.catch_warnings():

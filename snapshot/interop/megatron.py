@@ -18,6 +18,7 @@ from snapshot.errors import SnapshotError
 from snapshot.interop.megatron_tree import COMMON, NOTHING, Boxes, Parts, built, filled, is_main
 from snapshot.manifest.entries import TENSORS, DictEntry, ObjectEntry
 from snapshot.manifest.paths import component, uncomponent
+from snapshot.report import with_article
 from snapshot.state.kinds import Kind
 from snapshot.state.live import MISSING
 from snapshot.state.once import Once
@@ -196,7 +197,9 @@ class MegatronState:
     def _made(self) -> Any:
         given = self._given() if callable(self._given) else self._given
         if not isinstance(given, dict):
-            raise SnapshotError(f"MegatronState: a sharded state dict is a dict, and not a {type(given).__qualname__}")
+            raise SnapshotError(
+                f"MegatronState: a sharded state dict is a dict, and not {with_article(type(given).__qualname__)}"
+            )
         return built(given)
 
     def _places(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from snapshot.errors import RestoreError, SnapshotError
+from snapshot.report import with_article
 from snapshot.state.shards import Piece, Shards
 from snapshot.tensors import composite
 from snapshot.tensors.geometry import Box, Shape, inside
@@ -92,7 +93,7 @@ class Boxes:
             held = data_of(part)
             if composite.plain_subclass(held) is None or held.layout is not torch.strided:
                 raise SnapshotError(
-                    f"{path}: is a {type(held).__qualname__} of layout {held.layout}, not a plain tensor"
+                    f"{path}: is {with_article(type(held).__qualname__)} of layout {held.layout}, not a plain tensor"
                 )
             view = held.as_subclass(torch.Tensor)[tuple(slice(0, size) for size in box.sizes)]
             pieces.append(Piece(box, view, None, 0 if is_main(part.replica_id) else 1))
@@ -169,7 +170,7 @@ class Parts:
             if not is_main(held.replica_id):
                 self.objects[tree.unique_key] = tree
         elif is_of(tree, "ShardedBase"):
-            raise SnapshotError(f"a {type(tree).__qualname__} is of a kind that is not known here")
+            raise SnapshotError(f"{with_article(type(tree).__qualname__)} is of a kind that is not known here")
 
 
 def _common_of(tree: Any) -> Any:
@@ -229,7 +230,7 @@ def _no_place(path: str, tree: Any, held: Any) -> RestoreError:
     length = f" of {len(held)}" if isinstance(held, list) else ""
     wanted = f"{type(tree).__name__} of {len(tree)}"
     return RestoreError(
-        f"{COMMON}{path}: the snapshot has a {type(held).__name__}{length} here, and the sharded state dict a {wanted} "
-        "with tensors or objects in it",
+        f"{COMMON}{path}: the snapshot has {with_article(type(held).__name__)}{length} here, and the sharded state "
+        f"dict {with_article(wanted)} with tensors or objects in it",
         [f"{COMMON}{path}"],
     )

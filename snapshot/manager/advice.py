@@ -51,7 +51,8 @@ class Advice:
         return max(1, round(self.interval / self.step))
 
     def __str__(self) -> str:
-        head = f"take every {self.steps:,} steps ({duration_text(self.interval)}): {self.lost:.2%} of the time is lost"
+        often = "step" if self.steps == 1 else f"{self.steps:,} steps"
+        head = f"take every {often} ({duration_text(self.interval)}): {self.lost:.2%} of the time is lost"
         if self.interval_now is not None and self.lost_now is not None:
             head += f", and {self.lost_now:.2%} with one every {duration_text(self.interval_now)}, as now"
         lines = [

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from snapshot.report import with_article
+
 NOTE = "snapshot.manager"
 """The key in a snapshot's metadata."""
 
@@ -25,7 +27,7 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics is a {type(metrics).__name__}, and must map names to numbers")
+        raise TypeError(f"metrics is {with_article(type(metrics).__name__)}, and must map names to numbers")
     return {_name(name): _number(name, value) for name, value in metrics.items()}
 
 

@@ -55,13 +55,11 @@ class Head(msgspec.Struct):
     metadata: dict[str, Any]
     files: dict[str, FileEntry]
     parts: list[PartEntry]
-    size: int = 0
-    """Of the manifest itself."""
 
     @property
     def nbytes(self) -> int:
-        """What the snapshot takes on storage."""
-        return self.size + sum(each.size for each in self.files.values()) + sum(each.size for each in self.parts)
+        """Bytes of the data files, as `SnapshotMetadata.nbytes` counts them."""
+        return sum(each.size for each in self.files.values())
 
     def taken(self, step: int) -> Taken:
         """As a policy sees it."""
@@ -86,7 +84,6 @@ def decode_head(data: bytes, where: object) -> Head:
         datetime.fromisoformat(head.created)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CorruptSnapshotError(f"{where}: {error}") from error
-    head.size = len(data)
     return head
 
 

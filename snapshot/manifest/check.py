@@ -25,6 +25,7 @@ from snapshot.manifest.entries import (
 )
 from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.view import DEEPEST
+from snapshot.report import counted
 from snapshot.tensors.digest import SIZE, block_count
 from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.tensors.geometry import inside, overlap
@@ -50,7 +51,9 @@ def check_tree(path: str, entries: Mapping[str, Any]) -> None:
             if isinstance(holder, (SetEntry, FrozensetEntry)):
                 raise CorruptSnapshotError(f"{above}: no set can hold {below}")
     if path not in entries or expected != len(entries):
-        raise CorruptSnapshotError(f"{path}: its containers name {expected} entries, and there are {len(entries)}")
+        raise CorruptSnapshotError(
+            f"{path}: its containers name {counted(expected, 'entry', 'entries')}, and there are {len(entries)}"
+        )
 
 
 def check_tensor(path: str, entry: AnyTensor, files: Files, *, partial: bool = False) -> None:
@@ -95,7 +98,8 @@ def check_stored(path: str, entry: TensorEntry, files: Files) -> None:
     lengths_differ = end - begin != math.prod(entry.shape) * itemsize and not packed
     if lengths_differ or (entry.shape and min(entry.shape) < 0):
         raise CorruptSnapshotError(
-            f"{path}: {entry.dtype}{list(entry.shape)} does not take the {end - begin} bytes that its entry names"
+            f"{path}: {entry.dtype}{list(entry.shape)} does not take the {counted(end - begin, 'byte')} that its "
+            "entry names"
         )
     check_range(path, entry, files)
     if extra is not None:
@@ -129,7 +133,7 @@ def _check_layout(path: str, entry: AnyTensor) -> None:
     extra = getattr(entry, "extra", None)
     order = extra and extra.stride_order
     if order is not None and sorted(order) != list(range(len(entry.shape))):
-        raise CorruptSnapshotError(f"{path}: {order} is no order of {len(entry.shape)} dimensions")
+        raise CorruptSnapshotError(f"{path}: {order} is no order of {counted(len(entry.shape), 'dimension')}")
 
 
 def _outside(path: str, location: str, begin: int, end: int) -> CorruptSnapshotError:

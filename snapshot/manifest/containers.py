@@ -12,6 +12,7 @@ from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.optimizer import OptimizerRecord
 from snapshot.manifest.paths import component_of, decode_key
+from snapshot.report import counted
 
 Key = str | int | dict[str, str]
 """A dict's key as it stands in `keys`: strings and ints as they are, others tagged, so that they come back as they
@@ -57,7 +58,7 @@ class _Sequence(Container):
 
     def check(self, path: str) -> None:
         if self.length < 0:
-            raise CorruptSnapshotError(f"{path}: has {self.length} elements")
+            raise CorruptSnapshotError(f"{path}: has {counted(self.length, 'element')}")
 
     def build(self, children: Sequence[Any]) -> Any:
         return type(self).make(children)
@@ -109,7 +110,9 @@ class DequeEntry(_Sequence, tag="deque"):
     def check(self, path: str) -> None:
         super().check(path)
         if self.maxlen is not None and not self.length <= self.maxlen < 1 << 63:
-            raise CorruptSnapshotError(f"{path}: a deque of at most {self.maxlen} elements has {self.length}")
+            raise CorruptSnapshotError(
+                f"{path}: a deque of at most {counted(self.maxlen, 'element')} has {self.length}"
+            )
 
     def build(self, children: Sequence[Any]) -> Any:
         return collections.deque(children, self.maxlen)

@@ -16,6 +16,7 @@ import numpy as np
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.manifest.entries import AnyEntry
 from snapshot.manifest.entry import Entry
+from snapshot.report import counted
 from snapshot.tensors.digest import of_range
 
 METADATA = ".snapshot_metadata"
@@ -116,7 +117,7 @@ def decode_document(data: bytes, where: object) -> Document:
         raise CorruptSnapshotError(f"{where}: names a part of the manifest twice")
     for location, file in document.files.items():
         if not 0 <= file.header <= min(file.size, LONGEST_HEADER) or bool(file.header) != bool(file.header_digest):
-            raise CorruptSnapshotError(f"{where}: {location} cannot have a header of {file.header} bytes")
+            raise CorruptSnapshotError(f"{where}: {location} cannot have a header of {counted(file.header, 'byte')}")
     if document.world_size < 1:
         raise CorruptSnapshotError(f"{where}: a world size of {document.world_size}")
     return document
@@ -128,7 +129,9 @@ def decode_part(data: bytes, part: PartEntry, where: object) -> Part:
         raise CorruptSnapshotError(f"{where}: is {of_range(data)}, and {part.digest} was written")
     decoded: Part = _decode(data, Part, where)
     if part.count >= 0 and len(decoded.manifest) != part.count:
-        raise CorruptSnapshotError(f"{where}: holds {len(decoded.manifest)} entries, and {part.count} were written")
+        raise CorruptSnapshotError(
+            f"{where}: holds {counted(len(decoded.manifest), 'entry', 'entries')}, and {part.count} were written"
+        )
     return decoded
 
 
@@ -145,7 +148,7 @@ def _check_format(data: bytes, where: object) -> None:
 def _decode(data: bytes, kind: type[Any], where: object) -> Any:
     tail = _TAIL.match(data, max(0, len(data) - _TAIL_LENGTH))
     if not tail:
-        raise CorruptSnapshotError(f"{where}: is no manifest, or its end is missing ({len(data)} bytes)")
+        raise CorruptSnapshotError(f"{where}: is no manifest, or its end is missing ({counted(len(data), 'byte')})")
     body = memoryview(data)[: tail.start()]
     actual = of_range(body)
     if actual.encode() != tail[1]:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError, RestoreError
+from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.entries import Container, DictEntry, OrderedDictEntry, ShardedTensorEntry
 from snapshot.manifest.paths import decode_key, encode_key, tagged_keys, uncomponent
 
@@ -217,6 +218,65 @@ def renamed(view: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, 
                     changes["module_versions"] = None  # they stand under the old names
                 made[path] = msgspec.structs.replace(entry, **changes)
     return made
+
+
+def resolve_path(manifest: Mapping[str, Any], saved: int, path: str, where: str = "") -> str:
+    """Return the manifest's path of an object that is named with its rank or without.
+
+    A path of the manifest itself comes first, so a key that is a number stays reachable. Without a rank, raise
+    `RestoreError` if several ranks have an object of that name each for itself.
+    """
+    if path in manifest or is_rank(path, saved):
+        return path
+    number, _, logical = path.partition("/")
+    if logical and is_rank(number, saved):
+        shared = [each for each in _of_ranks(manifest, saved, logical) if is_shared(manifest[each])]
+        held = [each for each in shared if getattr(manifest[each], "held_by", _nothing)(int(number))] or shared
+        if len(held) == 1:
+            return held[0]
+    found = _of_ranks(manifest, saved, path)
+    before = f"{where}: " if where else ""
+    if not found:
+        ranked = logical and is_rank(number, saved)
+        names = manifest if ranked else dict.fromkeys(each.partition("/")[2] for each in manifest)
+        raise RestoreError(f"{before}holds no {path!r}; {nearest(path, names)}", [path])
+    if len(found) > 1 and not _is_one(manifest, found, path):
+        listed = ", ".join(map(repr, found[:10])) + (f" and {len(found) - 10:,} more" if len(found) > 10 else "")
+        raise RestoreError(
+            f"{before}{path!r} must be named with its rank: {len(found):,} ranks have one each; name one of {listed}",
+            found,
+        )
+    return found[0]
+
+
+def is_shared(entry: Any) -> bool:
+    """Return True if an entry belongs to all ranks: it is replicated or sharded."""
+    return isinstance(entry, ShardedTensorEntry) or getattr(entry, "replicated", False)
+
+
+def _nothing(rank: int) -> bool:
+    return False
+
+
+def _of_ranks(manifest: Mapping[str, Any], saved: int, logical: str) -> list[str]:
+    return [path for path in (f"{rank}/{logical}" for rank in range(saved)) if path in manifest]
+
+
+def _is_one(manifest: Mapping[str, Any], found: list[str], logical: str) -> bool:
+    """Return True if containers of several ranks are equal, and hold nothing but what these ranks share."""
+    if not all(isinstance(manifest[path], Container) for path in found):
+        return False
+    held: dict[str, dict[str, Any]] = {path.partition("/")[0]: {logical: manifest[path]} for path in found}
+    for path, entry in manifest.items():
+        number, _, below = path.partition("/")
+        if not below.startswith(f"{logical}/"):
+            continue
+        if is_leaf(entry) and not is_shared(entry):
+            return False
+        if isinstance(entry, Container):
+            held.setdefault(number, {})[below] = entry
+    first, *others = held.values()
+    return all(each == first for each in others)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

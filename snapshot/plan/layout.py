@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from snapshot.manifest.paths import quote
-from snapshot.report import size_text
+from snapshot.report import counted, size_text
 from snapshot.storage import Limits
 from snapshot.tensors.digest import BLOCK, SIZE, block_count, of_range
 from snapshot.tensors.dtypes import ITEMSIZE, SAFETENSORS
@@ -108,18 +108,18 @@ class SavePlan:
     def __str__(self) -> str:
         ranges = sum(len(file.extents) for file in self.files)
         lines = [
-            f"{size_text(self.total_bytes)} in {len(self.files) + bool(self.blob_bytes)} files, {ranges} ranges, "
-            f"{size_text(self.staged_bytes)} staged at most"
+            f"{size_text(self.total_bytes)} in {counted(len(self.files) + bool(self.blob_bytes), 'file')}, "
+            f"{counted(ranges, 'range')}, {size_text(self.staged_bytes)} staged at most"
         ]
         if len(self.loads) > 1:
             lines[0] = "this rank: " + lines[0]
             most, mean = max(self.loads), sum(self.loads) / len(self.loads)
             lines.append(
-                f"  all {len(self.loads)} ranks: {size_text(sum(self.loads))}, {size_text(most)} at most on one, "
+                f"  all {len(self.loads):,} ranks: {size_text(sum(self.loads))}, {size_text(most)} at most on one, "
                 f"{most / mean if mean else 1:.2f} of the mean"
             )
         lines += [
-            f"  {n}.safetensors: {size_text(file.size)}, {len(file.extents)} ranges"
+            f"  {n}.safetensors: {size_text(file.size)}, {counted(len(file.extents), 'range')}"
             for n, file in enumerate(self.files)
         ]
         return "\n".join(

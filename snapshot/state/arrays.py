@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from snapshot.errors import CorruptSnapshotError
+from snapshot.report import counted
 from snapshot.tensors.dtypes import BY_NAME
 from snapshot.tensors.memory import view
 
@@ -82,7 +83,7 @@ def rebuild(path: str, tensor: torch.Tensor, dtype: Any, shape: tuple[int, ...],
         return _text(path, tensor, made, nbytes)
     expected = math.prod(shape) * made.itemsize
     if any(size < 0 for size in shape) or nbytes != expected or (scalar and shape):
-        raise CorruptSnapshotError(f"{path}: an array {made}{list(shape)} does not take {nbytes} bytes")
+        raise CorruptSnapshotError(f"{path}: an array {made}{list(shape)} does not take {counted(nbytes, 'byte')}")
     try:
         if expected:
             array: Array = tensor.contiguous().view(-1).view(torch.uint8).numpy().view(made).reshape(shape)
@@ -101,7 +102,7 @@ def _text(path: str, tensor: torch.Tensor, dtype: np.dtype[Any], nbytes: int) ->
     if not dtype.itemsize and nbytes == np.dtype(f"{dtype.kind}1").itemsize and not any(raw):
         raw = b""
     if len(raw) != dtype.itemsize:
-        raise CorruptSnapshotError(f"{path}: a text {dtype} does not take {nbytes} bytes")
+        raise CorruptSnapshotError(f"{path}: a text {dtype} does not take {counted(nbytes, 'byte')}")
     if dtype.kind == "S":
         return np.bytes_(raw)
     try:

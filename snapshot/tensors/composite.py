@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from snapshot.errors import CorruptSnapshotError
+from snapshot.report import counted
 
 _PARAMETER = "torch.nn.parameter.Parameter"
 _COMPRESSED: dict[torch.layout, tuple[str, str, str]] = {
@@ -190,7 +191,7 @@ def _in_order(integers: torch.Tensor, params: Mapping[str, Any]) -> tuple[torch.
     """The integers as they shall lie in memory, and the order of the dimensions there."""
     order = params.get("order") or list(range(integers.dim()))
     if sorted(order) != list(range(integers.dim())):
-        raise ValueError(f"{order} is no order of {integers.dim()} dimensions")
+        raise ValueError(f"{order} is no order of {counted(integers.dim(), 'dimension')}")
     return integers.permute(order).contiguous(), order
 
 

@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from snapshot.report import counted
+
 Shape = tuple[int, ...]
 
 
@@ -75,7 +77,7 @@ def overlap(boxes: list[Box]) -> bool:
         group = groups.pop()
         patience -= len(group)
         if patience < 0:
-            raise ValueError(f"its {len(boxes)} parts lie in no order that a layout has")
+            raise ValueError(f"its {counted(len(boxes), 'part')} lie in no order that a layout has")
         if len(group) < 2:
             continue
         for axis in range(len(group[0].sizes)):
@@ -108,7 +110,7 @@ def _sweep(boxes: list[Box], patience: int) -> bool:
     for box in sorted(boxes, key=lambda box: box.offsets[axis]):
         patience -= len(active)
         if patience < 0:
-            raise ValueError(f"its {len(boxes)} parts lie in no order that a layout has")
+            raise ValueError(f"its {counted(len(boxes), 'part')} lie in no order that a layout has")
         active = [other for other in active if other.offsets[axis] + other.sizes[axis] > box.offsets[axis]]
         if any(intersect(box, other) for other in active):
             return True

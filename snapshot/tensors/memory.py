@@ -13,6 +13,8 @@ from functools import lru_cache
 
 import torch
 
+from snapshot.report import counted
+
 _Char = ctypes.c_char
 _libc = ctypes.CDLL(None)
 _held = ctypes.PyDLL(None)
@@ -63,7 +65,7 @@ def populate(address: int, nbytes: int) -> bool:
     if _noisy.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_WRITE) == 0:
         return True
     if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
-        raise MemoryError(f"no memory for {nbytes:,} bytes more: {os.strerror(ctypes.get_errno())}")
+        raise MemoryError(f"no memory for {counted(nbytes, 'byte')} more: {os.strerror(ctypes.get_errno())}")
     return False  # before Linux 5.14
 
 

@@ -13,6 +13,7 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError, UnsafeObjectError, UnsupportedFormatError
 from snapshot.formats.scanning import expect_stored, scan
+from snapshot.report import counted, with_article
 
 REFUSED = "(not read)"
 """The serializer of what only running the pickle of another library's file would make."""
@@ -50,7 +51,7 @@ def load_object(
     pickles = _checked_archive(path, data)
     stored = len(data) if stored is None else stored
     unsafe = (
-        f"{path}: a {obj_type} was stored as a pickle, which may run any code when it is read; {TRUST}, or "
+        f"{path}: {with_article(obj_type)} was stored as a pickle, which may run any code when it is read; {TRUST}, or "
         "torch.serialization.add_safe_globals([...])"
     )
     if not allow_pickle and not all(_is_modest(path, each, stored) for each in pickles):
@@ -75,7 +76,7 @@ def run_pickle(path: str, data: bytearray, obj_type: str, *, weights_only: bool 
             raise
         raise CorruptSnapshotError(f"{path}: its pickle cannot be read: {error}") from error
     except (ImportError, AttributeError) as error:
-        raise UnsupportedFormatError(f"{path}: a {obj_type} cannot be made here: {error}") from error
+        raise UnsupportedFormatError(f"{path}: {with_article(obj_type)} cannot be made here: {error}") from error
     except Exception as error:  # what a pickle of somebody else's may raise has no bounds
         raise CorruptSnapshotError(f"{path}: its pickle cannot be read: {type(error).__name__}: {error}") from error
 
@@ -94,8 +95,8 @@ def refusal(path: str, obj_type: str) -> UnsafeObjectError:
     """Return the error for an object that only running another library's pickle makes."""
     advice = ", and read_object(...) gives the module; better save model.state_dict() in its place"
     return UnsafeObjectError(
-        f"{path}: a {obj_type} is in this file's pickle, and only running that makes it, which may run any code; leave "
-        f"it out with exclude=[...], or {TRUST}{advice if obj_type.startswith(MODULE) else ''}"
+        f"{path}: {with_article(obj_type)} is in this file's pickle, and only running that makes it, which may run "
+        f"any code; leave it out with exclude=[...], or {TRUST}{advice if obj_type.startswith(MODULE) else ''}"
     )
 
 
@@ -110,7 +111,7 @@ def _checked_archive(path: str, data: bytearray) -> list[bytes]:
             if any(each.compress_type != zipfile.ZIP_STORED for each in members):
                 raise ValueError("it is compressed")
             if sum(each.file_size for each in members) > len(data):
-                raise ValueError(f"it says that it holds more than its {len(data):,} bytes")
+                raise ValueError(f"it says that it holds more than its {counted(len(data), 'byte')}")
             return [_content(archive, each) for each in members if each.filename.endswith(".pkl")]
     except Exception as error:  # zipfile raises many kinds of errors at nonsense
         raise CorruptSnapshotError(f"{path}: is no archive of torch's: {error}") from error

@@ -24,6 +24,7 @@ MACHINES = {"bench", "doctor"}
 """What these print is of one machine."""
 _BLOCK = re.compile(r"^```console\n(.*?)^```$|^% (.*?)$", re.DOTALL | re.MULTILINE)
 """What a page shows; or, in a comment, what is done before: `% $ snapshot ...`, or `% flip SNAPSHOT`, a bit of it."""
+STATUS = "echo $?"
 _SAME = [
     (re.compile(r"[0-9a-f]{12,}"), "#"),
     (re.compile(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d)?)?"), "#"),
@@ -34,12 +35,20 @@ _SAME = [
 ]
 
 
+class PageError(Exception):
+    """A command on a page fails, and the page does not say so."""
+
+
 def make(folder):
-    """Run the script of the chapter's first page."""
+    """Run the script of the chapter's first page, and have its takes recorded in trace.json."""
     (script,) = re.findall(r"^```python\n(.*?)^```$", (PAGES / "index.md").read_text(), re.DOTALL | re.MULTILINE)
     with contextlib.chdir(folder), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's
-        exec(compile(script, "index.md", "exec"), {"__name__": "page"})
+        os.environ["SNAPSHOT_TRACE"] = "trace.json"
+        try:
+            exec(compile(script, "index.md", "exec"), {"__name__": "page"})
+        finally:
+            del os.environ["SNAPSHOT_TRACE"]
 
 
 def names():
@@ -74,6 +83,16 @@ def printed(command, folder):
     return lines, status
 
 
+def expect(command, marked, told, status):
+    """What a command printed, if its status is what the page says."""
+    if status != marked:
+        raise PageError(
+            f"exit status {int(status)} of {command!r}, and the page says {marked} (a page marks a command that fails "
+            f"with '$ {STATUS}' and its status):\n" + "\n".join(told)
+        )
+    return told
+
+
 def flip(snapshot):
     """Change one bit of a snapshot's data."""
     file = next((snapshot / "data").glob("*.safetensors"))
@@ -83,25 +102,25 @@ def flip(snapshot):
 
 
 def replayed(page, made):
-    """The page's text with what its commands print now. `made` is copied: commands may change it."""
+    """The page's text with what its commands print now. `made` is copied: commands may change it.
+
+    Raise `PageError` if a command's exit status is not 0, unless `echo $?` follows it on the page, with that status.
+    """
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(made, folder, dirs_exist_ok=True)
-        status = 0
 
         def replay(block):
-            nonlocal status
             if block[2]:
                 verb, _, rest = block[2].partition(" ")
-                flip(Path(folder) / rest) if verb == "flip" else printed(rest, folder)
+                flip(Path(folder) / rest) if verb == "flip" else expect(rest, 0, *printed(rest, folder))
                 return block[0]
             lines = []
-            for command, shown in commands(block[1]):
+            found = commands(block[1])
+            for (command, shown), (following, status) in zip(found, [*found[1:], ("", [])], strict=True):
                 lines.append(f"$ {command}")
-                if command == "echo $?":
-                    lines.append(str(int(status)))
-                elif runs(command):
-                    told, status = printed(command, folder)
-                    lines += told
+                if runs(command):
+                    marked = int(status[0]) if following == STATUS else 0
+                    lines += expect(command, marked, *printed(command, folder))
                 else:
                     lines += shown
             return "```console\n" + "\n".join(lines) + "\n```"

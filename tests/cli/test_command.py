@@ -13,7 +13,7 @@ from snapshot import Snapshot, StateDict
 from snapshot.cli import VERBS, main, parser
 
 ROOT = Path(__file__).parents[2]
-NAMES = [verb.__name__.rpartition(".")[2] for verb in VERBS]
+NAMES = list(VERBS)
 
 
 def test_the_verbs_are_all_there():
@@ -48,6 +48,55 @@ def test_without_a_verb_help_is_printed_and_version_says_which_it_is(capsys):
     assert "VERB" in capsys.readouterr().err
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("snapshot ")
+
+
+IMPORTED = """
+import sys
+from snapshot.cli import main
+status = main(sys.argv[1:])
+print(status, *sorted({"torch", "numpy"} & sys.modules.keys()), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["-h"], ["completion", "--help"]], ids=" ".join)
+def test_help_and_version_do_not_import_torch(words):
+    found = subprocess.run(
+        [sys.executable, "-c", IMPORTED, *words],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert found.stderr.split() == ["0"]
+    assert "snapshot" in found.stdout
+
+
+def test_help_names_all_verbs_with_what_they_do(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert " ".join(f"{name} {short}" for name, short in VERBS.items()) in told
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["prune", "run", "--keep-lates", "1"],
+        ["prune", "run", "--dry", "--keep-latest", "1"],
+        ["rm", "run", "--ye"],
+        ["cp", "a", "b", "--over"],
+        ["convert", "a", "b", "--over"],
+        ["verify", "--qui", "run"],
+        ["--vers"],
+    ],
+    ids=" ".join,
+)
+def test_options_are_never_abbreviated(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    shortened = next(each for each in words if each.startswith("--"))
+    assert f"unrecognized arguments: {shortened}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -118,7 +167,7 @@ def test_of_what_is_not_there_it_says_what_is(root, tmp_path, capsys, monkeypatc
         assert len(err.splitlines()) == 1
         assert words in err, (place, err)
         assert out == ""
-    if verb[0] != "ls":
+    if verb[0] not in ("ls", "verify"):
         assert asked(verb, root) == 2
         assert "a folder of 3: model.pt, step-9, step-100; name one of them" in capsys.readouterr().err
 
@@ -149,9 +198,19 @@ def test_a_fault_of_the_command_is_no_difference_that_it_found(capsys, monkeypat
     assert "please report it" in capsys.readouterr().err
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+@pytest.mark.parametrize(
+    ("words", "reader"),
+    [
+        ("ls {url} --flat", "head -n 2"),
+        ("ls {url}", "true"),
+        ("--help", "true"),
+        ("ls --help", "true"),
+        ("--version", "true"),
+    ],
+)
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path, words, reader):
     Snapshot.take(tmp_path / "s", {"s": StateDict({f"n{i}": torch.zeros(1) for i in range(20_000)})}, durable=False)
-    command = f"{sys.executable} -m snapshot ls {tmp_path / 's'} --flat | head -n 2"
+    command = f"{sys.executable} -m snapshot {words.format(url=tmp_path / 's')} | {reader}; echo ${{PIPESTATUS[0]}}"
     found = subprocess.run(
         ["bash", "-c", command],
         check=True,
@@ -161,7 +220,19 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert found.stderr == ""
-    assert len(found.stdout.splitlines()) == 2
+    *shown, status = found.stdout.splitlines()
+    assert len(shown) == (2 if reader.startswith("head") else 0)
+    assert status in ("0", "141")
+    assert status == "141" or "--flat" not in words
+
+
+def test_a_pipe_that_nobody_reads_is_status_141(monkeypatch, root):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        assert main(["ls", str(root / "step-9")]) == 141
+        monkeypatch.undo()
 
 
 def test_warnings_and_log_lines_are_one_line_each(capsys, monkeypatch):

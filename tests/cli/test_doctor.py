@@ -2,10 +2,11 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
-from snapshot.cli import main
+from snapshot.cli import doctor_speed, main
 from snapshot.plugins.memory import MemoryStorage
 from snapshot.registry import register, unregister
 from snapshot.testing import faulty
@@ -81,3 +82,73 @@ def test_a_folder_without_permission(tmp_path, capsys):
 def test_a_url_with_a_typo_could_not_be_looked_at(capsys):
     assert main(["doctor", "s4://bucket"]) == 2
     assert "did you mean s3://" in capsys.readouterr().err
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Makes each measurement one of a sequence of rates, by the settings; says how many there were of each."""
+
+    def make(rates):
+        made = {}
+
+        def measure(url, options, environment, tensors):
+            name = " ".join(environment.values()) or "the defaults"
+            turns = made.setdefault(name, [])
+            turns.append(rates(name, len(turns)))
+            return turns[-1]
+
+        monkeypatch.setattr(doctor_speed, "_measured", measure)
+        return made
+
+    return make
+
+
+def lengths(made):
+    return {len(turns) for turns in made.values()}
+
+
+def speeds(capsys, tmp_path):
+    assert main(["doctor", str(tmp_path), "--size", "1MiB", "--seconds", "100000", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_measurements_that_agree_are_made_twice_and_advised_by(tmp_path, capsys, measured):
+    made = measured(lambda name, turn: ((300.0 if name == "1 always" else 200.0) + turn, 50.0))
+    told = speeds(capsys, tmp_path)
+    assert lengths(made) == {doctor_speed.FEWEST}
+    assert told["settings"] == ["export SNAPSHOT_LANES=1", "export SNAPSHOT_DIRECT_IO=always"]
+    assert all(each["agrees"] and each["repeats"] == 2 for each in told["speeds"])
+
+
+def test_what_does_not_agree_yet_is_measured_again(tmp_path, capsys, measured):
+    made = measured(lambda name, turn: ([90.0, 200.0, 50.0, 195.0][turn] if name == "1 always" else 200.0, 50.0))
+    told = speeds(capsys, tmp_path)
+    assert {name: len(turns) for name, turns in made.items() if len(turns) != 2} == {"1 always": 4}
+    assert told["settings"] == ["none: nothing that was tried is clearly better than the defaults"]
+
+
+def test_a_machine_that_is_too_noisy_gets_no_advice(tmp_path, capsys, measured):
+    made = measured(lambda name, turn: (100.0 * 1.2**turn * (9 if name == "1 always" else 1), 50.0))
+    told = speeds(capsys, tmp_path)
+    assert lengths(made) == {doctor_speed.MOST}
+    (said,) = told["settings"]
+    assert said.startswith("none: this machine is too noisy to advise: the best of 8 measurements of the defaults ")
+    assert not any(each["agrees"] for each in told["speeds"])
+
+
+def test_what_was_measured_once_is_no_advice(tmp_path, capsys, measured, monkeypatch):
+    clock = iter(range(0, 10**9, 60_000))
+    monkeypatch.setattr(doctor_speed, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    made = measured(lambda name, turn: (100.0, 50.0))
+    told = speeds(capsys, tmp_path)
+    assert len(made["the defaults"]) == 1
+    assert told["settings"] == ["none: there was no time to measure twice; give more --seconds"]
+
+
+def test_a_place_far_away_goes_by_its_reads_too():
+    trial = doctor_speed.Trial("x", write=[100.0, 99.0], read=[100.0, 50.0])
+    assert trial.agrees(doctor_speed.FILE)
+    assert not trial.agrees(doctor_speed.REMOTE)
+    trial.read.append(97.0)
+    assert trial.agrees(doctor_speed.REMOTE)
+    assert not doctor_speed.Trial("y", write=[1.0], read=[1.0]).agrees(doctor_speed.FILE)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def test_a_folder_in_json(root, capsys):
     found = {each["name"]: each for each in json.loads(line)["snapshots"]}
     assert list(found) == ["model.pt", "step-9", "step-100"]
     assert found["step-100"]["metadata"] == {"step": 100, "metrics": {"loss": 0.01}}
-    assert found["step-9"]["entries"] == len(Snapshot(root / "step-9").get_manifest())
+    assert found["step-9"]["entries"] == 264
 
 
 def test_a_step_that_cannot_be_read_is_shown_as_that_and_is_status_1(root, tmp_path, capsys):
@@ -50,14 +51,14 @@ def test_what_differs_in_numbers_alone_stands_in_one_line(root, capsys):
     assert lines[0].startswith(f"{root / 'step-100'}: ")
     assert lines[1] == 'metadata: {"step": 100, "metrics": {"loss": 0.01}}'
     (linear,) = [line for line in lines if "{1..12}.0.weight" in line]
-    assert linear.split() == ["{1..12}.0.weight", "Tensor", "float32", "[8,", "8]", "3.0", "KiB", "x", "12"]
+    assert linear.split() == ["model/{1..12}.0.weight", "Tensor", "float32", "[8,", "8]", "3.0", "KiB", "x", "12"]
     (tied,) = [line for line in lines if "shares the bytes" in line]
-    assert tied.split()[0] == "13.weight"
+    assert tied.split()[0] == "model/13.weight"
     (head,) = [line for line in lines if line.startswith("model/")]
-    assert head.split()[-2:] == ["50", "objects"]
+    assert head.split()[-2:] == ["50", "entries"]
     assert "\x1b" not in "".join(lines)
     assert any("a\\x1b[2Jb" in line for line in lines)
-    assert any(line.split() == ["nothing", "dict", "empty"] for line in lines)
+    assert any(line.split() == ["progress/nothing", "dict", "empty"] for line in lines)
 
 
 def test_flat_has_a_line_for_each_object_with_its_whole_name(root, capsys):
@@ -132,7 +133,7 @@ def test_names_that_are_alike_but_for_a_sign_are_not_folded(tmp_path, capsys):
     state = {name: torch.ones(2) for name in ("w#", "w1", "w2", "w##", "#1")}
     Snapshot.take(tmp_path / "s", {"s": StateDict(state)}, durable=False)
     names = [line.split()[0] for line in ls(capsys, tmp_path / "s") if line.startswith("  ")]
-    assert names == ["w#", "w{1..2}", "w##", "#1"]
+    assert names == ["s/w#", "s/w{1..2}", "s/w##", "s/#1"]
 
 
 def test_no_data_file_is_opened(root, capsys):
@@ -167,15 +168,104 @@ def test_what_several_ranks_had_is_said():
     ]
     assert found[1].value == "DTensor R, S(0)"
     assert [(fold.name, len(fold.items), fold.nbytes) for fold in folded(found)] == [
-        ("a", 1, 16), ("b", 1, 32), ("c", 2, 32)
+        ("a", 1, 16), ("b", 1, 32), ("{0..1}/c", 2, 32)
     ]  # fmt: skip
 
 
 def test_what_takes_the_space_is_counted_by_the_first_parts_of_names():
     def item(path, nbytes):
-        return Item(path, 0, "Tensor", "float32", (1,), nbytes, "", "")
+        return Item(path, path, 0, "Tensor", "float32", (1,), nbytes, "", "")
 
     found = [item("m/a.b.c", 1), item("m/a.d", 2), item("m/e", 4), item("n", 8)]
     assert [(name, total.entries, total.nbytes) for name, total in heaviest(found, 2)] == [
         ("n", 1, 8), ("m/e", 1, 4), ("m/a.", 2, 3)
     ]  # fmt: skip
+
+
+def test_only_numbers_without_a_gap_are_folded():
+    def names(*paths):
+        return [fold.name for fold in folded(Item(p, p, 0, "Tensor", "float32", (1,), 4, "", "") for p in paths)]
+
+    assert names("l.0", "l.2", "l.5") == ["l.0", "l.2", "l.5"]
+    assert names("l.0", "l.1", "l.2", "l.5", "l.7", "l.8") == ["l.{0..2}", "l.5", "l.{7..8}"]
+    assert names("l.10", "l.9", "l.11") == ["l.{9..11}"]
+    assert names("l.0", "l.00", "l.01", "l.1") == ["l.{0..1}", "l.00", "l.01"]
+    assert names(*(f"a.{i}.b.{j}" for i in range(3) for j in range(2))) == ["a.{0..2}.b.{0..1}"]
+    assert names(*(f"a.{i}.b.{j}" for i in range(3) for j in range(2) if (i, j) != (2, 1))) == [
+        "a.{0..1}.b.{0..1}", "a.2.b.0"
+    ]  # fmt: skip
+
+
+def test_what_a_folded_name_stands_for_is_what_there_is(root):
+    """A shell makes the names of it: each is in the snapshot, and together they are all that is there."""
+    snapshot = Snapshot(root / "step-100")
+    found = list(items(snapshot.get_manifest(), 1))
+    folds = folded(found)
+    script = "\n".join(f"printf '%s\\n' {fold.name}" for fold in folds)
+    made = subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True, timeout=60).stdout
+    assert sorted(made.splitlines()) == sorted(item.path for item in found)
+    assert len(folds) < len(found) / 3
+
+
+def test_every_name_that_is_printed_can_be_read_and_shown(root, capsys):
+    snapshot = Snapshot(root / "step-9")
+    lines = ls(capsys, root / "step-9", "--flat")[1:]
+    for line in lines:
+        snapshot.read_object(line.split()[0])
+    for name in ("model/0.weight", "0/model/0.weight", "progress/losses/1", "progress/losses"):
+        assert main(["show", str(root / "step-9"), name]) == 0
+        shown = capsys.readouterr().out.split()[0]
+        assert main(["show", str(root / "step-9"), shown]) == 0
+        capsys.readouterr()
+
+
+def test_keys_that_are_numbers_have_names_that_can_be_read(tmp_path, capsys):
+    state = {"0": StateDict(w=torch.ones(1), x=1), "w": StateDict(v=torch.zeros(2)), "1": StateDict()}
+    state["w"]["0"] = {"w": 5}
+    snapshot = Snapshot.take(tmp_path / "s", {**state, "0/0": StateDict(w=7)}, durable=False)
+    values = {}
+    for line in ls(capsys, tmp_path / "s", "--flat")[1:]:
+        values[line.split()[0]] = snapshot.read_object(line.split()[0])
+    assert values["0/0/w"].equal(torch.ones(1))  # "0/w" is what rank 0 has under "w"
+    assert values["0/x"] == 1
+    assert values["w/v"].equal(torch.zeros(2))
+    assert values["0%2F0/w"] == 7
+    assert values["w/0/w"] == 5
+    clash = Snapshot.take(tmp_path / "c", {"0": StateDict(w=1), "w": StateDict()}, durable=False)
+    assert clash.read_object("0/w") == {}
+    assert clash.read_object("0/0/w") == 1
+    names = [line.split()[0] for line in ls(capsys, tmp_path / "c", "--flat")[1:]]
+    assert [clash.read_object(name) for name in names] == [1, {}]
+
+
+@pytest.mark.parametrize("glob", ["model/0.*", "0/model/0.*"])
+def test_globs_take_names_with_their_rank_and_without(root, capsys, glob):
+    lines = ls(capsys, root / "step-9", "--flat", glob)
+    assert [line.split()[0] for line in lines[1:]] == ["model/0.weight"]
+
+
+def test_all_verbs_count_entries_files_and_bytes_alike(root, tmp_path, capsys):
+    """One snapshot, as each verb tells of it."""
+    snapshot = Snapshot(root / "step-9")
+
+    def told(*argv):
+        assert main([*map(str, argv)]) in (0, 1)
+        return json.loads(capsys.readouterr().out)
+
+    step = root / "step-9"
+    listed, verified = told("ls", step, "--json"), told("verify", step, "--json")
+    (folder,) = (each for each in told("ls", root, "--json")["snapshots"] if each["name"] == "step-9")
+    copied = told("cp", step, tmp_path / "copy", "--json")
+    same = told("diff", step, tmp_path / "copy", "--json")
+    quick = snapshot.verify(quick=True)
+    entries = [listed["entries"], verified["entries"], folder["entries"], copied["entries"], same["equal"]]
+    assert {*entries, quick.entries, snapshot.metadata.entries} == {len(listed["items"])}
+    files = [listed["files"], verified["files"], copied["files"], told("rm", step, "--dry-run", "--json")["files"]]
+    assert {*files, quick.files} == {1}
+    (pruned,) = (
+        each for each in told("prune", root, "--keep-latest", 1, "--dry-run", "--json")["steps"] if each["step"] == 9
+    )
+    sizes = [listed["file_bytes"], verified["bytes_read"], folder["bytes"], copied["nbytes"], pruned["bytes"]]
+    assert {*sizes, told("rm", step, "--dry-run", "--json")["bytes"]} == {snapshot.metadata.nbytes}
+    assert main(["report", str(step), "-o", str(tmp_path / "r.html")]) == 0
+    assert f"{listed['entries']} entries of" in capsys.readouterr().out

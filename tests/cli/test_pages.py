@@ -21,5 +21,32 @@ def test_a_page_shows_what_its_commands_print(name, made, monkeypatch):
     assert pages.alike(pages.replayed(page, made)).split(". ") == pages.alike(page).split(". ")
 
 
+CONSOLE = "```console\n$ {command}\n{shown}```\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("snapshot ls nowhere", ""),
+        ("snapshot diff run/step-100 run/step-200", ""),
+        ("snapshot report run/step-200 -o report.html --trace none.json", ""),
+        ("snapshot ls nowhere", "$ echo $?\n1\n"),
+        ("snapshot ls run/step-100", "$ echo $?\n1\n"),
+        ("snapshot ls nowhere", "$ ls\n$ echo $?\n2\n"),
+    ],
+)
+def test_a_page_cannot_show_a_failure_that_it_does_not_mark(made, command, shown):
+    with pytest.raises(pages.PageError, match="exit status"):
+        pages.replayed(CONSOLE.format(command=command, shown=shown), made)
+    with pytest.raises(pages.PageError, match="exit status"):
+        pages.replayed("% $ snapshot ls nowhere\n", made)
+
+
+def test_a_failure_that_is_marked_is_shown(made):
+    page = pages.replayed(CONSOLE.format(command="snapshot ls nowhere", shown="$ echo $?\n2\n"), made)
+    assert "there is no snapshot here" in page
+    assert page.endswith("$ echo $?\n2\n```\n")
+
+
 def test_the_script_leaves_three_steps(made):
     assert sorted(os.listdir(made / "run")) == ["step-100", "step-200", "step-300"]

@@ -10,6 +10,7 @@ from snapshot import Snapshot, StateDict
 from snapshot.cli import main
 from snapshot.cli.listing import Item
 from snapshot.cli.report import _pruned, _tree
+from snapshot.cli.timeline import Span, timeline
 
 
 def page(capsys, tmp_path, *argv, status=0):
@@ -70,6 +71,59 @@ def test_it_draws_the_timeline_of_a_take(tmp_path, capsys, monkeypatch):
     assert page(capsys, tmp_path, tmp_path / "s", "--trace", trace)[1]["spans"] == data["spans"]
 
 
+def test_of_a_trace_of_several_takes_that_of_the_snapshot_is_drawn(tmp_path, capsys, monkeypatch):
+    trace = tmp_path / "trace.json"
+    monkeypatch.setenv("SNAPSHOT_TRACE", str(trace))
+    for name in ("a", "b", "c"):
+        Snapshot.take(tmp_path / name, {"s": StateDict(x=torch.ones(3000))})
+    monkeypatch.delenv("SNAPSHOT_TRACE")
+    drawn = {}
+    for name in ("a", "b", "c"):
+        _, data = page(capsys, tmp_path, tmp_path / name, "--trace", trace)
+        assert (data["take"], data["takes_left_out"]) == (data["save_id"], 2)
+        assert sorted(span[0] for span in data["spans"]) == ["commit", "digest", "stage", "write"]
+        assert all(span[1].startswith("rank 0: ") for span in data["spans"])
+        assert min(span[2] for span in data["spans"]) == 0
+        assert any(data["save_id"] in span[4] for span in data["spans"] if span[0] == "write")
+        assert any(span[4] == f"path {tmp_path / name}" for span in data["spans"] if span[0] == "commit")
+        drawn[name] = data
+    assert main(["cp", str(tmp_path / "a"), str(tmp_path / "copy")]) == 0  # which no take of the trace wrote
+    capsys.readouterr()
+    _, data = page(capsys, tmp_path, tmp_path / "copy", "--trace", trace)
+    assert data["take"] == ""
+    assert len(data["spans"]) == 12
+    ids = {each["save_id"] for each in drawn.values()}
+    assert {span[1].split(",")[0].removeprefix("take ") for span in data["spans"]} == ids
+
+
+def test_spans_are_labelled_by_rank_and_take():
+    def span(name, process, begin, **fields):
+        return Span(name, process, f"{name} 1", begin, 5, fields)
+
+    spans = [
+        *(span("stage", p, 0) for p in ("7", "8")),
+        span("write", "7", 10, file="data/0a-0-0.safetensors"),
+        span("write", "8", 12, file="data/0a-1-0.safetensors"),
+        span("commit", "7", 30),
+        *(span("stage", p, 100) for p in ("7", "8")),
+        span("write", "7", 110, file="data/0b-0-0.safetensors"),
+        span("write", "8", 112, file="data/0b-1-0.safetensors"),
+        span("commit", "7", 130),
+    ]
+    for take in ("0a", "0b"):
+        told = timeline(spans, take)
+        assert [(name, row) for name, row, *_ in told["spans"]] == [
+            ("stage", "rank 0: stage 1"),
+            ("stage", "rank 1: stage 1"),
+            ("write", "rank 0: write 1"),
+            ("write", "rank 1: write 1"),
+            ("commit", "rank 0: commit 1"),
+        ]
+        assert [round(begin * 1000) for _, _, begin, *_ in told["spans"]] == [0, 0, 10, 12, 30]
+    rows = {row for _, row, *_ in timeline(spans, "0c")["spans"]}
+    assert {"take 0a, rank 1: write 1", "take 0b, rank 0: commit 1"} <= rows
+
+
 @pytest.mark.parametrize(
     "content", ["", "[", "nothing", "[]", "{}", '[{"ph": "X"}]', '[{"ph": "X", "ts": "a"}]', "[1]"]
 )
@@ -102,7 +156,7 @@ def test_others_checkpoints_and_empty_ones_have_pages(root, tmp_path, capsys):
 
 
 def test_very_many_parts_are_drawn_together():
-    found = [Item(f"m/{i}", 0, "Tensor", "float32", (1,), 1 + i % 3, "", "") for i in range(10_000)]
+    found = [Item(f"m/{i}", f"m/{i}", 0, "Tensor", "float32", (1,), 1 + i % 3, "", "") for i in range(10_000)]
     tree = _tree(found)
     assert leaves(tree) == sum(item.nbytes for item in found)
     assert len(tree["c"]) <= 301
@@ -110,5 +164,5 @@ def test_very_many_parts_are_drawn_together():
 
 
 def test_a_name_may_also_be_the_beginning_of_others():
-    found = [Item(path, 0, "Tensor", "float32", (1,), 8, "", "") for path in ("m/a", "m/a.b", "m/a.b.c", "m")]
+    found = [Item(path, path, 0, "Tensor", "float32", (1,), 8, "", "") for path in ("m/a", "m/a.b", "m/a.b.c", "m")]
     assert leaves(_tree(found)) == 32

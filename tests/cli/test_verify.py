@@ -9,7 +9,7 @@ import pytest
 import torch
 from forked import Failed, Warm
 
-from snapshot import Snapshot, StateDict
+from snapshot import Snapshot, SnapshotManager, StateDict
 from snapshot.cli import main
 from snapshot.testing import faulty
 
@@ -34,7 +34,7 @@ def test_a_whole_snapshot_is_status_0(tmp_path: Path, capsys: pytest.CaptureFixt
     path = taken(tmp_path / "s")
     assert main(["verify", str(path)]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith(f"{path}: 4 entries, 11.8 KiB in ")
+    assert out.startswith(f"{path}: 3 entries, 11.8 KiB in ")
     assert out.endswith(": every byte is what was written\n")
     assert err == ""
 
@@ -74,7 +74,7 @@ def test_json_is_a_line_for_each(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["verify", "--json", str(good), str(bad)]) == 1
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["url"], first["ok"], first["faults"]) == (str(good), True, [])
-    assert (first["entries"], first["bytes_read"], first["unverifiable"]) == (4, 4096 + 8012, 0)
+    assert (first["entries"], first["bytes_read"], first["unverifiable"]) == (3, 4096 + 8012, 0)
     assert (second["url"], second["ok"], len(second["faults"])) == (str(bad), False, 1)
 
 
@@ -150,7 +150,7 @@ def test_what_is_no_checkpoint_is_status_2_and_a_known_one_that_is_damaged_is_st
     (tmp_path / "file.txt").write_text("something else")
     assert main(["verify", str(tmp_path / "file.txt")]) == 2
     out, err = capsys.readouterr()
-    assert (out, "is no checkpoint of a format that is known" in err) == ("", True)
+    assert (out, "is not a checkpoint of any known format" in err) == ("", True)
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
     assert main(["verify", str(tmp_path / "model.safetensors")]) == 1
     assert "1 fault" in capsys.readouterr().out
@@ -182,3 +182,65 @@ sys.exit(main(["verify", "--resume", "{tmp_path}/notes", "{tmp_path}/s"]))
     assert str(failed.value) == f"exit status {status}:\n"
     assert main(["verify", "--json", "--resume", str(tmp_path / "notes"), str(tmp_path / "s")]) == 0
     assert json.loads(capsys.readouterr().out)["bytes_before"] >= 3 * (256 << 10)
+
+
+def test_of_a_folder_all_snapshots_are_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with SnapshotManager(tmp_path / "run", keep=None, signals=()) as manager:
+        for step in (1, 2, 10):
+            manager.take(step, {"s": StateDict(x=torch.arange(1000), step=step)})
+    assert main(["verify", str(tmp_path / "run")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0].rpartition("/")[2] for line in lines] == ["step-1", "step-2", "step-10"]
+    assert all(line.endswith("every byte is what was written") for line in lines)
+    assert main(["verify", str(tmp_path / "run"), "--json", "--quick"]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(Path(each["url"]).name, each["ok"], each["entries"]) for each in told] == [
+        ("step-1", True, 2), ("step-2", True, 2), ("step-10", True, 2)
+    ]  # fmt: skip
+
+    damage(tmp_path / "run" / "step-2")
+    (tmp_path / "run" / "step-3" / "data").mkdir(parents=True)  # of a take that was cut off: not a snapshot
+    manifest = tmp_path / "run" / "step-10" / ".snapshot_metadata"
+    manifest.write_bytes(manifest.read_bytes()[:-30])
+    assert main(["verify", str(tmp_path / "run")]) == 1
+    out = capsys.readouterr().out.splitlines()
+    heads = [line for line in out if not line.startswith("  ")]
+    assert [line.rpartition(": ")[2] for line in heads] == ["every byte is what was written", "1 fault", "1 fault"]
+
+    assert main(["verify", str(tmp_path / "run"), str(tmp_path / "none")]) == 2
+    out, err = capsys.readouterr()
+    assert len(err.splitlines()) == 1
+    assert "there is no snapshot here" in err
+    assert main(["verify", "--resume", str(tmp_path / "note"), str(tmp_path / "run")]) == 2
+    assert "is a folder of 3" in capsys.readouterr().err
+
+
+SECRET = "hunter2-my-token"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        SECRET.encode(),
+        b"{" + SECRET.encode() + b"}",
+        b"PK\3\4" + SECRET.encode() * 9,
+        (40).to_bytes(8, "little") + b"{" + SECRET.encode() * 9,
+        b"\x80\x04" + SECRET.encode(),
+        f"key: {SECRET}\n- {SECRET}".encode(),
+    ],
+    ids=["text", "json", "zip", "safetensors", "pickle", "yaml"],
+)
+@pytest.mark.parametrize("name", ["file.txt", "file.pt", "s/.snapshot_metadata", "s/.metadata", "s/model.safetensors"])
+def test_what_is_no_checkpoint_is_never_quoted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes
+) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(content)
+    place = file if "/" not in name else file.parent
+    for verb in (["verify"], ["ls"], ["show", "x"], ["diff", str(place)], ["cp", str(tmp_path / "copy")]):
+        assert main([verb[0], str(place), *verb[1:]]) in (1, 2)
+        out, err = capsys.readouterr()
+        assert out + err
+        assert SECRET not in out + err
+        assert SECRET[:7] not in out + err

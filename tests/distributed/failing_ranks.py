@@ -214,7 +214,8 @@ def take_bereft(path):
 
 
 def slow_take(which, verb, path, timeout, **options):
-    """One rank's storage takes longer than the timeout; which snapshot stands at the path just before it is done."""
+    """One rank's storage takes longer than the timeout; which snapshot stands at the path just before it is done, and
+    on the other rank when the call returns."""
     tap, seen = Log(), []
     if dist.get_rank() == which:
 
@@ -225,6 +226,8 @@ def slow_take(which, verb, path, timeout, **options):
     stall = Stall("finish", "*.safetensors", seconds=1.5 * timeout) if dist.get_rank() == which else Log()
     with tapped("tapped", stall, tap):
         save(verb, f"tapped+file://{path}", {"s": state(dist.get_rank(), 5.0)}, timeout=timeout, **options)
+    if dist.get_rank() != which:
+        seen.append(json.loads(Path(path, ".snapshot_metadata").read_bytes())["save_id"])
     return seen
 
 

@@ -64,10 +64,9 @@ def _round_trip(verb, path, options):
 def test_what_one_rank_meets_before_it_writes_all_are_told(two, folder, which, verb, what):
     path = f"{folder}/s"
     _, error, cause = ranks.TAKES[what]
-    outcomes = two.outcomes(ranks.take_where, which, what, verb, path, SOON)
+    outcomes = two.outcomes(ranks.take_where, which, what, verb, path, SOON, timeout=SOON)
     assert type(outcomes[which]) is error, repr(outcomes[which])
     others_name(outcomes, which, cause)
-    assert max(two.seconds) < SOON
     assert not Path(path).exists() or files(path) == []
     works(two, path, verb)
 
@@ -76,10 +75,9 @@ def test_what_one_rank_meets_before_it_writes_all_are_told(two, folder, which, v
 @either_rank
 def test_an_error_whose_text_cannot_be_sent_is_told_all_the_same(two, folder, which, what):
     _, error, cause = ranks.TAKES[what]
-    outcomes = two.outcomes(ranks.take_where, which, what, "take", f"{folder}/s", 3)
+    outcomes = two.outcomes(ranks.take_where, which, what, "take", f"{folder}/s", 3, timeout=SOON)
     assert type(outcomes[which]) is error, repr(outcomes[which])
     others_name(outcomes, which, cause)
-    assert max(two.seconds) < 3
     works(two, f"{folder}/s")
 
 
@@ -95,11 +93,10 @@ def test_an_error_whose_text_cannot_be_sent_is_told_all_the_same(two, folder, wh
 @either_verb
 def test_a_disk_that_is_full_for_one_rank_fails_all_and_leaves_nothing(two, folder, which, verb, on):
     path = f"{folder}/s"
-    outcomes = two.outcomes(ranks.take_with_fault, which, on, verb, path)
+    outcomes = two.outcomes(ranks.take_with_fault, which, on, verb, path, timeout=SOON)
     assert isinstance(outcomes[which], StorageError), repr(outcomes[which])
     assert "No space left" in str(outcomes[which])
     others_name(outcomes, which, "No space left")
-    assert max(two.seconds) < SOON
     assert files(path) == []
     works(two, path, verb)
 
@@ -115,10 +112,9 @@ def test_a_rank_whose_folder_the_leader_removes_names_the_leader(two, folder):
 @either_rank
 def test_a_rank_that_is_interrupted_while_it_writes_is_named(two, folder, which):
     path = f"{folder}/s"
-    outcomes = two.outcomes(ranks.take_and_act, which, "finish", "interrupt", "take", path, SOON)
+    outcomes = two.outcomes(ranks.take_and_act, which, "finish", "interrupt", "take", path, SOON, timeout=SOON)
     assert isinstance(outcomes[which], KeyboardInterrupt), repr(outcomes[which])
     others_name(outcomes, which, "Cancelled")
-    assert max(two.seconds) < SOON
     assert files(path) == []
     works(two, path)
 
@@ -156,13 +152,12 @@ def taken(two, folder):
 )
 @either_rank
 def test_what_does_not_fit_one_rank_touches_no_rank_s_tensors(two, taken, which, what, error):
-    outcomes = two.run(ranks.restore_where, which, what, taken)
+    outcomes = two.run(ranks.restore_where, which, what, taken, timeout=SOON)
     kinds = [outcome and outcome[:2] for outcome in outcomes]
     assert kinds[which] == (error, None)
     assert kinds[1 - which] == ("RankError", which)
     assert f"rank {which} failed: {error}" in outcomes[1 - which][2]
     assert [outcome[3:] for outcome in outcomes] == [([], False)] * 2
-    assert max(two.seconds) < SOON
     assert two.run(ranks.collective, timeout=SOON) == [2, 2]
 
 
@@ -182,24 +177,24 @@ def test_a_damaged_file_that_one_rank_alone_reads_reaches_no_load_state_dict(two
     with open(f"{taken}/{entry.location}", "r+b") as file:
         file.seek(entry.byte_range[0])
         file.write(b"\xff\xff\xff")
-    outcomes = two.run(_restore, which, "its data is damaged", taken, {"read_once": read_once, "timeout": 3})
+    outcomes = two.run(
+        _restore, which, "its data is damaged", taken, {"read_once": read_once, "timeout": 3}, timeout=SOON
+    )
     assert outcomes[which][:2] == ("CorruptSnapshotError", None)
     assert outcomes[1 - which][:2] == ("RankError", which)
     assert "s/own" in outcomes[1 - which][2]
     assert [outcome[4] for outcome in outcomes] == [False, False]
     assert two.run(ranks.collective, timeout=SOON) == [2, 2]
-    assert max(two.seconds) < SOON
 
 
 @pytest.mark.parametrize("read_once", [False, True])
 @either_rank
 def test_a_disk_that_fails_one_rank_fails_the_restore_of_all(two, taken, which, read_once):
-    outcomes = two.run(_restore, which, "its disk fails", taken, {"read_once": read_once, "timeout": 3})
+    outcomes = two.run(_restore, which, "its disk fails", taken, {"read_once": read_once, "timeout": 3}, timeout=SOON)
     assert outcomes[which][:2] == ("StorageError", None)
     assert outcomes[1 - which][:2] == ("RankError", which)
     assert "Input/output" in outcomes[1 - which][2]
     assert [outcome[4] for outcome in outcomes] == [False, False]
-    assert max(two.seconds) < SOON
     assert two.run(ranks.collective, timeout=SOON) == [2, 2]
 
 
@@ -254,10 +249,9 @@ def test_ranks_of_which_one_was_stopped_take_again(two, folder, which, point):
 @pytest.mark.parametrize(("which", "verb"), [(0, "take"), (1, "async_take")])
 def test_a_rank_that_does_not_call_is_named_and_can_call_later(two, folder, which, verb):
     path = f"{folder}/s"
-    outcomes = two.outcomes(ranks.take_if_called, [which], verb, path, SHORT)
+    outcomes = two.outcomes(ranks.take_if_called, [which], verb, path, SHORT, timeout=SHORT + SOON)
     assert outcomes[which] is None
-    others_name(outcomes, which, "did not call")
-    assert SHORT < two.seconds[1 - which] < SHORT + SOON
+    others_name(outcomes, which, f"did not call within {SHORT:g} s")
     assert not Path(path).exists()
     works(two, path, verb)
 
@@ -320,7 +314,7 @@ def test_a_rank_that_is_slow_is_waited_for_and_commits_nothing_early(two, folder
     before = save_id(path)
     seen = two.run(_slow_overwrite, which, verb, path)
     assert seen[which] == [before]
-    assert two.seconds[1 - which] > 1.4 * SHORT
+    assert seen[1 - which] == [save_id(path)], "it returned before the commit"
     assert save_id(path) != before
     assert Snapshot(path).verify().ok
 
@@ -411,11 +405,10 @@ def test_a_take_that_was_overtaken_is_told_so_on_all_ranks(two, taken, folder, v
 )
 def test_ranks_that_call_different_verbs_are_told_so(two, folder, verbs):
     path = f"{folder}/s"
-    outcomes = two.outcomes(ranks.different_verbs, verbs, path)
+    outcomes = two.outcomes(ranks.different_verbs, verbs, path, timeout=SOON)
     for outcome in outcomes:
         assert isinstance(outcome, SnapshotError)
         assert all(f"rank {rank} {verb}" in str(outcome) for rank, verb in enumerate(verbs))
-    assert max(two.seconds) < SOON
     assert not Path(path).exists()
     works(two, path)
 

@@ -4,7 +4,6 @@ import functools
 import logging
 import os
 import signal
-import time
 import warnings
 
 import pytest
@@ -76,7 +75,7 @@ def disagrees():
 def test_values_come_back_in_the_order_of_the_ranks(four):
     assert four.run(ranks) == [(rank, torch.tensor([6])) for rank in range(4)]
     assert four.run(functools.partial(ranks, offset=1)) == [(rank, torch.tensor([10])) for rank in range(4)]
-    assert all(0 <= seconds < 10 for seconds in four.seconds)
+    assert len(four.seconds) == 4
 
 
 def test_workers_are_forked_by_a_process_of_one_thread(two):
@@ -131,11 +130,10 @@ def test_warnings_are_listed_for_each_rank(two):
 @pytest.mark.parametrize("store", ["file", "tcp"])
 def test_a_killed_rank_is_noticed_at_once(fresh_pool, store):
     pool = fresh_pool(2, store=store)
-    alive, died = pool.outcomes(ends, functools.partial(os.kill, pool.pids[1], signal.SIGKILL))
+    alive, died = pool.outcomes(ends, functools.partial(os.kill, pool.pids[1], signal.SIGKILL), timeout=10)
     assert alive == "alive"
     assert isinstance(died, Died)
     assert (died.rank, died.signal) == (1, signal.SIGKILL)
-    assert pool.seconds[1] < 10
     assert not pool.healthy()
     with pytest.raises(Died, match="rank 1 died: SIGKILL"):
         pool.run(surroundings)
@@ -172,12 +170,11 @@ def test_a_stopped_rank_goes_on_when_it_is_told_to(fresh_pool):
     assert pool.healthy()
 
 
+@pytest.mark.timeout(10, func_only=True)
 def test_a_hang_ends_with_the_stacks_of_the_ranks(fresh_pool):
     pool = fresh_pool(2)
-    begin = time.monotonic()
     with pytest.raises(Hang) as caught:
         pool.run(meets, 1, timeout=0.5)
-    assert time.monotonic() - begin < 10
     text = str(caught.value)
     assert "ranks [0] of 2 gave no answer within 0.5 s" in text
     assert "in meets" in text

@@ -237,7 +237,7 @@ def test_dcp_reads_what_was_converted_for_it(tmp_path):
 def test_the_command_converts(tmp_path, capsys):
     save_file({"w": torch.randn(4, 4)}, tmp_path / "w.safetensors")
     assert main(["convert", str(tmp_path / "w.safetensors"), str(tmp_path / "w.pt"), "--dtype", "bfloat16"]) == 0
-    assert "1 tensors, 32 B to torch" in capsys.readouterr().out
+    assert "1 tensor, 32 B to torch" in capsys.readouterr().out
     assert torch.load(tmp_path / "w.pt")["w"].dtype is torch.bfloat16
     arguments = ["convert", str(tmp_path / "w.pt"), str(tmp_path / "s"), "--rename", "w=v", "--json"]
     assert main(arguments) == 0

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import struct
-import time
 import warnings
 import zipfile
 import zlib
@@ -22,8 +21,6 @@ from safetensors.torch import save_file
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict, UnsafeObjectError, UnsupportedFormatError
 from tests.formats.making import bits
 
-PATIENCE = 30.0
-"""Seconds for all that is done with one small file: honest ones take a hundredth of one."""
 STRIDE = int(os.environ.get("SNAPSHOT_TEST_STRIDE", "67"))
 """Of how many bytes one is flipped; 1 in a soak."""
 
@@ -84,7 +81,6 @@ SUMMED = {torch_file, dcp_folder}
 def exercise(url, key="all", path="0"):
     """Do all that a user may do. What was read, and whether `verify` found all good; only our errors come out, and a
     stateful is given nothing by what fails."""
-    began = time.perf_counter()
     snapshot, found, good = Snapshot(url), None, None
     with contextlib.suppress(SnapshotError):
         good = bool(snapshot.verify())
@@ -99,7 +95,6 @@ def exercise(url, key="all", path="0"):
         snapshot.restore({key: live}, strict=False)
     except SnapshotError:
         assert not live.given
-    assert time.perf_counter() - began < PATIENCE
     return found, good
 
 
@@ -319,7 +314,7 @@ def test_nothing_that_a_pickle_names_is_called(tmp_path, module, name):
         assert attack(tmp_path, archive(PROTO + harm + b".")) is None
         attack(tmp_path, archive(saved(harm=harm, w=tensor())))
         assert torch.equal(Snapshot(tmp_path / "x.pt").read_object("0/w"), torch.tensor([1.0, 2, 3, 4]))
-        with pytest.raises(UnsafeObjectError, match=r"0/harm: a "):
+        with pytest.raises(UnsafeObjectError, match=r"0/harm: an? "):
             Snapshot(tmp_path / "x.pt").read_object("0/harm")
         live = StateDict(w=torch.zeros(4), harm=None)
         with pytest.raises(UnsafeObjectError):
@@ -748,15 +743,13 @@ TEXTS = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(30, func_only=True)
 @pytest.mark.parametrize("what", TEXTS)
 def test_yaml_that_was_made_to_do_harm(tmp_path, what):
     pytest.importorskip("yaml")
     (tmp_path / ".snapshot_metadata").write_bytes(TEXTS[what])
-    began = time.perf_counter()
     with bounded(), pytest.raises(SnapshotError):
         Snapshot(tmp_path).restore({"m": StateDict(w=torch.zeros(4))})
-    assert time.perf_counter() - began < PATIENCE
     assert not (tmp_path / "ran").exists()
 
 

@@ -1,7 +1,6 @@
 """Corners of what a state may hold: ties, exclusions, freed memory, odd dtypes and layouts, other generators."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from snapshot import CorruptSnapshotError, RNGState, Snapshot, SnapshotError, St
 from snapshot.manifest.entries import TensorEntry
 from snapshot.state import arrays
 from snapshot.state.flatten import Flattened
-from snapshot.tensors import composite
+from snapshot.tensors import composite, geometry
 from snapshot.tensors.geometry import Box, overlap
 
 pytestmark = [
@@ -262,8 +261,10 @@ def test_generators_that_were_not_saved_stay_as_they_are():
     snapshot.restore({"rng": RNGState()})
 
 
-def test_many_boxes_are_compared_quickly():
-    begin = time.perf_counter()
+def test_few_of_many_boxes_are_compared(monkeypatch):
+    compared = []
+    intersect = geometry.intersect
+    monkeypatch.setattr(geometry, "intersect", lambda *boxes: compared.append(boxes) or intersect(*boxes))
     strips = [Box((0, i), (9, 1)) for i in range(3000)]
     assert not overlap(strips)
     assert overlap([*strips, Box((3, 1500), (1, 1))])
@@ -271,7 +272,7 @@ def test_many_boxes_are_compared_quickly():
     pinwheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
     assert not overlap(pinwheel)
     assert overlap([*pinwheel, Box((1, 1), (1, 1))])
-    assert time.perf_counter() - begin < 1
+    assert len(compared) < 100, "of millions of pairs"
 
 
 def test_plain_tensors_are_plain_entries():

@@ -6,7 +6,6 @@ import secrets
 import socket
 import sys
 import threading
-import time
 import traceback
 import warnings
 import zipfile
@@ -204,16 +203,15 @@ def silent():
         yield server.getsockname()[1]
 
 
+@pytest.mark.timeout(15, func_only=True)
 @pytest.mark.parametrize("scheme", ["webdav", "sftp"])
 def test_a_server_that_never_answers_ends_within_the_deadline(silent, scheme):
     options = {"deadline": 0.5, "timeout": 0.2}
     text = f"sftp://127.0.0.1:{silent}/run" if scheme == "sftp" else "webdav://run"
     if scheme == "webdav":
         options["base_url"] = f"http://127.0.0.1:{silent}"
-    began = time.monotonic()
     with pytest.raises(StorageError, match="given up"):
         Snapshot.take(text, state(), storage_options=options)
-    assert time.monotonic() - began < 15
 
 
 class Stuck(MemoryFileSystem):

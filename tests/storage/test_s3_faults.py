@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-import time
+import re
 
 import pytest
 import torch
@@ -206,16 +206,15 @@ def test_a_lost_answer_does_not_hide_that_another_was_faster(one_engine, moto, p
     assert torch.equal(live["s"]["x"], state(fill=7)["s"]["x"])
 
 
+@pytest.mark.timeout(SOON, func_only=True)
 @pytest.mark.parametrize(
     ("path", "fault"),
     [(PARTS, {"status": 503}), (PARTS, {"hang": True}), (PARTS, {"status": 403}), (MANIFEST, {"status": 403})],
 )
 def test_a_take_that_cannot_be_done_leaves_nothing(moto, proxy, place, path, fault):
     url, options = place
-    began = time.monotonic()
     with proxy.fault(path=path, method="P*", times=None, **fault) as made, pytest.raises(StorageError, match="s3://"):
         impatiently(made, lambda patience: Snapshot.take(url, state(), storage_options=options | patience))
-    assert time.monotonic() - began < SOON
     proxy.heal()
     assert left(moto, place) == ([], [])
 
@@ -294,21 +293,20 @@ def test_a_take_that_is_cancelled_leaves_nothing(moto, proxy, place):
     assert left(moto, place) == ([], [])
 
 
+@pytest.mark.timeout(SOON, func_only=True)
 def test_a_server_that_is_not_there_is_told_when_the_deadline_is_over(one_engine, place):
     url, options = place
-    began = time.monotonic()
-    with pytest.raises(StorageError, match=r"s3://.*attempts"):
+    with pytest.raises(StorageError, match=r"s3://.*given up after \d+ attempts") as caught:
         Snapshot.take(url, state(), storage_options=options | {"endpoint_url": "http://127.0.0.1:9"} | IMPATIENT)
-    assert 0.4 < time.monotonic() - began < SOON
+    assert int(re.search(r"after (\d+) attempts", str(caught.value))[1]) > 1, "it was given up before the deadline"
 
 
+@pytest.mark.timeout(20, func_only=True)
 def test_a_name_that_no_server_has_is_told_at_once(one_engine, place):
     url, options = place
     given = options | {"endpoint_url": "http://no-such-host.invalid"}
-    began = time.monotonic()
     with pytest.raises(StorageError, match="s3://"):
         Snapshot.take(url, state(), storage_options=given)
-    assert time.monotonic() - began < 20
 
 
 @pytest.fixture
@@ -343,25 +341,23 @@ def test_credentials_that_ran_out_are_renewed(proxy, place, renewing, method, pa
     assert renewing() >= 2
 
 
+@pytest.mark.timeout(15, func_only=True)
 def test_credentials_that_never_come_are_not_waited_for(one_engine, place, tmp_path, monkeypatch):
     config = tmp_path / "config"
-    config.write_text("[profile silent]\ncredential_process = sleep 20\n")
+    config.write_text("[profile silent]\ncredential_process = sleep 60\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
     url, options = place
     given = {name: value for name, value in options.items() if name not in ("key", "secret")} | {"profile": "silent"}
-    began = time.monotonic()
     with pytest.raises(StorageError, match="no answer"):
         Snapshot.take(url, state(), storage_options=given | IMPATIENT)
-    assert time.monotonic() - began < 15
 
 
+@pytest.mark.timeout(10, func_only=True)
 def test_credentials_that_nobody_renews_are_told_at_once(one_engine, proxy, place):
     url, options = place
     expired = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
-    began = time.monotonic()
     with proxy.fault(times=None, status=400, body=expired), pytest.raises(StorageError, match="ExpiredToken"):
         Snapshot.take(url, state(), storage_options=options)
-    assert time.monotonic() - began < 10
 
 
 # Reading
@@ -442,18 +438,20 @@ def test_a_throttled_server_is_asked_again(proxy, taken):
 
 def test_a_slow_server_is_waited_for(proxy, taken):
     proxy.bandwidth = 3 * MiB
-    began = time.monotonic()
+    before = len(proxy.requests)
     restored(taken, timeout=1)
-    assert time.monotonic() - began > 1.5  # more than an attempt may take without progress
+    sent = Snapshot(taken[0], storage_options=taken[1]).metadata.nbytes
+    assert sent / proxy.bandwidth > 1.5, "more than an attempt may take without progress"
+    read = [each for each in proxy.requests[before:] if "/data/" in each.path]
+    assert all(each.status in (200, 206) for each in read)
 
 
+@pytest.mark.timeout(SOON, func_only=True)
 @pytest.mark.parametrize("fault", [{"status": 503}, {"hang": True}, {"status": 403}, {"hang_at": 1000}])
 def test_a_restore_that_cannot_be_done_is_an_error(proxy, taken, fault):
     live = state(fill=0)
-    began = time.monotonic()
     with proxy.fault(path=DATA, method="GET", times=None, **fault) as made, pytest.raises(StorageError, match="s3://"):
         impatiently(made, lambda patience: Snapshot(taken[0], storage_options=taken[1] | patience).restore(live))
-    assert time.monotonic() - began < SOON
 
 
 def test_a_bit_that_flips_on_the_way_up_is_found_before_the_commit(moto, proxy, place, one_engine):

@@ -14,7 +14,6 @@ import pathlib
 import random
 import resource
 import sys
-import time
 import types
 import uuid
 import zoneinfo
@@ -30,8 +29,6 @@ from snapshot.manifest.entries import AnyEntry
 from snapshot.plugins import memory
 from snapshot.tensors.digest import of_range
 
-PATIENCE = 20.0
-"""Seconds that everything which is done with one small snapshot may take: honest ones take a hundredth of one."""
 ROOM = 1 << 30
 """Bytes of memory that it may take: far less than what hostile numbers ask for, far more than it needs."""
 
@@ -183,7 +180,6 @@ _apps = []
 def exercise(url, paths=(), note=""):
     """Do with a snapshot what a user may do; how many verbs succeeded. Only our errors come out, soon, and what fails
     hands nothing over."""
-    began = time.perf_counter()
     snapshot = Snapshot(url)
     verbs = [
         snapshot.exists, snapshot.verify, snapshot.get_manifest, lambda: snapshot.metadata,
@@ -205,8 +201,6 @@ def exercise(url, paths=(), note=""):
         except SnapshotError:
             assert not app["state"].given, f"load_state_dict was called, and then it failed: {note}"
             _apps.append(app)
-    seconds = time.perf_counter() - began
-    assert seconds < PATIENCE, f"took {seconds} s: {note}"
     return done
 
 

@@ -1,0 +1,21 @@
+"""How entries are counted: the same way in every report, listing and error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from snapshot.manifest.containers import Container
+
+
+def is_leaf(entry: Any) -> bool:
+    """Return True if an entry counts: a tensor, a value, or a container that is empty.
+
+    A container that holds something is seen by what it holds.
+    """
+    return not (isinstance(entry, Container) and entry.width)
+
+
+def count_entries(manifest: Mapping[str, Any]) -> int:
+    """Return the number of entries that count."""
+    return sum(map(is_leaf, manifest.values()))
