@@ -85,9 +85,10 @@ class Binding:
 
     def __init__(
         self, live: Mapping[str, Any], compounds: Mapping[str, Any], notes: Notes, *, exact: bool,
-        skipped: Collection[str] = (), fill: str | None = None,
+        skipped: Collection[str] = (), fill: str | None = None, left: set[str] | None = None,
     ) -> None:  # fmt: skip
-        """`fill`: the path of an instance that is filled itself."""
+        """`fill`: the path of an instance that is filled itself. `left`: gets the inner tensors of what has another
+        shape, if that is left as it is."""
         self._live = live
         self._compounds = compounds
         self._notes = notes
@@ -95,6 +96,7 @@ class Binding:
         self._exact = exact
         self._skipped = skipped
         self._fill = fill
+        self._left = left
         self._known: dict[tuple[str, str], type] | None = None
         self.wrappers: dict[str, Any] = {}
         """Path -> the live tensor whose inner tensors are filled."""
@@ -243,9 +245,16 @@ class Binding:
         here = compound.wrapper_entry(held, list(inner), context_entries(held, context))
         for what in ("obj_type", "keys", "dtype", "shape"):
             saved, live = getattr(entry, what), getattr(here, what)
-            if saved != live:
-                self._notes.mismatches.append(f"{path}: the snapshot has {_text(saved)}, the application {_text(live)}")
-                return
+            if saved == live:
+                continue
+            text = f"{path}: the snapshot has {_text(saved)}, the application {_text(live)}"
+            if what == "shape" and self._left is not None:
+                self._notes.add("skipped", path, f"{text.partition(': ')[2]}; left as it is")
+                self._left.update(each for each in self._live if each.startswith(f"{path}/"))
+                self.wrappers[path] = held
+            else:
+                self._notes.mismatches.append(f"{text}; a wrapped tensor is not cast" if what == "dtype" else text)
+            return
         for name in dict.fromkeys([*entry.context, *here.context]):
             saved, live = entry.context.get(name), here.context.get(name)
             if e.OpaqueEntry in (type(saved), type(live)):

@@ -83,7 +83,8 @@ class Match:
         """Find each entry's place in what the stateful holds. False where all of it is left as it is."""
         if not self._match_structure(kind, entries):
             return False
-        binding = Binding(kind.live, kind.compounds, self._notes, exact=kind.exact, skipped=self.skipped)
+        left = self.skipped if self._options.mismatched == "skip" else None
+        binding = Binding(kind.live, kind.compounds, self._notes, exact=kind.exact, skipped=self.skipped, left=left)
         binding.bind(entries)
         if kind.exact:
             self.lacking = self.lacking or any(path not in entries for path in kind.live)

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from snapshot.errors import RestoreError
-from snapshot.manifest.entries import TENSORS, DictEntry, ListEntry
+from snapshot.manifest.entries import TENSORS, DictEntry, ListEntry, SubclassEntry
 from snapshot.manifest.paths import component
 from snapshot.manifest.scalars import Scalar
 from snapshot.state.kinds import Kind
@@ -39,6 +39,8 @@ class StateOfParameters(Kind):
         self._saved: SavedOptimizer | None = None
         self._tensors: list[tuple[str, Any, str, str]] = []
         """Saved tensors of the state: path, entry, parameter, and the name of what is kept of it."""
+        self._wrapped: tuple[str, ...] = ()
+        """Where inner tensors of wrapped ones are."""
         self.untouched: set[str] = set()
         """Parameters whose state stays as it is, since their shapes are others."""
         self.parameters: dict[str, Any] = {}
@@ -58,7 +60,10 @@ class StateOfParameters(Kind):
         self.untouched.clear()
         depth = self._states.count("/")
         self._tensors = []
+        self._wrapped = tuple(f"{path}/" for path, entry in entries.items() if isinstance(entry, SubclassEntry))
         for path, entry in entries.items():
+            if self._wrapped and path.startswith(self._wrapped):
+                continue  # inner tensors have shapes and dtypes of their own
             if isinstance(entry, TENSORS) and path.startswith(self._states):
                 parts = path.split("/", depth + 2)
                 if len(parts) > depth + 1:
@@ -130,7 +135,7 @@ class StateOfParameters(Kind):
         """The dtype in which a saved tensor is restored; None for what is no tensor of the optimizer's state."""
         found = self._in_state(path)
         saved = BY_NAME.get(entry.dtype)
-        if found is None or saved is None:
+        if found is None or saved is None or (self._wrapped and path.startswith(self._wrapped)):
             return None
         name, what = found
         return self._cast[name] if name in self._cast and what != "step" and saved.is_floating_point else saved

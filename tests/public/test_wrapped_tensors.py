@@ -380,3 +380,48 @@ def test_torchao_s_optimizers():
             saved_again.restore({"m": model, "o": optimizer})
             assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
             model.zero_grad()
+
+
+def test_a_wrapped_tensor_of_another_shape_may_be_left_as_it_is():
+    def held(rows, value):
+        net = torch.nn.Module()
+        net.other = torch.nn.Parameter(torch.full((3,), float(value)))
+        codes = torch.full((rows, 16), value, dtype=torch.int8)
+        net.weight = torch.nn.Parameter(Quantised(codes, torch.full((2 * rows,), float(value)), 8), requires_grad=False)
+        return net
+
+    snapshot = plainly_take({"m": held(4, 1)})
+    live = held(6, 2)
+    with pytest.raises(RestoreError, match=r"m/weight: the snapshot has \[4, 16\], the application \[6, 16\]"):
+        snapshot.restore({"m": live})
+    report = snapshot.restore({"m": live}, strict=False, mismatched="skip")
+    assert [line.path for line in report.skipped] == ["m/weight"]
+    assert live.other.eq(1).all()
+    assert live.weight.codes.eq(2).all()
+    assert live.weight.codes.shape == (6, 16)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_fresh_optimizer_makes_its_state_of_the_class_of_its_parameters(warm):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def pair(value):
+        wrapped = TwoTensor(torch.full((3, 4), value), torch.full((3, 4), value + 1))
+        return torch.nn.Parameter(wrapped)
+
+    def stepped(parameter):
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        parameter.grad = TwoTensor(torch.ones(3, 4), torch.ones(3, 4) * 2)
+        optimizer.step()
+        return optimizer
+
+    first = pair(1.0)
+    optimizer = stepped(first)
+    snapshot = plainly_take({"o": optimizer})
+    second = pair(5.0)
+    live = stepped(second) if warm else torch.optim.SGD([second], lr=0.1, momentum=0.9)
+    snapshot.restore({"o": live})
+    found = live.state[second]["momentum_buffer"]
+    assert type(found) is TwoTensor
+    assert torch.equal(found.a, optimizer.state[first]["momentum_buffer"].a)
+    assert torch.equal(found.b, optimizer.state[first]["momentum_buffer"].b)
