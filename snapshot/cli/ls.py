@@ -17,8 +17,8 @@ from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.metadata import SnapshotMetadata
 from snapshot.plan.globs import matcher
 from snapshot.report import counted, entries_text, size_text
-from snapshot.snapshot import Snapshot
 from snapshot.storage import URL
+from snapshot.stored import Stored
 
 FOLDED = 40
 """Lines of one key that are shown, where not all were asked for."""
@@ -58,7 +58,7 @@ def add(verbs: Verbs) -> None:
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """List what stands at the URL."""
     options = hasty(URL.parse(arguments.url), options_of(arguments))
-    snapshot = Snapshot(arguments.url, storage_options=options)
+    snapshot = Stored(arguments.url, storage_options=options)
     try:
         metadata = snapshot.metadata
     except SnapshotNotFoundError:
@@ -269,7 +269,7 @@ def _root(arguments: argparse.Namespace, options: Mapping[str, Any]) -> ExitStat
 
     def look(name: str) -> _Found:
         try:
-            return _Found(name, Snapshot(url.join(name).reveal(), storage_options=options).metadata)
+            return _Found(name, Stored(url.join(name).reveal(), storage_options=options).metadata)
         except SnapshotError as error:
             return _Found(name, None, str(error))
 

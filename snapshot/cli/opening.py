@@ -13,8 +13,8 @@ from snapshot.engine.commit import save_id_of
 from snapshot.engine.loop import run
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.registry import open_storage
-from snapshot.snapshot import Snapshot
 from snapshot.storage import URL
+from snapshot.stored import Stored
 
 T = TypeVar("T")
 AT_ONCE = 16
@@ -25,11 +25,11 @@ ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".index.json")
 """How files are called that may be checkpoints by themselves."""
 
 
-def opened(url: str, options: Mapping[str, Any] | None = None, *, allow_pickle: bool = False) -> Snapshot:
+def opened(url: str, options: Mapping[str, Any] | None = None, *, allow_pickle: bool = False) -> Stored:
     """The snapshot at a URL, its manifest read: to be looked at. Where there is none, the error says what is there
     instead."""
     options = hasty(URL.parse(url), options)
-    snapshot = Snapshot(url, storage_options=options, allow_pickle=allow_pickle)
+    snapshot = Stored(url, storage_options=options, allow_pickle=allow_pickle)
     with explained(url, options):
         _ = snapshot.metadata
     return snapshot
@@ -75,7 +75,7 @@ def snapshots_below(url: URL, options: Mapping[str, Any] | None, names: Sequence
 
     def stands(name: str) -> bool:
         with suppress(SnapshotError, ValueError):
-            return Snapshot(url.join(name).reveal(), storage_options=options).exists()
+            return Stored(url.join(name).reveal(), storage_options=options).exists()
         return False
 
     found = [name for name, here in zip(candidates, side_by_side(stands, candidates), strict=True) if here]

@@ -24,8 +24,8 @@ from snapshot.manifest.entry import Entry
 from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.view import resolve_path
 from snapshot.report import Progress, counted, size_text
-from snapshot.snapshot import Snapshot
 from snapshot.storage import URL
+from snapshot.stored import Stored
 from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.tensors.geometry import split, whole
 
@@ -106,7 +106,7 @@ def _run(arguments: argparse.Namespace) -> ExitStatus:
 
 
 def _container(
-    snapshot: Snapshot, path: str, entry: e.Container, manifest: Mapping[str, Entry], told: dict[str, Any]
+    snapshot: Stored, path: str, entry: e.Container, manifest: Mapping[str, Entry], told: dict[str, Any]
 ) -> list[str]:
     """What is in a container: all of it, where that stands in the manifest."""
     below = [held for name, held in manifest.items() if name.startswith(f"{path}/")]
@@ -146,9 +146,7 @@ def _described(path: str, entry: Entry, manifest: Mapping[str, Entry], world_siz
 # Tensors
 
 
-def _tensor(
-    snapshot: Snapshot, path: str, entry: Any, told: dict[str, Any], arguments: argparse.Namespace
-) -> list[str]:
+def _tensor(snapshot: Stored, path: str, entry: Any, told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
     shape = tuple(entry.shape) if not isinstance(entry, e.TensorPartsEntry) else ()
     if isinstance(entry, e.TENSORS):
         read = _reader(snapshot, path)
@@ -182,7 +180,7 @@ def _tensor(
     return [*lines, f"values:\n{_fitted(value)}"]
 
 
-def _reader(snapshot: Snapshot, path: str) -> Callable[[Any], torch.Tensor]:
+def _reader(snapshot: Stored, path: str) -> Callable[[Any], torch.Tensor]:
     def read(box: Any) -> torch.Tensor:
         made: torch.Tensor = snapshot.read_object(path, box=box.slices() if box.sizes else None)
         return made

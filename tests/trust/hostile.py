@@ -219,7 +219,7 @@ def a_row(snapshot, path):
     try:
         return snapshot.read_object(path, box=[slice(0, 1)])
     except ValueError as error:
-        if "a box of 1 dimensions" not in str(error):
+        if "a box of 1 dimension" not in str(error):
             raise
         return None
 
