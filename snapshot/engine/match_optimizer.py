@@ -35,7 +35,8 @@ def match_optimizer(
     why = kind.optimizer_mismatch(entries)
     lines = [why] if why else lines
     if lines and not options.strict:
-        notes.add("skipped", kind.base, f"left as it is: {'; '.join(lines)}")
+        reasons = "; ".join(line.removeprefix(f"{kind.base}: ") for line in lines)
+        notes.add("skipped", kind.base, f"left as it is: {reasons}")
         return Found(goes_on=not kind.leave_optimizer(entries), left=True)
     if lines:
         notes.mismatches += [f"{line}; strict=False leaves the optimizer as it is" for line in lines]
