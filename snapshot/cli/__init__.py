@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from snapshot.cli.arguments import Run
 from snapshot.cli.interrupts import unwinding
@@ -26,8 +27,9 @@ from snapshot.cli.screen import printable
 from snapshot.cli.status import ExitStatus
 from snapshot.cli.verbs import VERBS
 from snapshot.errors import SnapshotError
-from snapshot.events import Event, add_handler, remove_handler
-from snapshot.version import VERSION
+
+if TYPE_CHECKING:
+    from snapshot.events import Event
 
 
 def parser(described: Collection[str] = VERBS) -> argparse.ArgumentParser:
@@ -89,6 +91,8 @@ def _run(whole: argparse.ArgumentParser, argv: Sequence[str]) -> int:
     if rest:  # argparse takes those of one name from one place only: `ls URL --flat GLOB`
         getattr(arguments, several).extend(rest)
     if arguments.version:
+        from snapshot.version import VERSION  # it looks for what is installed, which help is spared
+
         print(f"snapshot {VERSION}")
         return ExitStatus.OK
     run: Run | None = getattr(arguments, "run", None)
@@ -102,6 +106,8 @@ def _run(whole: argparse.ArgumentParser, argv: Sequence[str]) -> int:
 @contextmanager
 def _spoken() -> Iterator[None]:
     """The library's warnings, as a command gives them: a line on standard error."""
+    from snapshot.events import add_handler, remove_handler  # help is spared them
+
     handler = _Complaints(logging.WARNING)
     log = logging.getLogger("snapshot")
     log.addHandler(handler)

@@ -382,7 +382,7 @@ def test_inside_a_running_event_loop():
         Snapshot.take("memory://loop2", state(), overwrite=True)
         return snapshot.metadata.entries
 
-    assert asyncio.run(main()) == 4
+    assert asyncio.run(main()) == 3
 
 
 def test_from_several_threads():
