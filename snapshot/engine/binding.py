@@ -98,6 +98,8 @@ class Binding:
         self._fill = fill
         self._left = left
         self._known: dict[tuple[str, str], type] | None = None
+        self.unfit: list[torch.Tensor] = []
+        """Live tensors of another shape, which are left as they are."""
         self.wrappers: dict[str, Any] = {}
         """Path -> the live tensor whose inner tensors are filled."""
 
@@ -252,6 +254,7 @@ class Binding:
                 self._notes.add("skipped", path, f"{text.partition(': ')[2]}; left as it is")
                 self._left.update(each for each in self._live if each.startswith(f"{path}/"))
                 self.wrappers[path] = held
+                self.unfit.append(held)
             else:
                 self._notes.mismatches.append(f"{text}; a wrapped tensor is not cast" if what == "dtype" else text)
             return

@@ -97,6 +97,10 @@ def expect_something(entries: Mapping[str, Any]) -> None:
 def _renamed(entries: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     if change is str:
         return entries
+    for path in entries:
+        name = change(path)
+        if not name or "" in name.split("/"):
+            raise RestoreError(f"{path}: rename gives it the name {name!r}, which is not a path", [path])
     made = renamed(entries, change)
     held = Counter(path.rpartition("/")[0] for path in made)
     for path, entry in made.items():

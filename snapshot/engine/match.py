@@ -30,6 +30,7 @@ from snapshot.state.live import MISSING, Choice
 from snapshot.state.optimizer_kinds import StateOfParameters
 from snapshot.state.shards import Shards, empty_like, sharded
 from snapshot.tensors.dtypes import BY_NAME
+from snapshot.tensors.memory import address_of_tensor
 
 
 class Match:
@@ -64,6 +65,8 @@ class Match:
         """Whether something that is in the snapshot was left as it is, since it does not fit."""
         self.unfit: set[str] = set()
         """Tensors that are left as they are, since their shape differs."""
+        self.unfit_memory: set[int] = set()
+        """Where the memory of those is."""
         self.shapes = False
         """Whether a shape that differs is among the mismatches."""
         self.beside: Callable[[Any], bool] = lambda parameter: False
@@ -86,6 +89,7 @@ class Match:
         left = self.skipped if self._options.mismatched == "skip" else None
         binding = Binding(kind.live, kind.compounds, self._notes, exact=kind.exact, skipped=self.skipped, left=left)
         binding.bind(entries)
+        self.unfit_memory.update(map(address_of_tensor, binding.unfit))
         if kind.exact:
             self.lacking = self.lacking or any(path not in entries for path in kind.live)
         skipped = self.skipped
@@ -153,7 +157,7 @@ class Match:
         return True
 
     def _match_optimizer(self, kind: StateOfParameters, entries: dict[str, Any], lines: list[str]) -> bool:
-        found = match_optimizer(kind, entries, lines, self._options, self.beside, self._notes)
+        found = match_optimizer(kind, entries, lines, self._options, self.beside, self._notes, self.unfit_memory)
         self.left |= found.left
         self.shapes |= found.shapes
         return found.goes_on
@@ -209,7 +213,7 @@ class Match:
         """What this rank cannot have: an optimizer would train on with half of its state."""
         for path, why in self._withheld.items():
             if path.startswith(f"{kind.key}/") and self._wanted(path):
-                if kind.exact:
+                if kind.exact or (self._strict and kind.asks_for(path)):
                     self._notes.mismatches.append(f"{path}: {why}")
                 else:
                     self._notes.add("skipped", path, why)
@@ -294,6 +298,7 @@ class Match:
             self._notes.add("skipped", path, f"{what}; left as it is")
             gather.values[path] = held
             self.unfit.add(path)
+            self.unfit_memory |= {address_of_tensor(held)} if isinstance(held, torch.Tensor) else set()
             self.restored -= 1
             self.left = True
         else:

@@ -30,6 +30,7 @@ def match_optimizer(
     options: RestoreOptions,
     beside: Callable[[Any], bool],
     notes: Notes,
+    unfit: set[int],
 ) -> Found:
     """Compare an optimizer with the saved one. `lines` says why it cannot take the state, as far as that is known."""
     why = kind.optimizer_mismatch(entries)
@@ -45,7 +46,7 @@ def match_optimizer(
     for line, path, detail in kind.notes():
         notes.add(line, path, detail)
     notes.mismatches += kind.choose_dtypes(options.cast, CASTS[options.cast], beside)
-    for name, what in kind.other_shapes().items():
+    for name, what in kind.other_shapes(entries, unfit).items():
         path = f"{kind.base}/state/{name}"
         if options.mismatched == "skip":
             kind.leave_state(name, entries)

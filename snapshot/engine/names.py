@@ -21,7 +21,7 @@ from snapshot.manifest.entries import Container, DictEntry
 from snapshot.manifest.paths import component, uncomponent
 from snapshot.manifest.scalars import StrEntry
 from snapshot.manifest.view import View, by_key, leave_out, nearest, renamed_view
-from snapshot.plan.renaming import Rename, compile_rename
+from snapshot.plan.renaming import Change, Rename, compile_rename
 from snapshot.plan.wrappers import OWN, match_names
 from snapshot.report import Notes, listed
 from snapshot.state.kind_of import kind_of, kind_type
@@ -49,15 +49,27 @@ def follow_rename(view: View, rename: Rename, app_state: Mapping[str, Any]) -> V
     wrong = _wrong_names(known, change, {component(key) for key in app_state})
     if wrong:
         raise RestoreError(f"rename does not fit the application, and nothing was touched:{listed(wrong, 10)}", wrong)
-    made = renamed_view(view, change)
-    made.unknown += [f"rename: {name} is not in the snapshot; {nearest(name, known)}" for name in unmatched]
+    inner: dict[str, tuple[Change, dict[str, str]]] = {}
     for key in [component(key) for key, stateful in app_state.items() if isinstance(stateful, ModelState)]:
         names: dict[str, str] = {}
         for old in known:
             new = change(old)
             if new != old and new.startswith(f"{key}/model/"):
                 names[_third(old)] = _third(new)
-        made = _rename_optimizer(made, key, names) if names else made
+        if names:
+            inner[f"{key}/optim/"] = optimizer_change(f"{key}/optim/", names), names
+
+    def with_optimizers(path: str) -> str:
+        new = change(path)
+        for base, (follow, _) in inner.items():
+            if new.startswith(base) and path.endswith(f"/optim/{new[len(base) :]}"):  # else it is renamed already
+                return follow(new)
+        return new
+
+    made = renamed_view(view, with_optimizers)
+    made.unknown += [f"rename: {name} is not in the snapshot; {nearest(name, known)}" for name in unmatched]
+    for base, (_, names) in inner.items():
+        _rename_params(made, base, names)
     return made
 
 
@@ -66,6 +78,7 @@ def _wrong_names(known: Mapping[str, Any], change: Callable[[str], str], keys: s
     lines = []
     new = {path: change(path) for path in known}
     made = {name: known[path] for path, name in new.items()}
+    taken = {name.partition("/")[0] for path, name in new.items() if name != path}
     for path, name in new.items():
         if name == path:
             continue
@@ -74,7 +87,7 @@ def _wrong_names(known: Mapping[str, Any], change: Callable[[str], str], keys: s
         moved = new.get(path.rpartition("/")[0]) != above or path.rpartition("/")[2] != last
         if not name or "" in name.split("/"):
             lines.append(f"{path}: rename gives it the name {name!r}, which is not a path")
-        elif path.partition("/")[0] in keys and name.partition("/")[0] not in keys:
+        elif path.partition("/")[0] in keys - taken and name.partition("/")[0] not in keys:
             lines.append(
                 f"{path}: rename moves it to {name}, and the application has no key {name.partition('/')[0]!r}"
             )
@@ -154,6 +167,13 @@ def _owner(name: str) -> str:
 def _rename_optimizer(view: View, key: str, names: Mapping[str, str]) -> View:
     """A view in which the optimizer of a `ModelState` has the names of its model's parameters."""
     base = f"{key}/optim/"
+    made = renamed_view(view, optimizer_change(base, names))
+    _rename_params(made, base, names)
+    return made
+
+
+def optimizer_change(base: str, names: Mapping[str, str]) -> Change:
+    """What gives paths of an optimizer's state the new names of its parameters."""
 
     def change(path: str) -> str:
         if not path.startswith(base):
@@ -168,14 +188,17 @@ def _rename_optimizer(view: View, key: str, names: Mapping[str, str]) -> View:
                 return f"{base}{what}.{names[flat[:end]]}{flat[end:]}" + (f"/{rest}" if rest else "")
         return path
 
-    made = renamed_view(view, change)
+    return change
+
+
+def _rename_params(view: View, base: str, names: Mapping[str, str]) -> None:
+    """Give the parameters that are listed in groups their new names."""
     params = re.compile(re.escape(base) + r"param_groups/\d+/params/\d+\Z")
-    for path, entry in made.entries.items():
+    for path, entry in view.entries.items():
         if isinstance(entry, StrEntry) and params.match(path):
             name = component(entry.value())
             if name in names:
-                made.entries[path] = replace(entry, serialized_value=uncomponent(names[name]), escaped=False)
-    return made
+                view.entries[path] = replace(entry, serialized_value=uncomponent(names[name]), escaped=False)
 
 
 def _ends(text: str) -> Iterable[int]:

@@ -11,7 +11,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 from snapshot.distributed.call import Call
@@ -35,14 +34,16 @@ from snapshot.events import Meter, log
 from snapshot.formats.unpickling import expect_no_module
 from snapshot.manifest.check import check_tree, locations_of
 from snapshot.manifest.document import Document
-from snapshot.manifest.entries import Container, ListEntry, OrderedDictEntry
+from snapshot.manifest.entries import Container, ListEntry, OrderedDictEntry, ShardedTensorEntry
 from snapshot.manifest.paths import component
 from snapshot.manifest.view import View, by_key, nearest, rank_view
 from snapshot.plan.globs import matcher, unmatched
+from snapshot.plan.renaming import Change, compile_rename
 from snapshot.report import Notes, RestoreReport, counted, listed
 from snapshot.state.kind_of import kind_of, kind_type
 from snapshot.state.kinds import Kind
 from snapshot.state.live import Choice, inflate
+from snapshot.state.optimizer_kinds import OptimizerKind
 from snapshot.state.rng import RNGState
 
 
@@ -138,7 +139,11 @@ class Restore:
         self._notes = Notes()
         view = rank_view(document.manifest, self._call.rank, document.world_size, self._call.world)
         view = below_only_key(document, view, app_state)
-        view = follow_rename(view, self._options.rename, app_state) if self._options.rename else view
+        self._others: dict[str, list[int]] | None = None
+        self._change: Change = str
+        if self._options.rename:
+            self._change = compile_rename(self._options.rename, {**view.elsewhere, **view.entries})[0]
+            view = follow_rename(view, self._options.rename, app_state)
         asked = self._may_want if self._filtered else lambda key: True
         view = match_wrappers(view, self._ordered(app_state), kinds, self._notes, asked)
         self._match = Match(
@@ -154,7 +159,8 @@ class Restore:
             if key in grouped and key not in kinds:
                 kinds[key] = kind_of(key, stateful)
         self._match.beside = restored_by(kinds, grouped, self._match.skipped)
-        for key in [key for key, _ in self._ordered(app_state) if key in grouped]:
+        keys = [key for key, _ in self._ordered(app_state) if key in grouped]
+        for key in sorted(keys, key=lambda key: isinstance(kinds[key], OptimizerKind)):  # which follow their models
             if not self._match.add(kinds[key], grouped[key], gather):
                 del grouped[key]
         self._notes.mismatches += shared_memory(gather) + read_only_memory(gather)
@@ -174,8 +180,15 @@ class Restore:
         """The other ranks that had something of their own at a path, at most ten."""
         if self._document.world_size == 1:
             return []
-        ranks = (rank for rank in range(self._document.world_size) if rank != self._call.rank)
-        return list(islice((rank for rank in ranks if f"{rank}/{path}" in self._document.manifest), 10))
+        if self._others is None:
+            self._others = {}
+            for full, entry in self._document.manifest.items():
+                rank, _, name = full.partition("/")
+                own = int(rank) != self._call.rank and not getattr(entry, "replicated", False)
+                if own and not isinstance(entry, ShardedTensorEntry):
+                    ranks = self._others.setdefault(self._change(name), [])
+                    ranks += [int(rank)] if len(ranks) < 10 else []
+        return self._others.get(path, [])
 
     def _expect_any(self, view: View) -> None:
         """Add a mismatch where nothing of what the application asks for is in the snapshot: it is another's."""

@@ -11,6 +11,7 @@ import torch
 
 from snapshot.engine.gather import Gather
 from snapshot.state.kinds import Kind
+from snapshot.tensors.memory import address_of_tensor
 
 
 def shared_memory(gather: Gather) -> list[str]:
@@ -108,19 +109,10 @@ def restored_by(
     @functools.cache
     def addresses() -> set[int]:
         return {
-            _address(held)
+            address_of_tensor(held)
             for key, entries in grouped.items()
             for path, held in kinds[key].live.items()
             if isinstance(held, torch.Tensor) and path in entries and path not in skipped
         }
 
-    return lambda tensor: _address(tensor) in addresses()
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory begins; of a sharded one, this rank's part."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    try:
-        return int(local.data_ptr()) or id(tensor)
-    except (RuntimeError, NotImplementedError):  # a subclass without memory of its own
-        return id(tensor)
+    return lambda tensor: address_of_tensor(tensor) in addresses()

@@ -60,6 +60,10 @@ class Kind:
         """Which names of the application the snapshot lacks, though names matter."""
         return []
 
+    def asks_for(self, path: str) -> bool:
+        """Return True if what another rank alone had is missed here, since the application has it."""
+        return False
+
     def kept(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """What the application has, the snapshot lacks, and keeps its value: path -> key."""
         return {}
@@ -95,6 +99,9 @@ class StateDictKind(Kind):
 
     def adopts(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
         return [path for path in self.live if path not in entries and path in elsewhere] if elsewhere else []
+
+    def asks_for(self, path: str) -> bool:
+        return path in self.live
 
     def kept(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         top = entries.get(self.key)

@@ -50,8 +50,7 @@ class ModelState:
         self.options = options
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's state under `model`, the optimizers' under `optim`. Fresh optimizers are given their state by it,
-        so that there is a place for what is restored."""
+        """The model's state under `model`, the optimizers' under `optim`. A fresh optimizer has none, and stays so."""
         return self._state_dict(self.options)
 
     def nested_state_dict(self) -> dict[str, Any]:
@@ -68,8 +67,25 @@ class ModelState:
             )
         if not self.optimizers:
             return {"model": get_model_state_dict(self.model, options=options)}
-        model, optim = get_state_dict(self.model, self.optimizers, options=options)
-        return {"model": model, "optim": optim}
+        fresh = [not optimizer.state for optimizer in self.optimizers]
+        try:
+            model, optim = get_state_dict(self.model, self.optimizers, options=options)
+            names = self._names_of(fresh, optim, options) if any(fresh) else set()
+        finally:
+            for optimizer, was_fresh in zip(self.optimizers, fresh, strict=True):
+                if was_fresh:  # torch has taken a step of zeros with it, from which training would go on otherwise
+                    optimizer.state.clear()
+        return {"model": model, "optim": _without_state(optim, names) if names else optim}
+
+    def _names_of(self, fresh: list[bool], optim: Mapping[str, Any], options: Any) -> set[str]:
+        """The parameters of fresh optimizers."""
+        if "param_groups" not in optim:
+            from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+            optim = get_optimizer_state_dict(self.model, self.optimizers, options=_nested(options))
+        groups = [was for was, each in zip(fresh, self.optimizers, strict=True) for _ in each.param_groups]
+        listed = zip(groups, optim["param_groups"], strict=False)
+        return {name for was_fresh, group in listed if was_fresh for name in group["params"]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take a state back, of this parallelism: `Snapshot.restore` has brought it into that."""
@@ -88,6 +104,14 @@ class ModelState:
             optim_state_dict=optim,
             options=options,
         )
+
+
+def _without_state(optim: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """An optimizer's state dict, nested or flat, without the state of some parameters."""
+    if "param_groups" in optim:
+        return {**optim, "state": {name: each for name, each in optim["state"].items() if name not in names}}
+    flat = {name: name.partition(".")[2].rpartition(".")[0] for name in optim if name.startswith("state.")}
+    return {name: each for name, each in optim.items() if flat.get(name) not in names}
 
 
 def _nested(options: Any) -> Any:

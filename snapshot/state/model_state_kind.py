@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from snapshot.manifest.entries import Container
-from snapshot.manifest.paths import component
+from snapshot.manifest.paths import component, uncomponent
 from snapshot.state.model import ModelState
-from snapshot.state.optimizer_kinds import StateOfParameters, with_options
+from snapshot.state.optimizer_kinds import StateOfParameters, exactly, with_options
 from snapshot.state.optimizers import grouped_otherwise
+from snapshot.tensors.memory import address_of_tensor
 
 
 class ModelStateKind(StateOfParameters):
@@ -32,14 +33,7 @@ class ModelStateKind(StateOfParameters):
         self.owners = {name: owner for names, owner in zip(self.groups, owners, strict=False) for name in names}
 
     def read_state(self) -> Any:
-        """By parameter, whatever the options say. Torch gives fresh optimizers a state for that, of a step of zeros."""
-        self._fresh = {
-            id(parameter)
-            for optimizer in self.stateful.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if not optimizer.state.get(parameter)
-        }
+        """By parameter, whatever the options say."""
         return self.stateful.nested_state_dict()
 
     @property
@@ -53,6 +47,13 @@ class ModelStateKind(StateOfParameters):
             other = grouped_otherwise(self._saved, self.groups)
             why = f"{self.base}: {other}" if other else None
         return why
+
+    def other_shapes(self, entries: Mapping[str, Any], unfit: set[int]) -> dict[str, str]:
+        for name, held in self.parameters.items():
+            shape = getattr(entries.get(f"{self.key}/model/{name}"), "shape", None)
+            if shape is not None and isinstance(held, torch.Tensor) and tuple(shape) != tuple(held.shape):
+                unfit = unfit | {address_of_tensor(held)}
+        return super().other_shapes(entries, unfit)
 
     def model_names(self) -> list[str]:
         return [component(name) for name in self.state["model"]]
@@ -102,36 +103,32 @@ class ModelStateKind(StateOfParameters):
         for group in live["param_groups"]:
             same = next((saved[name] for name in group["params"] if name in saved), group)
             groups.append({**with_options(same, group), "params": group["params"]})
-        states = {name: each for name, each in states.items() if each}
-        if states:  # of some parameters: torch asks for those without any, too
-            states = {name: states.get(name, {}) for group in live["param_groups"] for name in group["params"]}
+        states = {name: states.get(name, {}) for group in live["param_groups"] for name in group["params"]}
         return {"state": states, "param_groups": groups}
 
     def _amend(self, given: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-        """Put back what torch has cast, as it was read; and drop the state of parameters that the snapshot has without
-        any, and that of a fresh optimizer which nothing was restored into."""
-        found = self.stateful.nested_state_dict()["optim"]["state"]
-        owners = {
-            id(value): (optimizer, parameter, name)
-            for optimizer in self.stateful.optimizers
-            for parameter, each in optimizer.state.items()
-            if isinstance(each, dict)
-            for name, value in each.items()
-        }
-        for optimizer in self.stateful.optimizers:
-            for parameter in [each for each, state in optimizer.state.items() if not state]:
-                del optimizer.state[parameter]
+        """Make the optimizers hold what was read: torch casts it, leaves out what is frozen now, and wants a state for
+        each parameter."""
+        live = {address_of_tensor(each): (each, owner) for owner in self.optimizers for each in _parameters(owner)}
         known = {name for group in self._saved.groups for name in group} if self._saved else set()
-        for name, state in found.items():
-            path = component(str(name))
-            for what, now in state.items():
-                if id(now) not in owners:
-                    continue
-                optimizer, parameter, own = owners[id(now)]
-                restored = name in saved and path not in self.untouched
-                if not restored and (id(parameter) in self._fresh or (path in known and path not in self.untouched)):
-                    optimizer.state.pop(parameter, None)
-                    break
-                meant = given.get(name, {}).get(what)
-                if isinstance(meant, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != meant.dtype:
-                    optimizer.state[parameter][own] = meant.to(now.device)
+        for path, held in self.parameters.items():
+            parameter, optimizer = live.get(address_of_tensor(held), (None, None))
+            if parameter is None or optimizer is None:
+                continue
+            name = uncomponent(path)
+            state = optimizer.state.get(parameter)
+            if path in known and path not in self.untouched and not saved.get(name):
+                state = None  # the snapshot has the parameter, and no state of it
+            elif not state:
+                state = dict(saved[name]) if saved.get(name) and path not in self.untouched else None
+            else:
+                meant = given.get(name, {})
+                state.update({what: exactly(now, meant[what]) for what, now in state.items() if what in meant})
+            if state:
+                optimizer.state[parameter] = state
+            else:
+                optimizer.state.pop(parameter, None)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

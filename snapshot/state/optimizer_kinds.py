@@ -20,6 +20,7 @@ from snapshot.state.kinds import Kind
 from snapshot.state.live import MISSING
 from snapshot.state.optimizers import SavedOptimizer, change_of, expected_shape, knows_shapes, mismatch_of
 from snapshot.tensors.dtypes import BY_NAME, NAMES
+from snapshot.tensors.memory import address_of_tensor
 
 
 class StateOfParameters(Kind):
@@ -160,8 +161,9 @@ class StateOfParameters(Kind):
         away = set(gone)
         return {path: held for path, held in self.live.items() if path not in away} if away else self.live
 
-    def other_shapes(self) -> dict[str, str]:
-        """The parameters whose saved state has the shape of another one, and how it differs."""
+    def other_shapes(self, entries: Mapping[str, Any], unfit: set[int]) -> dict[str, str]:
+        """The parameters whose saved state has the shape of another one, and how it differs. `unfit`: where the memory
+        of parameters is that were left as they are."""
         found: dict[str, str] = {}
         known = knows_shapes(self.optimizers)
         for path, entry, name, what in self._tensors:
@@ -174,6 +176,9 @@ class StateOfParameters(Kind):
                 wanted = held.shape if isinstance(held, torch.Tensor) else entry.shape
             if tuple(wanted) != tuple(entry.shape):
                 found[name] = f"the snapshot has {what} of {list(entry.shape)}, the application {list(wanted)}"
+        for name in self.parameters if unfit else ():
+            if address_of_tensor(self.parameters[name]) in unfit and f"{self._states}{name}" in entries:
+                found.setdefault(name, "its parameter has another shape")
         return found
 
     def leave_state(self, name: str, entries: dict[str, Any]) -> str:
@@ -197,16 +202,16 @@ class StateOfParameters(Kind):
         return "cpu" if parameter is None else parameter.device
 
 
-def _exact(cast: Any, saved: Any) -> Any:
+def exactly(cast: Any, saved: Any) -> Any:
     """What an optimizer holds, in the dtypes that were meant, on the devices where torch has put it."""
     if isinstance(saved, torch.Tensor):
         if not isinstance(cast, torch.Tensor):
             return saved
         return cast if cast.dtype == saved.dtype else saved.to(cast.device)
     if isinstance(saved, dict) and isinstance(cast, dict):
-        return type(cast)((key, _exact(cast.get(key), value)) for key, value in saved.items())
+        return type(cast)((key, exactly(cast.get(key), value)) for key, value in saved.items())
     if isinstance(saved, (list, tuple)) and isinstance(cast, (list, tuple)) and len(saved) == len(cast):
-        return type(saved)(map(_exact, cast, saved))
+        return type(saved)(map(exactly, cast, saved))
     return cast
 
 
@@ -277,5 +282,5 @@ class OptimizerKind(StateOfParameters):
                 continue
             live = self.stateful.state.get(parameter)
             if live is not None:
-                live.update({name: _exact(live.get(name), value) for name, value in saved.items()})
+                live.update({name: exactly(live.get(name), value) for name, value in saved.items()})
         return []

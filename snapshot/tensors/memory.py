@@ -12,6 +12,7 @@ import os
 from functools import lru_cache
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from snapshot.report import counted
 
@@ -39,6 +40,18 @@ def buffer(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
 def address_of(data: memoryview) -> int:
     """Where a writable memoryview's bytes lie."""
     return ctypes.addressof(ctypes.c_char.from_buffer(data)) if len(data) else 0
+
+
+def address_of_tensor(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins; of a sharded one, this rank's part, and of a wrapped one, its first inner one's.
+    Something of its own for a tensor without memory."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    while is_traceable_wrapper_subclass(local):
+        local = getattr(local, local.__tensor_flatten__()[0][0])
+    try:
+        return int(local.data_ptr()) or id(tensor)
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)
 
 
 copy = _libc.memmove

@@ -485,3 +485,118 @@ def test_what_is_not_known_of_an_optimizer_is_not_claimed(warm):
         return
     with pytest.raises(RestoreError, match="with exp_avg, exp_avg_sq, step; Lion has ema"):
         Snapshot(URL).restore({"optim": live})
+
+
+class OwnStep(optim.AdamW):
+    """One of which it is not known what its step keeps."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("cls", [OwnStep, optim.AdamW])
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("key", ["a", "z"], ids=["optimizer first", "model first"])
+def test_the_state_of_a_head_that_is_left_is_left_by_any_optimizer(cls, warm, key):
+    def pair(width):
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, width))
+        optimizer = cls(net.parameters(), lr=0.1)
+        net(torch.ones(1, 3)).sum().backward()
+        return net, optimizer
+
+    net, optimizer = pair(2)
+    optimizer.step()
+    Snapshot.take(URL, {"m": net, key: optimizer}, overwrite=True)
+    other, another = pair(5)
+    if warm:
+        another.step()
+    report = Snapshot(URL).restore({"m": other, key: another}, strict=False, mismatched="skip")
+    assert {line.path for line in report.skipped} == {"m/1.weight", "m/1.bias", f"{key}/state/2", f"{key}/state/3"}
+    assert [index for index, each in enumerate(other.parameters()) if another.state.get(each)] == list(
+        range(4 if warm else 2)
+    )
+    another.step()
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_fresh_optimizer_stays_fresh_where_nothing_is_restored_into_it(several, flat):
+    """Torch takes a step of zeros to make a place for state; training must not go on from there."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    def made():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        parts = [net[0].parameters(), net[1].parameters()] if several else [net.parameters()]
+        return net, [optim.AdamW(part, lr=0.01) for part in parts]
+
+    def trained_for(net, optimizers, steps):
+        for _ in range(steps):
+            net(torch.ones(1, 3)).square().sum().backward()
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+        return net.state_dict()
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    expected = trained_for(*made(), 3)
+    net, optimizers = made()
+    Snapshot.take(URL, {"all": ModelState(net, optimizers, options)}, overwrite=True)
+    assert not any(each.state for each in optimizers)
+    assert same(dict(trained_for(net, optimizers, 3)), dict(expected))
+    trained_net, trained_optimizers = net, optimizers
+    net, optimizers = made()
+    report = Snapshot(URL).restore({"all": ModelState(net, optimizers, options)})
+    assert not report.lines
+    assert not any(each.state for each in optimizers)
+    Snapshot.take(URL, {"all": ModelState(trained_net, trained_optimizers, options)}, overwrite=True)
+    for given in ({"include": ["all/model/**"]}, {"exclude": ["all/optim"]}):
+        net, optimizers = made()
+        Snapshot(URL).restore({"all": ModelState(net, optimizers, options)}, **given)
+        assert not any(each.state for each in optimizers)
+    net, _ = made()
+    others = [optim.SGD(net.parameters(), lr=0.1, momentum=0.9)]
+    with pytest.raises(RestoreError):
+        Snapshot(URL).restore({"all": ModelState(net, others, options)})
+    Snapshot(URL).restore({"all": ModelState(net, others, options)}, strict=False)
+    assert not any(each.state for each in others)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("then", [False, True])
+def test_the_state_of_what_is_frozen_now_is_restored(warm, then):
+    net, optimizer = trained(optim.AdamW)
+    net.bias.requires_grad_(not then)
+    Snapshot.take(URL, {"all": ModelState(net, optimizer)}, overwrite=True)
+    other, another = trained(optim.AdamW)
+    if not warm:
+        another = optim.AdamW(other.parameters(), lr=0.1)
+    other.bias.requires_grad_(False)
+    Snapshot(URL).restore({"all": ModelState(other, another)})
+    assert same(another.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_rename_of_all_paths_renames_an_optimizer_once(flat):
+    import re
+
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    def made(seed):
+        torch.manual_seed(seed)
+        net = nn.ModuleDict({name: nn.Linear(3, 3) for name in "ab"})
+        optimizer = optim.AdamW(net.parameters(), lr=0.1)
+        for parameter in net.parameters():
+            parameter.grad = torch.randn(parameter.shape)
+        optimizer.step()
+        return net, optimizer, ModelState(net, optimizer, StateDictOptions(flatten_optimizer_state_dict=flat))
+
+    net, optimizer, state = made(0)
+    Snapshot.take(URL, {"s": state}, overwrite=True)
+    other, another, live = made(1)
+    swap = re.compile(r"(?<=[/.])[ab](?=\.)")
+    Snapshot(URL).restore({"s": live}, rename=lambda path: swap.sub(lambda found: "ba"["ab".index(found[0])], path))
+    for here, there in (("a", "b"), ("b", "a")):
+        assert torch.equal(other[here].weight, net[there].weight)
+        expected = optimizer.state[net[there].weight]["exp_avg"]
+        assert torch.equal(another.state[other[here].weight]["exp_avg"], expected)
