@@ -66,7 +66,7 @@ def collect(
 
 
 _logged: set[str] = set()
-"""What was said of memory that is shared: a run says it once, and not at each take."""
+"""Messages about shared memory that were logged already: a run logs each once, not at every take."""
 
 
 def shared_apart(leaves: Sequence[Leaf]) -> list[tuple[Leaf, Leaf]]:

@@ -62,15 +62,15 @@ class Match:
         self._notes = notes
         self.restored = 0
         self.left = False
-        """Whether something that is in the snapshot was left as it is, since it does not fit."""
+        """True if something that the snapshot has was left as it is, since it does not fit."""
         self.unfit: set[str] = set()
         """Tensors that are left as they are, since their shape differs."""
         self.unfit_memory: set[int] = set()
-        """Where the memory of those is."""
+        """Addresses of the memory of those tensors."""
         self.shapes = False
-        """Whether a shape that differs is among the mismatches."""
+        """True if a shape that differs is among the mismatches."""
         self.beside: Callable[[Any], bool] = lambda parameter: False
-        """Whether a live tensor is restored by another stateful than the optimizer."""
+        """Return True if a live tensor is restored by a stateful other than the optimizer."""
         self.skipped: set[str] = set()
         self.lacking = False
         """Whether the application has names that were not found."""
@@ -125,7 +125,7 @@ class Match:
         return True
 
     def _match_structure(self, kind: Kind, entries: dict[str, Any]) -> bool:
-        """What is to be known of containers and names, before a leaf is looked at. False where the whole stateful is
+        """Compare containers and names, before any leaf. Return False if the whole stateful is
         left as it is."""
         if not kind.by_name:
             self._match_withheld(kind)
@@ -163,7 +163,7 @@ class Match:
         return found.goes_on
 
     def _match_missing(self, kind: Kind, entries: dict[str, Any]) -> None:
-        """Names of which each is an error, or left out and reported."""
+        """Raise or report names that the snapshot lacks, and names that only the snapshot has."""
         for path in filter(self._wanted, kind.missing(entries)):
             if self._strict:
                 why = self._withheld.get(path, "is in the application, not in the snapshot")
@@ -181,7 +181,7 @@ class Match:
                 self._notes.mismatches.append(f"{path}: is in the snapshot, not in the application")
 
     def _match_kept(self, kind: Kind, entries: Mapping[str, Any]) -> None:
-        """What the application has and the snapshot lacks keeps its value, unless it should be removed. What is another
+        """Keep what the snapshot lacks, or remove it if that was asked for. What is another
         rank's is neither: the application asks for it."""
         gone = self.dropped[kind.key] = []
         for path, key in kind.kept(entries).items():

@@ -13,14 +13,14 @@ from snapshot.state.optimizer_kinds import StateOfParameters
 
 @dataclass
 class Found:
-    """What became of the comparison."""
+    """The result of the comparison."""
 
     goes_on: bool = True
     """False where nothing of the stateful is restored."""
     left: bool = False
-    """Whether something that is in the snapshot was left as it is."""
+    """True if something that the snapshot has was left as it is."""
     shapes: bool = False
-    """Whether a shape that differs is among the mismatches."""
+    """True if a shape that differs is among the mismatches."""
 
 
 def match_optimizer(

@@ -31,7 +31,7 @@ from snapshot.state.model_state_kind import ModelStateKind
 
 
 def below_only_key(document: Document, view: View, app_state: Mapping[str, Any]) -> View:
-    """Where a format knows no names of statefuls, the only one of the application takes all."""
+    """Put a checkpoint that names no statefuls below the key of the application's only one."""
     if root_of(document) is None or len(app_state) != 1:
         return view
     key = component(*app_state)
@@ -173,7 +173,7 @@ def _rename_optimizer(view: View, key: str, names: Mapping[str, str]) -> View:
 
 
 def optimizer_change(base: str, names: Mapping[str, str]) -> Change:
-    """What gives paths of an optimizer's state the new names of its parameters."""
+    """Return the function that gives paths of an optimizer's state the new names of its parameters."""
 
     def change(path: str) -> str:
         if not path.startswith(base):

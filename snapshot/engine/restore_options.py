@@ -1,4 +1,4 @@
-"""What a restore was asked for."""
+"""The arguments of a restore, as a value."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CASTS: dict[str, Callable[[torch.dtype, torch.dtype], bool]] = {
     "same_kind": torch.can_cast,
     "any": lambda saved, wanted: True,
 }
-"""Whether a saved dtype may be cast to another one."""
+"""Rules for `cast`: each returns True if a saved dtype may be cast to the wanted one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreOptions:
-    """What is restored, and what may differ: the arguments of `Snapshot.restore`."""
+    """The arguments of `Snapshot.restore`: which entries are restored, and which differences are allowed."""
 
     strict: bool = True
     exact: bool = False

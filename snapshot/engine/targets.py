@@ -82,7 +82,7 @@ def read_only_memory(gather: Gather) -> list[str]:
 
 
 def _is_allocated(value: object) -> bool:
-    """Whether torch allocated a tensor's memory itself, so that it can be written to."""
+    """Return True if torch allocated the tensor's memory itself, so that it can be written to."""
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.untyped_storage().resizable()  # type: ignore[attr-defined]
 
 

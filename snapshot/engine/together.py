@@ -71,7 +71,7 @@ class Ready(msgspec.Struct, array_like=True):
     unknown: list[str]
     """Why what was asked for is not to be found here."""
     atomic: bool = False
-    """Whether it verifies every byte before it touches a live tensor."""
+    """True if the rank verifies every byte before it touches a live tensor."""
 
 
 class Go(msgspec.Struct, array_like=True):
@@ -83,7 +83,7 @@ class Go(msgspec.Struct, array_like=True):
     names: bool
     """Whether all are to say which names they have a use for."""
     atomic: bool = False
-    """Whether no rank touches a live tensor before all have verified what they read."""
+    """True if no rank may touch a live tensor before all have verified their bytes."""
 
 
 class Wishes(msgspec.Struct, array_like=True):

@@ -17,7 +17,7 @@ NOTICE = (
     b"\x80\x02cthis is a snapshot and not a checkpoint of DCP: read it with SnapshotReader of snapshot-torch, "
     b"or with Snapshot(path)\nNotice\n."
 )
-"""A pickle of a class that does not exist: whoever loads it gets an error with this text, and nothing runs."""
+"""A pickle of a class that does not exist. Loading it raises an error with this text; no code runs."""
 
 
 async def is_notice(storage: Storage) -> bool:

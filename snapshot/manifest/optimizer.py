@@ -1,4 +1,4 @@
-"""What a manifest records of an optimizer, beside its state."""
+"""The record of an optimizer in a manifest, beside its state."""
 
 from __future__ import annotations
 
