@@ -84,20 +84,12 @@ class StateOfParameters(Kind):
         change = change_of(saved, self.optimizers)
         if change:
             yield "changed", self.base, change
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        live = {name: group for names, group in zip(self.groups, groups, strict=False) for name in names}
         for number, (options, params) in enumerate(zip(saved.options, saved.groups, strict=True)):
-            group = self._live_group(params)
-            for name in group:
+            for name in next((live[each] for each in params if each in live), {}):
                 if name not in ("params", "param_names") and component(str(name)) not in options:
                     yield "kept", f"{self.base}/param_groups/{number}/{component(str(name))}", "the snapshot lacks it"
-
-    def _live_group(self, params: Iterable[str]) -> Mapping[str, Any]:
-        """The live parameter group that holds the first of these parameters."""
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        for name in params:
-            for names, group in zip(self.groups, groups, strict=False):
-                if name in names:
-                    return group
-        return {}
 
     def choose_dtypes(
         self, cast: str, allowed: Callable[[torch.dtype, torch.dtype], bool], beside: Callable[[Any], bool]
