@@ -6,6 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 
+def class_name(kind: type) -> str:
+    """The module and the qualified name of a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 class SavedObject(Mapping[str, Any]):
     """An object that was saved, read where the application holds no class for it.
 

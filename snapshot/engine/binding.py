@@ -16,12 +16,14 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError
 from snapshot.manifest import entries as e
-from snapshot.manifest.paths import component
+from snapshot.manifest.counting import is_leaf
+from snapshot.manifest.paths import component, with_parents
 from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.typed import EnumEntry, resolve_member
 from snapshot.report import Notes
+from snapshot.saved import class_name
 from snapshot.state import compound
-from snapshot.state.compound import class_name, form_of
+from snapshot.state.compound import form_of
 from snapshot.state.flatten import context_entries
 from snapshot.state.live import live_leaves
 
@@ -133,13 +135,7 @@ class Binding:
 
     def _above_wanted(self, entries: Mapping[str, Any]) -> set[str]:
         """The paths of what is restored, and of what that is in."""
-        found: set[str] = set()
-        for path, entry in entries.items():
-            above = "" if path in self._skipped or (isinstance(entry, e.Container) and entry.width) else path
-            while above and above not in found:
-                found.add(above)
-                above = above.rpartition("/")[0]
-        return found
+        return with_parents(path for path, entry in entries.items() if path not in self._skipped and is_leaf(entry))
 
     # Enums
 

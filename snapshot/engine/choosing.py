@@ -18,7 +18,9 @@ from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.unpickling import is_refused
 from snapshot.manifest import entries as e
 from snapshot.manifest.check import check_tensor, locations_of
+from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.document import Document
+from snapshot.manifest.paths import with_parents
 from snapshot.manifest.view import View, nearest, rank_view, renamed
 from snapshot.plan.globs import matcher, unmatched
 from snapshot.plan.renaming import Rename, compile_rename
@@ -80,11 +82,7 @@ def _selected(entries: Mapping[str, Any], select: Sequence[str], exclude: Sequen
     if not (select or exclude):
         return dict(entries)
     included, excluded = matcher(select or ["**"]), matcher(exclude)
-    leaves = {
-        path
-        for path, entry in entries.items()
-        if not (isinstance(entry, e.Container) and entry.width) and included(path) and not excluded(path)
-    }
+    leaves = {path for path, entry in entries.items() if is_leaf(entry) and included(path) and not excluded(path)}
     return _with_containers(entries, leaves)
 
 
@@ -115,12 +113,7 @@ def _renamed(entries: dict[str, Any], change: Callable[[str], str]) -> dict[str,
 
 def _with_containers(entries: Mapping[str, Any], leaves: set[str]) -> dict[str, Any]:
     """Leaves, and the containers that they are in, without what else was in these."""
-    needed = set(leaves)
-    for path in leaves:
-        above = path.rpartition("/")[0]
-        while above and above not in needed:
-            needed.add(above)
-            above = above.rpartition("/")[0]
+    needed = leaves | with_parents(leaves)
     kept = {}
     for path, entry in entries.items():
         if path not in needed:
@@ -214,6 +207,11 @@ def is_leaf_value(entry: Any) -> bool:
 def is_foreign_object(document: Document, entry: Any) -> bool:
     """Whether an entry is an object that somebody else stored: there may be something plain in it."""
     return isinstance(entry, e.ObjectEntry) and isinstance(document, ForeignDocument)
+
+
+def places_of(entry: Any) -> list[tuple[Any, ...]]:
+    """Return where each box of a tensor is stored, and how: equal for two entries of the same stored values."""
+    return [(box, each.location, each.byte_range, each.extra, each.serializer) for box, each in entry.pieces()]
 
 
 def clean(entry: Any) -> Any:

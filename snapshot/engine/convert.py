@@ -22,6 +22,7 @@ from snapshot.engine.choosing import (
     expect_something,
     expect_sound,
     is_foreign_object,
+    places_of,
 )
 from snapshot.engine.fetching import Fetched, expect_room
 from snapshot.engine.loop import run
@@ -123,7 +124,7 @@ class Recording:
         record = getattr(entry, "optimizer", None)
         if record is None or self._dtype is None:
             return entry
-        dtypes = tuple(self._cast(dtype) if dtype in BY_NAME else dtype for dtype in record.dtypes)
+        dtypes = tuple(map(self._cast, record.dtypes))
         return msgspec.structs.replace(entry, optimizer=msgspec.structs.replace(record, dtypes=dtypes))
 
     def _tensor(self, path: str, entry: Any) -> None:
@@ -132,11 +133,7 @@ class Recording:
         extra = clean(entry)
         dtype = self._cast(entry.dtype)
         if math.prod(entry.shape):
-            places = [
-                (box, stored.location, stored.byte_range, stored.extra, stored.serializer)
-                for box, stored in entry.pieces()
-            ]
-            key = repr((places, entry.dtype, entry.shape, extra, type(entry)))
+            key = repr((places_of(entry), entry.dtype, entry.shape, extra, type(entry)))
             if (owner := self._seen.setdefault(key, path)) != path:
                 self.flat.ties[path] = owner
                 return

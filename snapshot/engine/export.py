@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from snapshot.engine import losses
-from snapshot.engine.choosing import Objects, clean, expect_sound, is_leaf_value, seen
+from snapshot.engine.choosing import Objects, clean, expect_sound, is_leaf_value, places_of, seen
 from snapshot.engine.classless import without_classes
 from snapshot.engine.convert import Choice
 from snapshot.engine.fetching import Fetched, expect_room
@@ -188,7 +188,7 @@ class Export:
 
     def _absent(self, plan: Plan, path: str, entry: Any) -> Any:
         extra = clean(entry) or e.PLAIN
-        key = repr([(box, each.location, each.byte_range, each.extra, each.serializer) for box, each in entry.pieces()])
+        key = repr(places_of(entry))
         dtype, shape, order = self._dtype(entry), tuple(entry.shape), extra.stride_order
         tied = f"{key} {dtype} {shape} {extra}" if math.prod(shape) else path
         known = self._tied.get(tied)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from snapshot.engine.choosing import clean
+from snapshot.engine.choosing import clean, places_of
 from snapshot.manifest import entries as e
 from snapshot.state import arrays
 from snapshot.tensors.strides import contiguous, span
@@ -44,8 +44,7 @@ def memory_changes(entries: Mapping[str, Any], is_kept: Callable[[str, str], boo
             begin = extra.storage_offset or 0
             count = math.prod(first.shape)
             dense = span(first.shape, extra.strides or contiguous(first.shape)) == count
-            view = repr(([(box, each.location, each.byte_range, each.extra, each.serializer) for box, each in pieces],
-                         entry.dtype, entry.shape, clean(entry)))  # fmt: skip
+            view = repr((places_of(entry), entry.dtype, entry.shape, clean(entry)))
             place = first.location, first.byte_range
             stored.setdefault(place, []).append((begin, begin + count if dense else begin, path, view))
     for views in stored.values():

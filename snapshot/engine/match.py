@@ -24,6 +24,7 @@ from snapshot.manifest.paths import component
 from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.view import View, adopt, leave_out
 from snapshot.report import Notes
+from snapshot.saved import class_name
 from snapshot.state import arrays
 from snapshot.state.kinds import Kind, names_beneath
 from snapshot.state.live import MISSING, Choice
@@ -422,7 +423,7 @@ def _tag(entry: Any) -> str:
 
 
 def _subclass(tensor: torch.Tensor) -> str | None:
-    return None if type(tensor) is torch.Tensor else f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+    return None if type(tensor) is torch.Tensor else class_name(type(tensor))
 
 
 def _fits(held: Any, entry: e.NDArrayEntry, path: str) -> bool:

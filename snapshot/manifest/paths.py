@@ -113,3 +113,14 @@ def quote(text: str) -> str:
     if "[" in text:
         text = text.replace("[", "%5B")
     return "%5F%5Fmetadata__" if text == "__metadata__" else text
+
+
+def with_parents(paths: Iterable[str]) -> set[str]:
+    """Return the paths, and those of the containers that they are in."""
+    found: set[str] = set()
+    for path in paths:
+        above = path
+        while above and above not in found:
+            found.add(above)
+            above = above.rpartition("/")[0]
+    return found

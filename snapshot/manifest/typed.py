@@ -23,7 +23,7 @@ from typing import Any
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.manifest.paths import component, uncomponent
 from snapshot.manifest.scalars import LONG, SCALARS, Scalar, StrEntry, int_of, int_text, scalar_entry
-from snapshot.saved import SavedObject
+from snapshot.saved import SavedObject, class_name
 
 
 class Typed(Scalar):
@@ -275,7 +275,7 @@ def enum_entry(value: Any) -> EnumEntry | None:
     if isinstance(value, SavedObject):
         return _enum_entry(value.class_name, value.get("name"), value.get("value"), has_value="value" in value)
     kind = type(value)
-    return _enum_entry(f"{kind.__module__}.{kind.__qualname__}", value.name, value._value_, has_value=True)
+    return _enum_entry(class_name(kind), value.name, value._value_, has_value=True)
 
 
 def _enum_entry(obj_type: str, name: Any, value: Any, *, has_value: bool) -> EnumEntry | None:

@@ -18,14 +18,10 @@ import torch
 
 from snapshot.manifest.compounds import SubclassEntry
 from snapshot.manifest.paths import encode_key
+from snapshot.saved import class_name
 from snapshot.state.shards import Sharded
 
 ENUM, RECORD, WRAPPER = "Enum", "dataclass", "TensorSubclass"
-
-
-def class_name(kind: type) -> str:
-    """The module and the qualified name of a class."""
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 _forms: WeakKeyDictionary[type, str | None] = WeakKeyDictionary()

@@ -23,9 +23,9 @@ from snapshot.manifest.entry import Entry
 from snapshot.manifest.paths import component, component_of, encode_key, tagged_keys
 from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.typed import LONGEST_NAME, TYPED, enum_entry, plain_entry
-from snapshot.saved import SavedObject
+from snapshot.saved import SavedObject, class_name
 from snapshot.state import compound
-from snapshot.state.compound import class_name, form_of
+from snapshot.state.compound import form_of
 from snapshot.state.dicts import dict_maker
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.state.live import live_leaves

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.manifest.entries import Compound, Container, DictEntry
-from snapshot.manifest.paths import component, component_of, decode_key, encode_key, tagged_keys
+from snapshot.manifest.paths import component, component_of, decode_key, encode_key, tagged_keys, with_parents
 from snapshot.state.compound import ENUM, form_of, holds_itself, parts_of
 
 _DICTS = {dict, OrderedDict, defaultdict, Counter}
@@ -100,8 +100,8 @@ class Choice:
             if not isinstance(entry, Container) or entry.width == 0
         }
         self.skipped = {path for path, is_wanted in leaves.items() if not is_wanted}
-        self._above_skipped = _with_parents(self.skipped)
-        self._above_wanted = _with_parents(path for path, is_wanted in leaves.items() if is_wanted)
+        self._above_skipped = with_parents(self.skipped)
+        self._above_wanted = with_parents(path for path, is_wanted in leaves.items() if is_wanted)
 
     @property
     def nothing(self) -> bool:
@@ -143,13 +143,3 @@ class Choice:
             f"of {len(names)} to hold the rest",
             [path],
         )
-
-
-def _with_parents(paths: Iterable[str]) -> set[str]:
-    found: set[str] = set()
-    for path in paths:
-        above = path
-        while above and above not in found:
-            found.add(above)
-            above = above.rpartition("/")[0]
-    return found

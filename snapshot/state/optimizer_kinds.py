@@ -220,8 +220,9 @@ class OptimizerKind(StateOfParameters):
     def __init__(self, key: str, stateful: torch.optim.Optimizer) -> None:
         super().__init__(key, stateful)
         parameters = [parameter for group in stateful.param_groups for parameter in group["params"]]
-        self.groups = [[str(index) for index in group["params"]] for group in self.state.get("param_groups", ())]
-        indices = [index for group in self.state.get("param_groups", ()) for index in group["params"]]
+        numbers = [list(group["params"]) for group in self.state.get("param_groups", ())]
+        self.groups = [list(map(str, group)) for group in numbers]
+        indices = [index for group in numbers for index in group]
         self.needs = frozenset({f"{key}/param_groups"})
         self.parameters = dict(zip(map(str, indices), parameters, strict=False))
         self.owners = dict.fromkeys(self.parameters, stateful)

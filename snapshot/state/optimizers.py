@@ -15,6 +15,7 @@ from snapshot.manifest.entries import DictEntry, ListEntry
 from snapshot.manifest.optimizer import OptimizerRecord
 from snapshot.manifest.paths import component
 from snapshot.manifest.scalars import Scalar
+from snapshot.saved import class_name
 from snapshot.tensors.dtypes import NAMES
 
 _LIKE_PARAMETER = frozenset(
@@ -100,12 +101,12 @@ def record_of(optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[
     """Return what is recorded of optimizers with these parameters."""
     dtypes = [NAMES.get(each.dtype, "") if isinstance(each, torch.Tensor) else "" for each in parameters]
     return OptimizerRecord(
-        tuple(map(_class_name, optimizers)), tuple(dtypes[:1] if len(set(dtypes)) == 1 else dtypes)
+        _class_names(optimizers), tuple(dtypes[:1] if len(set(dtypes)) == 1 else dtypes)
     )  # fmt: skip
 
 
-def _class_name(optimizer: torch.optim.Optimizer) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+def _class_names(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[str, ...]:
+    return tuple(class_name(type(each)) for each in optimizers)
 
 
 Owners = Mapping[str, torch.optim.Optimizer]
@@ -114,7 +115,7 @@ Owners = Mapping[str, torch.optim.Optimizer]
 
 def mismatch_of(saved: SavedOptimizer, optimizers: Sequence[torch.optim.Optimizer], owners: Owners) -> str | None:
     """Say why the saved state is none for these optimizers, each for its own parameters; None if it is."""
-    same = saved.classes == tuple(map(_class_name, optimizers))
+    same = saved.classes == _class_names(optimizers)
     if same and len(optimizers) == 1:
         return None
     by = f"saved by {_short(saved.classes)} with" if saved.classes else "saved with"
@@ -143,7 +144,7 @@ def mismatch_of(saved: SavedOptimizer, optimizers: Sequence[torch.optim.Optimize
 
 def change_of(saved: SavedOptimizer, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
     """Say that the optimizers are of another class than those that were saved; None if they are not."""
-    if not saved.classes or saved.classes == tuple(map(_class_name, optimizers)):
+    if not saved.classes or saved.classes == _class_names(optimizers):
         return None
     here = ", ".join(type(each).__name__ for each in optimizers)
     known = not saved.state or all(_state_names(each) or each.state for each in optimizers)

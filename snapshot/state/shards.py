@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from snapshot.errors import SnapshotError
+from snapshot.saved import class_name
 from snapshot.tensors import composite, meshes
 from snapshot.tensors.digest import of_range
 from snapshot.tensors.geometry import Box, Shape, inside
@@ -86,7 +87,7 @@ class Sharded:
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, torch.Tensor):
-            raise TypeError(f"Sharded: `tensor` must be a torch.Tensor, not a {_name(type(self.tensor))}")
+            raise TypeError(f"Sharded: `tensor` must be a torch.Tensor, not a {class_name(type(self.tensor))}")
         if composite.plain_subclass(self.tensor) is None or self.tensor.layout is not torch.strided:
             raise TypeError(f"Sharded: `tensor` must be plain and dense, not a {_described(self.tensor)}")
         for name in ("global_shape", "offsets"):
@@ -372,8 +373,4 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _described(tensor: torch.Tensor) -> str:
-    return f"{_name(type(tensor))} of layout {tensor.layout}"
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    return f"{class_name(type(tensor))} of layout {tensor.layout}"

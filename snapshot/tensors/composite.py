@@ -11,6 +11,7 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError
 from snapshot.report import counted
+from snapshot.saved import class_name
 
 _PARAMETER = "torch.nn.parameter.Parameter"
 _COMPRESSED: dict[torch.layout, tuple[str, str, str]] = {
@@ -79,7 +80,7 @@ def plain_subclass(tensor: torch.Tensor) -> str | None:
     kind = type(tensor)
     if not _is_plain(kind):
         return None
-    return f"{kind.__module__}.{kind.__qualname__}"
+    return class_name(kind)
 
 
 def dress(path: str, tensor: torch.Tensor, subclass: str | None, requires_grad: bool) -> torch.Tensor:
