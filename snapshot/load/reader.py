@@ -7,7 +7,6 @@ verified as far as it can be. Every byte of storage is fetched once.
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,9 +28,6 @@ from snapshot.storage import Buffer, Storage, drive, in_thread, uninterrupted
 from snapshot.tensors.digest import BLOCK, of_range, of_table
 from snapshot.tensors.memory import buffer
 
-_counting = threading.Lock()
-# no fork while another thread holds it: nobody in the child would ever give it back
-os.register_at_fork(before=_counting.acquire, after_in_parent=_counting.release, after_in_child=_counting.release)
 HOT = 4 << 20
 """What a thread reads, and then digests, before the next: short enough to be in a cache still."""
 
@@ -76,6 +72,7 @@ class Reader:
         touched: set[str] | None = None,
     ) -> None:
         self._storage = storage
+        self._counting = threading.Lock()
         self._budget = budget
         self._verify = verify
         limits = storage.limits
@@ -353,7 +350,7 @@ class Reader:
         check.update(begin - want.stored.byte_range[0], data)
         if check.table is not None:
             return check.bad is None or self._refuse(want, check.bad)
-        with _counting:
+        with self._counting:
             check.left -= len(data)
             complete = check.left == 0
         if complete:
