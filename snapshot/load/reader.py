@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from snapshot.aio import in_thread, run_inline, shielded
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
 from snapshot.events import emit
 from snapshot.formats.embedded_tensors import HEAD, LONGEST_HEAD, Layout, Short, archived, layout_of, streamed
@@ -24,7 +25,7 @@ from snapshot.plan.coalesce import ReadPart, plan_reads
 from snapshot.runtime.arena import Slot
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import cancelled
-from snapshot.storage import Buffer, Storage, drive, in_thread, uninterrupted
+from snapshot.storage import Buffer, Storage
 from snapshot.tensors.digest import BLOCK, of_range, of_table
 from snapshot.tensors.memory import buffer
 
@@ -127,13 +128,13 @@ class Reader:
             if self._verify:
                 await self.prepare_checks(wants)
             if self._blocking:
-                lanes += [asyncio.create_task(in_thread(drive, lane)) for _ in range(self._lanes)]
+                lanes += [asyncio.create_task(in_thread(run_inline, lane)) for _ in range(self._lanes)]
             else:
                 lanes += [asyncio.create_task(lane()) for _ in range(self._lanes)]
             await asyncio.gather(*lanes)
         except BaseException as error:
             self._stopped = True
-            await uninterrupted(cancelled(lanes))
+            await shielded(cancelled(lanes))
             if isinstance(error, (CorruptSnapshotError, StorageNotFoundError)):
                 raise CorruptSnapshotError(
                     f"{error}{_touched(self.result.touched)}", faults=[str(error)], touched=sorted(self.result.touched)
@@ -271,7 +272,7 @@ class Reader:
         try:
             await asyncio.gather(*reads)
         except BaseException:
-            await uninterrupted(cancelled(reads))
+            await shielded(cancelled(reads))
             raise
 
     async def _fetch(self, part: ReadPart, wants: Sequence[ReadRequest]) -> None:

@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from snapshot.aio import inline
 from snapshot.runtime.arena import Slot, arena
 from snapshot.runtime.latch import Latch
-from snapshot.storage import inline
 
 
 class BudgetStatistics(NamedTuple):

@@ -28,6 +28,7 @@ from typing import Any
 
 import snapshot
 from snapshot import registry
+from snapshot.aio import shielded
 from snapshot.errors import SnapshotError
 from snapshot.events import emit, log
 from snapshot.per_process import PerProcess
@@ -37,7 +38,8 @@ from snapshot.runtime.loop import cancelled, in_own_thread
 from snapshot.runtime.shared_memory import SharedSegment
 from snapshot.save.staging import StagedPart
 from snapshot.save.writer import Progress, StagedParts, WrittenFile
-from snapshot.storage import URL, Storage, uninterrupted
+from snapshot.storage import Storage
+from snapshot.url import URL
 from snapshot.worker.protocol import (
     Begin,
     Cancel,
@@ -185,7 +187,7 @@ class WriterProcess:
             take.take_back()
         except BaseException as error:
             staging.stop(error)
-            await uninterrupted(self._give_up(take, pumps))
+            await shielded(self._give_up(take, pumps))
             raise
         finally:
             self._takes.pop(take.number, None)
