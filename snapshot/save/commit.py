@@ -124,7 +124,7 @@ async def _read_leader_part(session: Session, save_id: str, rank: int, done: Ran
         return decode_part(data, PartEntry(path, *done.leader_part, [rank], -1), path)
 
     try:
-        return await session.twice(path, read)
+        return await session.read_twice(path, read)
     except StorageNotFoundError as error:
         raise SnapshotError(
             f"{error}: rank {rank} wrote it, and rank 0 does not see it; all ranks must share one storage"

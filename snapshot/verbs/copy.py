@@ -21,6 +21,7 @@ from snapshot.errors import CommitUnknown, CorruptSnapshotError, SnapshotError, 
 from snapshot.events import emit
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.load.checksums import expect_sums
+from snapshot.load.open import expect_files, load_parts, open_document, open_main, read_parts
 from snapshot.load.stored_ranges import TABLE, stored_in, uncovered, wants_of
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document, ManifestPart, PartEntry, encode
@@ -71,7 +72,7 @@ def copied(
         return Session(place, target_options, durable=durable, budget=half)
 
     try:
-        document = run(source.open_main())
+        document = run(open_main(source))
         if _servers(options) == _servers(target_options):
             _expect_apart(origin, url)
         if isinstance(document, ForeignDocument):
@@ -126,14 +127,14 @@ def _part(
     source: Session, document: Document, choice: Selection, url: URL, opener: Any, meter: Meter, *, overwrite: bool
 ) -> CopyReport:
     """What of a snapshot was selected, as a snapshot: the files hold other things, too, and are written anew."""
-    run(source.load(document, list(document.parts)))
-    run(source.expect_files(document, locations_of(document.manifest, document.files)))
+    run(load_parts(source, document, list(document.parts)))
+    run(expect_files(source, document, locations_of(document.manifest, document.files)))
     if choice.verify:
         expect_sums(source, stored_in(document.manifest), document.files)
     as_snapshot(source, document, choice, url, opener, meter, overwrite=overwrite, timeout=Settings.current().timeout)
     made = opener(url)
     try:
-        written = run(made.open())
+        written = run(open_document(made))
     finally:
         run(made.close())
     nbytes = sum(file.size for file in written.files.values())
@@ -165,9 +166,9 @@ class _Copy:
         """Copy it. Over a network bytes may be damaged on their way only: then once more, from the beginning."""
         document, url = self._document, str(self._target.url)
         expect = await expectation(self._target, overwrite=overwrite)
-        parts = await self._source.read_parts(document.parts)
+        parts = await read_parts(self._source, document.parts)
         names = [each.location for each in document.parts]
-        await self._source.expect_files(document, set(document.files))
+        await expect_files(self._source, document, set(document.files))
         files = await in_thread(self._files, parts, await tokens(self._source.storage, document.files))
         nbytes = sum(file.size for file in files)
         for again in (False, True):
