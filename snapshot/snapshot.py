@@ -258,7 +258,7 @@ class Snapshot(Checkpoint):
         exclude: Sequence[str] = (),
         memory_budget_bytes: int | None = None,
     ) -> SavePlan:
-        """What a take would write: a dry run that writes nothing. The same plan may be given to `take`.
+        """Return what a take would write: a dry run that writes nothing. The same plan may be given to `take`.
 
         >>> import torch
         >>> from snapshot import StateDict

@@ -107,7 +107,7 @@ class Chooser:
             warnings.warn(f"exclude: the glob {glob!r} matches nothing in the snapshot", stacklevel=8)
 
     def _entries(self, key: str, grouped: Mapping[str, dict[str, Any]], view: View) -> dict[str, Any] | None:
-        """What there is under a key. If only other ranks had it, a module finds its names there."""
+        """Return what there is under a key. If only other ranks had it, a module finds its names there."""
         if key not in grouped and any(path.startswith(f"{key}/") for path in view.elsewhere):
             return {key: OrderedDictEntry([])}
         return grouped.get(key)

@@ -33,7 +33,7 @@ from snapshot.runtime.session import Session
 
 
 async def open_document(session: Session, rank: int | None = None) -> Document:
-    """The snapshot's manifest, with all of its parts, or with those that one rank needs first."""
+    """Return the snapshot's manifest, with all of its parts, or with those that one rank needs first."""
     document = await open_main(session)
     first = rank if rank is None or rank < document.world_size else 0
     await load_parts(session, document, [part for part in document.parts if first is None or first in part.ranks])
@@ -41,7 +41,7 @@ async def open_document(session: Session, rank: int | None = None) -> Document:
 
 
 async def open_main(session: Session) -> Document:
-    """The snapshot's manifest without those of its parts that stand in files of their own."""
+    """Return the snapshot's manifest without those of its parts that stand in files of their own."""
     if isinstance(session.storage, ReadOnly):  # what stood here was somebody else's: now it may be another's
         await session.storage.close()
         session.switch_storage(session.open_beside(session.url))
@@ -121,7 +121,7 @@ async def load_parts(session: Session, document: Document, parts: Sequence[PartE
 
 
 async def read_parts(session: Session, parts: Sequence[PartEntry]) -> list[ManifestPart]:
-    """What parts of a manifest hold."""
+    """Return what parts of a manifest hold."""
     at_once = asyncio.Semaphore(16)
 
     async def read(part: PartEntry) -> ManifestPart:
@@ -147,7 +147,7 @@ async def expect_files(session: Session, document: Document, locations: set[str]
 
 
 async def missing_files(session: Session, document: Document, locations: set[str], *more: int) -> dict[str, str]:
-    """A line for each file that is not there, is no file, or is not as long as it was; or (`more`) of which the
+    """Return a line for each file that is not there, is no file, or is not as long as it was; or (`more`) of which the
     storage says so. Anything else that a storage says is no word about the snapshot, and raised."""
     damage = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, *more}
     at_once = asyncio.Semaphore(16)

@@ -74,8 +74,8 @@ async def commit_with_ranks(
 
 
 async def _find_out(session: Session, transaction: Transaction, lost: Undecided) -> None:
-    """The leader was lost after all ranks had written. Deleting its claim decides the commit, if that needs the claim;
-    otherwise only the storage shows whether the leader commits."""
+    """Find out what became of the commit, if the leader was lost after all ranks had written. Deleting its claim
+    decides the commit, if that needs the claim; otherwise only the storage shows whether the leader commits."""
     if await transaction.is_committed():
         log.warning("%s: %s, but the snapshot is committed", session.url, lost)
         return

@@ -126,7 +126,7 @@ def _expect_apart(origin: URL, url: URL) -> None:
 def _part(
     source: Session, document: Document, choice: Selection, url: URL, opener: Any, meter: Meter, *, overwrite: bool
 ) -> CopyReport:
-    """What of a snapshot was selected, as a snapshot: the files hold other things, too, and are written anew."""
+    """Return what of a snapshot was selected, as a snapshot: the files hold other things, too, and are written anew."""
     run(load_parts(source, document, list(document.parts)))
     run(expect_files(source, document, locations_of(document.manifest, document.files)))
     if choice.verify:
@@ -196,7 +196,7 @@ class _Copy:
         return CopyReport("snapshot", count, len(files), nbytes, "digests" if self._verify else "sizes")
 
     def _files(self, parts: Sequence[ManifestPart], held: Mapping[str, tuple[int, str | None]]) -> list[CopiedFile]:
-        """The files, longest first, with what is to be compared of each."""
+        """Return the files, longest first, with what is to be compared of each."""
         document = self._document
         ranges: dict[str, list[CheckedRange]] = {location: [] for location in document.files}
         if self._verify:
@@ -271,7 +271,7 @@ def _places(save_id: str, locations: Sequence[str]) -> dict[str, str]:
 
 
 def _moved(document: Document, save_id: str, places: Mapping[str, str], parts: list[PartEntry]) -> bytes:
-    """A manifest that says the same of files under other names."""
+    """Return a manifest that says the same of files under other names."""
     files = {places[name]: file for name, file in document.files.items()}
     _move(document.manifest, places)
     data = encode(msgspec.structs.replace(document, save_id=save_id, files=files, parts=parts))

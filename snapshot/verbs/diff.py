@@ -81,12 +81,12 @@ class DiffNames:
         self.forms = made
 
     def at(self, name: str, rank: Rank) -> Any:
-        """What a rank has under a name."""
+        """Return what a rank has under a name."""
         form = self.forms.get(name, {})
         return form.get(rank, form.get(None))
 
     def ties(self) -> dict[tuple[str, Rank], frozenset[str]]:
-        """The names that are of one tensor, by each of them."""
+        """Return the names that are of one tensor, by each of them."""
         held: dict[Any, list[tuple[str, Rank]]] = defaultdict(list)
         for name, form in self.forms.items():
             for rank, entry in form.items():
@@ -209,7 +209,7 @@ def _ranks(here: Mapping[Rank, Any], there: Mapping[Rank, Any], world: int) -> l
 def _matched(
     here: DiffNames, there: DiffNames, chosen: Any, values: bool
 ) -> tuple[dict[str, Any], dict[str, Any], list[_DiffItem]]:
-    """What only the first has, what only the second has, and what both have."""
+    """Return what only the first has, what only the second has, and what both have."""
     removed: dict[str, Any] = {}
     added: dict[str, Any] = {}
     items = []
@@ -245,7 +245,7 @@ def _tied(item: _DiffItem, name: str, rank: Rank, ties: Any, here: DiffNames, th
 
 
 def _moved(removed: dict[str, Any], added: dict[str, Any]) -> list[Change]:
-    """What was removed and added: as renamed, where exactly one of each has the same bytes."""
+    """Return what was removed and added: as renamed, where exactly one of each has the same bytes."""
     by_content: dict[Any, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
     for which, entries in enumerate((removed, added)):
         for path, entry in entries.items():
