@@ -32,10 +32,10 @@ from snapshot.progress import Meter
 from snapshot.runtime.session import Session
 from snapshot.state import numpy_arrays
 from snapshot.tensors import composite, generators
+from snapshot.tensors.addresses import address_of, is_plain
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, NAMES
 from snapshot.tensors.geometry import Box, intersect, whole
-from snapshot.tensors.memory import address_of, is_plain
 
 ROOM = 1 << 30
 MOST_TIMES = 4

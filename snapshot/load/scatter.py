@@ -12,10 +12,10 @@ from snapshot.formats.embedded_tensors import Layout
 from snapshot.load.requests import Place, ReadRequest, want_all
 from snapshot.manifest import entries as e
 from snapshot.runtime.arena import Slot
+from snapshot.tensors.addresses import is_plain
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
 from snapshot.tensors.geometry import Box, boxes_of_range, intersect, is_run, runs, whole
-from snapshot.tensors.memory import is_plain
 from snapshot.tensors.strides import around, contiguous, span
 
 _BITS = {

@@ -19,9 +19,9 @@ from snapshot.runtime.arena import Slot, arena
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.state.leaves import Leaf
 from snapshot.storage import Buffer
+from snapshot.tensors.addresses import SHORT, buffer, copy, copy_short, view
 from snapshot.tensors.digest import BLOCK, RunningDigest, of_range
 from snapshot.tensors.geometry import boxes_of_range
-from snapshot.tensors.memory import SHORT, buffer, copy, copy_short, view
 from snapshot.trace import span
 
 

@@ -28,8 +28,8 @@ from snapshot.save.staging import Stager
 from snapshot.save.writer import Writer
 from snapshot.state.leaves import Leaf
 from snapshot.storage import URL
+from snapshot.tensors.addresses import is_plain
 from snapshot.tensors.dtypes import NAMES
-from snapshot.tensors.memory import is_plain
 from snapshot.testing import stalling
 from snapshot.worker import client
 from snapshot.worker.client import expect_reachable, writer_process

@@ -9,7 +9,7 @@ from forked import Failed
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotNotFoundError, StateDict, StorageError
 from snapshot.testing import faulty, recording
-from snapshot.verbs import verify
+from snapshot.verbs import verification
 from snapshot.verbs.copy_stream import tokens
 
 KiB = 1 << 10
@@ -22,7 +22,7 @@ def state():
 @pytest.fixture
 def taken(tmp_path, monkeypatch):
     """A snapshot whose verification takes several stretches, of which one tensor is several."""
-    monkeypatch.setattr(verify, "STRETCH", 512 * KiB)
+    monkeypatch.setattr(verification, "STRETCH", 512 * KiB)
     return Snapshot.take(tmp_path / "s", {"m": StateDict(**state())})
 
 
@@ -221,7 +221,7 @@ def test_what_cannot_be_read_is_narrowed_down_to_the_entry_that_it_is_of(taken):
 
 
 def test_every_format_goes_on_where_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr(verify, "STRETCH", 64 * KiB)
+    monkeypatch.setattr(verification, "STRETCH", 64 * KiB)
     snapshot = Snapshot.take(tmp_path / "s", {"m": StateDict(**state())})
     for to in ("dcp", "torch", "safetensors"):
         snapshot.convert(tmp_path / to, to)
@@ -262,7 +262,7 @@ def test_where_a_storage_does_not_say_whether_a_file_was_touched_all_begins_anew
     async def bare(storage, locations):
         return {name: (size, None) for name, (size, _) in (await tokens(storage, locations)).items()}
 
-    monkeypatch.setattr(verify, "tokens", bare)
+    monkeypatch.setattr(verification, "tokens", bare)
     notes = tmp_path / "n"
     interrupted(taken.path, notes, 12)
     assert len(notes.read_bytes().splitlines()) > 1

@@ -17,7 +17,7 @@ from snapshot.aio import in_thread
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import SOLO
 from snapshot.errors import SnapshotError
-from snapshot.interop.dcp.commit import Told
+from snapshot.interop.dcp.dcp_commit import Told
 from snapshot.interop.dcp.names import Keys, flat_paths, nested_paths
 from snapshot.manifest import entries as e
 from snapshot.manifest.merge import merge

@@ -27,7 +27,7 @@ from snapshot.aio import shielded
 from snapshot.errors import SnapshotError, SnapshotExistsError, StorageNotFoundError
 from snapshot.events import emit, log
 from snapshot.formats.notice import leave_notice
-from snapshot.interop.dcp.commit import Told, dcp_exchange, join_and_commit
+from snapshot.interop.dcp.dcp_commit import Told, dcp_exchange, join_and_commit
 from snapshot.interop.dcp.items import write_items
 from snapshot.manifest.document import METADATA
 from snapshot.registry import plugin_for

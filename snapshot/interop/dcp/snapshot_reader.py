@@ -34,7 +34,7 @@ from snapshot.distributed.group import ranks_of
 from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError
 from snapshot.events import emit
 from snapshot.interop.dcp.names import DcpNames, partial_entry, recall
-from snapshot.interop.dcp.writer import rank_folder, shown, storage_knows
+from snapshot.interop.dcp.snapshot_writer import rank_folder, shown, storage_knows
 from snapshot.load.class_binding import Binding
 from snapshot.load.open import expect_files, open_document, read_from
 from snapshot.load.read_plan import ReadPlan
