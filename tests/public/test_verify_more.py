@@ -185,7 +185,7 @@ def test_notes_that_were_cut_off_anywhere_count_as_far_as_they_are_whole(taken, 
 KILLED = """
 import os, signal, sys
 from snapshot import Snapshot
-from snapshot.engine import verify
+from snapshot.verbs import verification
 from snapshot.testing.storages import tapped
 from snapshot.testing.taps import Tap
 
@@ -196,7 +196,7 @@ class Kill(Tap):
         if self.met == 9:
             os.kill(os.getpid(), signal.Signals[sys.argv[3]])
 
-verify.STRETCH = 512 << 10
+verification.STRETCH = 512 << 10
 with tapped("recording", Kill()):
     Snapshot("recording+file://" + sys.argv[1]).verify(resume=sys.argv[2])
 """
