@@ -364,6 +364,7 @@ class Snapshot(Checkpoint):
         wait_for_copies()
         try:
             with Exchange(ranks_of(self.pg), "restore", _timeout(options.timeout)) as exchange:
+                options.check()
                 check_app_state(app_state)
                 began = time.perf_counter()
                 session, document = open_restore(

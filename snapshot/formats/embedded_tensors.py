@@ -112,8 +112,6 @@ def layout_of(path: str, stored: TensorEntry, head: Any, tail: Any) -> Layout:
 
 Alike = dict[tuple[int, str, tuple[int, ...]], tuple[bytes, tuple[int, int, Rebuilt, bool]]]
 _alike: PerProcess[Alike] = PerProcess(dict)
-    dict
-)
 """Of archives of a length that hold a tensor of a dtype and shape: what stands before its bytes, and what that says.
 Those of one writer differ in nothing else."""
 

@@ -48,8 +48,9 @@ def collect(
     for leaf, owner in apart:
         leaf.extra = replace(leaf.extra or Extra(), shares=owner.path)
     lines = [f"{leaf.path} shares memory with {owner.path}" for leaf, owner in apart]
-    if lines and (text := listed(lines)) not in _logged:
-        _logged.get().add(text)
+    logged = _logged.get()
+    if lines and (text := listed(lines)) not in logged:
+        logged.add(text)
         log.warning("stored apart, and restored as separate tensors where they are made anew:%s", text)
     return flat
 
