@@ -242,7 +242,9 @@ class Snapshot(Checkpoint):
                         snapshot = cls(opening.path_as_given(path), pg, storage_options)  # of the current folder now
                         work = take.stage_and_start()
                         slot.leave_after(work)
-                        return PendingSnapshot(snapshot.path, work, meter, snapshot, late.pending, opening.save_id)
+                        return PendingSnapshot(
+                            snapshot.path, work, meter, snapshot, held=late.pending, save_id=opening.save_id
+                        )
 
     @classmethod
     def plan(

@@ -146,7 +146,7 @@ class Matcher:
 
     def _match_optimizer(self, kind: StateOfParameters, entries: dict[str, Any], lines: list[str]) -> bool:
         found = match_optimizer(
-            kind, entries, lines, self._options, self._beside, self._notes, self.matched.unfit_memory
+            kind, entries, lines, self._options, beside=self._beside, notes=self._notes, unfit=self.matched.unfit_memory
         )
         self.matched.left |= found.left
         self.matched.shapes |= found.shapes

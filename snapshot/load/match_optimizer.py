@@ -28,6 +28,7 @@ def match_optimizer(
     entries: dict[str, Any],
     lines: list[str],
     options: RestoreOptions,
+    *,
     beside: Callable[[Any], bool],
     notes: RestoreIssues,
     unfit: set[int],

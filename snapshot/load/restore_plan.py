@@ -67,7 +67,7 @@ def plan_restore(
     kinds: dict[str, Kind] = {}
 
     def plan() -> RestorePlan:
-        planner = _Planner(exchange, session, document, options, kinds, written)
+        planner = _Planner(exchange, session, document, options, kinds=kinds, written=written)
         return planner.plan(app_state, allow_pickle=allow_pickle)
 
     try:
@@ -90,6 +90,7 @@ class _Planner:
         session: Session,
         document: Document,
         options: RestoreOptions,
+        *,
         kinds: dict[str, Kind],
         written: frozenset[str],
     ) -> None:

@@ -54,6 +54,7 @@ class PlanCache:
         blob_bytes: int,
         limits: Limits,
         lanes: int,
+        *,
         staged_bytes: int,
         loads: tuple[int, ...] = (),
         late: bytes = b"",
@@ -64,9 +65,9 @@ class PlanCache:
         for made in tuple(self._made):
             if made.asked == asked and made.leaves == described:
                 return replace(made.plan, blob_bytes=blob_bytes + made.tables, staged_bytes=staged_bytes, loads=loads)
-        plan = make_plan(leaves, blob_bytes, limits, lanes, staged_bytes, loads, late)
+        plan = make_plan(leaves, blob_bytes, limits, lanes, staged_bytes=staged_bytes, loads=loads, late=late)
         if plan.late:  # in whatever files things stand, the structure is the same
-            usual = self.plan(leaves, blob_bytes, limits, lanes, staged_bytes, loads)
+            usual = self.plan(leaves, blob_bytes, limits, lanes, staged_bytes=staged_bytes, loads=loads)
             plan = replace(plan, structure=usual.structure)
         self._made.append(_Made(asked, described, plan, plan.blob_bytes - blob_bytes))
         return plan

@@ -141,6 +141,7 @@ class WriterProcess:
         files: Sequence[FilePlan],
         locations: Sequence[str],
         parts: Sequence[Sequence[FilePart]],
+        *,
         staging: StagedParts,
         progress: Progress,
     ) -> list[WrittenFile]:

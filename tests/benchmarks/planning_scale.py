@@ -193,7 +193,7 @@ class _Simulation:
         assert shared is not None
         began = time.perf_counter()
         portion = RankShare(_Simulated(rank, self.world, ranks), flat, shared)
-        plan = make_plan(portion.leaves, 0, Limits(), 2, 0)
+        plan = make_plan(portion.leaves, 0, Limits(), 2, staged_bytes=0)
         seconds += time.perf_counter() - began
         written = [
             WrittenFile(file, location(SAVE, rank, n, "safetensors"), [DIGEST] * len(file.extents), _tables(file))

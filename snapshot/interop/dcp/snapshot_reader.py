@@ -160,7 +160,7 @@ class SnapshotReader(StorageReader):
         meter = Meter(VERB, None)
         try:
             run(read_from(session, opened.document))
-            load = _Load(session, opened, planner, self.verify, self.allow_pickle, meter)
+            load = _Load(session, opened, planner, self.verify, allow_pickle=self.allow_pickle, meter=meter)
             load.read(plan.items)
         except BaseException as error:
             emit("failed", VERB, str(opened.url), error=error)
@@ -248,6 +248,7 @@ class _Load:
         opened: _Opened,
         planner: LoadPlanner,
         verify: bool,
+        *,
         allow_pickle: bool,
         meter: Meter,
     ) -> None:

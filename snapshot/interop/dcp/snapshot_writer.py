@@ -160,7 +160,7 @@ class SnapshotWriter(StorageWriter):
     tensor([1., 1.])
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - the arguments of FileSystemWriter, in its order
         self,
         path: str | os.PathLike[str] | None = None,
         single_file_per_rank: bool = True,
