@@ -339,7 +339,7 @@ class Snapshot(Checkpoint):
             CorruptSnapshotError: A digest or a file's size is wrong; `touched` names the live tensors that were
             written.
         """
-        return self._restore(
+        return self.restore_with(
             app_state,
             RestoreOptions(
                 strict=strict,
@@ -359,7 +359,7 @@ class Snapshot(Checkpoint):
             set(),
         )
 
-    def _restore(self, app_state: AppState, options: RestoreOptions, touched: set[str]) -> RestoreReport:
+    def restore_with(self, app_state: AppState, options: RestoreOptions, touched: set[str]) -> RestoreReport:
         """Restore; see `Restore` for `touched`."""
         refuse_on_loop()
         meter = Meter("restore", _shown(options.progress, self.pg))

@@ -179,7 +179,7 @@ class SnapshotManager:
         )
         self._pendings.add(number, pending)
         self._took(number, began)
-        pending._work.add_done_callback(partial(self._done, number, began, given.get("durable", True)))
+        pending.work.add_done_callback(partial(self._done, number, began, given.get("durable", True)))
         return pending
 
     def _begin(

@@ -121,7 +121,7 @@ class Flattened(TensorLeaves):
         prefix = path + "/"
         visitors = _VISITORS
         if strings:
-            self._named(prefix, value, depth)
+            self.add_named(prefix, value, depth)
             return
         for i, (key, child) in enumerate(zip(recorded, value.values(), strict=True)):
             below = prefix + component_of(key, i in tagged)
@@ -141,7 +141,7 @@ class Flattened(TensorLeaves):
                 _VISITORS.get(type(child), Flattened._visit)(self, below, child, depth + 1)
         self.entries[path] = entry.without(gone)
 
-    def _named(self, prefix: str, value: dict[str, Any], depth: int) -> None:
+    def add_named(self, prefix: str, value: dict[str, Any], depth: int) -> None:
         """Flatten the values of a dict whose keys are all strings. What `_tensor` does for a plain tensor stands here
         once more, without calls: models have tens of thousands of them, and this loop is what a take of small tensors
         costs."""
@@ -220,7 +220,7 @@ class Flattened(TensorLeaves):
         if self._excluded is not None:
             self._some_of(path, entry, held, depth, self._excluded)
         else:
-            self._named(path + "/", held, depth)
+            self.add_named(path + "/", held, depth)
 
     def _wrapped(self, path: str, tensor: torch.Tensor) -> bool:
         if not self._classes or form_of(type(tensor)) is not compound.WRAPPER or not compound.is_wrapper(tensor):

@@ -93,7 +93,7 @@ class Sharded:
         for name in ("global_shape", "offsets"):
             object.__setattr__(self, name, _integers(name, getattr(self, name)))
         object.__setattr__(self, "replica", _integers("replica", (self.replica,))[0])
-        shape, box = tuple(self.global_shape), self._box()
+        shape, box = tuple(self.global_shape), self.box()
         if not len(shape) == len(box.offsets) == len(box.sizes):
             raise ValueError(
                 f"Sharded: `tensor` of shape {box.sizes}, `global_shape` {shape} and `offsets` {box.offsets} differ in "
@@ -104,12 +104,13 @@ class Sharded:
         if self.replica < 0:
             raise ValueError(f"Sharded: `replica` must not be negative, and is {self.replica}")
 
-    def _box(self) -> Box:
+    def box(self) -> Box:
+        """Return where this part lies in the whole tensor."""
         return Box(tuple(self.offsets), tuple(self.tensor.shape))
 
     def __repr__(self) -> str:
         replica = f", replica {self.replica}" if self.replica else ""
-        return f"Sharded({_dtype(self.tensor.dtype)} {self._box()} of {self.global_shape}{replica})"
+        return f"Sharded({_dtype(self.tensor.dtype)} {self.box()} of {self.global_shape}{replica})"
 
 
 def sharded(path: str, value: Any) -> Shards | None:
@@ -141,7 +142,7 @@ def empty_like(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _of_wrapper(path: str, value: Sharded) -> Shards:
-    pieces = _pieces(path, [(value._box(), value.tensor)], None, value.replica)
+    pieces = _pieces(path, [(value.box(), value.tensor)], None, value.replica)
     shape = tuple(value.global_shape)
     return _listed(value.tensor.dtype, shape, pieces, None, layout="", requires_grad=value.tensor.requires_grad)
 

@@ -150,7 +150,7 @@ class _Round:
                 state[name] = value
         for key in [key for key, value in state.items() if type(value) is dict]:
             self.flat.add(component(key), state.pop(key))  # which remembers what it made of the last one
-        self.flat._named("", state, 0)
+        self.flat.add_named("", state, 0)
         for name, data in blobs:
             self._blob(name, data)
         for name, boxes in self._boxes.items():
