@@ -97,7 +97,7 @@ class MemoryStorage(Storage):
 
     async def create(self, path: str, size: int) -> FileWriter:
         """Begin a file that nobody sees before it is finished."""
-        return _Writer(self.url.join(path), self._key(path), size)
+        return MemoryFileWriter(self.url.join(path), self._key(path), size)
 
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
         """Copy out of the content that stands there now."""
@@ -176,7 +176,7 @@ class MemoryStorage(Storage):
             _files[key] = made
 
 
-class _Writer(FileWriter):
+class MemoryFileWriter(FileWriter):
     """A file's memory while it is filled; it enters the tree when it is whole."""
 
     def __init__(self, url: URL, key: str, size: int) -> None:

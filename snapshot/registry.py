@@ -15,17 +15,17 @@ GROUP = "snapshot.storage"
 """The entry-point group that third parties' plugins register in: `scheme = "package.module:Class"`."""
 
 _BUILT_IN = {
-    "file": ("snapshot.plugins.file:FileStorage", None),
+    "file": ("snapshot.plugins.file.file_storage:FileStorage", None),
     "memory": ("snapshot.plugins.memory:MemoryStorage", None),
-    "s3": ("snapshot.plugins.s3:S3Storage", "s3"),
-    "gs": ("snapshot.plugins.gcs:GcsStorage", "gcs"),
-    "gcs": ("snapshot.plugins.gcs:GcsStorage", "gcs"),
-    "az": ("snapshot.plugins.azure:AzureStorage", "azure"),
-    "abfs": ("snapshot.plugins.azure:AzureStorage", "azure"),
-    "abfss": ("snapshot.plugins.azure:AzureStorage", "azure"),
-    "http": ("snapshot.plugins.http:HttpStorage", "http"),
-    "https": ("snapshot.plugins.http:HttpStorage", "http"),
-    "fsspec+": ("snapshot.plugins.fsspec:FsspecStorage", "fsspec"),
+    "s3": ("snapshot.plugins.objectstore.s3:S3Storage", "s3"),
+    "gs": ("snapshot.plugins.objectstore.gcs:GcsStorage", "gcs"),
+    "gcs": ("snapshot.plugins.objectstore.gcs:GcsStorage", "gcs"),
+    "az": ("snapshot.plugins.objectstore.azure:AzureStorage", "azure"),
+    "abfs": ("snapshot.plugins.objectstore.azure:AzureStorage", "azure"),
+    "abfss": ("snapshot.plugins.objectstore.azure:AzureStorage", "azure"),
+    "http": ("snapshot.plugins.web:HttpStorage", "http"),
+    "https": ("snapshot.plugins.web:HttpStorage", "http"),
+    "fsspec+": ("snapshot.plugins.fsspec.fsspec_storage:FsspecStorage", "fsspec"),
 }
 """Scheme -> (class, the extra that brings what it needs)."""
 _BY_FSSPEC = {
@@ -112,7 +112,7 @@ def _built_in(scheme: str, url: URL) -> type[Storage]:
 def _by_fsspec(url: URL) -> type[Storage] | None:
     """What is left is fsspec's, if it knows the scheme; it is imported only now."""
     try:
-        known = importlib.import_module("snapshot.plugins.fsspec").known
+        known = importlib.import_module("snapshot.plugins.fsspec.fsspec_storage").known
     except ImportError:
         return _built_in("fsspec+", url) if url.scheme.partition("::")[0] in _BY_FSSPEC else None
     return _built_in("fsspec+", url) if known(url.scheme) else None

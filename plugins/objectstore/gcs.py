@@ -18,11 +18,19 @@ import aiohttp
 from gcsfs.core import GCSFileSystem
 
 from snapshot.errors import SnapshotError, StorageConflictError, StorageError
-from snapshot.plugins.attempts import Body, PassingError, Sink
-from snapshot.plugins.drivers import Driver, Page
-from snapshot.plugins.http import StatusError, new_session, status_fault
-from snapshot.plugins.objects import ObjectStorage
-from snapshot.plugins.streams import content_range, drained, lost, pour
+from snapshot.plugins.network.aiohttp_client import (
+    StatusError,
+    connection_fault,
+    drain_into,
+    new_session,
+    parse_content_range,
+    released_response,
+    status_fault,
+)
+from snapshot.plugins.network.retry import TransientError
+from snapshot.plugins.network.transfer import RequestBody, ResponseSink
+from snapshot.plugins.objectstore.driver import Driver, Page
+from snapshot.plugins.objectstore.object_storage import ObjectStorage
 from snapshot.storage import ABSENT, ANYTHING, URL, Expect, FileStat, Limits
 
 MiB = 1 << 20
@@ -77,7 +85,7 @@ class GcsDriver(Driver):
         told = await self._headers(headers or {})
         sent = {} if path.startswith("http") else {**(params or {}), **self._paid}
         answer = await self._session.request(method, url, params=sent, data=data, headers=told)
-        async with drained(answer):
+        async with released_response(answer):
             if answer.status >= 300 and answer.status not in good:
                 if answer.status == 401:
                     self._expire()
@@ -104,13 +112,13 @@ class GcsDriver(Driver):
             found = await answer.json(content_type=None)
         return FileStat(int(found["size"]), _when(found["updated"]), str(found["generation"]))
 
-    async def read(self, key: str, sink: Sink) -> None:
+    async def read(self, key: str, sink: ResponseSink) -> None:
         """`objects.get` of the media."""
         headers = {"Range": sink.range} if sink.range else {}
         async with self._ask("GET", self._object(key), {"alt": "media"}, headers=headers) as answer:
-            at, total = content_range(answer.headers.get("Content-Range"), answer.content_length)
+            at, total = parse_content_range(answer.headers.get("Content-Range"), answer.content_length)
             sink.starts(at, total, answer.headers.get("x-goog-generation"))
-            await pour(answer, sink)
+            await drain_into(answer, sink)
 
     async def list(self, prefix: str, recursive: bool, following: Any) -> Page:
         """`objects.list`."""
@@ -122,7 +130,7 @@ class GcsDriver(Driver):
         names = [each["name"] for each in found.get("items") or ()]
         return Page(names, found.get("prefixes") or (), found.get("nextPageToken") or None)
 
-    async def put(self, key: str, body: Body, expect: Expect) -> str:
+    async def put(self, key: str, body: RequestBody, expect: Expect) -> str:
         """`objects.insert`, in one request: its form of several parts is the one that emulators take conditions in."""
         condition = {} if expect is ANYTHING else {"ifGenerationMatch": "0" if expect is ABSENT else str(expect)}
         line = secrets.token_hex(16)
@@ -130,7 +138,7 @@ class GcsDriver(Driver):
             f"--{line}\r\nContent-Type: application/json\r\n\r\n{json.dumps({'name': key})}\r\n"
             f"--{line}\r\nContent-Type: application/octet-stream\r\n\r\n"
         )
-        sent = Body([head.encode(), *body.views, f"\r\n--{line}--\r\n".encode()])
+        sent = RequestBody([head.encode(), *body.views, f"\r\n--{line}--\r\n".encode()])
         sent.attempt = body.attempt
         headers = {"Content-Type": f"multipart/related; boundary={line}", "Content-Length": str(sent.nbytes)}
         params = {"uploadType": "multipart", **condition}
@@ -153,7 +161,7 @@ class GcsDriver(Driver):
             return location
         return urlsplit(location)._replace(scheme=at.scheme, netloc=at.netloc).geturl()
 
-    async def part(self, key: str, upload: str, number: int, offset: int, body: Body, *, last: bool) -> str:
+    async def part(self, key: str, upload: str, number: int, offset: int, body: RequestBody, *, last: bool) -> str:
         """The next part; what the server has of it from an earlier attempt is not sent again."""
         size, _, session = upload.partition(" ")
         end, done = offset + body.nbytes, 0
@@ -176,7 +184,7 @@ class GcsDriver(Driver):
             async with self._ask("PUT", session, data=rest, headers=headers, good=[308]) as answer:
                 reached = await self._reached(key, answer, int(size))
             if reached <= begin:
-                raise PassingError(f"gs://{self._bucket}/{key}: the server kept nothing of the part at byte {begin}")
+                raise TransientError(f"gs://{self._bucket}/{key}: the server kept nothing of the part at byte {begin}")
             rest = rest.after(reached - begin)
         return "sent"
 
@@ -225,13 +233,13 @@ class GcsDriver(Driver):
     def fault(self, error: Exception, url: URL) -> SnapshotError:
         """By the status; a conflict is a 412 here, a token that ran out a 401."""
         if not isinstance(error, StatusError):
-            return lost(error, url)
+            return connection_fault(error, url)
         if error.status == 412:
             return StorageConflictError(f"{url}: {error}")
         if error.status == 404 and "bucket" in str(error).lower():
             return StorageError(f"{url}: {error}")
         if error.status == 401 and self._fs.credentials.credentials is not None and not self._is_fixed():
-            return PassingError(f"{url}: {error}", refused=True)
+            return TransientError(f"{url}: {error}", refused=True)
         return status_fault(error, url)
 
     def _is_fixed(self) -> bool:
@@ -283,4 +291,8 @@ class GcsStorage(ObjectStorage[GcsDriver]):
             return GCSFileSystem(asynchronous=True, skip_instance_cache=True, use_listings_cache=False, **given)
 
         filesystem = await asyncio.to_thread(make)
-        return GcsDriver(filesystem, new_session(self, {}, proxy=self.options.get("proxy")), self.bucket)
+        return GcsDriver(
+            filesystem,
+            new_session({}, self.retry_policy, self.connections, proxy=self.options.get("proxy")),
+            self.bucket,
+        )

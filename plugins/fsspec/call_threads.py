@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from snapshot.plugins.attempts import Attempt, PassingError
+from snapshot.plugins.attempts import Attempt, TransientError
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class Lane(Generic[S]):
     async def call(self, work: Callable[[S], T], attempt: Attempt | None = None) -> T:
         """Do it in one of the threads. If this is cancelled while it is done, the whole lane is given up."""
         if not self.usable:
-            raise PassingError("its connection was given up", refused=True)
+            raise TransientError("its connection was given up", refused=True)
         job = _Job(work, attempt)
         self._jobs[job] = None
         if self._started < self._threads:
@@ -126,7 +126,7 @@ class Lane(Generic[S]):
         self._closing = closing = _Job(lambda _: None, None)
         for job in self._jobs:
             if job.turn.acquire(blocking=False):
-                job.end(None, PassingError("its connection was given up", refused=True))
+                job.end(None, TransientError("its connection was given up", refused=True))
         self._queue.put(closing)
         for _ in range(self._started):
             self._queue.put(None)

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageError
-from snapshot.plugins import direct
-from snapshot.plugins.descriptors import (
-    Reader,
+from snapshot.plugins.file import direct_io
+from snapshot.plugins.file.descriptors import (
+    OpenFile,
     after,
+    drop_cache,
     fill,
     length_of,
     link_below,
@@ -25,7 +26,8 @@ from snapshot.plugins.descriptors import (
     token_of,
     vectored,
 )
-from snapshot.plugins.folders import Folders
+from snapshot.plugins.file.folders import Folders
+from snapshot.plugins.file.local_writer import LocalFileWriter
 from snapshot.storage import (
     ABSENT,
     ANYTHING,
@@ -49,7 +51,7 @@ Paths = list[str]
 _BUFFERED = Limits(preferred_part=8 * MiB, parallel_parts=4, parts_per_file=1, merge_gap=64 << 10)
 """One write a file: the kernel lets a second one spin until the first is done."""
 _DIRECT = Limits(
-    preferred_part=8 * MiB, parallel_parts=4, parallel_files=1, multiple=direct.PAGE, alignment=direct.PAGE,
+    preferred_part=8 * MiB, parallel_parts=4, parallel_files=1, multiple=direct_io.PAGE, alignment=direct_io.PAGE,
     merge_gap=64 << 10
 )  # fmt: skip
 
@@ -67,8 +69,8 @@ class FileStorage(Storage):
             raise ValueError(f"{url}: files take no storage_options, and got {', '.join(map(repr, options))}")
         self._root = url.location
         self._lock = threading.Lock()
-        self._readers: dict[str, Reader] = {}
-        self._opened: list[Reader] = []
+        self._readers: dict[str, OpenFile] = {}
+        self._opened: list[OpenFile] = []
         self._folders = Folders(self._root, durable=context.durable)
 
     capabilities = Capabilities(guarded_commit=True, renames=True, blocking=True)
@@ -78,7 +80,7 @@ class FileStorage(Storage):
         """Aligned parts into one file where they go around the page cache, else whatever comes, into several."""
         if self.context.direct_io == "never" or not (self.context.durable or self.context.direct_io == "always"):
             return _BUFFERED
-        return _DIRECT if direct.pays(self._root, always=self.context.direct_io == "always") else _BUFFERED
+        return _DIRECT if direct_io.pays(self._root, always=self.context.direct_io == "always") else _BUFFERED
 
     def _path(self, path: str) -> str:
         return f"{self._root}/{check_path(path)}"
@@ -108,13 +110,21 @@ class FileStorage(Storage):
 
         def attempt() -> int:
             nonlocal is_direct
-            descriptor = direct.open_direct(full, flags) if is_direct else None
+            descriptor = direct_io.open_direct(full, flags) if is_direct else None
             is_direct = descriptor is not None
             return os.open(full, flags, 0o666) if descriptor is None else descriptor
 
         descriptor = self._folders.open_new(full, attempt)
         self._folders.changed(os.path.dirname(full))
-        return _Writer(self, path, descriptor, size, is_direct)
+        return LocalFileWriter(
+            self.url.join(path),
+            full,
+            descriptor,
+            size,
+            self._folders,
+            around_cache=is_direct,
+            durable=self.context.durable,
+        )
 
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
         """Fill the buffers with `preadv`; what is not in the page cache is read around it, if it is long."""
@@ -123,8 +133,8 @@ class FileStorage(Storage):
         with map_exceptions(url):
             got = await in_thread(self._read, path, offset, buffers, total, token, url)
             if got is None:
-                async with self.context.memory.borrow(direct.CHUNK) as bounce:
-                    got = await in_thread(direct.read, self._reader(path).around, offset, buffers, total, bounce)
+                async with self.context.memory.borrow(direct_io.CHUNK) as bounce:
+                    got = await in_thread(direct_io.read, self._reader(path).around, offset, buffers, total, bounce)
                 if got < total:  # the file's end; or it was cut short, and goes on through the page cache
                     got = await in_thread(self._read_rest, path, offset, buffers, total, got)
         if got < total:
@@ -139,7 +149,7 @@ class FileStorage(Storage):
         reader = self._reader(path)
         if token is not None and token != token_of(os.fstat(reader.descriptor)):
             raise StorageConflictError(f"{url}: was replaced while it was read")
-        if total >= direct.WORTH and reader.goes_around(offset):
+        if total >= direct_io.WORTH and reader.goes_around(offset):
             return None
         return vectored(os.preadv, reader.descriptor, buffers, offset, total) - offset
 
@@ -147,7 +157,7 @@ class FileStorage(Storage):
         rest = after(buffers, got)
         return vectored(os.preadv, self._reader(path).descriptor, rest, offset + got, total - got) - offset
 
-    def _reader(self, path: str) -> Reader:
+    def _reader(self, path: str) -> OpenFile:
         """The open file; opened anew if another stands under its name now (the old one may still be read by a
         thread)."""
         full = self._path(path)
@@ -155,7 +165,7 @@ class FileStorage(Storage):
         with self._lock:
             reader = self._readers.get(path)
             if reader is None or reader.identity != (stands.st_dev, stands.st_ino):
-                reader = self._readers[path] = Reader(full, self.context.direct_io)
+                reader = self._readers[path] = OpenFile(full, self.context.direct_io)
                 self._opened.append(reader)
             return reader
 
@@ -299,7 +309,7 @@ class FileStorage(Storage):
     async def drop_caches(self, paths: Sequence[str]) -> None:
         """Write files to the disk and drop them from the page cache, so that they are read from the disk."""
         for path in paths:
-            await self._do(path, _drop_cache, self._path(path))
+            await self._do(path, drop_cache, self._path(path))
 
     async def get(self, path: str, *, limit: int | None = None) -> bytes:
         """A regular file's content, and no more of it than the limit."""
@@ -383,72 +393,3 @@ class FileStorage(Storage):
             self._readers, opened, self._opened = {}, self._opened, []
         for reader in opened:
             reader.close()
-
-
-class _Writer(FileWriter):
-    def __init__(self, storage: FileStorage, path: str, descriptor: int, size: int, is_direct: bool) -> None:
-        self._storage = storage
-        self._path = path
-        self._descriptor = descriptor
-        self._size = size
-        self._direct = is_direct
-        self._closed = False
-
-    async def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        await self._storage._do(self._path, self._write, offset, buffers)
-
-    def _write(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        if self._closed:
-            raise ValueError("the file was finished or aborted already")
-        total = sum(map(length_of, buffers))
-        if offset < 0 or offset + total > self._size:
-            raise StorageError(
-                f"{self._storage.url.join(self._path)}: bytes {offset}-{offset + total} of a file of {self._size}"
-            )
-        whole = total % direct.PAGE == 0 or offset + total == self._size
-        if self._direct and whole and direct.write(self._descriptor, offset, buffers, total):
-            return
-        if self._direct:
-            self._direct = direct.leave(self._descriptor)
-        end = vectored(os.pwritev, self._descriptor, buffers, offset, total)
-        if end < offset + total:
-            raise OSError(errno.EIO, f"only {end - offset} of {total} bytes at {offset} were written")
-        if self._storage.context.durable and total >= MiB:
-            direct.start_writeback(self._descriptor, offset, end - offset)
-
-    async def finish(self) -> None:
-        await self._storage._do(self._path, self._finish)
-
-    def _finish(self) -> None:
-        os.ftruncate(self._descriptor, self._size)
-        if self._storage.context.durable:
-            os.fsync(self._descriptor)
-        self._close()
-        self._storage._folders.finished(self._storage._path(self._path))
-
-    async def abort(self) -> None:
-        await self._storage._do(self._path, self._abort)
-
-    def _abort(self) -> None:
-        with contextlib.suppress(OSError):  # of bytes that nobody wants any more
-            self._close()
-        full = self._storage._path(self._path)
-        self._storage._folders.gone(full)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(full)
-        self._storage._folders.prune({os.path.dirname(full)})
-
-    def _close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            os.close(self._descriptor)
-
-
-def _drop_cache(path: str) -> None:
-    """Drop a file from the page cache; pages that are not on the disk yet would stay."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fdatasync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)

@@ -1,24 +1,27 @@
-"""Bodies of HTTP requests and answers by aiohttp, without a copy more than the client makes."""
+"""HTTP by aiohttp: sessions without retries of their own, bodies without extra copies, and what a status means."""
 
 from __future__ import annotations
 
+import errno
 import re
 import socket
-from collections.abc import AsyncIterator
+import ssl
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import aiohttp
 from aiohttp import payload
 from aiohttp.abc import AbstractStreamWriter
 
-from snapshot.errors import StorageError
-from snapshot.plugins.attempts import Body, PassingError, Sink
+from snapshot.errors import SnapshotError, StorageError, StorageNotFoundError
+from snapshot.plugins.network.retry import RetryPolicy, TransientError
+from snapshot.plugins.network.transfer import RequestBody, ResponseSink, past_end_error
 from snapshot.storage import URL
 
 _RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 
 
-def content_range(header: str | None, length: int | None) -> tuple[int, int | None]:
+def parse_content_range(header: str | None, length: int | None) -> tuple[int, int | None]:
     """Where an answer begins, and how long the whole file is: by `Content-Range`, or else it is all of the file."""
     found = _RANGE.fullmatch(header.strip()) if header else None
     if not found:
@@ -26,7 +29,7 @@ def content_range(header: str | None, length: int | None) -> tuple[int, int | No
     return int(found[1]), int(found[2]) if found[2] != "*" else None
 
 
-def made_once(session: aiohttp.ClientSession) -> aiohttp.ClientSession:
+def without_resending(session: aiohttp.ClientSession) -> aiohttp.ClientSession:
     """The session, without requests that it makes again by itself where a kept connection turns out to be closed:
     a `put` that was refused could not tell any more whether the first one had taken effect."""
     session._retry_connection = False
@@ -34,7 +37,7 @@ def made_once(session: aiohttp.ClientSession) -> aiohttp.ClientSession:
 
 
 @asynccontextmanager
-async def drained(response: aiohttp.ClientResponse) -> AsyncIterator[None]:
+async def released_response(response: aiohttp.ClientResponse) -> AsyncIterator[None]:
     """Read an answer inside; its connection is used again if all of it was read, and closed if not."""
     try:
         yield
@@ -45,18 +48,18 @@ async def drained(response: aiohttp.ClientResponse) -> AsyncIterator[None]:
             response.close()
 
 
-async def pour(response: aiohttp.ClientResponse, sink: Sink) -> None:
+async def drain_into(response: aiohttp.ClientResponse, sink: ResponseSink) -> None:
     """Give an answer's body to a sink as it arrives, until that is full."""
     while not sink.full and (chunk := await response.content.readany()):
         sink.take(chunk)
 
 
 class BodyPayload(payload.Payload):
-    """Sends a `Body` from where it lies."""
+    """Sends a `RequestBody` from where it lies."""
 
-    _value: Body
+    _value: RequestBody
 
-    def __init__(self, value: Body, *args: object, **kwargs: object) -> None:
+    def __init__(self, value: RequestBody, *args: object, **kwargs: object) -> None:
         super().__init__(value, *args, **kwargs)  # type: ignore[arg-type]
         self._size = value.nbytes
 
@@ -88,7 +91,7 @@ class BodyPayload(payload.Payload):
         """Nothing is held."""
 
 
-def nowhere(error: BaseException | None) -> bool:
+def is_unknown_host(error: BaseException | None) -> bool:
     """Whether a name is one that no server has: which will not pass."""
     while error is not None:
         if isinstance(error, socket.gaierror):
@@ -98,15 +101,65 @@ def nowhere(error: BaseException | None) -> bool:
     return False
 
 
-def lost(error: Exception, url: URL) -> StorageError:
+def connection_fault(error: Exception, url: URL) -> StorageError:
     """What became of a connection, as one of our errors. The client's text may show the whole URL: it is left out."""
     what = f"{url}: {type(error).__name__}"
     if isinstance(error, OSError) and error.strerror:
         what += f": {error.strerror}"
-    if isinstance(error, aiohttp.ClientSSLError) or nowhere(error):
+    if isinstance(error, aiohttp.ClientSSLError) or is_unknown_host(error):
         return StorageError(what)
     passing = isinstance(error, (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, EOFError))
-    return PassingError(what) if passing else StorageError(what)
+    return TransientError(what) if passing else StorageError(what)
 
 
-payload.PAYLOAD_REGISTRY.register(BodyPayload, Body)
+class StatusError(Exception):
+    """Raised by a driver for an answer that says no; `fault` makes one of ours of it."""
+
+    def __init__(self, status: int, reason: str, after: str = "", detail: str = "") -> None:
+        super().__init__(f"HTTP {status} {reason}{': ' if detail else ''}{detail}".rstrip())
+        self.status = status
+        self.after = float(after) if after.isdecimal() else None
+
+    @classmethod
+    def of(cls, response: aiohttp.ClientResponse, detail: str = "") -> StatusError:
+        """Of an answer."""
+        return cls(response.status, response.reason or "", response.headers.get("Retry-After", ""), detail)
+
+
+def status_fault(error: StatusError, url: URL) -> SnapshotError:
+    """What a status means, wherever it comes from."""
+    said = f"{url}: {error}"
+    if error.status in (404, 410):
+        return StorageNotFoundError(said)
+    if error.status == 416:
+        return past_end_error(url)
+    if error.status in (408, 425, 429) or (error.status >= 500 and error.status not in (501, 505)):
+        return TransientError(said, after=error.after, refused=error.status in (425, 429))
+    fault = StorageError(said)
+    fault.errno = errno.EACCES if error.status in (400, 401, 403) else None
+    return fault
+
+
+def new_session(
+    headers: Mapping[str, str],
+    retry_policy: RetryPolicy,
+    connections: int,
+    *,
+    verify: bool | str = True,
+    proxy: str | None = None,
+) -> aiohttp.ClientSession:
+    """A session whose only time-out is that of connecting: an attempt has a clock of its own."""
+    context = ssl.create_default_context(cafile=verify) if isinstance(verify, str) else verify
+    made = aiohttp.ClientSession(
+        headers=headers,
+        connector=aiohttp.TCPConnector(limit=connections, ssl=context),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(retry_policy.timeout, retry_policy.deadline)),
+        auto_decompress=False,
+        trust_env=True,
+        proxy=proxy,
+        read_bufsize=1 << 20,
+    )
+    return without_resending(made)
+
+
+payload.PAYLOAD_REGISTRY.register(BodyPayload, RequestBody)

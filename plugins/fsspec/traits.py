@@ -23,8 +23,7 @@ from fsspec.implementations.chained import ChainedFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.registry import get_filesystem_class
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
-
-from snapshot.plugins.attempts import Patience
+from snapshot.plugins.attempts import RetryPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class Traits:
     remove_folder: Callable[[Any, str], None] = lambda fs, path: fs.rmdir(path)
     """Remove a folder, if it is empty."""
     close: Callable[[Any], None] = lambda fs: None
-    defaults: Callable[[Patience], Mapping[str, Any]] = lambda patience: {}
+    defaults: Callable[[RetryPolicy], Mapping[str, Any]] = lambda patience: {}
     takes: Sequence[str] | None = None
     """Callables whose arguments are its options, too; None where nobody can say what it takes."""
 
@@ -118,11 +117,11 @@ def _close_zip(fs: Any) -> None:
     fs.of.close()  # its own `close` leaves the file open that the archive is in
 
 
-def _patience_of_webdav(patience: Patience) -> Mapping[str, Any]:
+def _patience_of_webdav(patience: RetryPolicy) -> Mapping[str, Any]:
     return {"retry": False, "timeout": patience.timeout}
 
 
-def _patience_of_ssh(patience: Patience) -> Mapping[str, Any]:
+def _patience_of_ssh(patience: RetryPolicy) -> Mapping[str, Any]:
     seconds = patience.timeout  # an attempt that is left behind ends by itself, some time
     return {
         "connect_timeout": seconds,
@@ -197,7 +196,7 @@ class Link:
     options: Mapping[str, Any]
 
 
-def chain(text: str, options: Mapping[str, Any], patience: Patience) -> list[Link]:
+def chain(text: str, options: Mapping[str, Any], patience: RetryPolicy) -> list[Link]:
     """The file systems that a URL names, the outermost first."""
     parts = text.split("::")
     links: list[Link] = []

@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError
-from snapshot.plugins.attempts import Attempt, PassingError, Scatter
+from snapshot.plugins.attempts import Attempt, BufferSink, TransientError
 from snapshot.plugins.fsspec_calls import Lane
 from snapshot.plugins.fsspec_systems import System
+
+from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError
 
 if TYPE_CHECKING:
     from snapshot.plugins.fsspec import FsspecStorage
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 class Reader:
     """Fills a sink, over one lane. A file system that ignores a range must not become a wrong tensor."""
 
-    def __init__(self, storage: FsspecStorage, lane: Lane[System], path: str, sink: Scatter, chunk: int) -> None:
+    def __init__(self, storage: FsspecStorage, lane: Lane[System], path: str, sink: BufferSink, chunk: int) -> None:
         self._storage = storage
         self._lane = lane
         self._path = path
@@ -31,7 +32,7 @@ class Reader:
         try:
             if not await self._by_ranges():
                 await self._by_handle()
-        except (PassingError, StorageNotFoundError):
+        except (TransientError, StorageNotFoundError):
             raise
         except StorageError:  # some have an error of their own for a range behind the end
             await self._size()
@@ -66,7 +67,7 @@ class Reader:
                     return False
                 if len(data) < wanted:
                     await self._size()
-                    raise PassingError(f"{sink.url}: got {len(data)} bytes of {wanted} from byte {sink.position} on")
+                    raise TransientError(f"{sink.url}: got {len(data)} bytes of {wanted} from byte {sink.position} on")
                 if not storage.proven:  # as long as the whole file is, it might be that
                     storage.proven = await self._size() > wanted
                 sink.take(data)
@@ -94,7 +95,7 @@ class Reader:
                         raise StorageError(f"{sink.url}: asked for {wanted} bytes and got {len(data)}")
                     if not data:
                         await self._size()
-                        raise PassingError(f"{sink.url}: broke off at byte {sink.position}")
+                        raise TransientError(f"{sink.url}: broke off at byte {sink.position}")
                     sink.take(data)
         finally:
             if self._lane.usable:

@@ -8,8 +8,9 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from snapshot.plugins.attempts import TransientError
+
 from snapshot.errors import StorageError, StorageNotFoundError
-from snapshot.plugins.attempts import PassingError
 
 _PASSING = {
     ("httpx", "TransportError"), ("aiohttp", "ClientConnectionError"), ("aiohttp", "ClientPayloadError"),
@@ -20,7 +21,7 @@ _PASSING = {
 """Errors of clients, by package and class, which are of no class that Python knows."""
 
 
-class LostError(PassingError):
+class LostError(TransientError):
     """Raised for a connection that broke, so that the next attempt is made over another."""
 
 
@@ -33,7 +34,7 @@ def fault(error: BaseException, said: str) -> StorageError:
     if status in (404, 410):
         return StorageNotFoundError(said)
     if status is not None and (status in (408, 425, 429) or (status >= 500 and status not in (501, 505, 507))):
-        return PassingError(said, refused=status in (425, 429))
+        return TransientError(said, refused=status in (425, 429))
     if isinstance(error, socket.gaierror):
         return StorageError(said) if error.errno == socket.EAI_NONAME else LostError(said)
     lost = isinstance(error, (ConnectionError, TimeoutError, EOFError)) or bool(bases & _PASSING)

@@ -6,29 +6,29 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from snapshot.errors import StorageError, StorageNotFoundError
-from snapshot.plugins.attempts import Attempt, Body
+from snapshot.plugins.network.retry import Attempt
+from snapshot.plugins.network.transfer import RequestBody
+from snapshot.plugins.objectstore.conditional_put import put_object
+from snapshot.plugins.objectstore.connection import ConnectedStorage
+from snapshot.plugins.objectstore.driver import Driver
 from snapshot.storage import ANYTHING, Buffer, FileWriter
-
-if TYPE_CHECKING:
-    from snapshot.plugins.drivers import Driver
-    from snapshot.plugins.objects import ObjectStorage
 
 LAST_WORDS = 10.0
 """Seconds that cleaning up after a failure may take: whoever waits for it wants to know of the failure."""
 
 
-async def abandoned(key: str, upload: str, driver: Driver, _: Attempt) -> None:
-    """Abandon an upload: as a request to make patiently."""
+async def abandon_upload(key: str, upload: str, driver: Driver, _: Attempt) -> None:
+    """Abandon an upload: as a request to make retry_request."""
     await driver.abandon(key, upload)
 
 
 class ObjectWriter(FileWriter):
     """A file that goes up in one request if one write brings all of it, else in parts."""
 
-    def __init__(self, storage: ObjectStorage[Any], path: str, key: str, size: int) -> None:
+    def __init__(self, storage: ConnectedStorage[Any], path: str, key: str, size: int) -> None:
         self._storage = storage
         self._path = path
         self._key = key
@@ -44,7 +44,7 @@ class ObjectWriter(FileWriter):
 
     async def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
         """One request for each part."""
-        body, path, key = Body(buffers), self._path, self._key
+        body, path, key = RequestBody(buffers), self._path, self._key
         if self._over:
             raise ValueError(f"{self._url}: was finished or aborted already")
         end = offset + body.nbytes
@@ -53,7 +53,7 @@ class ObjectWriter(FileWriter):
         if not body.nbytes:
             return
         if body.nbytes == self._size:
-            await self._storage.put_body(path, body, ANYTHING)
+            await put_object(self._storage, path, body, ANYTHING)
             self._whole = True
             return
         if not self._written and end < self._size:
@@ -70,14 +70,14 @@ class ObjectWriter(FileWriter):
             body.seek(0)
             return await driver.part(key, upload, number, offset, body, last=end == self._size)
 
-        self._parts[number] = await self._storage.ask("upload", path, once)
+        self._parts[number] = await self._storage.send_request("upload", path, once)
 
     async def _begun(self) -> str:
         """The upload, begun by the first part; others wait for that."""
         if self._upload is None:
             key, size = self._key, self._size
             self._upload = asyncio.ensure_future(
-                self._storage.ask("begin", self._path, lambda driver, _: driver.begin(key, size))
+                self._storage.send_request("begin", self._path, lambda driver, _: driver.begin(key, size))
             )
         return await asyncio.shield(self._upload)
 
@@ -95,7 +95,7 @@ class ObjectWriter(FileWriter):
                 reached += length
             if reached < self._size or not all(self._parts.values()):
                 raise StorageError(f"{self._url}: nothing was written at byte {reached} of {self._size}")
-            await self._storage.ask("finish", self._path, self._complete)
+            await self._storage.send_request("finish", self._path, self._complete)
         self._over = True
 
     async def _complete(self, driver: Driver, attempt: Attempt) -> None:
@@ -120,6 +120,8 @@ class ObjectWriter(FileWriter):
             with contextlib.suppress(asyncio.CancelledError, StorageError, TimeoutError):
                 async with asyncio.timeout(LAST_WORDS):
                     upload = await begun
-                    await self._storage.ask("abort", self._path, partial(abandoned, key, upload), LAST_WORDS)
+                    await self._storage.send_request(
+                        "abort", self._path, partial(abandon_upload, key, upload), LAST_WORDS
+                    )
         if self._whole:
             await self._storage.delete([self._path])

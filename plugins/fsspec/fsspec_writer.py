@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from snapshot.errors import StorageError
-from snapshot.plugins.attempts import Attempt, Body, PassingError, patiently
+from snapshot.plugins.attempts import Attempt, RequestBody, TransientError, retry_request
 from snapshot.plugins.fsspec_calls import LAST_WORDS, Lane
 from snapshot.plugins.fsspec_systems import System, discard, forget
+
+from snapshot.errors import StorageError
 from snapshot.storage import Buffer, FileWriter
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class FsspecWriter(FileWriter):
     async def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
         """Bounce the bytes to the thread, chunk by chunk."""
         self._open()
-        body = Body(buffers)
+        body = RequestBody(buffers)
         end = offset + body.nbytes
         if offset < 0 or end > self._size:
             raise StorageError(f"{self._url}: bytes {offset}-{end} do not fit a file of {self._size}")
@@ -63,7 +64,7 @@ class FsspecWriter(FileWriter):
             self._reached += len(data)
 
     async def _begin(self) -> None:
-        """Open the file, patiently: nothing is in it yet."""
+        """Open the file, retry_request: nothing is in it yet."""
         storage = self._storage
         mounted = await storage.mount()
 
@@ -77,18 +78,18 @@ class FsspecWriter(FileWriter):
             )
             self._lane, self._handle = lane, handle
 
-        await patiently("create", self._url, storage.patience, once)
+        await retry_request("create", self._url, storage.retry_policy, once)
 
     async def _once(self, name: str, work: Callable[[System], T], longer: float = 0.0) -> T:
         """A call that cannot be made again: what of it was done is not known."""
         storage, lane = self._storage, self._lane
         assert lane is not None
         patience = replace(
-            storage.patience,
-            timeout=storage.patience.timeout + longer,
-            deadline=storage.patience.deadline + longer,
+            storage.retry_policy,
+            timeout=storage.retry_policy.timeout + longer,
+            deadline=storage.retry_policy.deadline + longer,
         )
-        last: list[PassingError] = []
+        last: list[TransientError] = []
 
         async def once(attempt: Attempt) -> T:
             if attempt.number > 1:
@@ -96,11 +97,11 @@ class FsspecWriter(FileWriter):
                 raise StorageError(f"{reason} (what was written in part cannot be written again)")
             try:
                 return await storage.call(lane, self._path, work, attempt)
-            except PassingError as error:
+            except TransientError as error:
                 last.append(error)
                 raise
 
-        return await patiently(name, self._url, patience, once)
+        return await retry_request(name, self._url, patience, once)
 
     def _open(self) -> None:
         if self._over:

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from snapshot.plugins.descriptors import sync_folder
+from snapshot.plugins.file.descriptors import sync_folder
 
 _TRIES = 3
 """How often a folder is made anew that somebody else's cleaning removes before there is a file in it."""

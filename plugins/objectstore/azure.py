@@ -30,11 +30,20 @@ from azure.core.rest import HttpRequest
 from azure.storage.blob.aio import BlobServiceClient
 
 from snapshot.errors import SnapshotError, StorageConflictError, StorageError
-from snapshot.plugins.attempts import Body, PassingError, Sink
-from snapshot.plugins.drivers import Driver, Page
-from snapshot.plugins.http import StatusError, new_session, status_fault
-from snapshot.plugins.objects import ObjectStorage
-from snapshot.plugins.streams import content_range, drained, lost, pour
+from snapshot.plugins.network.aiohttp_client import (
+    StatusError,
+    connection_fault,
+    drain_into,
+    new_session,
+    parse_content_range,
+    released_response,
+    status_fault,
+)
+from snapshot.plugins.network.retry import TransientError
+from snapshot.plugins.network.transfer import RequestBody, ResponseSink
+from snapshot.plugins.objectstore.azure_xml import is_folder, read_message, read_name
+from snapshot.plugins.objectstore.driver import Driver, Page
+from snapshot.plugins.objectstore.object_storage import ObjectStorage
 from snapshot.storage import ABSENT, ANYTHING, URL, Context, Expect, FileStat, Limits, in_thread
 
 MiB = 1 << 20
@@ -94,7 +103,7 @@ class AzureDriver(Driver):
         params: Mapping[str, str] | None = None,
         *,
         headers: Mapping[str, str] | None = None,
-        body: Body | None = None,
+        body: RequestBody | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A request; its answer, if it is a good one."""
         told = {"x-ms-version": VERSION, **(headers or {})}
@@ -106,9 +115,9 @@ class AzureDriver(Driver):
         request = HttpRequest(method, self._url(key, params), headers=told, content=content)
         answered = await self._pipeline.run(request, stream=True)
         answer: aiohttp.ClientResponse = answered.http_response.internal_response
-        async with drained(answer):
+        async with released_response(answer):
             if answer.status >= 300:
-                raise Refusal(answer, _message(await answer.content.read(4000)))
+                raise Refusal(answer, read_message(await answer.content.read(4000)))
             yield answer
 
     async def head(self, key: str) -> FileStat:
@@ -117,13 +126,13 @@ class AzureDriver(Driver):
             told = answer.headers
             return FileStat(int(told["Content-Length"]), _when(told["Last-Modified"]), told["ETag"])
 
-    async def read(self, key: str, sink: Sink) -> None:
+    async def read(self, key: str, sink: ResponseSink) -> None:
         """`Get Blob`."""
         wanted = {"x-ms-range": sink.range, "If-Match": sink.token}
         async with self._ask("GET", key, headers={name: value for name, value in wanted.items() if value}) as answer:
-            at, total = content_range(answer.headers.get("Content-Range"), answer.content_length)
+            at, total = parse_content_range(answer.headers.get("Content-Range"), answer.content_length)
             sink.starts(at, total, answer.headers.get("ETag"))
-            await pour(answer, sink)
+            await drain_into(answer, sink)
 
     async def _list(self, prefix: str, include: str, marker: str = "", delimiter: str = "") -> ElementTree.Element:
         params = {"restype": "container", "comp": "list", "prefix": prefix, "include": include}
@@ -135,11 +144,11 @@ class AzureDriver(Driver):
     async def list(self, prefix: str, recursive: bool, following: Any) -> Page:
         """`List Blobs`. Where folders are objects of their own, they are listed as empty blobs, and are left out."""
         found = await self._list(prefix, "metadata", following or "", "" if recursive else "/")
-        names = [_name(each) for each in found.iterfind("Blobs/Blob") if not _is_folder(each)]
-        folders = [_name(each) for each in found.iterfind("Blobs/BlobPrefix")]
+        names = [read_name(each) for each in found.iterfind("Blobs/Blob") if not is_folder(each)]
+        folders = [read_name(each) for each in found.iterfind("Blobs/BlobPrefix")]
         return Page(names, folders, found.findtext("NextMarker") or None)
 
-    async def put(self, key: str, body: Body, expect: Expect) -> str:
+    async def put(self, key: str, body: RequestBody, expect: Expect) -> str:
         """`Put Blob`, with a condition if there is an expectation."""
         condition = {} if expect is ANYTHING else {"If-None-Match": "*"} if expect is ABSENT else {"If-Match": expect}
         headers = {name: str(value) for name, value in condition.items()}
@@ -150,7 +159,7 @@ class AzureDriver(Driver):
         """Nothing is asked: the name goes into those of the blocks, so that no other upload's are taken for them."""
         return secrets.token_hex(8)
 
-    async def part(self, key: str, upload: str, number: int, offset: int, body: Body, *, last: bool) -> str:
+    async def part(self, key: str, upload: str, number: int, offset: int, body: RequestBody, *, last: bool) -> str:
         """`Put Block`; its name. All names of a blob's blocks are equally long."""
         block = b64encode(f"{upload}-{number:07}".encode()).decode()
         async with self._ask("PUT", key, {"comp": "block", "blockid": block}, body=body):
@@ -162,7 +171,7 @@ class AzureDriver(Driver):
 
     async def _commit(self, key: str, blocks: Iterable[str], headers: Mapping[str, str]) -> str:
         latest = "".join(f"<Latest>{block}</Latest>" for block in blocks)
-        body = Body([f'<?xml version="1.0" encoding="utf-8"?><BlockList>{latest}</BlockList>'.encode()])
+        body = RequestBody([f'<?xml version="1.0" encoding="utf-8"?><BlockList>{latest}</BlockList>'.encode()])
         async with self._ask("PUT", key, {"comp": "blocklist"}, headers=headers, body=body) as answer:
             return answer.headers["ETag"]
 
@@ -199,7 +208,7 @@ class AzureDriver(Driver):
                 page = await self._list(prefix, include, marker)
                 for each in page.iterfind("Blobs/Blob"):
                     when = each.findtext("Properties/Last-Modified") or each.findtext("Properties/Creation-Time")
-                    found[_name(each)] = _when(when) if when else float("inf")  # then it is left to Azure
+                    found[read_name(each)] = _when(when) if when else float("inf")  # then it is left to Azure
                 marker = page.findtext("NextMarker") or None
             listed.append(found)
         every, committed = listed
@@ -243,12 +252,12 @@ class AzureDriver(Driver):
             return _said(error, url)
         if isinstance(error, (ServiceRequestError, ServiceResponseError)):
             inner = error.inner_exception
-            return lost(inner, url) if isinstance(inner, Exception) else PassingError(f"{url}: {error}")
+            return connection_fault(inner, url) if isinstance(inner, Exception) else TransientError(f"{url}: {error}")
         if isinstance(error, AzureError):  # of those who give out tokens; it is long, but says what to do
             status = error.status_code if isinstance(error, HttpResponseError) else None
-            kind = PassingError if status is not None and (status >= 500 or status == 429) else StorageError
+            kind = TransientError if status is not None and (status >= 500 or status == 429) else StorageError
             return kind(f"{url}: {type(error).__name__}: {error}")
-        return lost(error, url)
+        return connection_fault(error, url)
 
 
 def _said(error: Refusal, url: URL) -> SnapshotError:
@@ -261,30 +270,6 @@ def _said(error: Refusal, url: URL) -> SnapshotError:
     if error.status == 409:
         return StorageConflictError(said) if error.code in _CONFLICTS else StorageError(said)
     return status_fault(error, url)
-
-
-def _message(body: bytes) -> str:
-    """The first line of what an error says. A detail of authentication is left out if it quotes what was signed."""
-    try:
-        found = ElementTree.fromstring(body)  # noqa: S314 - of the store, which holds all the data anyway
-    except ElementTree.ParseError:
-        return ""
-    message = (found.findtext("Message") or "").partition("\n")[0].strip()
-    detail = (found.findtext("AuthenticationErrorDetail") or "").strip()
-    return f"{message} {detail}".rstrip() if len(detail) < 200 and "signature found" not in detail else message
-
-
-def _name(entry: ElementTree.Element) -> str:
-    name = entry.find("Name")
-    if name is None:
-        raise StorageError("the listing names no blobs: this is no Azure Blob Storage")
-    text = name.text or ""
-    return unquote(text) if name.get("Encoded") == "true" else text
-
-
-def _is_folder(entry: ElementTree.Element) -> bool:
-    folder = entry.findtext("Metadata/hdi_isfolder") or entry.findtext("Metadata/Hdi_isfolder")
-    return folder == "true" or entry.findtext("Properties/ResourceType") == "directory"
 
 
 def _when(text: str) -> float:
@@ -339,9 +324,12 @@ class AzureStorage(ObjectStorage[AzureDriver]):
         """A session on this loop, and a client that signs."""
         given = self._given
         credential, made = await asyncio.to_thread(self._credential)
-        session = new_session(self, {})
+        session = new_session({}, self.retry_policy, self.connections)
         # An attempt has a clock of its own, which progress sets back: so there is no limit to reading.
-        limits = {"connection_timeout": min(self.patience.timeout, self.patience.deadline), "read_timeout": None}
+        limits = {
+            "connection_timeout": min(self.retry_policy.timeout, self.retry_policy.deadline),
+            "read_timeout": None,
+        }
         transport = AioHttpTransport(session=session, session_owner=False, **limits)
         how: dict[str, Any] = {"transport": transport, "retry_total": 0}
         try:

@@ -16,15 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fsspec.registry import known_implementations, registry
-
-from snapshot.errors import MissingExtraError, SnapshotError, StorageConflictError, StorageError, StorageNotFoundError
-from snapshot.plugins.attempts import Attempt, PassingError, Patience, Scatter, patiently
+from snapshot.plugins.attempts import Attempt, BufferSink, RetryPolicy, TransientError, retry_request
 from snapshot.plugins.fsspec_calls import Lane, Mount
 from snapshot.plugins.fsspec_faults import LostError, fault, hidden, secrets_in, shown
 from snapshot.plugins.fsspec_infos import listed, version, when
 from snapshot.plugins.fsspec_reader import Reader
 from snapshot.plugins.fsspec_systems import System, chain, connect, disconnect, traits, unknown_options
 from snapshot.plugins.fsspec_writer import FsspecWriter
+
+from snapshot.errors import MissingExtraError, SnapshotError, StorageConflictError, StorageError, StorageNotFoundError
 from snapshot.storage import (
     ANYTHING,
     URL,
@@ -65,11 +65,11 @@ class FsspecStorage(Storage):
     def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
         super().__init__(url, options, context)
         theirs = {name: value for name, value in options.items() if name not in _OURS}
-        self.patience = Patience(
+        self.retry_policy = RetryPolicy(
             **{name: options[name] for name in ("timeout", "deadline") if options.get(name) is not None}
         )
         try:
-            links = chain(url.reveal().removeprefix(PREFIX), theirs, self.patience)
+            links = chain(url.reveal().removeprefix(PREFIX), theirs, self.retry_policy)
         except ImportError as error:
             raise MissingExtraError(f"{url}: {error}") from error
         if unknown := unknown_options(links, theirs):
@@ -143,8 +143,8 @@ class FsspecStorage(Storage):
         url = self.url.join(path)
         try:
             return await lane.call(work, attempt)
-        except PassingError as error:
-            raise PassingError(f"{url}: {error}", refused=error.refused) from error
+        except TransientError as error:
+            raise TransientError(f"{url}: {error}", refused=error.refused) from error
         except SnapshotError:
             raise
         except Exception as error:  # noqa: BLE001 - every client has errors of its own; each is translated
@@ -156,13 +156,13 @@ class FsspecStorage(Storage):
             raise made from (error if hidden(words, self._secrets) == words else None)
 
     async def ask(self, name: str, path: str, work: Callable[[System], T], within: float | None = None) -> T:
-        """A call, made patiently."""
+        """A call, made retry_request."""
         mounted = await self.mount()
 
         async def once(attempt: Attempt) -> T:
             return await self.call(mounted.lane(), path, work, attempt)
 
-        return await patiently(name, self.url.join(path), self.patience, once, within)
+        return await retry_request(name, self.url.join(path), self.retry_policy, once, within)
 
     def need(self, capability: str) -> None:
         """Raise unless it is declared."""
@@ -194,7 +194,7 @@ class FsspecStorage(Storage):
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
         """Chunk by chunk, by ranges where the file system has them, else out of a file that is opened."""
         check_path(path)
-        sink = Scatter(self.url.join(path), offset, buffers, token)
+        sink = BufferSink(self.url.join(path), offset, buffers, token)
         if token is not None or sink.full:
             await self._pinned(path, token)
         if sink.full:
@@ -204,7 +204,7 @@ class FsspecStorage(Storage):
         async def once(attempt: Attempt) -> None:
             await Reader(self, mounted.lane(), path, sink, CHUNK).fill(attempt)
 
-        await patiently("read", sink.url, self.patience, once)
+        await retry_request("read", sink.url, self.retry_policy, once)
         if token is not None:
             await self._pinned(path, token)
 
@@ -226,7 +226,7 @@ class FsspecStorage(Storage):
                 return int(size)
             data = bytes(system.cat(path))
             if len(data) != size:
-                raise PassingError(f"got {len(data)} bytes of {size}")  # cut off, or replaced meanwhile
+                raise TransientError(f"got {len(data)} bytes of {size}")  # cut off, or replaced meanwhile
             return data
 
         found = await self.ask("get", path, whole)
@@ -316,13 +316,13 @@ class FsspecStorage(Storage):
 
             await self.call(mounted.lane(), path, work, attempt)
 
-        await patiently("rename", self.url.join(path), self.patience, once)
+        await retry_request("rename", self.url.join(path), self.retry_policy, once)
 
     async def drop(self, path: str, made: str) -> None:
         """Remove what was not finished, and the folders that were made for it; no error if it cannot be."""
         if made != path:
             try:
-                await self.ask("abort", path, self._removed(made), within=min(10.0, self.patience.deadline))
+                await self.ask("abort", path, self._removed(made), within=min(10.0, self.retry_policy.deadline))
             except StorageError:
                 return  # `sweep` will find it
 
@@ -339,7 +339,7 @@ class FsspecStorage(Storage):
                 try:
                     system.remove_folders(path)
                 except Exception as error:
-                    if isinstance(fault(error, ""), PassingError):
+                    if isinstance(fault(error, ""), TransientError):
                         raise
 
         return work

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from snapshot.errors import StorageError
-from snapshot.plugins import direct
+from snapshot.plugins.file import direct_io
 from snapshot.storage import Buffer
 
 _MOST_BUFFERS = os.sysconf("SC_IOV_MAX") if "SC_IOV_MAX" in os.sysconf_names else 16
@@ -26,26 +26,26 @@ LOCK_PATIENCE = 10.0
 _LOCK_POLL = 0.02
 
 
-class Reader:
+class OpenFile:
     """One file that is open for reading: through the page cache, and (from the first cold read on) around it."""
 
-    def __init__(self, full: str, direct_io: str) -> None:
+    def __init__(self, full: str, mode: str) -> None:
         self.descriptor = open_regular(full)
         self.around = -1
         opened = os.fstat(self.descriptor)
         self.identity = _identity(opened)
         self._full = full
-        self._mode = direct_io
+        self._mode = mode
         self._lock = threading.Lock()
 
     def goes_around(self, offset: int) -> bool:
         """Whether a long read from an offset on should go around the page cache; if so, `around` is open."""
-        if self._mode == "never" or (self._mode != "always" and not direct.is_cold(self.descriptor, offset)):
+        if self._mode == "never" or (self._mode != "always" and not direct_io.is_cold(self.descriptor, offset)):
             return False
         with self._lock:
             if self.around < 0:
                 try:
-                    around = direct.open_direct(self._full, _FOR_READING, for_reading=True)
+                    around = direct_io.open_direct(self._full, _FOR_READING, for_reading=True)
                 except OSError as error:  # one that is open is enough
                     if error.errno not in (errno.EMFILE, errno.ENFILE):
                         raise
@@ -148,6 +148,16 @@ def sync_folder(folder: str) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:  # a file system whose folders cannot be synced
             raise
+    finally:
+        os.close(descriptor)
+
+
+def drop_cache(path: str) -> None:
+    """Drop a file from the page cache; pages that are not on the disk yet would stay."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
 
