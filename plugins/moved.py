@@ -11,7 +11,7 @@ from typing import Any
 def forward(module: str, moved: Mapping[str, str]) -> Callable[[str], Any]:
     """Make the `__getattr__` of a module whose names have moved: old name -> `module:name`."""
 
-    def __getattr__(name: str) -> Any:  # noqa: N807
+    def __getattr__(name: str) -> Any:
         if name not in moved:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         target = moved[name].replace(":", ".")

@@ -25,14 +25,9 @@ _BUILT_IN = {
     "abfss": ("snapshot.plugins.objectstore.azure:AzureStorage", "azure"),
     "http": ("snapshot.plugins.web:HttpStorage", "http"),
     "https": ("snapshot.plugins.web:HttpStorage", "http"),
-    "fsspec+": ("snapshot.plugins.fsspec.fsspec_storage:FsspecStorage", "fsspec"),
+    "fsspec+": ("snapshot.plugins.fsspec.fsspec_storage:FsspecStorage", None),
 }
-"""Scheme -> (class, the extra that brings what it needs)."""
-_BY_FSSPEC = {
-    "sftp", "ssh", "webdav", "hf", "ftp", "smb", "zip", "tar", "dir", "local", "simplecache", "filecache", "blockcache",
-    "github", "reference",
-}  # fmt: skip
-"""Schemes that the extra `fsspec` is known to bring; with it installed, it says itself which it knows."""
+"""Scheme -> (class, the extra that brings what it needs, unless every installation has it)."""
 
 _registered: dict[str, type[Storage]] = {}
 
@@ -110,9 +105,6 @@ def _built_in(scheme: str, url: URL) -> type[Storage]:
 
 
 def _by_fsspec(url: URL) -> type[Storage] | None:
-    """What is left is fsspec's, if it knows the scheme; it is imported only now."""
-    try:
-        known = importlib.import_module("snapshot.plugins.fsspec.fsspec_storage").known
-    except ImportError:
-        return _built_in("fsspec+", url) if url.scheme.partition("::")[0] in _BY_FSSPEC else None
-    return _built_in("fsspec+", url) if known(url.scheme) else None
+    """Return fsspec's plugin if fsspec knows the scheme; it is imported only now."""
+    knows_scheme = importlib.import_module("snapshot.plugins.fsspec.fsspec_storage").knows_scheme
+    return _built_in("fsspec+", url) if knows_scheme(url.scheme) else None

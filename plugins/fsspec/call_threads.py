@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from snapshot.plugins.attempts import Attempt, TransientError
+from snapshot.plugins.network.retry import Attempt, TransientError
 
 S = TypeVar("S")
 T = TypeVar("T")

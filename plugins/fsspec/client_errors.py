@@ -8,11 +8,10 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from snapshot.plugins.attempts import TransientError
-
 from snapshot.errors import StorageError, StorageNotFoundError
+from snapshot.plugins.network.retry import TransientError
 
-_PASSING = {
+_TRANSIENT = {
     ("httpx", "TransportError"), ("aiohttp", "ClientConnectionError"), ("aiohttp", "ClientPayloadError"),
     ("asyncssh", "ConnectionLost"), ("asyncssh", "SFTPConnectionLost"), ("asyncssh", "SFTPNoConnection"),
     ("asyncssh", "ChannelOpenError"), ("botocore", "HTTPClientError"), ("requests", "ConnectionError"),
@@ -25,7 +24,7 @@ class LostError(TransientError):
     """Raised for a connection that broke, so that the next attempt is made over another."""
 
 
-def fault(error: BaseException, said: str) -> StorageError:
+def translate(error: BaseException, said: str) -> StorageError:
     """What an error of a client means; `said` is our words for it."""
     bases = {(base.__module__.partition(".")[0], base.__name__) for base in type(error).__mro__}
     if isinstance(error, FileNotFoundError) or ("webdav4", "ResourceNotFound") in bases:
@@ -37,7 +36,7 @@ def fault(error: BaseException, said: str) -> StorageError:
         return TransientError(said, refused=status in (425, 429))
     if isinstance(error, socket.gaierror):
         return StorageError(said) if error.errno == socket.EAI_NONAME else LostError(said)
-    lost = isinstance(error, (ConnectionError, TimeoutError, EOFError)) or bool(bases & _PASSING)
+    lost = isinstance(error, (ConnectionError, TimeoutError, EOFError)) or bool(bases & _TRANSIENT)
     if lost or (isinstance(error, OSError) and error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH)):
         return LostError(said)
     made = StorageError(said)
@@ -77,14 +76,14 @@ def secrets_in(options: Any, name: str = "") -> Iterator[str]:
             yield text
 
 
-def hidden(text: str, values: Sequence[str]) -> str:
+def redact(text: str, values: Sequence[str]) -> str:
     """A client's words, without secrets."""
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, "***")
     return _CREDENTIALS.sub(r"\1:***@", text)
 
 
-def shown(error: BaseException | None) -> str:
+def all_words(error: BaseException | None) -> str:
     """All that a traceback would show of an error."""
     words = []
     while error is not None:

@@ -1,30 +1,27 @@
-"""A range of a file on its way out of one of fsspec's file systems, chunk by chunk; each chunk's length is checked."""
+"""A range of a file on its way out of one of fsspec's file chains, chunk by chunk; each chunk's length is checked."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-from snapshot.plugins.attempts import Attempt, BufferSink, TransientError
-from snapshot.plugins.fsspec_calls import Lane
-from snapshot.plugins.fsspec_systems import System
+from typing import Any
 
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError
+from snapshot.plugins.fsspec.call_threads import Lane
+from snapshot.plugins.fsspec.chain import ConnectedChain
+from snapshot.plugins.fsspec.fsspec_client import FsspecClient
+from snapshot.plugins.network.retry import Attempt, TransientError
+from snapshot.plugins.network.transfer import BufferSink
 
-if TYPE_CHECKING:
-    from snapshot.plugins.fsspec import FsspecStorage
 
+class FsspecReader:
+    """Fills a sink, over one lane. A file chain that ignores a range must not become a wrong tensor."""
 
-class Reader:
-    """Fills a sink, over one lane. A file system that ignores a range must not become a wrong tensor."""
-
-    def __init__(self, storage: FsspecStorage, lane: Lane[System], path: str, sink: BufferSink, chunk: int) -> None:
-        self._storage = storage
+    def __init__(self, client: FsspecClient, lane: Lane[ConnectedChain], path: str, sink: BufferSink) -> None:
+        self._client = client
         self._lane = lane
         self._path = path
         self._sink = sink
-        self._chunk = min(chunk, storage.limits.preferred_part)
 
     async def fill(self, attempt: Attempt) -> None:
         """Go on where the attempt before this one ended: by ranges where there are any, else out of an opened file."""
@@ -38,27 +35,27 @@ class Reader:
             await self._size()
             raise
 
-    async def _call(self, work: Callable[[System], Any]) -> Any:
-        return await self._storage.call(self._lane, self._path, work, self._sink.attempt)
+    async def _call(self, work: Callable[[ConnectedChain], Any]) -> Any:
+        return await self._client.call(self._lane, self._path, work, self._sink.attempt)
 
     async def _size(self) -> int:
         """How long the file is, if it is long enough."""
         sink = self._sink
-        size = (await self._call(lambda system: system.inner.info(system.full(self._path)))).get("size")
+        size = (await self._call(lambda chain: chain.inner.info(chain.full(self._path)))).get("size")
         if size is not None and sink.end is not None and size < sink.end:
             raise CorruptSnapshotError(f"{sink.url}: ends at byte {size}, before bytes {sink.position}-{sink.end} do")
         return int(size or 0)
 
     def _next(self) -> int:
         assert self._sink.end is not None
-        return min(self._sink.end - self._sink.position, self._chunk)
+        return min(self._sink.end - self._sink.position, self._client.chunk)
 
     async def _by_ranges(self) -> bool:
         """Whether it could be read so."""
-        sink, storage = self._sink, self._storage
+        sink, client = self._sink, self._client
         while not sink.full:
             wanted = self._next()
-            async with storage.context.memory.count(wanted):
+            async with client.context.memory.count(wanted):
                 data = await self._call(_range(self._path, sink.position, wanted))
                 if data is None:
                     return False
@@ -68,16 +65,16 @@ class Reader:
                 if len(data) < wanted:
                     await self._size()
                     raise TransientError(f"{sink.url}: got {len(data)} bytes of {wanted} from byte {sink.position} on")
-                if not storage.proven:  # as long as the whole file is, it might be that
-                    storage.proven = await self._size() > wanted
+                if not client.ranges_proven:  # as long as the whole file is, it might be that
+                    client.ranges_proven = await self._size() > wanted
                 sink.take(data)
         return True
 
     async def _by_handle(self) -> None:
         sink, begin = self._sink, self._sink.position
 
-        def opened(system: System) -> Any:
-            handle = system.outer.open(system.full(self._path), "rb")
+        def opened(chain: ConnectedChain) -> Any:
+            handle = chain.outer.open(chain.full(self._path), "rb")
             try:
                 handle.seek(begin)
             except BaseException:
@@ -89,7 +86,7 @@ class Reader:
         try:
             while not sink.full:
                 wanted = self._next()
-                async with self._storage.context.memory.count(wanted):
+                async with self._client.context.memory.count(wanted):
                     data = await self._call(_read(handle, wanted))
                     if len(data) > wanted:
                         raise StorageError(f"{sink.url}: asked for {wanted} bytes and got {len(data)}")
@@ -103,16 +100,16 @@ class Reader:
                     await self._call(lambda _: handle.close())
 
 
-def _range(path: str, begin: int, nbytes: int) -> Callable[[System], Any]:
-    def work(system: System) -> Any:
-        return system.cat(path, begin, begin + nbytes, cached=True) if system.ranged else None
+def _range(path: str, begin: int, nbytes: int) -> Callable[[ConnectedChain], Any]:
+    def work(chain: ConnectedChain) -> Any:
+        return chain.cat(path, begin, begin + nbytes, cached=True) if chain.ranged else None
 
     return work
 
 
-def _without_ranges(system: System) -> None:
-    system.ranged = False
+def _without_ranges(chain: ConnectedChain) -> None:
+    chain.ranged = False
 
 
-def _read(handle: Any, nbytes: int) -> Callable[[System], Any]:
+def _read(handle: Any, nbytes: int) -> Callable[[ConnectedChain], Any]:
     return lambda _: handle.read(nbytes)

@@ -1,22 +1,24 @@
-"""A file on its way into one of fsspec's file systems: in order, through a handle that blocks, beside its name."""
+"""A file on its way into one of fsspec's file chains: in order, through a handle that blocks, beside its name."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from snapshot.plugins.attempts import Attempt, RequestBody, TransientError, retry_request
-from snapshot.plugins.fsspec_calls import LAST_WORDS, Lane
-from snapshot.plugins.fsspec_systems import System, discard, forget
+from fsspec.spec import AbstractBufferedFile
 
 from snapshot.errors import StorageError
+from snapshot.plugins.fsspec.call_threads import LAST_WORDS, Lane
+from snapshot.plugins.fsspec.chain import ConnectedChain
+from snapshot.plugins.fsspec.fsspec_client import FsspecClient
+from snapshot.plugins.fsspec.publish import remove_file, remove_unfinished, rename_whole, temporary_name, write_small
+from snapshot.plugins.network.retry import Attempt, TransientError, retry_request
+from snapshot.plugins.network.transfer import RequestBody
 from snapshot.storage import Buffer, FileWriter
-
-if TYPE_CHECKING:
-    from snapshot.plugins.fsspec import FsspecStorage
 
 T = TypeVar("T")
 SLOWEST = 1 << 20
@@ -26,15 +28,14 @@ SLOWEST = 1 << 20
 class FsspecWriter(FileWriter):
     """A short file goes in one call, which can be made again; what went through a handle cannot."""
 
-    def __init__(self, storage: FsspecStorage, path: str, size: int, chunk: int) -> None:
-        self._storage = storage
+    def __init__(self, client: FsspecClient, path: str, size: int) -> None:
+        self._client = client
         self._path = path
-        self._url = storage.url.join(path)
+        self._url = client.url.join(path)
         self._size = size
-        self._chunk = min(chunk, storage.limits.preferred_part)
-        self._made = storage.temporary(path)
+        self._aside = temporary_name(client, path)
         self._reached = 0
-        self._lane: Lane[System] | None = None
+        self._lane: Lane[ConnectedChain] | None = None
         self._handle: Any = None
         self._whole = self._over = False
 
@@ -49,15 +50,15 @@ class FsspecWriter(FileWriter):
             return
         if offset != self._reached:
             raise StorageError(f"{self._url}: is written in order, and byte {self._reached} comes before {offset}")
-        if body.nbytes == self._size <= self._chunk:
-            await self._storage.pipe(self._path, self._made, body.read())
+        if body.nbytes == self._size <= self._client.chunk:
+            await write_small(self._client, self._path, self._aside, body.read())
             self._reached, self._whole = end, True
             return
         if self._handle is None:
             await self._begin()
         while self._reached < end:
-            async with self._storage.context.memory.count(min(self._chunk, end - self._reached)):
-                data = body.read(self._chunk)
+            async with self._client.context.memory.count(min(self._client.chunk, end - self._reached)):
+                data = body.read(self._client.chunk)
                 written = await self._once("write", _wrote(self._handle, data))
                 if isinstance(written, int) and written != len(data):
                     raise StorageError(f"{self._url}: took {written} of {len(data)} bytes")
@@ -65,29 +66,29 @@ class FsspecWriter(FileWriter):
 
     async def _begin(self) -> None:
         """Open the file, retry_request: nothing is in it yet."""
-        storage = self._storage
-        mounted = await storage.mount()
+        client = self._client
+        mounted = await client.mount()
 
         async def once(attempt: Attempt) -> None:
             lane = mounted.lane()
-            handle = await storage.call(
+            handle = await client.call(
                 lane,
                 self._path,
-                lambda system: system.in_folder(self._made, lambda full: system.inner.open(full, "wb")),
+                lambda chain: chain.in_folder(self._aside, lambda full: chain.inner.open(full, "wb")),
                 attempt,
             )
             self._lane, self._handle = lane, handle
 
-        await retry_request("create", self._url, storage.retry_policy, once)
+        await retry_request("create", self._url, client.retry_policy, once)
 
-    async def _once(self, name: str, work: Callable[[System], T], longer: float = 0.0) -> T:
+    async def _once(self, name: str, work: Callable[[ConnectedChain], T], longer: float = 0.0) -> T:
         """A call that cannot be made again: what of it was done is not known."""
-        storage, lane = self._storage, self._lane
+        client, lane = self._client, self._lane
         assert lane is not None
         patience = replace(
-            storage.retry_policy,
-            timeout=storage.retry_policy.timeout + longer,
-            deadline=storage.retry_policy.deadline + longer,
+            client.retry_policy,
+            timeout=client.retry_policy.timeout + longer,
+            deadline=client.retry_policy.deadline + longer,
         )
         last: list[TransientError] = []
 
@@ -96,7 +97,7 @@ class FsspecWriter(FileWriter):
                 reason = last[0] if last else f"{self._url}: no answer to {name} in {patience.timeout:.3g} seconds"
                 raise StorageError(f"{reason} (what was written in part cannot be written again)")
             try:
-                return await storage.call(lane, self._path, work, attempt)
+                return await client.call(lane, self._path, work, attempt)
             except TransientError as error:
                 last.append(error)
                 raise
@@ -110,20 +111,18 @@ class FsspecWriter(FileWriter):
     async def finish(self) -> None:
         """Close it, see how long it is, and give it its name."""
         self._open()
-        storage = self._storage
+        client = self._client
         if self._reached < self._size:
             raise StorageError(f"{self._url}: nothing was written at byte {self._reached} of {self._size}")
         if not self._size:
-            await storage.pipe(self._path, self._made, b"")
+            await write_small(client, self._path, self._aside, b"")
         elif self._handle is not None:
             await self._once("finish", lambda _: self._handle.close(), self._size / SLOWEST)
             self._handle = None
-        found = await storage.ask(
-            "finish", self._path, lambda system: system.inner.info(system.full(self._made)).get("size")
-        )
+        found = await client.stored_size("finish", self._path, self._aside)
         if found is not None and found != self._size:
             raise StorageError(f"{self._url}: {found} bytes arrived of {self._size}")
-        await storage.move(self._path, self._made, self._size)
+        await rename_whole(client, self._path, self._aside, self._size)
         self._over = True
 
     async def abort(self) -> None:
@@ -133,16 +132,33 @@ class FsspecWriter(FileWriter):
         self._over = True
         handle, lane, self._handle = self._handle, self._lane, None
         if handle is not None and lane is not None:
-            forget(handle)
+            _forget(handle)
             if lane.usable:
                 with contextlib.suppress(StorageError, TimeoutError):
                     async with asyncio.timeout(LAST_WORDS):
-                        await self._storage.call(lane, self._path, lambda _: discard(handle))
-        if self._whole and self._made == self._path:
-            await self._storage.delete([self._path])
+                        await self._client.call(lane, self._path, lambda _: _discard(handle))
+        if self._whole and self._aside == self._path:
+            await remove_file(self._client, "delete", self._path)
         else:
-            await self._storage.drop(self._path, self._made)
+            await remove_unfinished(self._client, self._path, self._aside)
 
 
-def _wrote(handle: Any, data: bytes) -> Callable[[System], Any]:
+def _forget(handle: Any) -> None:
+    """See to it that the garbage collector does not make a file whole that is given up. Asks nothing of a server."""
+    if isinstance(handle, AbstractBufferedFile):
+        handle.closed = True
+    elif isinstance(handle, tempfile.SpooledTemporaryFile):
+        tempfile.SpooledTemporaryFile.close(handle)  # webdav4's own would send it
+
+
+def _discard(handle: Any) -> None:
+    """Let go of a file that is written, without making it whole."""
+    with contextlib.suppress(Exception):
+        handle.discard()
+    if not isinstance(handle, AbstractBufferedFile):
+        with contextlib.suppress(Exception):
+            handle.close()
+
+
+def _wrote(handle: Any, data: bytes) -> Callable[[ConnectedChain], Any]:
     return lambda _: handle.write(data)
