@@ -10,12 +10,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from snapshot.cli.bench_place import file_system
+from snapshot.bench.workspace import file_system
 from snapshot.cli.doctor_findings import Findings, existing_folder
 from snapshot.errors import SnapshotError, StorageConflictError, StorageNotFoundError
 from snapshot.registry import open_storage
-from snapshot.report import size_text
-from snapshot.storage import ABSENT, URL, Storage
+from snapshot.reports import size_text
+from snapshot.storage import ABSENT, Storage
+from snapshot.url import URL
 
 
 @contextmanager
@@ -121,8 +122,12 @@ async def _delete(storage: Storage) -> str | None:
 
 
 _TRIALS: dict[str, Callable[[Storage], Any]] = {
-    "write": _write, "read": _read, "list": _list, "condition": _condition, "delete": _delete,
-}  # fmt: skip
+    "write": _write,
+    "read": _read,
+    "list": _list,
+    "condition": _condition,
+    "delete": _delete,
+}
 
 
 def _describe(url: URL, findings: Findings) -> None:

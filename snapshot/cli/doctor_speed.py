@@ -15,13 +15,13 @@ import torch
 
 from snapshot.cli.doctor_findings import Findings, MiB, existing_folder
 from snapshot.cli.screen import say
-from snapshot.engine.loop import run as wait
 from snapshot.errors import SnapshotError
 from snapshot.registry import open_storage
-from snapshot.report import counted
+from snapshot.reports import counted
+from snapshot.runtime.loop import run as wait
 from snapshot.snapshot import Snapshot
 from snapshot.state.stateful import StateDict
-from snapshot.storage import URL
+from snapshot.url import URL
 
 BETTER = 1.15
 """How many times as fast as the defaults other settings are, if they are to be proposed."""
@@ -96,9 +96,14 @@ def measure_speeds(url: URL, options: Mapping[str, Any], nbytes: int, seconds: i
 
 
 def _measure_all(
-    trials: Sequence[Trial], url: URL, options: Mapping[str, Any], tensors: dict[str, torch.Tensor], ends: float,
-    matters: Sequence[str], findings: Findings,
-) -> bool:  # fmt: skip
+    trials: Sequence[Trial],
+    url: URL,
+    options: Mapping[str, Any],
+    tensors: dict[str, torch.Tensor],
+    ends: float,
+    matters: Sequence[str],
+    findings: Findings,
+) -> bool:
     """Measure in rounds, those again that do not agree yet; return False if the place failed. The first round is of
     the defaults, whatever the time; later ones of each setting that has been measured."""
     try:

@@ -10,18 +10,18 @@ from functools import reduce
 from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_storage, count, duration, options_of, verb
-from snapshot.cli.opening import explained
-from snapshot.cli.screen import Column, Table, as_json, ask, printable, wrapped
+from snapshot.cli.locate import explained
+from snapshot.cli.screen import Column, ScreenTable, as_json, ask, printable, wrapped
 from snapshot.cli.status import ExitStatus
-from snapshot.engine.commit import DAY
-from snapshot.engine.loop import run as on_loop
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.manager.cleaning import Fate, Removed, remove, survey
 from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest, Policy
 from snapshot.manager.root import Root
 from snapshot.manifest.document import METADATA
-from snapshot.report import counted, size_text
-from snapshot.storage import URL
+from snapshot.reports import counted, size_text
+from snapshot.runtime.loop import run as on_loop
+from snapshot.save.cleanup import DAY
+from snapshot.url import URL
 
 UNASKED = "nothing was removed: this needs a terminal to ask at, or --yes; --dry-run only shows"
 
@@ -109,15 +109,15 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 
 async def _expect_folder(root: Root) -> None:
     """Raise for what has no steps because it is something else."""
-    async with root.opened() as operation:
-        storage = operation.storage
+    async with root.opened() as session:
+        storage = session.storage
         if METADATA in await storage.list(METADATA):
             above = root.url.location.rstrip("/").rpartition("/")[0]
             raise SnapshotError(
                 f"{root.url}: is a snapshot itself; name the folder that it lies in"
                 + (f": {URL(root.url.scheme, above, root.url.query)}" if above else "")
             )
-        if await operation.is_foreign() or (root.url.scheme == "file" and os.path.isfile(root.url.location)):
+        if await session.is_foreign() or (root.url.scheme == "file" and os.path.isfile(root.url.location)):
             raise SnapshotError(f"{root.url}: is a file, or a checkpoint, and not a folder of steps")
 
 
@@ -133,8 +133,8 @@ def confirmed(arguments: argparse.Namespace, question: str) -> bool:
     return False
 
 
-def _table(fates: Sequence[Fate]) -> Table:
-    table = Table(
+def _table(fates: Sequence[Fate]) -> ScreenTable:
+    table = ScreenTable(
         [
             Column("step"),
             Column("size", right=True),

@@ -25,8 +25,9 @@ from snapshot.manifest.entries import (
     TupleEntry,
 )
 from snapshot.manifest.paths import encode_key, uncomponent
-from snapshot.storage import ABSENT, URL, Buffer, Capabilities, Expect, FileStat, FileWriter, Storage, check_path
+from snapshot.storage import ABSENT, Buffer, Capabilities, Expect, FileStat, FileWriter, Storage, check_path
 from snapshot.tensors.digest import of_range
+from snapshot.url import URL
 
 LINKLESS = ("dcp", "torchsnapshot")
 """Formats whose files are in one folder, and no links. (Hugging Face's cache is made of links, and a file that the user
@@ -45,9 +46,18 @@ class ForeignDocument(Document):
 
 
 def document(
-    kind: str, version: str, place: URL, token: bytes, manifest: dict[str, Any], files: Mapping[str, FileEntry], *,
-    metadata: Any = None, world_size: int = 1, root: Any = None, inline: bytes = b"",
-) -> ForeignDocument:  # fmt: skip
+    kind: str,
+    version: str,
+    place: URL,
+    token: bytes,
+    manifest: dict[str, Any],
+    files: Mapping[str, FileEntry],
+    *,
+    metadata: Any = None,
+    world_size: int = 1,
+    root: Any = None,
+    inline: bytes = b"",
+) -> ForeignDocument:
     """A document of one save; `token` is of what tells this checkpoint from another one at the same place."""
     files = dict(files)
     if inline:
@@ -149,9 +159,15 @@ class ReadOnly(Storage):
         self.limits = inner.limits
         has = inner.capabilities
         self.capabilities = Capabilities(
-            write=False, delete=False, atomic_put=False, conditional_put=False, list=has.list,
-            ranged_read=has.ranged_read, concurrent=has.concurrent, blocking=has.blocking,
-        )  # fmt: skip
+            write=False,
+            delete=False,
+            atomic_put=False,
+            conditional_put=False,
+            list=has.list,
+            ranged_read=has.ranged_read,
+            concurrent=has.concurrent,
+            blocking=has.blocking,
+        )
 
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
         if path != INLINE:

@@ -14,12 +14,12 @@ import msgspec
 
 from snapshot.errors import CorruptSnapshotError, MissingExtraError, StorageNotFoundError, UnsupportedFormatError
 from snapshot.formats.foreign import ForeignDocument, bounds, checked_location, document
-from snapshot.formats.tree import scalar
+from snapshot.formats.to_entries import scalar
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import DEEPEST, METADATA, ForeignFile, nesting
 from snapshot.manifest.paths import component, encode_key, tagged_keys
-from snapshot.manifest.view import is_rank
-from snapshot.report import counted
+from snapshot.manifest.rank_view import is_rank
+from snapshot.reports import counted
 from snapshot.storage import Storage
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
 
@@ -41,9 +41,7 @@ async def describe(storage: Storage, data: bytes) -> ForeignDocument:
             raise
         raise CorruptSnapshotError(f"{where}: is no manifest: {type(error).__name__}: {error}") from error
     await _measure(storage, made)
-    return document(
-        "torchsnapshot", version, storage.url, data, made.entries, made.files, world_size=world
-    )  # fmt: skip
+    return document("torchsnapshot", version, storage.url, data, made.entries, made.files, world_size=world)
 
 
 def _document(data: bytes, where: object) -> dict[str, Any]:

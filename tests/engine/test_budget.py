@@ -5,8 +5,9 @@ import threading
 
 import pytest
 
-from snapshot.engine.arena import GRAIN, Arena
-from snapshot.engine.budget import MemoryBudget, Pool, available_memory, total_memory
+from snapshot.runtime.arena import GRAIN, Arena
+from snapshot.runtime.budget import MemoryBudget, Pool
+from snapshot.runtime.host_memory import available_memory, total_memory
 from snapshot.storage import drive
 
 

@@ -16,24 +16,24 @@ import pytest
 import torch
 
 from snapshot import CorruptSnapshotError, SnapshotError, StorageError, registry
-from snapshot.engine import worker
-from snapshot.engine.arena import GRAIN, Arena, arena
-from snapshot.engine.budget import MemoryBudget
-from snapshot.engine.loop import run, start
-from snapshot.engine.operation import Operation
-from snapshot.engine.segments import Segment
-from snapshot.engine.staging import Source
-from snapshot.engine.worker import check, writer_process
-from snapshot.engine.worker_wire import Failed, Lane
-from snapshot.engine.writer import Writer
 from snapshot.events import add_handler, remove_handler
 from snapshot.plan.layout import cut_file, make_plan
 from snapshot.plugins.file import FileStorage
+from snapshot.runtime.arena import GRAIN, Arena, arena
+from snapshot.runtime.budget import MemoryBudget
+from snapshot.runtime.loop import run, start
+from snapshot.runtime.session import Session
+from snapshot.runtime.shared_memory import SharedSegment
+from snapshot.save.staging import Stager
+from snapshot.save.writer import Writer
 from snapshot.state.leaves import Leaf
 from snapshot.storage import URL
 from snapshot.tensors.dtypes import NAMES
 from snapshot.tensors.memory import is_plain
 from snapshot.testing import stalling
+from snapshot.worker import client
+from snapshot.worker.client import check, writer_process
+from snapshot.worker.protocol import Failed, FileLane
 
 sys.path.insert(0, str(Path(__file__).parent))
 from held import HeldStorage, held, until
@@ -73,9 +73,9 @@ class Take:
             for i, each in enumerate(tensors)
         ]
         self.url = URL.parse(f"{scheme}://{root}")
-        self.operation = Operation(self.url, None, durable=False, budget=1 << 30)
+        self.operation = Session(self.url, None, durable=False, budget=1 << 30)
         self.budget = MemoryBudget(1 << 30)
-        self.source = Source(leaves, copies=True)
+        self.source = Stager(leaves, copies=True)
         self.files = make_plan(leaves, 0, self.operation.storage.limits, lanes, 0).files
         self.locations = [f"data/{n}.safetensors" for n in range(len(self.files))]
         self.parts = [cut_file(file, PART) for file in self.files]
@@ -278,7 +278,7 @@ def test_what_died_in_between_is_replaced(tmp_path):
 
 
 def test_what_cannot_start_is_told_of(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker, "_current", None)
+    monkeypatch.setattr(client._place.get(), "current", None)
     monkeypatch.setattr(spawn, "get_executable", lambda: "/bin/false")
     with pytest.raises(SnapshotError, match="exit code 1"):
         run(Take(tmp_path / "a", odd()).by_process())
@@ -288,7 +288,7 @@ def test_what_cannot_start_is_told_of(tmp_path, monkeypatch):
 def test_a_fork_has_none_and_holds_nothing_of_the_parents(tmp_path):
     run(Take(tmp_path / "a", odd()).by_process())
     slot = arena().take(100, shared=True)
-    end = worker._current._channel._socket.fileno()
+    end = client._place.get().current._channel._socket.fileno()
     child = os.fork()
     if not child:
         with contextlib.suppress(BaseException):
@@ -296,7 +296,7 @@ def test_a_fork_has_none_and_holds_nothing_of_the_parents(tmp_path):
             with contextlib.suppress(OSError):
                 os.fstat(end)
                 os._exit(2)
-            os._exit(0 if worker._current is None and "shared" not in repr(arena()) else 3)
+            os._exit(0 if client._place.made() is None and "shared" not in repr(arena()) else 3)
         os._exit(4)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     slot.view[0] = 7
@@ -326,7 +326,7 @@ def test_errors_cross_with_what_they_say():
 def test_a_file_is_described_by_its_ends(tmp_path):
     take = Take(tmp_path, odd())
     for file, parts in zip(take.files, take.parts, strict=True):
-        lane = Lane.of(file, "x", parts)
+        lane = FileLane.of(file, "x", parts)
         assert [(each.begin, each.end) for each in lane.file().extents] == [
             (each.begin, each.end) for each in file.extents
         ]
@@ -379,7 +379,7 @@ def test_options_of_the_main_module_are_refused(monkeypatch):
 # Shared memory
 
 
-def resident(segment: Segment) -> int:
+def resident(segment: SharedSegment) -> int:
     return os.fstat(segment.descriptor).st_blocks * 512
 
 
@@ -422,7 +422,7 @@ def test_what_is_over_the_bound_goes_back_at_once():
 
 
 def test_segments_grow_so_that_they_stay_few(monkeypatch):
-    monkeypatch.setattr("snapshot.engine.arena.SEGMENT", 4 * GRAIN)
+    monkeypatch.setattr("snapshot.runtime.arena.SEGMENT", 4 * GRAIN)
     own = Arena(keep=0)
     slots = [own.take(GRAIN, shared=True) for _ in range(64)]
     assert len({slot.segment for slot in slots}) == 5

@@ -8,9 +8,9 @@ import torch
 from forked import Failed
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotNotFoundError, StateDict, StorageError
-from snapshot.engine import verify
-from snapshot.engine.passing import tokens
 from snapshot.testing import faulty, recording
+from snapshot.verbs import verify
+from snapshot.verbs.copy_stream import tokens
 
 KiB = 1 << 10
 

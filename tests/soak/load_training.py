@@ -25,8 +25,8 @@ from load_faults import READS, WRITES, Switch, drawn, of_deletes
 from load_leaks import Leaks, files_of
 
 from snapshot import CommitUnknown, Snapshot, SnapshotError
-from snapshot.engine.worker import writer_process
 from snapshot.testing import Fault, tapped
+from snapshot.worker.client import writer_process
 
 PATIENCE = 120
 """Seconds after which a round hangs: all stacks are told, and the process ends."""
@@ -350,7 +350,7 @@ def main():
         for scheme, switch in training.switches.items():
             stack.enter_context(tapped(scheme, switch))
         figures = training.run()
-    print(json.dumps(figures), flush=True)  # noqa: T201 - what it did
+    print(json.dumps(figures), flush=True)
     if world > 1:
         dist.destroy_process_group()
 

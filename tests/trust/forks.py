@@ -85,8 +85,8 @@ def serve(descriptor, parent):
     torch.set_num_threads(1)
     from places import state
 
-    import snapshot.engine.take
     import snapshot.plugins.file
+    import snapshot.save.take
     import snapshot.testing  # noqa: F401
 
     state(0)  # torch imports more where an optimizer is made

@@ -1,0 +1,101 @@
+"""Signs of life: while a rank is in a call it beats, and whoever waits for it sees it.
+
+A rank that is slow beats on, and is waited for; one that is dead, stopped, or never came does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from snapshot.errors import system_limits
+
+
+def interval(timeout: float, world: int) -> float:
+    """How often a rank beats: several times in a timeout, and in large groups no more than their store can take."""
+    return max(0.02, min(timeout / 5, max(1.0, world / 1000)))
+
+
+class Heartbeat:
+    """Beats in a thread of its own, as long as any call is under way."""
+
+    def __init__(self, store: Any, rank: int, world: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._world = world
+        self._calls: list[float] = []
+        self._change = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._count = 0
+        self._stopped = False
+
+    def begin(self, timeout: float) -> None:
+        """A call begins, whose ranks expect signs of life within `timeout` seconds."""
+        with self._change:
+            self._calls.append(timeout)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="snapshot-heart", daemon=True)
+                try:
+                    with system_limits("a thread cannot be started"):
+                        self._thread.start()
+                except BaseException:
+                    self._thread = None
+                    self._calls.remove(timeout)
+                    raise
+            self._change.notify()
+
+    def end(self, timeout: float) -> None:
+        """That call is over."""
+        with self._change:
+            self._calls.remove(timeout)
+
+    def stop(self) -> None:
+        """There will be no more calls: the group is gone."""
+        with self._change:
+            self._stopped = True
+            self._change.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._change:
+                while not self._calls and not self._stopped:
+                    self._change.wait()
+                if self._stopped:
+                    return
+                self._change.wait(interval(min(self._calls), self._world))
+                beating = bool(self._calls) and not self._stopped
+            if beating:
+                self._count += 1
+                with contextlib.suppress(Exception):  # a store that is gone is found out by whoever waits
+                    self._store.set(f"beat/{self._rank}", str(self._count))
+
+
+class Liveness:
+    """What one waiting rank has seen of others' signs of life."""
+
+    def __init__(self, store: Any, timeout: float, world: int) -> None:
+        self._store = store
+        self._timeout = timeout
+        self._pause = interval(timeout, world)
+        self._began = self._looked = time.monotonic()
+        self._seen: dict[int, tuple[bytes, float]] = {}
+
+    def silent(self, missing: Callable[[], Iterable[int]]) -> int | None:
+        """A rank that is missing, and of which nothing was seen for the whole timeout. Looks only now and then."""
+        now = time.monotonic()
+        if now - self._looked < self._pause:
+            return None
+        self._looked = now
+        for rank in missing():
+            key = f"beat/{rank}"
+            beat = self._store.get(key) if self._store.check([key]) else b""
+            last, since = self._seen.get(rank, (beat, self._began))
+            if beat != last or rank not in self._seen:
+                since = since if rank not in self._seen else now
+                self._seen[rank] = beat, since
+            if now - since > self._timeout:
+                return rank
+        return None

@@ -1,0 +1,68 @@
+"""What is read from where: wanted ranges are merged where they lie close, and cut where they are long.
+
+Nothing here knows what the bytes are for: a want is a range of a file, and a part is one request for several of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from snapshot.tensors.digest import BLOCK
+
+
+class ByteRange(Protocol):
+    """A range of a file that somebody wants."""
+
+    location: str
+    begin: int
+    end: int
+
+
+class ReadSegment(msgspec.Struct, gc=False):
+    """A part's share of one wanted range, in bytes of the file."""
+
+    want: int
+    begin: int
+    end: int
+
+
+class ReadPart(msgspec.Struct, gc=False):
+    """One request: a range of a file, and what it is for. What lies between segments is read and thrown away."""
+
+    location: str
+    begin: int
+    end: int
+    segments: list[ReadSegment]
+
+
+def plan_reads(wants: Sequence[ByteRange], part_bytes: int, gap: int) -> list[ReadPart]:
+    """The requests that fetch every wanted range once, in the order in which they lie on storage.
+
+    Long ranges are cut at multiples of a digest's block from where they begin.
+    """
+    step = max(BLOCK, part_bytes // BLOCK * BLOCK)
+    parts: list[ReadPart] = []
+    location, end, room = "", -1, 0
+    segments: list[ReadSegment] = []
+    for index in sorted(range(len(wants)), key=lambda i: (wants[i].location, wants[i].begin)):
+        want = wants[index]
+        begin, stop = want.begin, want.end
+        if begin == stop:
+            continue
+        close = want.location == location and 0 <= begin - end <= gap
+        if close and stop - end <= room:
+            segments.append(ReadSegment(index, begin, stop))
+            room -= stop - end
+            end = stop
+            parts[-1].end = stop
+            continue
+        location = want.location
+        for at in range(begin, stop, step):
+            end = min(at + step, stop)
+            segments = [ReadSegment(index, at, end)]
+            parts.append(ReadPart(location, at, end, segments))
+        room = step - (end - parts[-1].begin)
+    return parts

@@ -1,0 +1,74 @@
+"""Who writes what of that which several ranks hold alike: dealt out so that all end up with equal loads.
+
+A pure function of what all of them know, so that each finds its own share without asking.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from snapshot.tensors.geometry import Box, Shape, split
+
+SHORTEST = 256 << 10
+"""Nothing shorter is cut: a digest's block."""
+FINEST = 8
+"""A tensor is cut into pieces of this fraction of a rank's share."""
+MOST_PIECES = 4096
+"""About so many pieces are made, however many ranks there are."""
+
+
+class PartitionItem(NamedTuple):
+    """A tensor, or a box of one, that several ranks hold."""
+
+    shape: Shape
+    itemsize: int
+    splits: bool = True
+    """Whether it may be cut."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return math.prod(self.shape) * self.itemsize
+
+
+class Assignment(NamedTuple):
+    """What one rank writes of an item: all of it, or a box."""
+
+    item: int
+    box: Box | None
+
+
+def partition(items: Sequence[PartitionItem], loads: Sequence[int]) -> list[list[Assignment]]:
+    """Each rank's share, in the order of the items, given what each writes anyway.
+
+    The longest pieces go first, each to the rank that has the least by then; long ones are cut before.
+
+    >>> deal([Item((4,), 1), Item((2,), 1), Item((2,), 1)], [0, 0])
+    [[Dealt(item=0, box=None)], [Dealt(item=1, box=None), Dealt(item=2, box=None)]]
+    """
+    shares: list[list[Assignment]] = [[] for _ in loads]
+    sizes = [item.nbytes for item in items]
+    total = sum(sizes)
+    longest = max(SHORTEST, total // (FINEST * len(loads)), total // MOST_PIECES)
+    pieces: list[tuple[int, int, Box | None]] = []
+    for index, size in enumerate(sizes):
+        item = items[index]
+        if size <= longest or not item.splits:
+            pieces.append((-size, index, None))
+            continue
+        even = -(-size // -(-size // longest))
+        for box in split(item.shape, max(1, even // item.itemsize)):
+            pieces.append((-box.numel * item.itemsize, index, box))
+    pieces.sort(key=lambda piece: (piece[0], piece[1]))
+    lightest = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(lightest)
+    for size, index, part in pieces:
+        load, rank = lightest[0]
+        shares[rank].append(Assignment(index, part))
+        heapq.heapreplace(lightest, (load - size, rank))
+    for share in shares:
+        share.sort(key=lambda dealt: (dealt.item, dealt.box or ()))
+    return shares

@@ -1,0 +1,70 @@
+"""Plans that were made before: a take of the same structure is not planned twice."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+from snapshot.plan.layout import FilePart, FilePlan, PlannedLeaf, SavePlan, cut_file, make_plan
+from snapshot.storage import Limits
+
+KEPT = 8
+"""How many plans are kept: those of some takes that take turns."""
+_paths, _dtypes, _shapes, _origins = map(attrgetter, ("path", "dtype", "shape", "origin"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A plan, and what it was made for."""
+
+    asked: tuple[Any, ...]
+    leaves: tuple[list[Any], ...]
+    plan: SavePlan
+    tables: int
+
+
+_cuts: dict[tuple[int, int], tuple[FilePlan, list[FilePart]]] = {}
+
+
+def parts_of(file: FilePlan, part_bytes: int) -> list[FilePart]:
+    """How a file is cut into parts of a length: kept for the files of plans that are kept."""
+    key = id(file), part_bytes
+    kept = _cuts.get(key)
+    if kept is None or kept[0] is not file:
+        kept = _cuts[key] = file, cut_file(file, part_bytes)
+        while len(_cuts) > 2 * KEPT:
+            _cuts.pop(next(iter(_cuts)), None)
+    return kept[1]
+
+
+class PlanCache:
+    """Makes plans, and keeps the last ones."""
+
+    def __init__(self) -> None:
+        self._made: deque[_Made] = deque(maxlen=KEPT)
+
+    def plan(
+        self,
+        leaves: Sequence[PlannedLeaf],
+        blob_bytes: int,
+        limits: Limits,
+        lanes: int,
+        staged_bytes: int,
+        loads: tuple[int, ...] = (),
+        late: bytes = b"",
+    ) -> SavePlan:
+        """What `make_plan` makes of the same arguments."""
+        asked = (limits, lanes, late)
+        described = tuple(list(map(get, leaves)) for get in (_paths, _dtypes, _shapes, _origins))
+        for made in tuple(self._made):
+            if made.asked == asked and made.leaves == described:
+                return replace(made.plan, blob_bytes=blob_bytes + made.tables, staged_bytes=staged_bytes, loads=loads)
+        plan = make_plan(leaves, blob_bytes, limits, lanes, staged_bytes, loads, late)
+        if plan.late:  # in whatever files things stand, the structure is the same
+            usual = self.plan(leaves, blob_bytes, limits, lanes, staged_bytes, loads)
+            plan = replace(plan, structure=usual.structure)
+        self._made.append(_Made(asked, described, plan, plan.blob_bytes - blob_bytes))
+        return plan

@@ -1,0 +1,192 @@
+"""Tensors that a pending snapshot has still to copy are kept from changing: an optimizer's `step()` waits.
+
+The wait is one global hook, which torch calls before those of any optimizer. Loading a state dict waits, too: torch has
+no hook for that which reaches all modules, so two methods are wrapped. Hook and wrappers are there while an overlapped
+take is pending, and go with the last one.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from snapshot.events import log
+from snapshot.per_process import PerProcess
+from snapshot.runtime.latch import Latch
+from snapshot.runtime.loop import LIBRARY
+from snapshot.state.overlap_eligible import base_of, local
+
+R = TypeVar("R")
+_version = attrgetter("_version")
+
+
+class PendingCopy:
+    """Tensors that are still to be copied, and the optimizers that may change them.
+
+    Also when all is copied they are looked at once more, by whoever first says that they may change from now on: torch
+    counts an operation when it has ended, and one that had begun before the copy would go unseen.
+    """
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], tensors: Sequence[torch.Tensor]) -> None:
+        self._optimizers = frozenset(map(id, optimizers))
+        self._tensors = tensors
+        self.versions = list(map(_version, tensors))
+        self._over = Latch()
+        self._lock = threading.Lock()
+        self._let_go = False
+        self.changed = False
+        """Whether something changed them before anybody said so."""
+
+    @functools.cached_property
+    def _bases(self) -> frozenset[int]:
+        return frozenset(base_of(local(each)) for each in self._tensors)
+
+    def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer's parameters, or its state, lie in the same memory."""
+        if id(optimizer) in self._optimizers:
+            return True
+        states = (state.values() for state in optimizer.state.values())
+        tensors = chain(*(group["params"] for group in optimizer.param_groups), *states)
+        bases = self._bases
+        return any(base_of(local(each)) in bases for each in tensors if isinstance(each, torch.Tensor))
+
+    def begin(self) -> None:
+        """From now on whoever would change these tensors by an optimizer's step, or by loading a state, waits."""
+        _barrier.get().add(self)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all is copied, or given up; whether it is. Then the tensors may change."""
+        over = self._over.wait(timeout)
+        if over:
+            self.let_go()
+        return over
+
+    def let_go(self) -> None:
+        """Look at the tensors for the last time."""
+        with self._lock:
+            if not self._let_go:
+                self.changed = list(map(_version, self._tensors)) != self.versions
+                self._let_go = True
+        self._drop()
+
+    def copied(self) -> None:
+        """All is copied: let all go on that wait."""
+        self._over.open()
+
+    def end(self) -> None:
+        """Nothing is to be copied any more; nobody looks at the tensors again."""
+        with self._lock:
+            self._let_go = True
+        self._drop()
+        self._over.open()
+
+    def _drop(self) -> None:
+        _barrier.get().discard(self)
+        self._tensors = ()
+
+
+class _Barrier:
+    """The copies that are pending in this process, and what torch calls for them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.pending: tuple[PendingCopy, ...] = ()
+        self._hook: RemovableHandle | None = None
+        self._loads: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        """Of each class, its `load_state_dict` and the wrapper that is there instead."""
+
+    def add(self, copy: PendingCopy) -> None:
+        with self._lock:
+            if self._hook is None:
+                self._hook = register_optimizer_step_pre_hook(self._before_step)
+            for kind in (torch.nn.Module, torch.optim.Optimizer):
+                if kind not in self._loads:
+                    self._loads[kind] = kind.load_state_dict, _waiting(kind.load_state_dict)
+                    kind.load_state_dict = self._loads[kind][1]  # type: ignore[method-assign]
+            self.pending = (*self.pending, copy)
+
+    def discard(self, copy: PendingCopy) -> None:
+        with self._lock:
+            self.pending = tuple(each for each in self.pending if each is not copy)
+            if not self.pending:
+                self._unwrap()
+
+    def _unwrap(self) -> None:
+        for kind, (original, wrapper) in list(self._loads.items()):
+            if kind.load_state_dict is wrapper:  # else somebody has wrapped it again: it goes with the next take
+                kind.load_state_dict = original
+                del self._loads[kind]
+
+    def _unhook(self) -> None:
+        """Remove the step hook, from within it. That is safe only if it is the last one that torch calls: torch would
+        fail if it went on to the next one in a dict that has changed."""
+        with self._lock:
+            if self._hook is not None and not self.pending:
+                hooks = self._hook.hooks_dict_ref()
+                if hooks is not None and list(hooks) == [self._hook.id]:
+                    self._hook.remove()
+                    self._hook = None
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self.pending:
+            self._unhook()
+            return
+        if _in_library("an optimizer's step"):
+            return
+        for copy in self.pending:
+            try:
+                concerned = copy.concerns(optimizer)
+            except Exception:  # noqa: BLE001 - an optimizer that is none of torch's may hold anything
+                log.exception("an optimizer's tensors cannot be looked at: its step waits for a pending snapshot")
+                concerned = True
+            if concerned:
+                copy.wait()
+
+    def forked(self) -> _Barrier:
+        """What the parent has still to copy, it copies from memory of its own."""
+        self._lock = threading.Lock()
+        self.pending = ()
+        self._unwrap()
+        return self
+
+
+_barrier = PerProcess(_Barrier, _Barrier.forked)
+
+
+def pending_copies() -> tuple[PendingCopy, ...]:
+    """Return the copies that are pending in this process."""
+    return _barrier.get().pending
+
+
+def wait_for_copies() -> None:
+    """Wait until no pending snapshot has anything left to copy."""
+    pending = pending_copies()
+    if not pending or _in_library("loading a state"):
+        return
+    for copy in pending:
+        copy.wait()
+
+
+def _in_library(what: str) -> bool:
+    """Return True in a thread of the library, which others may be waiting for: it cannot wait for them."""
+    if not threading.current_thread().name.startswith(LIBRARY):
+        return False
+    log.error("%s in a callback of a snapshot does not wait for what is still being copied", what)
+    return True
+
+
+def _waiting(load: Callable[..., R]) -> Callable[..., R]:
+    @functools.wraps(load)
+    def load_state_dict(*args: Any, **kwargs: Any) -> R:
+        wait_for_copies()
+        return load(*args, **kwargs)
+
+    return load_state_dict

@@ -1,0 +1,264 @@
+"""Flattening what was flattened before: the same containers, with the same kinds of tensors, need no second look.
+
+Of every large state dict what flattening made of it is remembered: names, entries, and what the tensors were like, but
+no tensor. If the next one under the same key has the same structure, down to the type of every value, that is used
+again, with the new tensors and the numbers that changed; if anything differs, it is flattened as if for the first time.
+What is compared, is compared for all tensors at once: a loop of Python's own over ten thousand of them costs as much as
+all else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from snapshot.manifest.entries import Container, DictEntry
+from snapshot.manifest.entry import Entry
+from snapshot.manifest.scalars import SCALARS, Scalar
+from snapshot.manifest.typed import TYPED, plain_entry
+from snapshot.per_process import PerProcess
+from snapshot.state.dicts import module_versions
+from snapshot.state.leaves import Leaf
+from snapshot.tensors.composite import is_freed
+
+if TYPE_CHECKING:
+    from snapshot.state.flatten import Flattened
+
+FEW = 32
+"""States of fewer tensors are not worth it."""
+MOST = 64
+"""How many states are remembered."""
+LOW = 1 << 40
+"""Below it no ordinary address lies, but the offsets do that views have into memory that was freed."""
+_CONTAINERS = frozenset((dict, OrderedDict, list, tuple))
+_KEYS = frozenset((str, int))
+"""Types of keys of which equal ones are the same."""
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_EXACT = frozenset((int, str, bool, bytes, type(None), torch.dtype, torch.device, torch.Size))
+"""Types of which equal values are the same: 0.0 and -0.0, or two ranges, may be equal and not the same."""
+_KNOWN = frozenset((*SCALARS, *TYPED, str))
+_dtype, _shape, _device = attrgetter("dtype"), attrgetter("shape"), attrgetter("device")
+_on_host, _requires = attrgetter("is_cpu"), attrgetter("requires_grad")
+
+
+class _Unlike(Exception):
+    """Raised where a state cannot be remembered, or is not like the one that was."""
+
+
+def _survey(value: Any, children: list[Any], structure: list[Any]) -> None:
+    """Gather all that is in nested containers, each container's own first; and what the containers themselves are
+    like."""
+    inner = value
+    if type(value) is dict or type(value) is OrderedDict:
+        if not _KEYS.issuperset(map(type, value)):
+            raise _Unlike
+        structure.append(list(value))
+        if type(value) is OrderedDict:
+            structure.append(module_versions(getattr(value, "_metadata", None)))
+        inner = value.values()
+    else:
+        structure.append(len(value))
+    children += inner
+    if not _CONTAINERS.isdisjoint(map(type, inner)):
+        for child in inner:
+            if type(child) in _CONTAINERS:
+                _survey(child, children, structure)
+
+
+def _names(path: str, value: Any, entries: Mapping[str, Entry | None], names: list[str]) -> None:
+    """The paths of what `_survey` gathers, in its order."""
+    entry = entries.get(path)
+    if not isinstance(entry, Container) or entry.width != len(value):
+        raise _Unlike
+    inner = list(value.values()) if isinstance(entry, DictEntry) else value
+    below = [f"{path}/{text}" for text in entry.components()]
+    names += below
+    for name, child in zip(below, inner, strict=True):
+        if type(child) in _CONTAINERS:
+            _names(name, child, entries, names)
+
+
+class TensorTraits:
+    """What many tensors are like, as lists that are compared at once. Asking torch for one thing about a tensor costs
+    as much as all else that is done with it: what others imply is not asked for."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.addresses = list(map(torch.Tensor.data_ptr, tensors))  # raises, unless all are strided
+        self.shapes = list(map(_shape, tensors))  # raises for what is nested
+        self.dtypes = list(map(_dtype, tensors))
+        self.contiguous = list(map(torch.Tensor.is_contiguous, tensors))
+        self.requires_grad = list(map(_requires, tensors))
+        self.devices = None if all(map(_on_host, tensors)) else list(map(_device, tensors))
+        self.strides = (
+            [] if all(self.contiguous) else [t.stride() for t, c in zip(tensors, self.contiguous, strict=True) if not c]
+        )
+        self.negative = list(map(torch.Tensor.is_neg, tensors))
+        self.conjugate = list(map(torch.Tensor.is_conj, tensors)) if any(d.is_complex for d in set(self.dtypes)) else []
+
+    def __eq__(self, other: object) -> bool:
+        """Whether they are alike, wherever they lie."""
+        return isinstance(other, TensorTraits) and {**vars(self), "addresses": 0} == {**vars(other), "addresses": 0}
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Template:
+    """What flattening made of a state."""
+
+    def __init__(
+        self, path: str, value: Any, entries: dict[str, Entry | None], made: Sequence[Leaf], flat: Flattened
+    ) -> None:
+        self.kind = type(value)
+        children: list[Any] = []
+        self.structure: list[Any] = []
+        names: list[str] = []
+        _survey(value, children, self.structure)
+        _names(path, value, entries, names)
+        self.types = list(map(type, children))
+        self.entries = entries
+        leaves = {leaf.path: leaf for leaf in made}
+        self.tensors_at: list[int] = []
+        self.scalars_at: list[int] = []
+        for index, (kind, name) in enumerate(zip(self.types, names, strict=True)):
+            if kind in _TENSORS:
+                if entries[name] is not None or (name not in leaves and flat.ties.get(name) not in leaves):
+                    raise _Unlike
+                self.tensors_at.append(index)
+            elif kind not in _CONTAINERS:
+                if kind not in _KNOWN or not isinstance(entries[name], Scalar):
+                    raise _Unlike
+                self.scalars_at.append(index)
+        self.scalars = [children[index] for index in self.scalars_at]
+        self.scalar_names = [names[index] for index in self.scalars_at]
+        self.inexact = [at for at, scalar in enumerate(self.scalars) if type(scalar) not in _EXACT]
+        tensors = [children[index] for index in self.tensors_at]
+        self.likeness = TensorTraits(tensors)
+        self.pattern = _pattern(self.likeness.addresses)
+        self.likeness.addresses = []
+        named = [names[index] for index in self.tensors_at]
+        self.ties = {name: flat.ties[name] for name in named if name not in leaves}
+        order = {path: at for at, path in enumerate(leaves)}
+        self.leaves_at = sorted(
+            (at for at, name in enumerate(named) if name in leaves), key=lambda at: order[named[at]]
+        )
+        mine = [leaves[named[at]] for at in self.leaves_at]
+        if any(leaf.wrap is not None for leaf in mine):
+            raise _Unlike
+        addresses = [leaf.address for leaf in mine if leaf.nbytes]
+        if len(set(addresses)) < len(addresses):
+            raise _Unlike  # tensors that begin at one address and are not the same
+        self.full = all(leaf.nbytes for leaf in mine)
+        self.columns = [
+            [getattr(leaf, name) for leaf in mine]
+            for name in ("path", "dtype", "shape", "nbytes", "plain", "extra", "note")
+        ]
+
+    def follow(self, value: Any, flat: Flattened) -> None:
+        """Add a value of the same structure to what is flattened; `_Unlike`, and nothing done, if it is another."""
+        if type(value) is not self.kind:
+            raise _Unlike
+        children: list[Any] = []
+        structure: list[Any] = []
+        _survey(value, children, structure)
+        if structure != self.structure or list(map(type, children)) != self.types:
+            raise _Unlike
+        tensors = [children[index] for index in self.tensors_at]
+        likeness = TensorTraits(tensors)
+        if likeness != self.likeness:
+            raise _Unlike
+        addresses = likeness.addresses
+        paths, dtypes, shapes, sizes, plain, extras, notes = self.columns
+        held = [tensors[at] for at in self.leaves_at]
+        begins = [addresses[at] for at in self.leaves_at]
+        full = begins if self.full else [begin for begin, size in zip(begins, sizes, strict=True) if size]
+        if _pattern(addresses) != self.pattern:
+            raise _Unlike
+        if full and min(full) < LOW and any(is_freed(each) for each in held if each.data_ptr() < LOW and each.numel()):
+            raise _Unlike
+        if not flat.seen.keys().isdisjoint(full):
+            raise _Unlike  # it shares memory with another key's
+        scalars = self._scalars([children[index] for index in self.scalars_at])
+        leaves = list(map(Leaf, paths, held, dtypes, shapes, sizes, begins, plain, extras, notes))
+        flat.entries.update(self.entries)
+        flat.entries.update(scalars)
+        flat.leaves += leaves
+        flat.ties.update(self.ties)
+        owners = leaves if self.full else [leaf for leaf in leaves if leaf.nbytes]
+        flat.seen.update(zip(full, owners, strict=True))
+
+    def _scalars(self, values: list[Any]) -> dict[str, Entry]:
+        """The entries of values that changed."""
+        changed = list(self.inexact)
+        if values != self.scalars:
+            known = self.scalars
+            changed += [at for at, value in enumerate(values) if value is not known[at] and value != known[at]]
+        found: dict[str, Entry] = {}
+        for at in changed:
+            entry = plain_entry(values[at])
+            if entry is None:
+                raise _Unlike
+            found[self.scalar_names[at]] = entry
+        return found
+
+
+def _pattern(addresses: list[int]) -> list[int]:
+    """Which tensors begin at one address: for each, the first that does; nothing if all addresses are different."""
+    if len(set(addresses)) == len(addresses):
+        return []
+    first: dict[int, int] = {}
+    return [first.setdefault(address, at) for at, address in enumerate(addresses)]
+
+
+class _Templates:
+    """The templates that are kept, by path."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.kept: OrderedDict[str, _Template] = OrderedDict()
+        self.failures: dict[str, int] = {}
+        """How often in a row a state was not like the one before."""
+
+
+_templates = PerProcess(_Templates)
+
+
+def replay(path: str, value: Any, flat: Flattened) -> bool:
+    """Flatten a value as the last one under the path was, if it is like that; whether it was."""
+    templates = _templates.get()
+    template = templates.kept.get(path)
+    if template is None:
+        return False
+    try:
+        template.follow(value, flat)
+    except (_Unlike, RecursionError, RuntimeError):  # what torch refuses to say of odd tensors, flattening tells better
+        templates.kept.pop(path, None)
+        return False
+    templates.failures.pop(path, None)
+    return True
+
+
+def remember(path: str, value: Any, flat: Flattened, before: tuple[int, ...]) -> None:
+    """Note what flattening has just made of a value. A state that changes each time is tried ever more rarely."""
+    entries, leaves, *others = before
+    if len(flat.leaves) - leaves < FEW or tuple(others) != (len(flat.blobs), len(flat.pickled), len(flat.shards)):
+        return
+    templates = _templates.get()
+    times = templates.failures[path] = templates.failures.get(path, 0) + 1
+    if times & (times - 1) or type(value) not in _CONTAINERS:
+        return
+    try:
+        template = _Template(path, value, dict(islice(flat.entries.items(), entries, None)), flat.leaves[leaves:], flat)
+    except (_Unlike, RuntimeError):
+        return
+    with templates.lock:
+        templates.kept.pop(path, None)
+        templates.kept[path] = template
+        while len(templates.kept) > MOST:
+            forgotten, _ = templates.kept.popitem(last=False)
+            templates.failures.pop(forgotten, None)

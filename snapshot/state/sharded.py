@@ -1,0 +1,376 @@
+"""Tensors of which this rank holds some boxes: whatever class they are of, what else needs to know of them is where
+each piece of local memory lies in the whole tensor, and which ranks hold the same."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from snapshot.errors import SnapshotError
+from snapshot.saved import class_name
+from snapshot.tensors import composite, meshes
+from snapshot.tensors.digest import of_range
+from snapshot.tensors.geometry import Box, Shape, inside
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """A box of a tensor, in this rank's memory."""
+
+    box: Box
+    """Where it lies in the whole tensor."""
+    tensor: torch.Tensor
+    """A plain, detached view of the local memory: to write to it is to write to the live tensor."""
+    holders: tuple[int, ...] | None
+    """The global ranks that hold the very same box, this one included; None where nobody here knows."""
+    replica: int = 0
+    """Which of the equal copies this is, where the value itself says so."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shards:
+    """What this rank holds of a tensor that is spread over ranks."""
+
+    kind: str
+    """`DTensor`, or `ShardedTensor` for all that is a list of boxes."""
+    dtype: torch.dtype
+    shape: Shape
+    """Of the whole tensor."""
+    pieces: list[Piece]
+    """None of them is empty."""
+    ranks: tuple[int, ...] | None
+    """All global ranks over which the tensor is spread; None where nobody here knows."""
+    mesh: list[Any] | None
+    """The ranks as lists in lists, shared by all tensors of the mesh: not to be changed."""
+    placements: list[str] | None
+    """What each dimension of the mesh does: `R`, `S(dim)` or `_S(dim,strides)`."""
+    layout: str
+    """What all `ranks` must agree on, as one text; empty where nobody here knows it."""
+    requires_grad: bool
+
+    @property
+    def open(self) -> bool:
+        """Whether nobody here knows which other ranks hold which of its boxes."""
+        return self.ranks is None or any(piece.holders is None for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Sharded:
+    """A tensor that is a box of a larger one: for whoever spreads tensors over ranks by hand.
+
+    It goes into the state in the tensor's place. The boxes of all ranks make up the whole tensor, and can be restored
+    to any others. Where several ranks give the same box, `replica` tells them apart, and only 0 need be stored.
+
+    A pipeline's layer may be given as a part of all layers:
+
+    >>> weight = torch.zeros(4, 3)
+    >>> Sharded(weight.unsqueeze(0), global_shape=(24, 4, 3), offsets=(3, 0, 0))
+    Sharded(float32 3:4,0:4,0:3 of (24, 4, 3))
+
+    Raises TypeError or ValueError where the tensor is no such box. It must have the larger one's number of dimensions.
+    """
+
+    tensor: torch.Tensor
+    """Plain, of any device; restored in place."""
+    global_shape: Sequence[int]
+    """Of the larger tensor."""
+    offsets: Sequence[int]
+    """Where in it this one begins."""
+    replica: int = 0
+    """Which of the equal copies this is."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensor, torch.Tensor):
+            raise TypeError(f"Sharded: `tensor` must be a torch.Tensor, not a {class_name(type(self.tensor))}")
+        if composite.plain_subclass(self.tensor) is None or self.tensor.layout is not torch.strided:
+            raise TypeError(f"Sharded: `tensor` must be plain and dense, not a {_described(self.tensor)}")
+        for name in ("global_shape", "offsets"):
+            object.__setattr__(self, name, _integers(name, getattr(self, name)))
+        object.__setattr__(self, "replica", _integers("replica", (self.replica,))[0])
+        shape, box = tuple(self.global_shape), self._box()
+        if not len(shape) == len(box.offsets) == len(box.sizes):
+            raise ValueError(
+                f"Sharded: `tensor` of shape {box.sizes}, `global_shape` {shape} and `offsets` {box.offsets} differ in "
+                "their number of dimensions; give the tensor dimensions of size 1 (`tensor.unsqueeze`) to make it equal"
+            )
+        if not inside(box, shape):
+            raise ValueError(f"Sharded: `tensor` of shape {box.sizes} at {box.offsets} is not within {shape}")
+        if self.replica < 0:
+            raise ValueError(f"Sharded: `replica` must not be negative, and is {self.replica}")
+
+    def _box(self) -> Box:
+        return Box(tuple(self.offsets), tuple(self.tensor.shape))
+
+    def __repr__(self) -> str:
+        replica = f", replica {self.replica}" if self.replica else ""
+        return f"Sharded({_dtype(self.tensor.dtype)} {self._box()} of {self.global_shape}{replica})"
+
+
+def sharded(path: str, value: Any) -> Shards | None:
+    """What this rank holds of a value that is spread over ranks; None for any other value.
+
+    Nothing here communicates. Raises SnapshotError where the boxes cannot be known for sure.
+    """
+    if isinstance(value, Sharded):
+        return _of_wrapper(path, value)
+    if _is(value, "torch.distributed.tensor", "DTensor"):
+        return _of_dtensor(path, value)
+    if _is(value, "torch.distributed._shard.sharded_tensor", "ShardedTensor"):
+        return _of_sharded_tensor(path, value)
+    describe = getattr(type(value), "__snapshot_shards__", None)
+    if describe is not None:
+        described: Shards = describe(value, path)
+        return described
+    if _is_checkpointable(value):
+        shape = value.shape if hasattr(value, "shape") else value.size()
+        return _of_checkpointable(path, value, tuple(map(int, shape)))
+    return None
+
+
+def empty_like(value: Any, dtype: torch.dtype) -> Any:
+    """A new tensor, not initialised, that is laid out as a live one is: as optimizers make their state of parameters.
+    Of a DTensor, on the same mesh, in the same way, with new local memory on the same device."""
+    with torch.no_grad():
+        return torch.empty_like(value, dtype=dtype, requires_grad=False)
+
+
+def _of_wrapper(path: str, value: Sharded) -> Shards:
+    pieces = _pieces(path, [(value._box(), value.tensor)], None, value.replica)
+    shape = tuple(value.global_shape)
+    return _listed(value.tensor.dtype, shape, pieces, None, "", value.tensor.requires_grad)
+
+
+def _of_dtensor(path: str, value: Any) -> Shards:
+    for placement in value.placements:
+        if placement.is_partial():
+            raise SnapshotError(
+                f"{path}: a DTensor that is {placement} over its mesh is not reduced yet, so no rank holds its values; "
+                "give it another placement first (`redistribute`)"
+            )
+    mesh, shape = value.device_mesh, tuple(map(int, value.shape))
+    mesh_shape, ranks, nested, mesh_text = _ranks(mesh)
+    placements, order = _placements(path, value, mesh_shape)
+    texts = [str(placement) for placement in placements]
+    layout = f"DTensor {_dtype(value.dtype)} {list(shape)} on {mesh_text} as {', '.join(texts)}"
+    dtype, pieces = value.dtype, []
+    coordinate = mesh.get_coordinate()
+    if coordinate is not None:
+        with torch.no_grad():
+            local = value.to_local()
+        if _is_checkpointable(local):
+            listed = _of_checkpointable(path, local, shape)
+            dtype, pieces = listed.dtype, listed.pieces
+        else:
+            local = _plain(path, local)
+            if local.dtype != dtype:
+                raise SnapshotError(f"{path}: a DTensor of {dtype} whose local part is of {local.dtype}")
+            coordinate = tuple(coordinate)
+            held = _held(path, local, shape, mesh_shape, placements, coordinate, order)
+            holders = meshes.peers(ranks, mesh_shape, placements, coordinate)
+            pieces = [Piece(box, local[part.slices()], holders) for box, part in held.boxes]
+    return Shards("DTensor", dtype, shape, pieces, ranks, nested, texts, layout, bool(value.requires_grad))
+
+
+def _ranks(mesh: Any) -> tuple[Shape, tuple[int, ...], list[Any], str]:
+    """A mesh's shape, its ranks, flat and as lists in lists, and a short text of them. A model has few meshes, and to
+    ask one takes longer than all the rest that is done for a tensor."""
+    found = _MESHES.get(mesh)
+    if found is None:
+        ranks = mesh.mesh
+        shape, nested = tuple(map(int, ranks.shape)), ranks.tolist()
+        text = str(nested)
+        if len(text) > LONG:
+            text = f"a mesh of {shape} from rank {int(ranks.min())} on ({of_range(text.encode())})"
+        found = _MESHES[mesh] = shape, tuple(ranks.flatten().tolist()), nested, text
+    return found
+
+
+_MESHES: weakref.WeakKeyDictionary[Any, tuple[Shape, tuple[int, ...], list[Any], str]] = weakref.WeakKeyDictionary()
+LONG = 80
+"""A mesh whose text is longer stands in layouts by a digest."""
+
+
+def _placements(path: str, value: Any, mesh_shape: Shape) -> tuple[meshes.Placements, tuple[int, ...] | None]:
+    """A DTensor's placements, and the order in which they cut, where that is told apart from them."""
+    types = sys.modules["torch.distributed.tensor.placement_types"]
+    made: list[meshes.Placement] = []
+    for placement in value.placements:
+        if isinstance(placement, types._StridedShard):  # in some versions a Shard, too
+            made.append(meshes.Split(placement.dim % value.ndim, int(placement.split_factor)))
+        elif isinstance(placement, types.Shard):
+            made.append(meshes.Split(placement.dim % value.ndim))
+        elif isinstance(placement, types.Replicate):
+            made.append(meshes.Copy())
+        else:
+            raise SnapshotError(f"{path}: is placed as {placement!r}, and nobody here knows what that means")
+    placements = tuple(made)
+    told = getattr(value._spec, "shard_order", None)
+    if told is None or any(isinstance(placement, meshes.Split) and placement.strides > 1 for placement in made):
+        return placements, None
+    order = tuple(mesh_dim for entry in told for mesh_dim in entry.mesh_dims)
+    if all(tuple(entry.mesh_dims) == tuple(sorted(entry.mesh_dims)) for entry in told):
+        return placements, None
+    return meshes.strided(mesh_shape, placements, order), order
+
+
+def _held(
+    path: str,
+    local: torch.Tensor,
+    shape: Shape,
+    mesh_shape: Shape,
+    placements: meshes.Placements,
+    coordinate: Shape,
+    order: tuple[int, ...] | None,
+) -> meshes.HeldShards:
+    """What the local part is of the whole.
+
+    Strides that do not divide evenly are read in two ways, and nothing in a DTensor tells which: torch's operations cut
+    from left to right, while FSDP cuts last what lies leftmost. The local shape tells them apart, or nothing is said.
+    """
+    found = [meshes.held(shape, mesh_shape, placements, coordinate, order)]
+    if order is None and any(isinstance(placement, meshes.Split) and placement.strides > 1 for placement in placements):
+        order = meshes.nesting(mesh_shape, placements)
+        if order is not None:
+            found.append(meshes.held(shape, mesh_shape, placements, coordinate, order))
+    size = tuple(local.shape)
+    fitting = {held for held in found if held.shape == size or not (held.boxes or local.numel())}
+    if len({held.boxes for held in fitting}) == 1:
+        return fitting.pop()
+    placed = f"of {shape}, placed as {', '.join(map(str, placements))} on a mesh of {mesh_shape}, at {coordinate}"
+    if fitting:
+        raise SnapshotError(
+            f"{path}: which part the local {size} is {placed}, cannot be told, since the sizes do not divide evenly"
+        )
+    raise SnapshotError(f"{path}: the local part is {size}, where {found[0].shape} was to be expected {placed}")
+
+
+def _of_sharded_tensor(path: str, value: Any) -> Shards:
+    metadata = value.metadata()
+    shape, properties = tuple(map(int, metadata.size)), metadata.tensor_properties
+    spread: dict[Box, list[int | None]] = {}
+    for shard in metadata.shards_metadata:
+        # the rank in a placement is a global one, also where the tensor's process group is not all of them
+        rank = shard.placement.rank() if shard.placement is not None else None
+        spread.setdefault(_box(shard.shard_offsets, shard.shard_sizes), []).append(rank)
+    known = {box: tuple(sorted({rank for rank in ranks if rank is not None})) for box, ranks in spread.items()}
+    told = all(None not in ranks for ranks in spread.values())
+    parts = [
+        (_box(shard.metadata.shard_offsets, shard.metadata.shard_sizes), shard.tensor) for shard in value.local_shards()
+    ]
+    _refuse_strays(path, parts, shape)
+    pieces = _pieces(path, parts, known if told else None)
+    if any(piece.tensor.dtype != properties.dtype for piece in pieces):
+        raise SnapshotError(f"{path}: a ShardedTensor of {properties.dtype} that holds shards of another dtype")
+    ranks = tuple(sorted({rank for several in known.values() for rank in several})) if told else None
+    texts = sorted(f"{box}@{','.join(map(str, several))}" for box, several in known.items())
+    layout = f"ShardedTensor {_dtype(properties.dtype)} {list(shape)} in {' '.join(texts)}" if told else ""
+    return _listed(properties.dtype, shape, pieces, ranks, layout, bool(properties.requires_grad))
+
+
+def _is_checkpointable(value: Any) -> bool:
+    kind = type(value)
+    return (
+        hasattr(kind, "__create_chunk_list__")
+        and hasattr(kind, "__get_tensor_shard__")
+        and torch.distributed.is_available()
+    )
+
+
+def _of_checkpointable(path: str, value: Any, shape: Shape) -> Shards:
+    """What torch's protocol for checkpoints tells of a value."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex  # it costs time, and few values need it
+
+    parts = []
+    for i, chunk in enumerate(value.__create_chunk_list__()):
+        box = _box(chunk.offsets, chunk.sizes)
+        if box.numel:
+            parts.append((box, value.__get_tensor_shard__(MetadataIndex(path, torch.Size(box.offsets), i))))
+    _refuse_strays(path, parts, shape)
+    pieces = _pieces(path, parts, None)
+    dtypes = {piece.tensor.dtype for piece in pieces} or {getattr(value, "dtype", torch.get_default_dtype())}
+    if len(dtypes) > 1:
+        raise SnapshotError(f"{path}: its parts are of several dtypes: {', '.join(sorted(map(str, dtypes)))}")
+    return _listed(dtypes.pop(), shape, pieces, None, "", bool(getattr(value, "requires_grad", False)))
+
+
+def _listed(
+    dtype: torch.dtype,
+    shape: Shape,
+    pieces: list[Piece],
+    ranks: tuple[int, ...] | None,
+    layout: str,
+    requires_grad: bool,
+) -> Shards:
+    return Shards("ShardedTensor", dtype, shape, pieces, ranks, None, None, layout, requires_grad)
+
+
+def _pieces(
+    path: str,
+    parts: Iterable[tuple[Box, torch.Tensor]],
+    holders: dict[Box, tuple[int, ...]] | None,
+    replica: int = 0,
+) -> list[Piece]:
+    pieces = []
+    for box, part in parts:
+        tensor = _plain(path, part)
+        if tuple(tensor.shape) != box.sizes:
+            raise SnapshotError(f"{path}: the part at {box} is of shape {tuple(tensor.shape)}")
+        if box.numel:
+            pieces.append(Piece(box, tensor, None if holders is None else holders.get(box), replica))
+    return pieces
+
+
+def _refuse_strays(path: str, parts: Iterable[tuple[Box, torch.Tensor]], shape: Shape) -> None:
+    for box, _ in parts:
+        if not inside(box, shape):
+            raise SnapshotError(f"{path}: the part at {box} is not within a tensor of shape {shape}")
+
+
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor; of one that a collective is still to fill, what it fills."""
+    if _is(tensor, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
+        return tensor.wait()  # type: ignore[attr-defined,no-any-return]
+    return tensor
+
+
+def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a local part, as a tensor that is nothing more."""
+    tensor = waited(tensor)
+    if composite.plain_subclass(tensor) is None or tensor.layout is not torch.strided:
+        raise SnapshotError(f"{path}: its local part is a {_described(tensor)}, of which no boxes can be stored")
+    tensor = tensor.detach()
+    return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
+
+
+def _is(value: Any, module: str, name: str) -> bool:
+    """Whether a value is of a class whose module only they have imported who have such values."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return isinstance(kind, type) and isinstance(value, kind)
+
+
+def _box(offsets: Iterable[int], sizes: Iterable[int]) -> Box:
+    return Box(tuple(map(int, offsets)), tuple(map(int, sizes)))
+
+
+def _integers(name: str, given: Iterable[Any]) -> Shape:
+    try:
+        values = tuple(given)
+        if any(isinstance(number, bool) for number in values):
+            raise TypeError("a bool is no number of elements")
+        return tuple(operator.index(number) for number in values)
+    except TypeError as error:
+        raise TypeError(f"Sharded: `{name}` must be made of integers, and is {given!r}") from error
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{class_name(type(tensor))} of layout {tensor.layout}"

@@ -1,0 +1,142 @@
+"""By how much two tensors differ, as their elements come by, part by part."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from snapshot.difference import Values
+from snapshot.tensors.dtypes import BY_NAME
+
+STEP = 1 << 18
+"""Elements that are looked at at once: what is made of them on the way is a few times as long as they are."""
+
+
+def comparable(dtype: str) -> bool:
+    """Whether the elements of a dtype are numbers that can be subtracted."""
+    if dtype == "bool" or np_integer(dtype):
+        return True
+    known = BY_NAME.get(dtype)
+    if known is None or not (known.is_floating_point or known.is_complex):
+        return False
+    if known.is_complex:
+        return True
+    try:
+        torch.empty(1, dtype=known).to(torch.float64)
+    except (RuntimeError, NotImplementedError):  # two numbers in one byte
+        return False
+    return True
+
+
+def np_integer(dtype: str) -> bool:
+    """Whether it is a dtype of integers that NumPy has, too."""
+    return dtype in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+def common(a: str, b: str) -> str:
+    """The dtype in which two are read to be compared: their own where that is one, 64 bits of two that are integers,
+    else one of floating point."""
+    if a == b:
+        return a
+    if all(name == "bool" or np_integer(name) for name in (a, b)):
+        return "int64" if any(name.startswith("int") for name in (a, b)) else "uint64"
+    return "complex128" if BY_NAME[a].is_complex or BY_NAME[b].is_complex else "float64"
+
+
+class Numbers:
+    """Sums over the elements of two tensors."""
+
+    def __init__(self, a: str, b: str | None = None) -> None:
+        """Of a tensor of dtype `a`, and one of `b`, both read in `dtype`."""
+        b = a if b is None else b
+        self.dtype = common(a, b)
+        exact = self.dtype == "bool" or np_integer(self.dtype)
+        self._bits = (self.dtype, self.dtype)
+        """What the bytes of both are: those of a uint64 are its own, also where they are read as of an int64."""
+        if exact:
+            self._bits = ("uint64" if a == "uint64" else self.dtype, "uint64" if b == "uint64" else self.dtype)
+        self._exact = exact
+        integers = [name == "bool" or np_integer(name) for name in (a, b)]
+        self._within = self.dtype if any(integers) and not all(integers) else ""
+        self._elements = self._differing = self._not_numbers = 0
+        self._largest: float = 0
+        self._norm = self._first = 0.0
+
+    def update(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Take the next elements of both, as bytes."""
+        dtype = BY_NAME[self.dtype]
+        for begin in range(0, a.numel(), STEP * dtype.itemsize):
+            piece = slice(begin, begin + STEP * dtype.itemsize)
+            if self._exact:
+                self._exactly(a[piece], b[piece])
+            else:
+                self._nearly(*(_wide(each[piece], dtype) for each in (a, b)))
+
+    def _exactly(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        here, there = (
+            np.frombuffer(each.numpy(), "uint8" if name == "bool" else name)
+            for each, name in zip((a, b), self._bits, strict=True)
+        )
+        self._elements += here.size
+        self._first = math.hypot(self._first, _norm(torch.from_numpy(np.abs(here.astype(np.float64)))))
+        if here.dtype == there.dtype:
+            where = here != there
+        else:  # the same bits are the same number where neither is negative
+            where = (here.view(np.int64) != there.view(np.int64)) | (here.view(np.int64) < 0)
+        if not where.any():
+            return
+        x, y = (each[where].astype(np.int64 if each.dtype.kind == "i" else np.uint64) for each in (here, there))
+        u, v = x.view(np.uint64), y.view(np.uint64)
+        over = np.zeros(u.shape, bool)
+        if x.dtype == y.dtype:
+            apart = np.where(x > y, u - v, v - u)  # modulo 2**64, in which no difference is too large
+        else:
+            unsigned, signed = (u, y) if x.dtype == np.uint64 else (v, x)
+            less = signed < 0
+            size = np.where(less, -signed.view(np.int64), signed).view(np.uint64)
+            apart = np.where(less, unsigned + size, np.maximum(unsigned, size) - np.minimum(unsigned, size))
+            over = less & (apart < unsigned)  # beyond 2**64, where the sum wraps
+        self._differing += apart.size
+        self._largest = max(self._largest, int(apart.max()))
+        if over.any():
+            self._largest = max(self._largest, int(apart[over].max()) + (1 << 64))
+        self._norm = math.hypot(self._norm, _norm(torch.from_numpy(apart.astype(np.float64) + over * 2.0**64)))
+
+    def _nearly(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        self._elements += a.numel()
+        size = a.abs()
+        self._first = math.hypot(self._first, _norm(size[size.isfinite()]))
+        where = ~((a == b) | (a.isnan() & b.isnan()))
+        apart = (a[where] - b[where]).abs()
+        self._differing += apart.numel()
+        self._not_numbers += int(apart.isnan().sum())
+        apart = apart[~apart.isnan()]
+        if apart.numel():
+            self._largest = max(self._largest, float(apart.max()))
+            self._norm = math.hypot(self._norm, _norm(apart))
+
+    def values(self) -> Values:
+        """What all of them come to."""
+        relative = self._norm / self._first if self._first else math.inf if self._norm else 0.0
+        return Values(
+            self._elements, self._differing, self._largest, self._norm, relative, self._not_numbers, self._within
+        )
+
+
+def _wide(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The elements in 64 bits; of complex ones each half by itself, since torch warns of short ones."""
+    if dtype.is_complex:
+        return data.view(dtype.to_real()).to(torch.float64).view(torch.complex128)
+    return data.view(dtype).to(torch.float64)
+
+
+def _norm(values: torch.Tensor) -> float:
+    """The L2 norm, also where the squares would be too large, or too small, for a float."""
+    if not values.numel():
+        return 0.0
+    largest = float(values.max())
+    if largest <= 0 or math.isinf(largest):
+        return max(largest, 0.0)
+    return largest * float(torch.linalg.vector_norm(values / largest))

@@ -1,0 +1,298 @@
+"""What a process and its writer process say to each other: short messages over a socket, in order, with descriptors.
+
+Bytes of tensors are never among them: those lie in shared segments, and messages say where.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import socket
+import struct
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from snapshot import errors
+from snapshot.errors import SnapshotError
+from snapshot.events import log
+from snapshot.plan.layout import Extent, FilePart, FilePlan
+
+_LENGTH = struct.Struct("<Q")
+_AT_ONCE = 256 << 10
+_DESCRIPTORS = 16
+"""How many descriptors one call may receive: the kernel passes on those of one message only."""
+
+
+class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """One of those below."""
+
+
+class FileLane(Message):
+    """A file that is to be written, as far as a writer has to know it."""
+
+    location: str
+    size: int
+    part_bytes: int
+    """How long its parts are: both sides cut it alike."""
+    begin: int
+    """Where its first extent begins."""
+    ends: bytes
+    """Where each extent ends, as 64-bit integers; the next one begins there."""
+
+    @classmethod
+    def of(cls, file: FilePlan, location: str, parts: Sequence[FilePart]) -> FileLane:
+        """What to say of a file."""
+        begin = file.extents[0].begin if file.extents else file.size
+        ends = array.array("Q", [extent.end for extent in file.extents]).tobytes()
+        return cls(location, file.size, parts[0].end if parts else 1, begin, ends)
+
+    def file(self) -> FilePlan:
+        """The file, without the content of its header: that stands in the first part."""
+        extents, begin = [], self.begin
+        for end in array.array("Q", self.ends):
+            extents.append(Extent(0, begin, end))
+            begin = end
+        return FilePlan(b"", tuple(extents), self.size)
+
+
+class Begin(Message):
+    """Write these files."""
+
+    take: int
+    url: str
+    options: bytes
+    """A pickle."""
+    durable: bool
+    budget: int
+    lanes: list[FileLane]
+    plugins: list[tuple[str, str, str]]
+    """Scheme, module and name of each plugin that was registered."""
+    environment: list[tuple[bytes, bytes]]
+    path: list[bytes]
+    """Where modules are found: plugins may have come with a folder of their own."""
+    umask: int
+    """What the files of this process are made with; -1 where that cannot be known."""
+
+
+class Map(Message):
+    """The descriptor that comes along is a segment's."""
+
+    segment: int
+    size: int
+
+
+class Unmap(Message):
+    """Nothing of this segment will be asked for any more."""
+
+    segment: int
+
+
+class Give(Message):
+    """A part was staged: here it lies."""
+
+    take: int
+    file: int
+    position: int
+    segment: int
+    offset: int
+    nbytes: int
+
+
+class Cancel(Message):
+    """Give a take up, and leave nothing of it."""
+
+    take: int
+
+
+class Moved(Message):
+    """So many more bytes are on storage."""
+
+    take: int
+    nbytes: int
+
+
+class Free(Message):
+    """A part's memory is not looked at any more."""
+
+    take: int
+    file: int
+    position: int
+
+
+class Happened(Message):
+    """An event, to be told to this process's handlers."""
+
+    name: str
+    verb: str
+    path: str
+    fields: dict[str, Any]
+
+
+class Finished(Message):
+    """All files of a take are whole: their extents' digests, and the tables of those that have one."""
+
+    take: int
+    files: list[tuple[list[str], dict[int, bytes]]]
+
+
+class Failed(Message):
+    """A take failed, or was given up. Nothing of it is left, and its memory is not looked at any more."""
+
+    take: int
+    kind: str
+    """A class of `snapshot.errors`."""
+    text: str
+    number: int | None = None
+    """The `errno` of a storage's error."""
+    fields: dict[str, Any] = {}
+    notes: list[str] = []
+    trace: str = ""
+
+    @classmethod
+    def of(cls, take: int, error: BaseException) -> Failed:
+        """What to say of an error."""
+        theirs = (each for each in type(error).__mro__ if getattr(errors, each.__name__, None) is each)
+        kind = next(theirs, SnapshotError)
+        text = str(error) if isinstance(error, kind) else f"{type(error).__name__}: {error}"
+        held = vars(error) if isinstance(error, kind) else {}
+        fields = {name: value for name, value in held.items() if _is_plain(value) and not name.startswith("__")}
+        notes = [str(note) for note in getattr(error, "__notes__", ())]
+        number = error.errno if isinstance(error, OSError) else None
+        trace = "".join(traceback.format_exception(error))
+        return cls(take, kind.__name__, text, number, fields, notes, trace)
+
+    def error(self) -> SnapshotError:
+        """The error, with the other process's trace as its cause."""
+        kind: type[SnapshotError] = getattr(errors, self.kind)
+        error = kind(self.text)
+        for name, value in self.fields.items():
+            setattr(error, name, tuple(value) if isinstance(value, list) else value)
+        if isinstance(error, OSError):
+            error.errno = self.number
+        for note in self.notes:
+            error.add_note(note)
+        error.__cause__ = RemoteTrace(self.trace)
+        return error
+
+
+class RemoteTrace(Exception):
+    """Stands as the cause of an error of the writer process; its text is the trace there."""
+
+    def __str__(self) -> str:
+        return f"in the writer process:\n{super().__str__()}"
+
+
+Received = Begin | Map | Unmap | Give | Cancel | Moved | Free | Happened | Finished | Failed
+_encode = msgspec.msgpack.Encoder(enc_hook=str).encode
+_decode = msgspec.msgpack.Decoder(Received).decode
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, bool | int | float | str | tuple | list)
+
+
+class Channel:
+    """One end of the socket. It lives on the loop that opens it, and never blocks it."""
+
+    def __init__(self, end: socket.socket, receive: Callable[[Received], object], ended: Callable[[], object]) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self._receive = receive
+        self._ended = ended
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._in = bytearray()
+        self._out: deque[tuple[memoryview, list[int]]] = deque()
+        self.descriptors: deque[int] = deque()
+        """Those that have come, for whoever receives the message that they belong to."""
+
+    def open(self) -> bool:
+        """Begin to receive, on the running loop, if it has not begun; whether there is anybody to talk to."""
+        if self._loop is None and self._socket.fileno() >= 0:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._socket, self._readable)
+        return self._loop is not None
+
+    def send(self, message: Received, descriptor: int | None = None) -> None:
+        """Send a message as soon as the other side takes it; what nobody will receive any more is dropped."""
+        if self._loop is None:
+            return
+        data = _encode(message)
+        waits = bool(self._out)
+        self._out.append((memoryview(_LENGTH.pack(len(data)) + data), [] if descriptor is None else [descriptor]))
+        if not waits:
+            self._flush()
+            if self._out and self._loop is not None:
+                self._loop.add_writer(self._socket, self._flush)
+
+    def _flush(self) -> None:
+        try:
+            while self._out:
+                data, descriptors = self._out[0]
+                sent = socket.send_fds(self._socket, [data], descriptors) if descriptors else self._socket.send(data)
+                if sent < len(data):
+                    self._out[0] = (data[sent:], [])
+                else:
+                    self._out.popleft()
+        except BlockingIOError:
+            return
+        except OSError:  # the end of the other side: what it said before is to be read yet
+            self._out.clear()
+        if self._loop is not None:
+            self._loop.remove_writer(self._socket)
+
+    def _readable(self) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(
+                self._socket, _AT_ONCE, _DESCRIPTORS, getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+            )
+        except BlockingIOError:
+            return
+        except OSError:
+            data, descriptors = b"", []
+        self.descriptors.extend(descriptors)
+        if not data:
+            self.close()
+            self._ended()
+            return
+        self._in += data
+        at, have = 0, len(self._in)
+        while have - at >= _LENGTH.size:
+            begin = at + _LENGTH.size
+            end = begin + _LENGTH.unpack_from(self._in, at)[0]
+            if end > have:
+                break
+            with memoryview(self._in) as view:
+                message = _decode(view[begin:end])
+            at = end
+            try:
+                self._receive(message)
+            except Exception:  # noqa: BLE001 - logged, and the end of the conversation
+                log.exception("a message of the writer process, or for it, was not understood")
+                self.close()
+                self._ended()
+                return
+        del self._in[:at]
+
+    def close(self) -> None:
+        """Send and receive nothing more. On the loop that opened it."""
+        self._out.clear()
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self._loop = None
+        self._socket.close()
+
+    def forget(self) -> None:
+        """Close it where there is no loop: before one had it, after that has ended, or in a fork, where it was the
+        parent's."""
+        self._loop = None
+        self._socket.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a loop has it."""
+        return self._loop is not None
