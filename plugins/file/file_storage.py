@@ -1,4 +1,4 @@
-"""Local and mounted file systems: vectored system calls in threads, O_DIRECT where it pays, renames as commits."""
+"""Local and mounted file systems: vectored system calls in threads, O_DIRECT if it is faster, commits by rename."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageE
 from snapshot.plugins.file import direct_io
 from snapshot.plugins.file.descriptors import (
     OpenFile,
-    after,
+    buffer_length,
     drop_cache,
-    fill,
-    length_of,
-    link_below,
-    locked,
-    read_all,
-    token_of,
-    vectored,
+    file_token,
+    find_link,
+    lock_folder,
+    read_regular,
+    skip_bytes,
+    transfer_vectored,
+    write_all,
 )
-from snapshot.plugins.file.folders import Folders
+from snapshot.plugins.file.folders import Folders, list_files
 from snapshot.plugins.file.local_writer import LocalFileWriter
 from snapshot.storage import (
     ABSENT,
@@ -47,20 +47,23 @@ from snapshot.storage import (
 
 T = TypeVar("T")
 MiB = 1 << 20
-Paths = list[str]
 _BUFFERED = Limits(preferred_part=8 * MiB, parallel_parts=4, parts_per_file=1, merge_gap=64 << 10)
-"""One write a file: the kernel lets a second one spin until the first is done."""
+"""Limits through the page cache. One write a file: the kernel lets a second one spin until the first is done."""
 _DIRECT = Limits(
-    preferred_part=8 * MiB, parallel_parts=4, parallel_files=1, multiple=direct_io.PAGE, alignment=direct_io.PAGE,
-    merge_gap=64 << 10
-)  # fmt: skip
+    preferred_part=8 * MiB,
+    parallel_parts=4,
+    parallel_files=1,
+    multiple=direct_io.PAGE,
+    alignment=direct_io.PAGE,
+    merge_gap=64 << 10,
+)
 
 
 class FileStorage(Storage):
-    """`file:///folder` or a plain path. No `storage_options`.
+    """Files below a folder: `file:///folder` or a plain path, without `storage_options`.
 
-    Durable files are written around the page cache where the file system allows it (`SNAPSHOT_DIRECT_IO`), and synced;
-    so are the folders that name them. Long reads of what is not in the page cache go around it, too.
+    Durable files are written with O_DIRECT if the file system allows it (`SNAPSHOT_DIRECT_IO`). They are synced, and so
+    are their folders. Long reads use O_DIRECT, too, unless the bytes are in the page cache.
     """
 
     def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
@@ -77,10 +80,10 @@ class FileStorage(Storage):
 
     @property
     def limits(self) -> Limits:  # type: ignore[override]
-        """Aligned parts into one file where they go around the page cache, else whatever comes, into several."""
+        """Aligned parts of one file with O_DIRECT, else any parts of several files."""
         if self.context.direct_io == "never" or not (self.context.durable or self.context.direct_io == "always"):
             return _BUFFERED
-        return _DIRECT if direct_io.pays(self._root, always=self.context.direct_io == "always") else _BUFFERED
+        return _DIRECT if direct_io.is_worthwhile(self._root, always=self.context.direct_io == "always") else _BUFFERED
 
     def _path(self, path: str) -> str:
         return f"{self._root}/{check_path(path)}"
@@ -90,7 +93,7 @@ class FileStorage(Storage):
             return await in_thread(function, *arguments)
 
     def _refuse_links(self, path: str) -> None:
-        link = link_below(self._root, path.rpartition("/")[0])
+        link = find_link(self._root, path.rpartition("/")[0])
         if link is not None:
             raise StorageError(
                 f"{self.url.join(path)}: {link} is a symbolic link, and files are not changed through it"
@@ -99,7 +102,7 @@ class FileStorage(Storage):
     # Bulk files
 
     async def create(self, path: str, size: int) -> FileWriter:
-        """Begin a file under its own name; only a manifest makes it part of a snapshot."""
+        """Create a file under its own name; only a manifest makes it part of a snapshot."""
         return await self._do(path, self._create, path, size)
 
     def _create(self, path: str, size: int) -> FileWriter:
@@ -115,7 +118,7 @@ class FileStorage(Storage):
             return os.open(full, flags, 0o666) if descriptor is None else descriptor
 
         descriptor = self._folders.open_new(full, attempt)
-        self._folders.changed(os.path.dirname(full))
+        self._folders.mark_changed(os.path.dirname(full))
         return LocalFileWriter(
             self.url.join(path),
             full,
@@ -127,39 +130,40 @@ class FileStorage(Storage):
         )
 
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
-        """Fill the buffers with `preadv`; what is not in the page cache is read around it, if it is long."""
+        """Fill the buffers with `preadv`, or with O_DIRECT if the range is long and not cached."""
         url = self.url.join(path)
-        total = sum(map(length_of, buffers))
+        total = sum(map(buffer_length, buffers))
         with map_exceptions(url):
-            got = await in_thread(self._read, path, offset, buffers, total, token, url)
+            got = await in_thread(self._read, path, offset, buffers, total, token)
             if got is None:
                 async with self.context.memory.borrow(direct_io.CHUNK) as bounce:
-                    got = await in_thread(direct_io.read, self._reader(path).around, offset, buffers, total, bounce)
-                if got < total:  # the file's end; or it was cut short, and goes on through the page cache
+                    around = self._reader(path).around
+                    got = await in_thread(direct_io.read_bounced, around, offset, buffers, total, bounce)
+                if got < total:  # the end of the file, or a short read: go on through the page cache
                     got = await in_thread(self._read_rest, path, offset, buffers, total, got)
         if got < total:
             raise CorruptSnapshotError(
                 f"{url}: ends at {offset + got}, and bytes {offset}-{offset + total} were wanted"
             )
 
-    def _read(
-        self, path: str, offset: int, buffers: Sequence[Buffer], total: int, token: str | None, url: URL
-    ) -> int | None:
-        """How many bytes there were; None where the read is to go around the page cache."""
+    def _read(self, path: str, offset: int, buffers: Sequence[Buffer], total: int, token: str | None) -> int | None:
+        """Read through the page cache; return the number of bytes, or None if O_DIRECT should be used."""
         reader = self._reader(path)
-        if token is not None and token != token_of(os.fstat(reader.descriptor)):
-            raise StorageConflictError(f"{url}: was replaced while it was read")
+        if token is not None and token != file_token(os.fstat(reader.descriptor)):
+            raise StorageConflictError(f"{self.url.join(path)}: was replaced while it was read")
         if total >= direct_io.WORTH and reader.goes_around(offset):
             return None
-        return vectored(os.preadv, reader.descriptor, buffers, offset, total) - offset
+        return transfer_vectored(os.preadv, reader.descriptor, buffers, offset, total) - offset
 
     def _read_rest(self, path: str, offset: int, buffers: Sequence[Buffer], total: int, got: int) -> int:
-        rest = after(buffers, got)
-        return vectored(os.preadv, self._reader(path).descriptor, rest, offset + got, total - got) - offset
+        rest = skip_bytes(buffers, got)
+        return transfer_vectored(os.preadv, self._reader(path).descriptor, rest, offset + got, total - got) - offset
 
     def _reader(self, path: str) -> OpenFile:
-        """The open file; opened anew if another stands under its name now (the old one may still be read by a
-        thread)."""
+        """Return the open file, opened anew if it was replaced.
+
+        The old one stays open, since a thread may still read it.
+        """
         full = self._path(path)
         stands = os.stat(full)
         with self._lock:
@@ -172,8 +176,10 @@ class FileStorage(Storage):
     # Small files
 
     async def put(self, path: str, data: bytes, *, expect: Expect = ANYTHING) -> str:
-        """Written aside and renamed, or (`ABSENT`) linked, which fails where something is. An empty file is `ABSENT` or
-        whole at once, and needs no other name that an interruption could leave behind."""
+        """Write a temporary file and rename it, or (`ABSENT`) link it, which fails if the name is taken.
+
+        An empty file is created at once, so that an interruption leaves no temporary file.
+        """
         return await self._do(path, self._put, path, data, expect)
 
     def _put(self, path: str, data: bytes, expect: Expect) -> str:
@@ -189,42 +195,42 @@ class FileStorage(Storage):
             raise StorageConflictError(f"{self.url.join(path)}: is there already") from None
         try:
             try:
-                fill(descriptor, data, durable=self.context.durable)
+                write_all(descriptor, data, durable=self.context.durable)
             finally:
                 os.close(descriptor)
             if not at_once:
                 return self._publish(made, path, expect)
-            self._folders.changed(folder)
+            self._folders.mark_changed(folder)
             return self._stamp(made)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(made)
-            self._folders.prune({folder})
+            self._folders.remove_empty({folder})
             raise
 
     def _stamp(self, full: str) -> str:
-        """A finished file's token; a kernel's own clock may tick too seldom to tell two files apart."""
+        """Set the time of a finished file, and return its token. The kernel's own clock may tick too seldom."""
         now = time.time_ns()
         os.utime(full, ns=(now, now))
-        return token_of(os.stat(full))
+        return file_token(os.stat(full))
 
     def _publish(self, aside: str, path: str, expect: Expect) -> str:
-        """Give a finished file its name, if what stands there now is what was expected."""
+        """Rename a finished file to its name, if the file there now is as expected."""
         full = self._path(path)
         folder = os.path.dirname(full)
         token = self._stamp(aside)
-        self._folders.changed(folder)
+        self._folders.mark_changed(folder)
         if expect is ABSENT:
             try:
                 os.link(aside, full, follow_symlinks=False)
             except FileExistsError:
-                if token != self._token_at(full):  # else it is a network's first answer that was lost
+                if token != self._token_at(full):  # else the link succeeded, and its response was lost
                     raise StorageConflictError(f"{self.url.join(path)}: is there already") from None
                 self._forget(aside)
             except OSError as error:
                 if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES):
                     raise
-                self._replace(aside, full, path, expect)  # a file system without links
+                self._replace(aside, full, path, expect)  # this file system has no links
             else:
                 self._forget(aside)
         else:
@@ -232,8 +238,8 @@ class FileStorage(Storage):
         return token
 
     def _replace(self, aside: str, full: str, path: str, expect: Expect) -> None:
-        """Rename under a lock of the folder: renames alone compare nothing."""
-        with locked(os.path.dirname(full)):
+        """Compare and rename under the folder's lock, since a rename compares nothing."""
+        with lock_folder(os.path.dirname(full)):
             if expect is not ANYTHING:
                 stands = self._token_at(full)
                 if stands != (None if expect is ABSENT else expect):
@@ -243,22 +249,22 @@ class FileStorage(Storage):
             try:
                 os.rename(aside, full)
             except FileNotFoundError:
-                if token is None or token != self._token_at(full):  # else, again, an answer was lost
+                if token is None or token != self._token_at(full):  # else its response was lost
                     raise
 
     def _forget(self, aside: str) -> None:
-        """A file has its name: it is there, even if the other one cannot be removed."""
+        """Remove the temporary name, if possible: the file has its own name already."""
         with contextlib.suppress(OSError):
             os.unlink(aside)
 
     def _token_at(self, full: str) -> str | None:
         try:
-            return token_of(os.stat(full))
+            return file_token(os.stat(full))
         except FileNotFoundError:
             return None
 
     async def commit(self, claim: str, path: str, data: bytes, *, expect: Expect = ABSENT) -> str:
-        """The claim becomes the file: if somebody cleaned it away, there is nothing to rename."""
+        """Write into the claim and rename it, which fails if the claim was removed meanwhile."""
         return await self._do(path, self._commit, claim, path, data, expect)
 
     def _commit(self, claim: str, path: str, data: bytes, expect: Expect) -> str:
@@ -270,18 +276,18 @@ class FileStorage(Storage):
         except FileNotFoundError:
             raise StorageConflictError(f"{self.url.join(claim)}: was cleaned away by another take or delete") from None
         try:
-            fill(descriptor, data, durable=self.context.durable)
+            write_all(descriptor, data, durable=self.context.durable)
         finally:
             os.close(descriptor)
         try:
-            self._folders.sync()
-            self._folders.expect()
+            self._folders.sync_changed()
+            self._folders.check_finished()
             token = self._publish(aside, path, expect)
         except FileNotFoundError as error:
             raise StorageConflictError(f"{error.filename}: was cleaned away by another take or delete") from None
         try:
-            with contextlib.suppress(FileNotFoundError):  # somebody has deleted it since
-                self._folders.sync()
+            with contextlib.suppress(FileNotFoundError):  # it was deleted since
+                self._folders.sync_changed()
         except OSError as error:
             raised = StorageError(f"{self.url.join(path)}: {error.strerror}")
             raised.errno, raised.uncertain = error.errno, True
@@ -289,80 +295,53 @@ class FileStorage(Storage):
         return token
 
     async def rename(self, source: str, path: str) -> None:
-        """A rename, which `settle` makes durable."""
+        """Rename a file; `settle` makes that durable."""
         self._refuse_links(source)
         await self._do(path, self._rename, self._path(source), self._path(path))
 
     def _rename(self, source: str, full: str) -> None:
         self._folders.make(os.path.dirname(full))
         os.rename(source, full)
-        self._folders.gone(source)
-        self._folders.finished(full)
+        self._folders.mark_removed(source)
+        self._folders.mark_finished(full)
         for each in {os.path.dirname(source), os.path.dirname(full)}:
-            self._folders.changed(each)
+            self._folders.mark_changed(each)
 
     async def settle(self) -> None:
-        """Sync the folders in which files were made."""
-        await self._do("", self._folders.sync)
-        await self._do("", self._folders.expect)
+        """Sync the folders that got new names."""
+        await self._do("", self._folders.sync_changed)
+        await self._do("", self._folders.check_finished)
 
     async def drop_caches(self, paths: Sequence[str]) -> None:
-        """Write files to the disk and drop them from the page cache, so that they are read from the disk."""
+        """Flush files and drop them from the page cache, so that the next read is from disk."""
         for path in paths:
             await self._do(path, drop_cache, self._path(path))
 
     async def get(self, path: str, *, limit: int | None = None) -> bytes:
-        """A regular file's content, and no more of it than the limit."""
+        """Return the content of a regular file, and raise if it is longer than the limit."""
         return await self._do(path, self._get, path, limit)
 
     def _get(self, path: str, limit: int | None) -> bytes:
-        data = read_all(self._path(path), limit)
+        data = read_regular(self._path(path), limit)
         if limit is not None and len(data) > limit:
             raise StorageError(f"{self.url.join(path)}: has more than the {limit:,} bytes that are allowed")
         return data
 
     async def stat(self, path: str) -> FileStat:
-        """Size, time, and a token of inode, size and time."""
+        """Return size, time, and a token of inode, size and time."""
         found = await self._do(path, os.stat, self._path(path))
         if not stat.S_ISREG(found.st_mode):
             error = StorageError(f"{self.url.join(path)}: is not a file")
             error.errno = errno.EISDIR
             raise error
-        return FileStat(found.st_size, found.st_mtime, token_of(found))
+        return FileStat(found.st_size, found.st_mtime, file_token(found))
 
-    async def list(self, prefix: str = "", *, recursive: bool = True) -> Paths:
-        """Walks the folder that the prefix names; links are listed, not followed."""
-        return await self._do(prefix, self._list, prefix, recursive)
-
-    def _list(self, prefix: str, recursive: bool) -> Paths:
-        base = prefix.rpartition("/")[0]
-        if base:
-            check_path(base)
-        if link_below(self._root, base) is not None:
-            return []
-        found: Paths = []
-        folders = [base]
-        while folders:
-            folder = folders.pop()
-            try:
-                entries = list(os.scandir(f"{self._root}/{folder}" if folder else self._root))
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            for entry in entries:
-                path = f"{folder}/{entry.name}" if folder else entry.name
-                is_folder = entry.is_dir(follow_symlinks=False)
-                if not path.startswith(prefix) and not (is_folder and recursive and prefix.startswith(path + "/")):
-                    continue
-                if not is_folder:
-                    found.append(path)
-                elif recursive:
-                    folders.append(path)
-                else:
-                    found.append(path + "/")
-        return sorted(found)
+    async def list(self, prefix: str = "", *, recursive: bool = True) -> list[str]:
+        """Walk the folder that the prefix names. Links are listed, and not followed."""
+        return await self._do(prefix, list_files, self._root, prefix, recursive)
 
     async def delete(self, paths: Sequence[str]) -> None:
-        """Unlinks them, all that can be, and removes the folders that this leaves empty."""
+        """Unlink as many files as possible, and remove the folders that become empty."""
         with map_exceptions(self.url.join(paths[0] if len(paths) == 1 else "")):
             await in_thread(self._delete, paths)
 
@@ -373,7 +352,7 @@ class FileStorage(Storage):
         first: OSError | None = None
         for path in paths:
             full = self._path(path)
-            self._folders.gone(full)
+            self._folders.mark_removed(full)
             try:
                 os.unlink(full)
             except (FileNotFoundError, NotADirectoryError):
@@ -381,14 +360,14 @@ class FileStorage(Storage):
             except OSError as error:
                 first = first or error
             folders.add(os.path.dirname(full))
-        self._folders.prune(folders)
+        self._folders.remove_empty(folders)
         if first is not None:
             raise first
         if self.context.durable:
-            self._folders.sync_without(folders)
+            self._folders.sync_removed(folders)
 
     async def close(self) -> None:
-        """Close what was opened for reading."""
+        """Close the files that were opened for reading."""
         with self._lock:
             self._readers, opened, self._opened = {}, self._opened, []
         for reader in opened:

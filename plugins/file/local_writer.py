@@ -1,4 +1,4 @@
-"""One file while it is written: at its own name, around the page cache where that pays."""
+"""One file while it is written, under its own name, with O_DIRECT if that is faster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from snapshot.errors import StorageError
 from snapshot.plugins.file import direct_io
-from snapshot.plugins.file.descriptors import length_of, vectored
+from snapshot.plugins.file.descriptors import buffer_length, transfer_vectored
 from snapshot.plugins.file.folders import Folders
 from snapshot.storage import URL, Buffer, FileWriter, in_thread, map_exceptions
 
@@ -17,7 +17,7 @@ MiB = 1 << 20
 
 
 class LocalFileWriter(FileWriter):
-    """Writes parts wherever they belong, by a descriptor that is open already."""
+    """Writer of parts at any offset, by an open descriptor."""
 
     def __init__(
         self, url: URL, full: str, descriptor: int, size: int, folders: Folders, *, around_cache: bool, durable: bool
@@ -38,15 +38,16 @@ class LocalFileWriter(FileWriter):
     def _write(self, offset: int, buffers: Sequence[Buffer]) -> None:
         if self._closed:
             raise ValueError("the file was finished or aborted already")
-        total = sum(map(length_of, buffers))
+        total = sum(map(buffer_length, buffers))
         if offset < 0 or offset + total > self._size:
             raise StorageError(f"{self._url}: bytes {offset}-{offset + total} of a file of {self._size}")
         whole = total % direct_io.PAGE == 0 or offset + total == self._size
-        if self._around_cache and whole and direct_io.write(self._descriptor, offset, buffers, total):
+        if self._around_cache and whole and direct_io.write_aligned(self._descriptor, offset, buffers, total):
             return
         if self._around_cache:
-            self._around_cache = direct_io.leave(self._descriptor)
-        end = vectored(os.pwritev, self._descriptor, buffers, offset, total)
+            direct_io.stop_direct(self._descriptor)
+            self._around_cache = False
+        end = transfer_vectored(os.pwritev, self._descriptor, buffers, offset, total)
         if end < offset + total:
             raise OSError(errno.EIO, f"only {end - offset} of {total} bytes at {offset} were written")
         if self._durable and total >= MiB:
@@ -61,19 +62,19 @@ class LocalFileWriter(FileWriter):
         if self._durable:
             os.fsync(self._descriptor)
         self._close()
-        self._folders.finished(self._full)
+        self._folders.mark_finished(self._full)
 
     async def abort(self) -> None:
         with map_exceptions(self._url):
             await in_thread(self._abort)
 
     def _abort(self) -> None:
-        with contextlib.suppress(OSError):  # of bytes that nobody wants any more
+        with contextlib.suppress(OSError):  # the bytes are discarded anyway
             self._close()
-        self._folders.gone(self._full)
+        self._folders.mark_removed(self._full)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._full)
-        self._folders.prune({os.path.dirname(self._full)})
+        self._folders.remove_empty({os.path.dirname(self._full)})
 
     def _close(self) -> None:
         if not self._closed:
