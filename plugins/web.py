@@ -1,4 +1,4 @@
-"""Any web server, read-only: snapshots that somebody has published, by ranged requests."""
+"""Snapshots on any web server, for reading, by ranged requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIMITS = Limits(preferred_part=16 << 20, parallel_parts=8, merge_gap=1 << 20)
 
 
 class HttpDriver(Driver):
-    """One request a method, by aiohttp's client. A key is what follows the host."""
+    """Driver of web servers, by aiohttp. A key is the part of a URL behind the host."""
 
     def __init__(self, session: aiohttp.ClientSession, base: str, query: str) -> None:
         self._session = session
@@ -45,7 +45,7 @@ class HttpDriver(Driver):
         await self._session.close()
 
     async def head(self, key: str) -> FileStat:
-        """`HEAD`; where a server knows none, the head of a `GET` of one byte."""
+        """Send a `HEAD`, or a `GET` of one byte if the server does not support it."""
         async with self._session.head(self._url(key), allow_redirects=True) as answer:
             if answer.status < 300 and answer.content_length is not None:
                 return _stat(answer, answer.content_length)
@@ -62,7 +62,7 @@ class HttpDriver(Driver):
             return _stat(answer, total or 0)
 
     async def read(self, key: str, sink: ResponseSink) -> None:
-        """`GET`, with a range."""
+        """Send a `GET` with a range."""
         headers = {"Range": sink.range} if sink.range else {}
         answer = await self._session.get(self._url(key), headers=headers)
         async with released_response(answer):
@@ -73,11 +73,11 @@ class HttpDriver(Driver):
             await drain_into(answer, sink)
 
     async def list(self, prefix: str, recursive: bool, following: Any) -> Page:
-        """Nothing says what a web server has."""
+        """Raise NotImplementedError: web servers do not list files."""
         raise NotImplementedError
 
     def fault(self, error: Exception, url: URL) -> SnapshotError:
-        """By the status, or by what became of the connection."""
+        """Translate by the status, or by the state of the connection."""
         if isinstance(error, StatusError):
             return status_fault(error, url)
         return connection_fault(error, url)
@@ -91,7 +91,7 @@ def _stat(answer: aiohttp.ClientResponse, size: int) -> FileStat:
 
 
 class HttpStorage(ObjectStorage[HttpDriver]):
-    """`https://host/folder`, and `https://host/folder?query`, whose query goes with every request."""
+    """Files below `https://host/folder`. The query of `https://host/folder?query` is sent with every request."""
 
     capabilities = Capabilities(
         write=False, list=False, delete=False, atomic_put=False, conditional_put=False, durable=False
@@ -109,7 +109,7 @@ class HttpStorage(ObjectStorage[HttpDriver]):
 
     def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
         super().__init__(url, options, context)
-        self._root = unquote(self._root)  # it is part of a URL, and what lies below it is quoted together with it
+        self._root = unquote(self._root)  # `_url` quotes it together with the path below it
         user, _, password = url.apart()[0].partition(":")
         user, password = options.get("username") or unquote(user), options.get("password") or unquote(password)
         self._headers = {"Accept-Encoding": "identity", **(options.get("headers") or {})}
@@ -117,7 +117,7 @@ class HttpStorage(ObjectStorage[HttpDriver]):
             self._headers["Authorization"] = f"Bearer {options['token']}"
         elif user:
             self._headers["Authorization"] = f"Basic {b64encode(f'{user}:{password}'.encode()).decode()}"
-        sent = yarl.URL(f"http://host/?{url.query}")  # which writes a query in a way of its own
+        sent = yarl.URL(f"http://host/?{url.query}")  # yarl normalizes queries
         self._secrets = [password, unquote(url.query), sent.query_string, sent.raw_query_string]
         self._secrets += [each for name, each in self._headers.items() if name != "Accept-Encoding"]
 
@@ -125,11 +125,11 @@ class HttpStorage(ObjectStorage[HttpDriver]):
         return LIMITS
 
     async def connect(self) -> HttpDriver:
-        """A session on this loop."""
+        """Make a session on this loop."""
         verify, proxy = self.options.get("verify", True), self.options.get("proxy")
         session = new_session(self._headers, self.retry_policy, self.connections, verify=verify, proxy=proxy)
         return HttpDriver(session, f"{self.url.scheme}://{self.bucket}", self.url.query)
 
     def secrets(self) -> list[str]:
-        """Those in headers, and the query in every form that a client may write it in."""
+        """Return also the secrets in headers, and the query in every form that a client may write."""
         return [*self._secrets, *super().secrets()]

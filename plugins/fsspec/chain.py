@@ -1,4 +1,4 @@
-"""The file systems that a URL names: parsed, checked against their options, made, and closed."""
+"""File systems of a chained URL: parse the URL, check the options, connect and close."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from snapshot.plugins.fsspec.traits import Traits, traits_of
 from snapshot.plugins.network.retry import RetryPolicy
 
 _WRAPPERS = (CachingFileSystem, DirFileSystem)
-"""Those that take their files from another one."""
+"""File systems that wrap another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,29 +31,29 @@ class Link:
     protocol: str
     cls: type[AbstractFileSystem]
     path: str
-    """What lies in front of our paths there."""
+    """Prefix of the storage's paths."""
     options: Mapping[str, Any]
 
 
 def parse_chain(text: str, options: Mapping[str, Any], retry_policy: RetryPolicy) -> list[Link]:
-    """The file systems that a URL names, the outermost first."""
+    """Return the file systems of a URL, the outermost first."""
     parts = text.split("::")
     links: list[Link] = []
     for part, (path, protocol, given) in reversed(list(zip(parts, _un_chain(text, _copied(options)), strict=True))):
         cls = get_filesystem_class(protocol)
-        if issubclass(cls, _WRAPPERS) and not part.partition("://")[2]:  # a wrapper without a path of its own
+        if issubclass(cls, _WRAPPERS) and not part.partition("://")[2]:  # a wrapper without a path
             path = links[-1].path if links and not issubclass(cls, DirFileSystem) else ""  # noqa: PLW2901
         links.append(Link(protocol, cls, path or "", {**traits_of(cls).defaults(retry_policy), **given}))
     return links[::-1]
 
 
 def _copied(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, with dicts of our own: fsspec changes them."""
+    """Return a copy of the options, since fsspec changes them."""
     return {name: _copied(value) if isinstance(value, Mapping) else value for name, value in options.items()}
 
 
 def unknown_options(links: Sequence[Link], options: Mapping[str, Any]) -> list[str]:
-    """The options that none of the file systems takes, as far as that can be known of them."""
+    """Return the options that no file system takes, as far as that is known."""
     own = {name: value for name, value in options.items() if name not in {link.protocol for link in links}}
     found = []
     for link in links:
@@ -65,7 +65,7 @@ def unknown_options(links: Sequence[Link], options: Mapping[str, Any]) -> list[s
 
 
 def _accepted(cls: type) -> set[str] | None:
-    """The options that a class takes. None if some are passed on to where we cannot follow."""
+    """Return the options of a class, or None if it passes them on to a callable that is not known."""
     names = set(inspect.signature(AbstractFileSystem.__init__).parameters)
     names |= {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "protocol"}
     for base in cls.__mro__:
@@ -85,43 +85,43 @@ def _accepted(cls: type) -> set[str] | None:
 
 
 def chain_traits(links: Sequence[Link]) -> Traits:
-    """What is known of a chain: a folder of another is as that is."""
+    """Return the traits of a chain: those of its outermost file system, except for `dir`."""
     return next((traits_of(link.cls) for link in links if not issubclass(link.cls, DirFileSystem)), Traits())
 
 
 @dataclass(slots=True)
 class ConnectedChain:
-    """The file systems of a URL, made; used by the threads of one lane."""
+    """Connected file systems of a URL, used by the threads of one lane."""
 
     outer: Any
-    """Whole files are read here."""
+    """File system for reading whole files."""
     inner: Any
-    """All else is asked here: the same, or behind a cache, which would not see what others have changed."""
+    """File system for all other calls: the same, or the one behind a cache, which would miss changes."""
     root: str
     ranged: bool
-    """Whether its `cat_file` says that it takes a range."""
+    """Whether `cat_file` takes a range."""
     known: Traits
     folders: set[str] = field(default_factory=set)
-    """Those that have been made."""
+    """Folders that were made."""
 
     def full(self, path: str) -> str:
-        """A file's name there, as it is asked for."""
+        """Return the name of a file, quoted if the file system wants that."""
         full = self.plain(path)
         return quote(full) if self.known.quoted else full
 
     def cat(self, path: str, start: int | None = None, end: int | None = None, *, cached: bool = False) -> Any:
-        """A file's bytes, or a range of them."""
+        """Return a file's bytes, or a range of them."""
         fs, full = self.outer if cached else self.inner, self.full(path)
         if self.known.cat is not None:
             return self.known.cat(fs, full, start, end)
         return fs.cat_file(full, start=start, end=end) if start is not None else fs.cat_file(full)
 
     def plain(self, path: str) -> str:
-        """A file's name there."""
+        """Return the name of a file."""
         return f"{self.root}/{path}".rstrip("/") if self.root else path
 
     def list_folder(self, path: str) -> Sequence[tuple[str, Mapping[str, Any]]]:
-        """What is in a folder: names, and what is said of them; nothing if there is none."""
+        """Return names and infos of a folder's entries; none if the folder does not exist."""
         try:
             entries = self.inner.ls(self.full(path), detail=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -131,7 +131,7 @@ class ConnectedChain:
         return [(name.rpartition("/")[2], entry) for name, entry in named if name != itself]
 
     def in_folder(self, path: str, action: Callable[[str], Any]) -> Any:
-        """Do something that makes a file, which needs its folder."""
+        """Call an action that creates a file, after making its folder."""
         full = self.full(path)
         folder = full.rpartition("/")[0]
         if self.known.move is None or not folder:
@@ -147,7 +147,7 @@ class ConnectedChain:
         return action(full)
 
     def remove_folders(self, path: str) -> None:
-        """Remove the folders that a file was in, if they are empty, up to the root, and the root."""
+        """Remove the empty folders above a file, up to the root, and the root."""
         while path:
             path = path.rpartition("/")[0]
             self.folders.discard(self.full(path))
@@ -157,7 +157,7 @@ class ConnectedChain:
 
 
 def connect(links: Sequence[Link], known: Traits) -> ConnectedChain:
-    """Make the file systems, as `fsspec.core.url_to_fs` does, but without its caches."""
+    """Connect the file systems, as `fsspec.core.url_to_fs` does, but without caches."""
     made: dict[str, Any] = {}
     for number, link in enumerate(reversed(links)):
         options = {**link.options, **made, "skip_instance_cache": True}
@@ -167,7 +167,7 @@ def connect(links: Sequence[Link], known: Traits) -> ConnectedChain:
     root = links[0].path.rstrip("/")
     for each in _nested(outer):
         if hasattr(each, "dircache"):
-            each.dircache = DirCache(use_listings_cache=False)  # not all of them take the option
+            each.dircache = DirCache(use_listings_cache=False)  # not every class takes the option
     while isinstance(outer, DirFileSystem):
         root = f"{outer.path}/{root}".rstrip("/")
         outer = outer.fs
@@ -187,7 +187,7 @@ def _nested(fs: Any) -> Iterator[Any]:
 
 
 def disconnect(chain: ConnectedChain) -> None:
-    """Close the connections, where it is known how; others are when the objects are gone."""
+    """Close the connections. Unknown file systems close theirs when they are collected."""
     for each in _nested(chain.outer):
-        with contextlib.suppress(Exception):  # one that is broken cannot be closed, either
+        with contextlib.suppress(Exception):  # a broken connection cannot be closed
             traits_of(type(each)).close(each)

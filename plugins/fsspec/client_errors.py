@@ -1,4 +1,4 @@
-"""What the errors of fsspec's many clients mean, and what of their words may be shown."""
+"""Errors of fsspec's many clients: their meaning, and their text without secrets."""
 
 from __future__ import annotations
 
@@ -12,20 +12,27 @@ from snapshot.errors import StorageError, StorageNotFoundError
 from snapshot.plugins.network.retry import TransientError
 
 _TRANSIENT = {
-    ("httpx", "TransportError"), ("aiohttp", "ClientConnectionError"), ("aiohttp", "ClientPayloadError"),
-    ("asyncssh", "ConnectionLost"), ("asyncssh", "SFTPConnectionLost"), ("asyncssh", "SFTPNoConnection"),
-    ("asyncssh", "ChannelOpenError"), ("botocore", "HTTPClientError"), ("requests", "ConnectionError"),
-    ("webdav4", "BadGatewayError"), ("webdav4", "ResourceLocked"),
-}  # fmt: skip
-"""Errors of clients, by package and class, which are of no class that Python knows."""
+    ("httpx", "TransportError"),
+    ("aiohttp", "ClientConnectionError"),
+    ("aiohttp", "ClientPayloadError"),
+    ("asyncssh", "ConnectionLost"),
+    ("asyncssh", "SFTPConnectionLost"),
+    ("asyncssh", "SFTPNoConnection"),
+    ("asyncssh", "ChannelOpenError"),
+    ("botocore", "HTTPClientError"),
+    ("requests", "ConnectionError"),
+    ("webdav4", "BadGatewayError"),
+    ("webdav4", "ResourceLocked"),
+}
+"""Transient errors by package and class, if the class is not derived from one of Python's."""
 
 
 class LostError(TransientError):
-    """Raised for a connection that broke, so that the next attempt is made over another."""
+    """Raised for a broken connection: the next attempt uses a new one."""
 
 
 def translate(error: BaseException, said: str) -> StorageError:
-    """What an error of a client means; `said` is our words for it."""
+    """Return our error for a client's error, with our own text."""
     bases = {(base.__module__.partition(".")[0], base.__name__) for base in type(error).__mro__}
     if isinstance(error, FileNotFoundError) or ("webdav4", "ResourceNotFound") in bases:
         return StorageNotFoundError(said)
@@ -46,7 +53,7 @@ def translate(error: BaseException, said: str) -> StorageError:
 
 
 def _status(error: BaseException) -> int | None:
-    """The status of an HTTP answer, wherever a client keeps it."""
+    """Return the HTTP status of an error, from any of the clients' attributes."""
     response = getattr(error, "response", None)
     for holder, name in [(error, "status"), (error, "status_code"), (response, "status_code"), (error, "code")]:
         status = getattr(holder, name, None)
@@ -56,14 +63,24 @@ def _status(error: BaseException) -> int | None:
 
 
 _HARMLESS = {
-    "host", "port", "username", "user", "base_url", "endpoint_url", "known_hosts", "client_keys", "cache_storage", "fo",
-    "path", "root",
-}  # fmt: skip
+    "host",
+    "port",
+    "username",
+    "user",
+    "base_url",
+    "endpoint_url",
+    "known_hosts",
+    "client_keys",
+    "cache_storage",
+    "fo",
+    "path",
+    "root",
+}
 _CREDENTIALS = re.compile(r"(://[^/\s:@]*):[^/\s@]*@")
 
 
 def secrets_in(options: Any, name: str = "") -> Iterator[str]:
-    """The values that nobody may see: all, but for those that say where, since any name may be that of a key."""
+    """Yield the values to hide: all except addresses, since any other option may be a key."""
     if isinstance(options, Mapping):
         for each, value in options.items():
             yield from secrets_in(value, str(each))
@@ -77,14 +94,14 @@ def secrets_in(options: Any, name: str = "") -> Iterator[str]:
 
 
 def redact(text: str, values: Sequence[str]) -> str:
-    """A client's words, without secrets."""
+    """Return a client's text without secrets."""
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, "***")
     return _CREDENTIALS.sub(r"\1:***@", text)
 
 
 def all_words(error: BaseException | None) -> str:
-    """All that a traceback would show of an error."""
+    """Return all text that a traceback shows of an error."""
     words = []
     while error is not None:
         words.append(f"{error!r} {error}")

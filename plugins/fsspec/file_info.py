@@ -1,4 +1,4 @@
-"""What fsspec's file systems say of a file, each under names of its own: how old it is, and which version."""
+"""Time and version of a file, which each file system of fsspec stores under names of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VERSIONS = ("etag", "ETag", "generation", "version_id", "VersionId", "ino", "bl
 
 
 def modified_time(info: Mapping[str, Any]) -> float:
-    """When a file was written. One of unknown age counts as new: who is thought old is cleaned away."""
+    """Return the time of a file; a file of unknown age counts as new, since old ones are cleaned up."""
     for name in _TIMES:
         value = info.get(name)
         if isinstance(value, str):
@@ -35,7 +35,7 @@ def _parse_time(text: str) -> datetime | None:
 
 
 def version_token(info: Mapping[str, Any], data: bytes | None) -> str:
-    """A digest of all that changes with the content."""
+    """Return a digest of all fields that change with the content, and of the content if it is given."""
     seen = [f"{name}={info[name]}" for name in ("size", *_TIMES, *_VERSIONS) if info.get(name) is not None]
     digest = hashlib.sha256("\n".join(seen).encode())
     digest.update(data or b"")

@@ -1,4 +1,4 @@
-"""Calls of a URL's file systems: made in threads, shared between storages, with errors that hide secrets."""
+"""Calls to the file systems of a URL: in threads, shared between storages, with errors that hide secrets."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from snapshot.storage import URL, Context
 
 T = TypeVar("T")
 CHUNK = 4 << 20
-"""So many bytes are held beside the caller's memory at once, by one call."""
+"""Maximum bytes that one call holds besides the caller's memory."""
 THREADS = 8
-"""That wait for a system which does several things at once."""
+"""Threads that wait for a file system with concurrent calls."""
 PREFIX = "fsspec+"
 _OURS = ("timeout", "deadline", "part_bytes")
 
@@ -54,14 +54,14 @@ class FsspecClient:
         self.secrets = [value for value in [*values, *secrets_in([link.options for link in links])] if len(value) > 3]
         self.known = chain_traits(links)
         self.concurrent = all(link.cls.async_impl for link in links)
-        """Whether several calls are made at once."""
+        """Whether calls are made concurrently."""
         self._links = links
         self._mounted: Mount[ConnectedChain] | None = None
         self.ranges_proven = False
-        """Whether a range was answered by what can be nothing but that range."""
+        """Whether a response was certainly a range, and not the whole file."""
 
     async def mount(self) -> Mount[ConnectedChain]:
-        """The file systems, shared by the storages of this URL and these options."""
+        """Return the file systems, shared by the storages of this URL and these options."""
         if self._mounted is None:
             clients = self.context.clients
             links, known = self._links, self.known
@@ -80,7 +80,7 @@ class FsspecClient:
         return type(self).__qualname__, self.url.reveal(), options
 
     async def close(self) -> None:
-        """Give the file systems back; their connections are closed unless others use them, too."""
+        """Give the file systems back; they are closed if no other storage uses them."""
         mounted, self._mounted = self._mounted, None
         if mounted is None:
             return
@@ -92,7 +92,7 @@ class FsspecClient:
     async def call(
         self, lane: Lane[ConnectedChain], path: str, work: Callable[[ConnectedChain], T], attempt: Attempt | None = None
     ) -> T:
-        """One call, whose errors become ours. `work` is given no memory of the caller's."""
+        """Make one call, and translate its errors. Never pass the caller's memory to `work`."""
         url = self.url.join(path)
         try:
             return await lane.call(work, attempt)
@@ -104,14 +104,14 @@ class FsspecClient:
             text = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}".rstrip(": ")
             made = translate(error, f"{url}: {redact(str(text), self.secrets)}")
             if isinstance(made, LostError):
-                lane.retire()  # some clients never connect again
+                lane.retire()  # some clients never reconnect
             words = all_words(error)
             raise made from (error if redact(words, self.secrets) == words else None)
 
     async def send_request(
         self, name: str, path: str, work: Callable[[ConnectedChain], T], within: float | None = None
     ) -> T:
-        """A call, made again if what went wrong may pass."""
+        """Make a call, and retry it after transient faults."""
         mounted = await self.mount()
 
         async def once(attempt: Attempt) -> T:
@@ -120,6 +120,6 @@ class FsspecClient:
         return await retry_request(name, self.url.join(path), self.retry_policy, once, within)
 
     async def stored_size(self, name: str, path: str, stored: str) -> int | None:
-        """How long a file is that is stored under another name; None if the file system does not say."""
+        """Return the size of a file under its temporary name; None if the file system does not tell."""
         size = await self.send_request(name, path, lambda chain: chain.inner.info(chain.full(stored)).get("size"))
         return None if size is None else int(size)

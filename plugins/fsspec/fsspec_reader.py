@@ -1,4 +1,4 @@
-"""A range of a file on its way out of one of fsspec's file chains, chunk by chunk; each chunk's length is checked."""
+"""Ranged reads from fsspec's file systems in chunks, whose lengths are checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from snapshot.plugins.network.transfer import BufferSink
 
 
 class FsspecReader:
-    """Fills a sink, over one lane. A file chain that ignores a range must not become a wrong tensor."""
+    """Reader that fills a sink over one lane, and never takes a whole file for a range of it."""
 
     def __init__(self, client: FsspecClient, lane: Lane[ConnectedChain], path: str, sink: BufferSink) -> None:
         self._client = client
@@ -24,14 +24,14 @@ class FsspecReader:
         self._sink = sink
 
     async def fill(self, attempt: Attempt) -> None:
-        """Go on where the attempt before this one ended: by ranges where there are any, else out of an opened file."""
+        """Continue where the previous attempt ended: by ranges if they are supported, else by an open file."""
         self._sink.attempt = attempt
         try:
             if not await self._by_ranges():
                 await self._by_handle()
         except (TransientError, StorageNotFoundError):
             raise
-        except StorageError:  # some have an error of their own for a range behind the end
+        except StorageError:  # some clients raise an error of their own for a range behind the end
             await self._size()
             raise
 
@@ -39,7 +39,7 @@ class FsspecReader:
         return await self._client.call(self._lane, self._path, work, self._sink.attempt)
 
     async def _size(self) -> int:
-        """How long the file is, if it is long enough."""
+        """Return the size of the file; raise CorruptSnapshotError if it ends before the range."""
         sink = self._sink
         size = (await self._call(lambda chain: chain.inner.info(chain.full(self._path)))).get("size")
         if size is not None and sink.end is not None and size < sink.end:
@@ -51,7 +51,7 @@ class FsspecReader:
         return min(self._sink.end - self._sink.position, self._client.chunk)
 
     async def _by_ranges(self) -> bool:
-        """Whether it could be read so."""
+        """Read by ranges; return False if they are not supported."""
         sink, client = self._sink, self._client
         while not sink.full:
             wanted = self._next()
@@ -65,7 +65,7 @@ class FsspecReader:
                 if len(data) < wanted:
                     await self._size()
                     raise TransientError(f"{sink.url}: got {len(data)} bytes of {wanted} from byte {sink.position} on")
-                if not client.ranges_proven:  # as long as the whole file is, it might be that
+                if not client.ranges_proven:  # a range as long as the file might be the file
                     client.ranges_proven = await self._size() > wanted
                 sink.take(data)
         return True

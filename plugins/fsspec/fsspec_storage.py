@@ -1,9 +1,8 @@
-"""Whatever fsspec knows and no plugin of ours speaks itself: SFTP, WebDAV, Hugging Face, archives, caches, and chains.
+"""Files in any file system of fsspec's: SFTP, WebDAV, Hugging Face, archives, caches, and chains of them.
 
-Everything goes through the blocking face that all of its file systems have, in threads of our own: one that is not
-asynchronous is called by one thread, in turn; the others run on fsspec's own loop, and several threads wait for them.
-To await those on our loop would be a second way beside the first, for few systems, whose files opened for writing
-block all the same; what they spend beyond it is a thread's switch in requests over a network.
+All calls use the blocking interface, in threads of our own. A synchronous file system is called by one thread. The
+asynchronous ones run on fsspec's loop, and several threads wait for them: to await them on our loop would be a second
+implementation for few file systems, whose files block when they are written.
 """
 
 from __future__ import annotations
@@ -46,18 +45,20 @@ from snapshot.storage import (
 )
 
 LOOK = 1 << 20
-"""Files up to this long are looked at where a time of whole seconds does not tell two contents apart."""
+"""Maximum bytes of a file whose content is part of its token, if its time has whole seconds only."""
 
 
 def knows_scheme(scheme: str) -> bool:
-    """Whether fsspec has a file system for the scheme of a URL, or for the first one of a chain."""
+    """Return whether fsspec has a file system for a scheme, or for the first one of a chain."""
     first = scheme.removeprefix(PREFIX).partition("::")[0]
     return scheme.startswith(PREFIX) or first in registry or first in known_implementations
 
 
 class FsspecStorage(Storage):
-    """Any URL of fsspec's, chains included. Options are those of its file systems, and `timeout`, `deadline` and
-    `part_bytes` as for object stores; options for an inner one of a chain stand in a dict under its protocol's name.
+    """Files below any URL of fsspec's, chains included.
+
+    Options are those of the file system, and `timeout`, `deadline` and `part_bytes` as for object stores. Options of
+    an inner file system of a chain are a dict under the name of its protocol.
     """
 
     def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
@@ -68,7 +69,7 @@ class FsspecStorage(Storage):
             write=known.writes,
             delete=known.writes,
             atomic_put=known.writes,
-            conditional_put=False,  # `mode="create"` looks first, and writes then, in all of them
+            conditional_put=False,  # `mode="create"` is not atomic in any of them
             durable=known.seen_when_closed,
             server_side_copy=known.copies,
         )
@@ -92,7 +93,7 @@ class FsspecStorage(Storage):
     # Reading
 
     async def stat(self, path: str) -> FileStat:
-        """One call; a second one to look at what was written a moment ago, where times are whole seconds."""
+        """Return size, time and token; read a short file if its time has whole seconds only."""
         check_path(path)
         return await self._client.send_request("stat", path, self._stat(path))
 
@@ -112,7 +113,7 @@ class FsspecStorage(Storage):
         return work
 
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
-        """Chunk by chunk, by ranges where the file chain has them, else out of a file that is opened."""
+        """Read in chunks: by ranges if they are supported, else by an open file."""
         check_path(path)
         sink = BufferSink(self.url.join(path), offset, buffers, token)
         if token is not None or sink.full:
@@ -133,7 +134,7 @@ class FsspecStorage(Storage):
             raise StorageConflictError(f"{self.url.join(path)}: was replaced while it was read")
 
     async def get(self, path: str, *, limit: int | None = None) -> bytes:
-        """Two calls for a short one: how long it is, and all of it."""
+        """Read a small file in two calls: its size, and its content."""
         url = self.url.join(check_path(path))
 
         def whole(chain: ConnectedChain) -> bytes | int:
@@ -146,7 +147,7 @@ class FsspecStorage(Storage):
                 return int(size)
             data = bytes(chain.cat(path))
             if len(data) != size:
-                raise TransientError(f"got {len(data)} bytes of {size}")  # cut off, or replaced meanwhile
+                raise TransientError(f"got {len(data)} bytes of {size}")  # truncated, or replaced meanwhile
             return data
 
         found = await self._client.send_request("get", path, whole)
@@ -157,12 +158,12 @@ class FsspecStorage(Storage):
         return bytes(data)
 
     async def list(self, prefix: str = "", *, recursive: bool = True) -> list[str]:
-        """A call a folder. What is not finished is not shown."""
+        """List finished files, in one call per folder."""
         found = [path for path, _ in await self._entries(prefix, recursive)]
         return sorted(path for path in found if not TEMPORARY.fullmatch(path))
 
     async def _entries(self, prefix: str, recursive: bool) -> Sequence[tuple[str, Mapping[str, Any]]]:
-        """Each path that begins with a prefix, and its info. (fsspec's own `find` takes errors for emptiness.)"""
+        """Return the paths that begin with a prefix, and their infos. fsspec's `find` would ignore errors."""
         if folder := prefix.rpartition("/")[0]:
             check_path(folder)
         found, pending = [], [folder]
@@ -185,13 +186,13 @@ class FsspecStorage(Storage):
     # Writing
 
     async def create(self, path: str, size: int) -> FileWriter:
-        """Nothing is asked of the server before the first part is written."""
+        """Begin a file. The first part makes the first call."""
         check_path(path)
         self._require("write")
         return FsspecWriter(self._client, path, size)
 
     async def put(self, path: str, data: bytes, *, expect: Expect = ANYTHING) -> str:
-        """Write it beside, and move it to its name."""
+        """Write a small file under a temporary name, and rename it."""
         check_path(path)
         self._require("write")
         if expect is not ANYTHING:
@@ -206,7 +207,7 @@ class FsspecStorage(Storage):
         return (await self._client.send_request("stat", path, self._stat(path, data))).token
 
     async def delete(self, paths: Sequence[str]) -> None:
-        """One call a file, and one for each folder that it leaves empty."""
+        """Delete files and the folders that become empty, in one call each."""
         for path in paths:
             check_path(path)
         self._require("delete")
@@ -214,7 +215,7 @@ class FsspecStorage(Storage):
             await remove_file(self._client, "delete", path)
 
     async def copy(self, source: str, path: str) -> None:
-        """The server copies, beside, and moves it to its name."""
+        """Copy on the server to a temporary name, and rename the copy."""
         check_path(source)
         check_path(path)
         self._require("server_side_copy")
@@ -231,7 +232,7 @@ class FsspecStorage(Storage):
             raise
 
     async def sweep(self, prefix: str, older_than: float) -> Sequence[str]:
-        """Remove the temporary files that killed processes left."""
+        """Remove the temporary files of killed processes."""
         if not (self.capabilities.write and self._client.known.move is not None):
             return []
         before = time.time() - older_than

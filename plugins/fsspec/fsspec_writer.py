@@ -1,4 +1,4 @@
-"""A file on its way into one of fsspec's file chains: in order, through a handle that blocks, beside its name."""
+"""Writes to fsspec's file systems: in order, through a blocking handle, under a temporary name."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from snapshot.storage import Buffer, FileWriter
 
 T = TypeVar("T")
 SLOWEST = 1 << 20
-"""Bytes a second that a file which goes up only when it is closed may be sent at."""
+"""Minimum bytes per second when closing a handle sends the file."""
 
 
 class FsspecWriter(FileWriter):
-    """A short file goes in one call, which can be made again; what went through a handle cannot."""
+    """Writer that sends a short file in one call, which is retried, and a long one through a handle, which is not."""
 
     def __init__(self, client: FsspecClient, path: str, size: int) -> None:
         self._client = client
@@ -40,7 +40,7 @@ class FsspecWriter(FileWriter):
         self._whole = self._over = False
 
     async def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        """Bounce the bytes to the thread, chunk by chunk."""
+        """Copy the bytes to the thread in chunks."""
         self._open()
         body = RequestBody(buffers)
         end = offset + body.nbytes
@@ -65,7 +65,7 @@ class FsspecWriter(FileWriter):
             self._reached += len(data)
 
     async def _begin(self) -> None:
-        """Open the file, retry_request: nothing is in it yet."""
+        """Open the file, with retries, since it is still empty."""
         client = self._client
         mounted = await client.mount()
 
@@ -82,7 +82,7 @@ class FsspecWriter(FileWriter):
         await retry_request("create", self._url, client.retry_policy, once)
 
     async def _once(self, name: str, work: Callable[[ConnectedChain], T], longer: float = 0.0) -> T:
-        """A call that cannot be made again: what of it was done is not known."""
+        """Make a call without retries, since its effect is unknown after a fault."""
         client, lane = self._client, self._lane
         assert lane is not None
         patience = replace(
@@ -109,7 +109,7 @@ class FsspecWriter(FileWriter):
             raise ValueError(f"{self._url}: was finished or aborted already")
 
     async def finish(self) -> None:
-        """Close it, see how long it is, and give it its name."""
+        """Close the file, check its size, and rename it."""
         self._open()
         client = self._client
         if self._reached < self._size:
@@ -126,7 +126,7 @@ class FsspecWriter(FileWriter):
         self._over = True
 
     async def abort(self) -> None:
-        """Let go of the handle without making the file whole, and remove what there is."""
+        """Discard the handle without finishing the file, and remove its bytes."""
         if self._over:
             return
         self._over = True
@@ -144,15 +144,15 @@ class FsspecWriter(FileWriter):
 
 
 def _forget(handle: Any) -> None:
-    """See to it that the garbage collector does not make a file whole that is given up. Asks nothing of a server."""
+    """Keep the garbage collector from finishing an abandoned file. Makes no call."""
     if isinstance(handle, AbstractBufferedFile):
         handle.closed = True
     elif isinstance(handle, tempfile.SpooledTemporaryFile):
-        tempfile.SpooledTemporaryFile.close(handle)  # webdav4's own would send it
+        tempfile.SpooledTemporaryFile.close(handle)  # webdav4's `close` would send it
 
 
 def _discard(handle: Any) -> None:
-    """Let go of a file that is written, without making it whole."""
+    """Discard an open file without finishing it."""
     with contextlib.suppress(Exception):
         handle.discard()
     if not isinstance(handle, AbstractBufferedFile):

@@ -1,4 +1,4 @@
-"""How files come to their names: written aside and renamed, where the file system renames in one step."""
+"""Atomic writes: under a temporary name and renamed, if the file system renames in one step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEMPORARY = re.compile(r"(?:.*/)?\.[^/]+\.[0-9a-f]{16}\.tmp")
 
 
 def temporary_name(client: FsspecClient, path: str) -> str:
-    """Where a file is written, before it has its name."""
+    """Return the name under which a file is written."""
     if client.known.move is None:
         return path
     folder, slash, name = path.rpartition("/")
@@ -23,7 +23,7 @@ def temporary_name(client: FsspecClient, path: str) -> str:
 
 
 async def write_small(client: FsspecClient, path: str, aside: str, data: bytes) -> None:
-    """Write a short file, all at once; again if need be."""
+    """Write a short file in one call, with retries."""
     async with client.context.memory.count(len(data)):
         await client.send_request(
             "put", path, lambda chain: chain.in_folder(aside, lambda full: chain.inner.pipe_file(full, data))
@@ -31,7 +31,7 @@ async def write_small(client: FsspecClient, path: str, aside: str, data: bytes) 
 
 
 async def rename_whole(client: FsspecClient, path: str, aside: str, size: int) -> None:
-    """Give a file that is whole its name."""
+    """Rename a finished file."""
     move, mounted = client.known.move, await client.mount()
 
     async def once(attempt: Attempt) -> None:
@@ -41,7 +41,7 @@ async def rename_whole(client: FsspecClient, path: str, aside: str, size: int) -
             try:
                 move(chain.inner, chain.full(aside), chain.full(path))
             except Exception:
-                # an attempt without an answer may have moved it: then it is gone from where it was
+                # an attempt without a response may have renamed it: then the temporary name is gone
                 if not attempt.uncertain or chain.inner.exists(chain.full(aside)):
                     raise
                 if chain.inner.info(chain.full(path)).get("size") != size:
@@ -53,7 +53,7 @@ async def rename_whole(client: FsspecClient, path: str, aside: str, size: int) -
 
 
 async def remove_unfinished(client: FsspecClient, path: str, aside: str) -> None:
-    """Remove what was not finished, and the folders that were made for it; no error if it cannot be."""
+    """Remove an unfinished file and its folders, without an error if that fails."""
     if aside == path:
         return
     try:
@@ -63,7 +63,7 @@ async def remove_unfinished(client: FsspecClient, path: str, aside: str) -> None
 
 
 async def remove_file(client: FsspecClient, name: str, path: str, within: float | None = None) -> None:
-    """Remove a file, and the folders that this leaves empty; no error if it is gone."""
+    """Remove a file and the folders that become empty; no error if it does not exist."""
     known = client.known
 
     def work(chain: ConnectedChain) -> None:

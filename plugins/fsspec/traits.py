@@ -1,7 +1,6 @@
-"""What is known of fsspec's file systems, each of which keeps fsspec's contract in a way of its own.
+"""Table of what is known of fsspec's file systems, each of which keeps fsspec's contract in a way of its own.
 
-A file must come to its name in one step: by a rename, or since it is seen only when it is closed. Of a file system that
-is not in the table this is not known, and nothing is written to it.
+A file must appear in one step: by a rename, or when it is closed. File systems that are not in the table are read only.
 """
 
 from __future__ import annotations
@@ -18,43 +17,43 @@ from snapshot.plugins.network.retry import RetryPolicy
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What is known of a class of file systems."""
+    """Properties of a class of file systems."""
 
     move: Callable[[Any, str, str], None] | None = None
-    """Renames a file in one step, over what is there: so files are written to a temporary name. Such file systems have
-    real folders, to be made before their files, and removed after them."""
+    """Function that renames a file in one step, over an existing one. Files get a temporary name then, and
+    folders are made before their files, and removed after them."""
     seen_when_closed: bool = False
-    """Files are seen, and durable, when they are closed, and not before: so they are written to their own name."""
+    """Whether a file is invisible until it is closed, and durable then. It is written under its own name."""
     copies: bool = False
-    """`cp_file` copies where the file is."""
+    """Whether `cp_file` copies on the server."""
     coarse: bool = False
-    """Its times have seconds: two contents of one second and one length are told apart by looking at them."""
+    """Whether times have whole seconds only, so that a token needs the content as well."""
     quoted: bool = False
-    """Names are given to it as they stand in a URL, and come back as they are."""
+    """Whether names must be quoted as in a URL."""
     cat: Callable[[Any, str, int | None, int | None], bytes] | None = None
-    """Reads a range, where its own `cat_file` does that badly."""
+    """Function that reads a range, if `cat_file` does that badly."""
     remove: Callable[[Any, str], None] = lambda fs, path: fs.rm_file(path)
     remove_folder: Callable[[Any, str], None] = lambda fs, path: fs.rmdir(path)
-    """Removes a folder, if it is empty."""
+    """Function that removes a folder if it is empty."""
     close: Callable[[Any], None] = lambda fs: None
     defaults: Callable[[RetryPolicy], Mapping[str, Any]] = lambda policy: {}
-    """Options that it gets, unless the user says otherwise."""
+    """Default options."""
     takes: Sequence[str] | None = None
-    """Callables whose arguments are its options, too; None if it cannot be known what it takes."""
+    """Callables whose parameters are options, too; None if they are not known."""
 
     @property
     def writes(self) -> bool:
-        """Whether a file comes to its name in one step."""
+        """Whether a file can appear in one step."""
         return self.move is not None or self.seen_when_closed
 
 
 def _move_in_memory(fs: Any, source: str, path: str) -> None:
-    fs.cp_file(source, path)  # its `mv` would take `*` and `[` in names for patterns
+    fs.cp_file(source, path)  # `mv` would expand `*` and `[` in names
     fs.rm_file(source)
 
 
 def _remove_folder_by_ssh(fs: Any, path: str) -> None:
-    sync(fs.loop, fs._rmdir, path)  # its `rmdir` is the one of all file systems, which does nothing
+    sync(fs.loop, fs._rmdir, path)  # `rmdir` is the base class's, which does nothing
 
 
 def _close_ssh(fs: Any) -> None:
@@ -63,18 +62,18 @@ def _close_ssh(fs: Any) -> None:
 
 
 def _ssh_defaults(policy: RetryPolicy) -> Mapping[str, Any]:
-    seconds = policy.timeout  # an attempt that is left behind ends by itself, some time
+    seconds = policy.timeout  # so that an abandoned call ends
     return {
         "connect_timeout": seconds,
         "login_timeout": seconds,
         "keepalive_interval": max(seconds / 2, 1),
-        "known_hosts": (),  # those of ~/.ssh: sshfs would trust any host that answers
+        "known_hosts": (),  # those of ~/.ssh: by default sshfs trusts any host
     }
 
 
 def _close_zip(fs: Any) -> None:
     fs.close()
-    fs.of.close()  # its own `close` leaves the file open that the archive is in
+    fs.of.close()  # `close` leaves the archive's file open
 
 
 def _move(fs: Any, source: str, path: str) -> None:
@@ -119,7 +118,7 @@ _KNOWN: Mapping[str, Traits] = {
 
 
 def traits_of(cls: type) -> Traits:
-    """Return what is known of a class, or of the nearest that it derives from."""
+    """Return the traits of a class, or of its nearest base class."""
     for base in cls.__mro__:
         known = _KNOWN.get(f"{base.__module__}.{base.__qualname__}")
         if known is not None:

@@ -1,1 +1,1 @@
-"""Parts that storages over a network share: retries, and bodies that are sent and received without extra copies."""
+"""What storages over a network share: retries, and bodies that are sent and received without extra copies."""

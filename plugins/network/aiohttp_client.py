@@ -22,7 +22,10 @@ _RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 
 
 def parse_content_range(header: str | None, length: int | None) -> tuple[int, int | None]:
-    """Where an answer begins, and how long the whole file is: by `Content-Range`, or else it is all of the file."""
+    """Return the first byte of a response, and the length of the file, by `Content-Range`.
+
+    Without that header the response is the whole file.
+    """
     found = _RANGE.fullmatch(header.strip()) if header else None
     if not found:
         return 0, length
@@ -30,15 +33,18 @@ def parse_content_range(header: str | None, length: int | None) -> tuple[int, in
 
 
 def without_resending(session: aiohttp.ClientSession) -> aiohttp.ClientSession:
-    """The session, without requests that it makes again by itself where a kept connection turns out to be closed:
-    a `put` that was refused could not tell any more whether the first one had taken effect."""
+    """Return the session with its own retries switched off.
+
+    aiohttp repeats a request if a kept connection is closed. A `put` that is refused then could not tell whether the
+    first request had taken effect.
+    """
     session._retry_connection = False
     return session
 
 
 @asynccontextmanager
 async def released_response(response: aiohttp.ClientResponse) -> AsyncIterator[None]:
-    """Read an answer inside; its connection is used again if all of it was read, and closed if not."""
+    """Release the connection of a response at the end if all of it was read, and else close it."""
     try:
         yield
     finally:
@@ -49,13 +55,13 @@ async def released_response(response: aiohttp.ClientResponse) -> AsyncIterator[N
 
 
 async def drain_into(response: aiohttp.ClientResponse, sink: ResponseSink) -> None:
-    """Give an answer's body to a sink as it arrives, until that is full."""
+    """Pass the body of a response to a sink as it arrives, until the sink is full."""
     while not sink.full and (chunk := await response.content.readany()):
         sink.take(chunk)
 
 
 class BodyPayload(payload.Payload):
-    """Sends a `RequestBody` from where it lies."""
+    """Payload that sends a `RequestBody` without copying it."""
 
     _value: RequestBody
 
@@ -64,19 +70,18 @@ class BodyPayload(payload.Payload):
         self._size = value.nbytes
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        """Only for what is text."""
+        """Raise TypeError, since a part of a file is not text."""
         raise TypeError("a part of a file is no text")
 
     async def write(self, writer: AbstractStreamWriter) -> None:
-        """All of it, piece by piece. When this ends, one way or the other, no byte of it is waiting to be sent: the
-        memory may not be there any more when the loop gets to it."""
+        """Send all pieces. At the end, also after an error, no byte waits in a buffer: its memory may be reused."""
         await self.write_with_length(writer, None)
 
     async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
-        """The same; aiohttp asks for it with the length that the headers tell."""
+        """Send all pieces; aiohttp calls this with the length from the headers."""
         transport = getattr(writer, "transport", None)
         if transport is not None:
-            transport.set_write_buffer_limits(high=0)  # `drain` waits until nothing is left
+            transport.set_write_buffer_limits(high=0)  # `drain` waits until the buffer is empty
         try:
             for piece in self._value.pieces():
                 await writer.write(piece)
@@ -88,11 +93,11 @@ class BodyPayload(payload.Payload):
             raise
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the payload holds no resources."""
 
 
 def is_unknown_host(error: BaseException | None) -> bool:
-    """Whether a name is one that no server has: which will not pass."""
+    """Return whether an error is due to a host name that does not exist, which is not transient."""
     while error is not None:
         if isinstance(error, socket.gaierror):
             return error.errno == socket.EAI_NONAME
@@ -102,7 +107,7 @@ def is_unknown_host(error: BaseException | None) -> bool:
 
 
 def connection_fault(error: Exception, url: URL) -> StorageError:
-    """What became of a connection, as one of our errors. The client's text may show the whole URL: it is left out."""
+    """Return our error for a broken connection, without the client's text, which may show the whole URL."""
     what = f"{url}: {type(error).__name__}"
     if isinstance(error, OSError) and error.strerror:
         what += f": {error.strerror}"
@@ -113,7 +118,7 @@ def connection_fault(error: Exception, url: URL) -> StorageError:
 
 
 class StatusError(Exception):
-    """Raised by a driver for an answer that says no; `fault` makes one of ours of it."""
+    """Raised by a driver for a response with an error status; `fault` translates it."""
 
     def __init__(self, status: int, reason: str, after: str = "", detail: str = "") -> None:
         super().__init__(f"HTTP {status} {reason}{': ' if detail else ''}{detail}".rstrip())
@@ -122,12 +127,12 @@ class StatusError(Exception):
 
     @classmethod
     def of(cls, response: aiohttp.ClientResponse, detail: str = "") -> StatusError:
-        """Of an answer."""
+        """Make the error for a response."""
         return cls(response.status, response.reason or "", response.headers.get("Retry-After", ""), detail)
 
 
 def status_fault(error: StatusError, url: URL) -> SnapshotError:
-    """What a status means, wherever it comes from."""
+    """Return our error for an error status."""
     said = f"{url}: {error}"
     if error.status in (404, 410):
         return StorageNotFoundError(said)
@@ -148,7 +153,7 @@ def new_session(
     verify: bool | str = True,
     proxy: str | None = None,
 ) -> aiohttp.ClientSession:
-    """A session whose only time-out is that of connecting: an attempt has a clock of its own."""
+    """Make a session whose only time-out is for connecting, since `retry_request` times the attempts."""
     context = ssl.create_default_context(cafile=verify) if isinstance(verify, str) else verify
     made = aiohttp.ClientSession(
         headers=headers,

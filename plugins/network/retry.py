@@ -1,7 +1,7 @@
-"""Requests over a network, made again when what went wrong may pass: the one layer of all that retries.
+"""The one layer that retries requests over a network.
 
-Clients' own retries are off, so that one deadline counts, and every fault is seen as an event. What makes progress is
-never hurried: `timeout` counts from the last byte that moved.
+The clients' own retries are off, so that one deadline holds and every fault is an event. A slow request that makes
+progress is never aborted: `timeout` counts from the last byte that moved.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ LONGEST_PAUSE = 20.0
 
 
 class TransientError(StorageError):
-    """Raised inside a plugin for a fault that may pass: the request is made again, until its deadline.
+    """Raised inside a plugin for a transient fault: the request is retried until its deadline.
 
-    `after` is how long the server asked to be left alone; `refused` says that the request has had no effect for sure.
+    `after` is the pause in seconds that the server asked for. `refused` means that the request certainly had no effect.
     """
 
     def __init__(self, message: str, *, after: float | None = None, refused: bool = False) -> None:
@@ -37,12 +37,12 @@ class TransientError(StorageError):
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long requests are waited for."""
+    """Time limits of requests."""
 
     timeout: float = 60.0
-    """Seconds without a byte moved, after which an attempt is given up."""
+    """Seconds without a moved byte after which an attempt is aborted."""
     deadline: float = 300.0
-    """Seconds after which a request that keeps failing, and gains nothing, is given up."""
+    """Seconds without new bytes after which a failing request is no longer retried."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "deadline"):
@@ -52,24 +52,24 @@ class RetryPolicy:
 
 
 class Attempt:
-    """What one attempt of a request knows of those before it, and how it shows that it makes progress."""
+    """State of a request over its attempts, and its progress."""
 
     def __init__(self, patience: RetryPolicy) -> None:
         self._patience = patience
         self._clock: asyncio.Timeout | None = None
         self.number = 1
         self.uncertain = False
-        """Whether an earlier attempt may have taken effect, though no answer said so."""
+        """Whether an earlier attempt without a response may have taken effect."""
         self.began = time.monotonic()
-        """Since when nothing was gained."""
+        """Time of the last byte that need not be requested again."""
 
     def progress(self) -> None:
-        """A byte has moved: the time that an attempt may take begins anew."""
+        """Restart the time-out of the attempt: a byte has moved."""
         if self._clock is not None and not self._clock.expired():
             self._clock.reschedule(asyncio.get_running_loop().time() + self._patience.timeout)
 
     def gain(self) -> None:
-        """The same of what need not be asked for again: the request's time begins anew, too."""
+        """Restart the time-out and the deadline: bytes have moved that need not be requested again."""
         self.began = time.monotonic()
         self.progress()
 
@@ -77,7 +77,7 @@ class Attempt:
 async def retry_request(
     name: str, url: URL, patience: RetryPolicy, request: Callable[[Attempt], Awaitable[T]], within: float | None = None
 ) -> T:
-    """Make a request until it succeeds, fails for good, or its deadline is over; `within` is a shorter deadline."""
+    """Repeat a request until it succeeds, fails for good, or its deadline passes. `within` is a shorter deadline."""
     deadline = min(patience.deadline, within or patience.deadline)
     attempt = Attempt(patience)
     while True:
@@ -94,12 +94,12 @@ async def retry_request(
         except TransientError as error:
             failed = error
         except StorageConflictError:
-            raise  # it is known who was first
+            raise  # the outcome is certain
         except StorageError as error:
             error.uncertain |= attempt.uncertain
             raise
         attempt.uncertain |= not failed.refused
-        pause = random.uniform(0.5, 1)  # noqa: S311 - of how long to wait, nobody makes a secret
+        pause = random.uniform(0.5, 1)  # noqa: S311 - a pause is not a secret
         pause *= min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(attempt.number, 20))
         pause = max(pause, failed.after or 0)
         spent = time.monotonic() - attempt.began

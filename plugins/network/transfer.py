@@ -10,41 +10,41 @@ from snapshot.plugins.network.retry import Attempt, TransientError
 from snapshot.storage import URL, Buffer
 
 PIECE = 256 << 10
-"""Bodies are sent in pieces this long: between two of them the loop does other things, and progress shows."""
+"""Bytes of a body that are sent at once. Between two pieces the loop does other work, and progress is recorded."""
 
 
 def past_end_error(url: URL) -> CorruptSnapshotError:
-    """What a server means that has nothing of a range (status 416)."""
+    """Return the error for a range behind the end of a file (status 416)."""
     return CorruptSnapshotError(f"{url}: ends before the bytes that are asked for")
 
 
 class ResponseSink:
-    """Where the bytes of an answer go. One that breaks off goes on where it ended, in the same version of the file."""
+    """Destination of a response. After a broken response the next one continues, in the same version of the file."""
 
     def __init__(self, url: URL, begin: int, end: int | None, token: str | None) -> None:
         self.url = url
         self.position = begin
-        """The byte of the file that is wanted next."""
+        """Offset in the file of the next byte."""
         self.end = end
         self.token = token
-        """The version of the file that is read: the one that was asked for, or the first that answered."""
+        """Version of the file: the requested one, or that of the first response."""
         self.attempt: Attempt | None = None
         self._reached = begin
 
     @property
     def full(self) -> bool:
-        """Whether nothing more is wanted."""
+        """Whether all bytes have arrived."""
         return self.end is not None and self.position >= self.end
 
     @property
     def range(self) -> str | None:
-        """The header `Range` of the next request, if it needs one."""
+        """Value of the `Range` header of the next request, if it needs one."""
         if self.end is None:
             return f"bytes={self.position}-" if self.position else None
         return f"bytes={self.position}-{self.end - 1}"
 
     def starts(self, at: int, total: int | None, token: str | None) -> None:
-        """An answer begins, with byte `at` of a file of `total` bytes."""
+        """Check that a response begins at the next byte, in a file of `total` bytes and in the same version."""
         if at != self.position:
             raise StorageError(
                 f"{self.url}: asked for bytes {self.position} on and got those from {at} on; this server ignores ranges"
@@ -56,11 +56,11 @@ class ResponseSink:
         self.token = self.token or token
 
     def take(self, chunk: Buffer) -> None:
-        """Put the next bytes where they belong."""
+        """Store the next bytes."""
         raise NotImplementedError
 
     def moved(self, nbytes: int) -> None:
-        """So many bytes have arrived."""
+        """Record that bytes have arrived."""
         self.position += nbytes
         if self.attempt is None:
             return
@@ -71,7 +71,7 @@ class ResponseSink:
             self.attempt.progress()
 
     def ended(self) -> None:
-        """The answer is over."""
+        """Raise TransientError if the response ended before the range did."""
         if self.end is None:
             self.end = self.position
         elif not self.full:
@@ -79,7 +79,7 @@ class ResponseSink:
 
 
 class BufferSink(ResponseSink):
-    """Fills buffers, one after the other."""
+    """Sink that fills buffers in order."""
 
     def __init__(self, url: URL, begin: int, buffers: Sequence[Buffer], token: str | None) -> None:
         self._views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
@@ -87,7 +87,7 @@ class BufferSink(ResponseSink):
         super().__init__(url, begin, begin + sum(view.nbytes for view in self._views), token)
 
     def take(self, chunk: Buffer) -> None:
-        """Copy a chunk to where it belongs; what is beyond the last buffer is dropped."""
+        """Copy a chunk into the buffers, and drop what is beyond the last one."""
         source, taken = memoryview(chunk), 0
         while taken < source.nbytes and self._index < len(self._views):
             view = self._views[self._index]
@@ -101,7 +101,7 @@ class BufferSink(ResponseSink):
 
 
 class BytesSink(ResponseSink):
-    """Collects a small file, whose length is not known before."""
+    """Sink for a small file of unknown length."""
 
     def __init__(self, url: URL, limit: int | None) -> None:
         super().__init__(url, 0, None, None)
@@ -113,7 +113,7 @@ class BytesSink(ResponseSink):
             raise StorageError(f"{self.url}: has {total:,} bytes, more than the {self._limit:,} allowed")
 
     def starts(self, at: int, total: int | None, token: str | None) -> None:
-        """Refuse what is too long before it is read. A server that ignores ranges begins anew: so do we."""
+        """Refuse a file that is too long before reading it; start over if the server ignores the range."""
         if at == 0 and self.position:
             self.data.clear()
             self.position = 0
@@ -123,16 +123,16 @@ class BytesSink(ResponseSink):
             self.end = total
 
     def take(self, chunk: Buffer) -> None:
-        """Append; also what claims to be short may not be long."""
+        """Append a chunk; raise if the file is longer than it claimed to be."""
         self._allow(len(self.data) + len(chunk))
         self.data += chunk
         self.moved(len(chunk))
 
 
 class RequestBody:
-    """Buffers as the body of a request: sent from where they lie, again from the beginning if need be.
+    """Buffers as the body of a request, sent without a copy, and sent again in a retry.
 
-    To clients that want a file it is one: it can be read, and sought in.
+    Clients may use it as a file: it can be read and sought in.
     """
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
@@ -146,11 +146,11 @@ class RequestBody:
         return self.nbytes
 
     def pieces(self) -> list[memoryview]:
-        """All of it, in pieces of a length that can be sent at once."""
+        """Return the whole body in pieces of at most `PIECE` bytes."""
         return [view[at : at + PIECE] for view in self.views for at in range(0, view.nbytes, PIECE)]
 
     def after(self, nbytes: int) -> RequestBody:
-        """What is left behind so many bytes."""
+        """Return the rest of the body behind its first bytes."""
         views, skipped = [], nbytes
         for view in self.views:
             views.append(view[skipped:] if skipped < view.nbytes else view[:0])
@@ -160,7 +160,7 @@ class RequestBody:
         return rest
 
     def read(self, size: int = -1) -> bytes:
-        """The next bytes, as a file would give them."""
+        """Read the next bytes, as from a file."""
         end = self.nbytes if size is None or size < 0 else min(self._position + size, self.nbytes)
         found = []
         for view, stop in zip(self.views, self._ends, strict=True):
@@ -171,19 +171,19 @@ class RequestBody:
         return b"".join(found)
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Go somewhere else."""
+        """Change the position, as in a file."""
         self._position = offset + (0, self._position, self.nbytes)[whence]
         return self._position
 
     def tell(self) -> int:
-        """Where the next byte is read."""
+        """Return the position of the next byte."""
         return self._position
 
     def seekable(self) -> bool:
-        """Whether it can be sent again."""
+        """Return True: the body can be sent again."""
         return True
 
     def progress(self) -> None:
-        """Some of it was sent."""
+        """Record that a part of the body was sent."""
         if self.attempt is not None:
             self.attempt.progress()

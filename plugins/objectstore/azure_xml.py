@@ -1,4 +1,4 @@
-"""What Azure's answers in XML say."""
+"""Fields of Azure's responses in XML."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from snapshot.errors import StorageError
 
 
 def read_message(body: bytes) -> str:
-    """The first line of what an error says. A detail of authentication is left out if it quotes what was signed."""
+    """Return the first line of an error message, without a detail that quotes the signed text."""
     try:
-        found = ElementTree.fromstring(body)  # noqa: S314 - of the store, which holds all the data anyway
+        found = ElementTree.fromstring(body)  # noqa: S314 - the store is trusted with the data anyway
     except ElementTree.ParseError:
         return ""
     message = (found.findtext("Message") or "").partition("\n")[0].strip()
@@ -20,7 +20,7 @@ def read_message(body: bytes) -> str:
 
 
 def read_name(entry: ElementTree.Element) -> str:
-    """The name of a blob or folder in a listing."""
+    """Return the name of a blob or folder in a listing."""
     name = entry.find("Name")
     if name is None:
         raise StorageError("the listing names no blobs: this is no Azure Blob Storage")
@@ -29,6 +29,6 @@ def read_name(entry: ElementTree.Element) -> str:
 
 
 def is_folder(entry: ElementTree.Element) -> bool:
-    """Whether a blob in a listing is a folder, where folders are objects of their own."""
+    """Return whether a blob in a listing stands for a folder."""
     folder = entry.findtext("Metadata/hdi_isfolder") or entry.findtext("Metadata/Hdi_isfolder")
     return folder == "true" or entry.findtext("Properties/ResourceType") == "directory"

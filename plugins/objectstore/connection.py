@@ -21,7 +21,7 @@ from snapshot.storage import URL, Context, Limits, Storage, check_path
 T = TypeVar("T")
 D = TypeVar("D", bound=Driver)
 _AROUND = re.compile(r"(AWS|AZURE|GOOGLE|GCS|CLOUDSDK)_|\w+_proxy$", re.IGNORECASE)
-"""What clients look up in the environment when they are made."""
+"""Environment variables that clients read when they are made."""
 COMMON: Mapping[str, str] = {
     "timeout": "Seconds without a byte moved, after which a request is made again (60).",
     "deadline": "Seconds after which a request that keeps failing is given up (300).",
@@ -34,9 +34,9 @@ class ConnectedStorage(Storage, Generic[D]):
     """A storage whose requests go through a driver, made on first use and shared by storages that are alike."""
 
     known: Mapping[str, str] = {}
-    """The options of the plugin, each with a sentence; those of all plugins of this kind are in `COMMON`."""
+    """Options of the plugin, each with a sentence, besides those in `COMMON`."""
     secret: frozenset[str] = frozenset()
-    """The options whose values must not be seen."""
+    """Options whose values are hidden in errors."""
     takes_query = False
 
     def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
@@ -54,7 +54,7 @@ class ConnectedStorage(Storage, Generic[D]):
             raise ValueError(f"{url}: names no bucket, as in {url.scheme}://bucket/run/step-1")
         try:
             self._root = f"{check_path(folder)}/" if folder else ""
-        except ValueError as error:  # some clients would ask for something else
+        except ValueError as error:  # some clients would normalize the path
             raise ValueError(f"{url}: {error}") from None
         self.retry_policy = RetryPolicy(
             **{name: options[name] for name in ("timeout", "deadline") if options.get(name) is not None}
@@ -83,19 +83,19 @@ class ConnectedStorage(Storage, Generic[D]):
 
     @property
     def connections(self) -> int:
-        """How many connections a client may keep: those of bulk bytes, and plenty for small requests."""
+        """Maximum connections of a client: those for bulk bytes, and some for small requests."""
         return 2 * self.limits.parallel_parts + 64
 
     def driver_limits(self) -> Limits:
-        """What the store wants of its parts: known before there is a driver."""
+        """Return the limits of the store's parts, which are known before there is a driver."""
         raise NotImplementedError
 
     async def connect(self) -> D:
-        """Make a driver, on the loop that will use it."""
+        """Make a driver on the loop that will use it."""
         raise NotImplementedError
 
     async def driver(self) -> D:
-        """The driver, made if there is none yet."""
+        """Return the driver, made at first use."""
         if self._driver is None:
             self._driver = asyncio.ensure_future(self._open())
         making = self._driver
@@ -107,7 +107,7 @@ class ConnectedStorage(Storage, Generic[D]):
             raise
 
     async def _open(self) -> tuple[D, Callable[[], Awaitable[object]]]:
-        """A driver, and how it is given back."""
+        """Return a driver, and the function that gives it back."""
         clients = self.context.clients
         if clients is None:
             return await self._make()
@@ -123,14 +123,14 @@ class ConnectedStorage(Storage, Generic[D]):
         raise raised from cause
 
     async def close(self) -> None:
-        """Give the driver back; it is closed unless others use it, too."""
+        """Give the driver back; it is closed if no other storage uses it."""
         making, self._driver = self._driver, None
         if making is None:
             return
-        if not making.done():  # whoever needed it has given up: a client that cannot be made is not waited for
+        if not making.done():  # the caller was cancelled: do not wait for a client that hangs
             making.cancel()
             await asyncio.wait([making], timeout=1)
-        with contextlib.suppress(Exception, asyncio.CancelledError):  # it was raised where it was needed
+        with contextlib.suppress(Exception, asyncio.CancelledError):  # the first user has seen the error
             _, give_back = making.result()
             await give_back()
 
@@ -139,13 +139,13 @@ class ConnectedStorage(Storage, Generic[D]):
             raise StorageError(f"{self.url}: this storage cannot {capability.replace('_', ' ')}")
 
     def key(self, path: str) -> str:
-        """The whole key of a path."""
+        """Return the whole key of a path."""
         return self._root + check_path(path)
 
     def translate_error(self, error: Exception, url: URL, driver: D | None) -> tuple[Exception, Exception | None]:
-        """What is raised for a client's error, and its cause, unless that would show a secret.
+        """Return our error for a client's error, and its cause unless that shows a secret.
 
-        To be raised outside of the `except`, which would make it known as the context.
+        Raise it outside of the `except`, which would keep the client's error as the context.
         """
         if isinstance(error, (SnapshotError, TimeoutError)):
             return error, error.__cause__ if isinstance(error.__cause__, Exception) else None
@@ -158,7 +158,7 @@ class ConnectedStorage(Storage, Generic[D]):
         return made, error if self._redact(shown) == shown and "<Token-" not in shown else None
 
     def secrets(self) -> list[str]:
-        """What must not be seen in an error, wherever a client puts it."""
+        """Return the texts that must not appear in an error."""
         password = self.url.apart()[0].partition(":")[2]
         proxy = urlsplit(str(self.options.get("proxy") or "")).password or ""
         given = [self.options.get(name) for name in self.secret]
@@ -173,7 +173,7 @@ class ConnectedStorage(Storage, Generic[D]):
     async def send_request(
         self, name: str, path: str, request: Callable[[D, Attempt], Awaitable[T]], within: float | None = None
     ) -> T:
-        """Make a request of the driver, retry_request."""
+        """Send a request by the driver, and retry it after transient faults."""
         url = self.url.join(path)
 
         async def once(attempt: Attempt) -> T:
@@ -188,12 +188,12 @@ class ConnectedStorage(Storage, Generic[D]):
 
 
 async def _closed(driver: Driver, options: Mapping[str, Any]) -> None:
-    """Close a driver. Until then the options are held, whose objects' addresses stand in the key of a shared one."""
+    """Close a driver. Until then, keep the options alive: the key of a shared driver has addresses of their objects."""
     await driver.close()
 
 
 def _digest(url: URL, options: Mapping[str, Any]) -> str:
-    """A key under which equal options, in an equal environment, find each other's driver; never shown."""
+    """Return a key that is equal for equal options in an equal environment. It holds secrets: never show it."""
     around = {name: value for name, value in os.environ.items() if _AROUND.match(name)}
     found = [url.apart()[0], sorted(options.items()), sorted(around.items())]
     return json.dumps(found, sort_keys=True, default=lambda value: f"{type(value).__qualname__} {id(value)}")

@@ -1,4 +1,4 @@
-"""What is special about one kind of object store: how each request is made, once."""
+"""The requests of one kind of object store: what a new store has to implement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from snapshot.storage import URL, Expect, FileStat
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A part of a listing: keys, folders (ending in `/`), and where the next one begins."""
+    """One page of a listing: keys, folders (ending in `/`), and the marker of the next page."""
 
     keys: Sequence[str]
     folders: Sequence[str] = ()
@@ -22,60 +22,60 @@ class Page:
 
 
 class Driver(ABC):
-    """How one kind of store is asked: one request a method, without retries. Keys are whole, bucket excluded.
+    """Requests to one kind of store: one request per method, without retries. Keys are whole, without the bucket.
 
-    Whatever it raises is translated by `fault`.
+    `fault` translates all errors of the methods.
     """
 
     batch = 1
-    """How many keys `delete` takes."""
+    """Maximum keys of one `delete`."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Give back the connections."""
+        """Close the connections."""
 
     @abstractmethod
     def fault(self, error: Exception, url: URL) -> SnapshotError:
-        """The error that is raised for a client's: ours, a `TransientError` for what may pass."""
+        """Return our error for a client's error: a `TransientError` if the request may be retried."""
 
     @abstractmethod
     async def head(self, key: str) -> FileStat:
-        """Size, time and token."""
+        """Return size, time and token of an object."""
 
     @abstractmethod
     async def read(self, key: str, sink: ResponseSink) -> None:
-        """Ask for `sink.range` (in version `sink.token`, if there is one), and let the sink take the answer."""
+        """Request `sink.range`, in version `sink.token` if there is one, and pass the response to the sink."""
 
     @abstractmethod
     async def list(self, prefix: str, recursive: bool, following: Any) -> Page:
-        """A page of the keys that begin with a prefix."""
+        """Return one page of the keys that begin with a prefix."""
 
     async def put(self, key: str, body: RequestBody, expect: Expect) -> str:
-        """Store a whole object; the new token."""
+        """Store a whole object; return the new token."""
         raise NotImplementedError
 
     async def begin(self, key: str, size: int) -> str:
-        """Begin an upload in parts; its name."""
+        """Begin a multipart upload; return its name."""
         raise NotImplementedError
 
     async def part(self, key: str, upload: str, number: int, offset: int, body: RequestBody, *, last: bool) -> str:
-        """Upload a part; what `complete` needs to know of it. `body.attempt.number` is above 1 if it is done again."""
+        """Upload a part; return its tag for `complete`. `body.attempt.number` is above 1 in a retry."""
         raise NotImplementedError
 
     async def complete(self, key: str, upload: str, parts: Mapping[int, str]) -> None:
-        """Make the parts an object."""
+        """Make an object of the parts."""
         raise NotImplementedError
 
     async def abandon(self, key: str, upload: str) -> None:
-        """Drop an upload and its parts; no error if it is gone."""
+        """Abort an upload and drop its parts; no error if it does not exist."""
         raise NotImplementedError
 
     async def uploads(self, prefix: str) -> Sequence[tuple[str, str, float]]:
-        """Key, name and beginning of the uploads that are not finished."""
+        """Return key, name and start time of the unfinished uploads."""
         return []
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Delete at most `batch` keys; no error for those that are gone."""
+        """Delete at most `batch` keys; no error for those that do not exist."""
         raise NotImplementedError
 
     async def copy(self, source: str, key: str) -> None:

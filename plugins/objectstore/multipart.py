@@ -1,4 +1,4 @@
-"""A file on its way into an object store, in parts or whole."""
+"""Uploads of files to an object store, whole or in parts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from snapshot.plugins.objectstore.driver import Driver
 from snapshot.storage import ANYTHING, Buffer, FileWriter
 
 LAST_WORDS = 10.0
-"""Seconds that cleaning up after a failure may take: whoever waits for it wants to know of the failure."""
+"""Maximum seconds of cleaning up after a failure, since the caller waits for the error."""
 
 
 async def abandon_upload(key: str, upload: str, driver: Driver, _: Attempt) -> None:
-    """Abandon an upload: as a request to make retry_request."""
+    """Abort an upload, as a request for `send_request`."""
     await driver.abandon(key, upload)
 
 
 class ObjectWriter(FileWriter):
-    """A file that goes up in one request if one write brings all of it, else in parts."""
+    """Writer that uploads a file in one request if one write holds all of it, and else in parts."""
 
     def __init__(self, storage: ConnectedStorage[Any], path: str, key: str, size: int) -> None:
         self._storage = storage
@@ -36,14 +36,14 @@ class ObjectWriter(FileWriter):
         self._url = storage.url.join(path)
         limits = storage.limits
         self._unit = max(limits.smallest_part, -(-size // limits.most_parts), 1)
-        """Parts are numbered by their offset in these, until the first one shows how long they are."""
+        """Length of a part, by which offsets are numbered. The first write sets it."""
         self._upload: asyncio.Task[str] | None = None
         self._parts: dict[int, str] = {}
         self._written: dict[int, int] = {}
         self._whole = self._over = False
 
     async def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        """One request for each part."""
+        """Upload a part in one request."""
         body, path, key = RequestBody(buffers), self._path, self._key
         if self._over:
             raise ValueError(f"{self._url}: was finished or aborted already")
@@ -73,7 +73,7 @@ class ObjectWriter(FileWriter):
         self._parts[number] = await self._storage.send_request("upload", path, once)
 
     async def _begun(self) -> str:
-        """The upload, begun by the first part; others wait for that."""
+        """Return the name of the upload, which the first part begins."""
         if self._upload is None:
             key, size = self._key, self._size
             self._upload = asyncio.ensure_future(
@@ -82,7 +82,7 @@ class ObjectWriter(FileWriter):
         return await asyncio.shield(self._upload)
 
     async def finish(self) -> None:
-        """One request, if there were parts."""
+        """Complete the upload."""
         if self._over:
             raise ValueError(f"{self._url}: was finished or aborted already")
         if not self._size:
@@ -99,7 +99,7 @@ class ObjectWriter(FileWriter):
         self._over = True
 
     async def _complete(self, driver: Driver, attempt: Attempt) -> None:
-        """Complete the upload. One that is gone after an attempt without an answer may be complete: so look."""
+        """Complete the upload. If it does not exist after an attempt without a response, look at the object."""
         upload = await self._begun()
         try:
             await driver.complete(self._key, upload, dict(sorted(self._parts.items())))
@@ -111,7 +111,7 @@ class ObjectWriter(FileWriter):
                 raise
 
     async def abort(self) -> None:
-        """Drop the parts; or the file, if it went up whole."""
+        """Abort the upload, or delete the file if it was uploaded whole."""
         if self._over:
             return
         self._over = True

@@ -18,11 +18,11 @@ from snapshot.storage import ANYTHING, Buffer, Capabilities, Expect, FileStat, F
 
 D = TypeVar("D", bound=Driver)
 AT_ONCE = 16
-"""Deletions that go side by side where a store has no request for many."""
+"""Maximum concurrent `delete` requests."""
 
 
 class ObjectStorage(ConnectedStorage[D]):
-    """Files in an object store: say how each request is made in a driver, and the rest is here."""
+    """Base of storages in object stores: a driver makes the requests, and this class does the rest."""
 
     capabilities = Capabilities(server_side_copy=True)
 
@@ -33,14 +33,14 @@ class ObjectStorage(ConnectedStorage[D]):
 
         async def once(driver: D, attempt: Attempt) -> None:
             sink.attempt = attempt
-            if not sink.full:  # else all had arrived when the connection broke
+            if not sink.full:  # else the connection broke after the last byte
                 await driver.read(key, sink)
                 sink.ended()
 
         await self.send_request(name, path, once)
 
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
-        """One ranged request, drained into the buffers as it arrives."""
+        """Read a range in one request, into the buffers as it arrives."""
         sink = BufferSink(self.url.join(path), offset, buffers, token)
         if sink.end == offset:
             await self.stat(path)
@@ -48,18 +48,18 @@ class ObjectStorage(ConnectedStorage[D]):
             await self._fill("read", path, sink)
 
     async def get(self, path: str, *, limit: int | None = None) -> bytes:
-        """One request."""
+        """Read a small file in one request."""
         sink = BytesSink(self.url.join(path), limit)
         await self._fill("get", path, sink)
         return bytes(sink.data)
 
     async def stat(self, path: str) -> FileStat:
-        """One request."""
+        """Return size, time and token, in one request."""
         key = self.key(path)
         return await self.send_request("stat", path, lambda driver, _: driver.head(key))
 
     async def list(self, prefix: str = "", *, recursive: bool = True) -> list[str]:
-        """A request a page."""
+        """List paths, in one request per page."""
         self._require("list")
         if folder := prefix.rpartition("/")[0]:
             check_path(folder)
@@ -75,19 +75,19 @@ class ObjectStorage(ConnectedStorage[D]):
     # Writing
 
     async def create(self, path: str, size: int) -> FileWriter:
-        """Nothing is asked of the store before the first part is written."""
+        """Begin a file. The first part sends the first request."""
         self._require("write")
         key = self.key(path)
         await self.send_request("connect", path, _connected)
         return ObjectWriter(self, path, key, size)
 
     async def put(self, path: str, data: bytes, *, expect: Expect = ANYTHING) -> str:
-        """One request. A refusal after an attempt without an answer may be due to our own success: so look."""
+        """Write a small file in one request."""
         self._require("write")
         return await put_object(self, path, RequestBody([data]), expect)
 
     async def delete(self, paths: Sequence[str]) -> None:
-        """As many a request as the store takes; several requests side by side."""
+        """Delete in batches, several requests concurrently."""
         self._require("delete")
         keys = {self.key(path): path for path in paths}
         if not keys:
@@ -106,13 +106,13 @@ class ObjectStorage(ConnectedStorage[D]):
                 raise outcome
 
     async def copy(self, source: str, path: str) -> None:
-        """The store copies; no byte passes through here."""
+        """Copy an object within the store."""
         self._require("server_side_copy")
         origin, key = self.key(source), self.key(path)
         await self.send_request("copy", source, lambda driver, _: driver.copy(origin, key))
 
     async def sweep(self, prefix: str, older_than: float) -> Sequence[str]:
-        """Abandon the uploads that a killed process left."""
+        """Abort the uploads of killed processes."""
         found = await self.send_request("list uploads", prefix, lambda driver, _: driver.uploads(self._root + prefix))
         old = [(key, upload) for key, upload, began in found if began < time.time() - older_than]
         for key, upload in old:

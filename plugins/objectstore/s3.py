@@ -1,4 +1,4 @@
-"""S3 and what speaks like it. s3fs says how to get in; the client under it sends the requests, and obstore reads."""
+"""S3 and compatible stores. s3fs finds the credentials, its client sends the requests, and obstore reads."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ LIMITS = Limits(
 _PROCESS = os.getpid()
 
 
-class _Session(AIOHTTPSession):  # type: ignore[misc]  # which has no types
-    """Connections that read far ahead, and make no request twice."""
+class _Session(AIOHTTPSession):  # type: ignore[misc]  # it has no types
+    """Connections with a large read buffer and without retries of their own."""
 
     async def _get_session(self, proxy_url: str | None) -> aiohttp.ClientSession:
         session = without_resending(await super()._get_session(proxy_url))
@@ -45,7 +45,7 @@ class _Session(AIOHTTPSession):  # type: ignore[misc]  # which has no types
 
 
 class S3Storage(ObjectStorage[S3Driver]):
-    """`s3://bucket/prefix`, by s3fs and its client."""
+    """Files below `s3://bucket/prefix`."""
 
     known: Mapping[str, str] = {
         "engine": "What reads bulk bytes: `obstore`, or `s3fs` (its client); else obstore, if installed.",
@@ -65,8 +65,8 @@ class S3Storage(ObjectStorage[S3Driver]):
 
     @property
     def reads_by_obstore(self) -> bool:
-        """Whether obstore reads bulk bytes: if it is installed, and nothing is asked for that it cannot do."""
-        if os.getpid() != _PROCESS:  # obstore's threads did not come along, and it would wait for them
+        """Whether obstore reads bulk bytes: by default if it is installed and supports all options."""
+        if os.getpid() != _PROCESS:  # obstore's threads do not survive a fork, and it would wait for them
             return False
         engine = self.options.get("engine")
         return engine == "obstore" or (
@@ -74,7 +74,7 @@ class S3Storage(ObjectStorage[S3Driver]):
         )
 
     async def create(self, path: str, size: int) -> FileWriter:
-        """As all object stores do; `engine="obstore"` was for uploads, too."""
+        """Begin a file. Warn if obstore is asked to upload, which it no longer does."""
         if self.options.get("engine") == "obstore":
             warnings.warn(
                 f"{self.url}: engine='obstore' only reads, and s3fs's client uploads; leave the engine out",
@@ -84,12 +84,12 @@ class S3Storage(ObjectStorage[S3Driver]):
         return await super().create(path, size)
 
     def _only_s3fs(self) -> bool:
-        """Whether something is asked for that only s3fs's client does."""
+        """Return whether an option is given that only s3fs's client supports."""
         asked = {**(self.options.get("client_kwargs") or {}), **(self.options.get("config_kwargs") or {})}
         return bool(self.options.get("s3_additional_kwargs") or {"verify", "proxies", "client_cert"} & asked.keys())
 
     def secrets(self) -> list[str]:
-        """Keys that encrypt, and passwords of proxies, too."""
+        """Return also encryption keys and passwords of proxies."""
         added = self.options.get("s3_additional_kwargs") or {}
         proxies = (self.options.get("config_kwargs") or {}).get("proxies") or {}
         keys = [str(value) for name, value in added.items() if "CustomerKey" in name]
@@ -110,7 +110,7 @@ class S3Storage(ObjectStorage[S3Driver]):
         return LIMITS
 
     async def connect(self) -> S3Driver:
-        """A client on this loop, which retries nothing."""
+        """Make a client on this loop, without retries of its own."""
         given = {name: self.options[name] for name in self.known if self.options.get(name) is not None}
         for ours in ("checksum", "engine"):
             given.pop(ours, None)
@@ -121,13 +121,13 @@ class S3Storage(ObjectStorage[S3Driver]):
         config = given.get("config_kwargs", {})
         given["config_kwargs"] = {
             "connect_timeout": min(self.retry_policy.timeout, self.retry_policy.deadline),
-            "read_timeout": None,  # an attempt has a clock of its own, which progress sets back
+            "read_timeout": None,  # `retry_request` times each attempt, from its last progress
             "max_pool_connections": self.connections,
             "http_session_cls": _Session,
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
             **config,
-            # What a CRC-32 covers needs no SHA-256 in the signature, which would take longer than sending it.
+            # A body with a CRC-32 needs no SHA-256 in the signature, which would take longer than sending it.
             "s3": {**({"payload_signing_enabled": False} if checksum else {}), **config.get("s3", {})},
             "retries": {"total_max_attempts": 1, "mode": "standard"},
         }
@@ -151,11 +151,11 @@ class S3Storage(ObjectStorage[S3Driver]):
 
 @functools.cache
 def _loader() -> Any:
-    """What S3's requests look like: parsing it takes 0.1 s, and it is the same for all clients."""
+    """Return the description of S3's requests, which takes 0.1 s to parse and is the same for all clients."""
     return AioSession().get_component("data_loader")
 
 
 def _send_at_once(params: Mapping[str, Any], **_: Any) -> None:
-    """A body is not held back until the server says that it may come: that costs a round trip a part."""
+    """Send bodies without waiting for `100 Continue`, which costs a round trip per part."""
     with contextlib.suppress(KeyError):
         del params["headers"]["Expect"]

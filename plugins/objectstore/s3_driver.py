@@ -1,4 +1,4 @@
-"""Requests to S3 by aiobotocore's client, which has parts, conditions, and bodies that are not made whole."""
+"""Requests to S3 by aiobotocore's client, which supports parts, conditions and streamed bodies."""
 
 from __future__ import annotations
 
@@ -22,15 +22,25 @@ from snapshot.storage import ABSENT, ANYTHING, URL, Expect, FileStat, in_thread
 _MISSING = {"NoSuchKey", "NoSuchUpload", "NotFound", "404"}
 _LASTING = {"NoSuchBucket", "NotImplemented", "501"}
 _PASSING = {
-    "SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "Throttling",
-    "ThrottlingException", "TooManyRequests", "BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch",
-    "IncompleteBody", "OperationAborted", "ConditionalRequestConflict"
-}  # fmt: skip
+    "SlowDown",
+    "InternalError",
+    "ServiceUnavailable",
+    "RequestTimeout",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequests",
+    "BadDigest",
+    "XAmzContentChecksumMismatch",
+    "XAmzContentSHA256Mismatch",
+    "IncompleteBody",
+    "OperationAborted",
+    "ConditionalRequestConflict",
+}
 EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
 
 
 class S3Driver(Driver):
-    """One request a method, by aiobotocore's client."""
+    """Driver of S3, by aiobotocore's client."""
 
     batch = 1000
 
@@ -41,7 +51,7 @@ class S3Driver(Driver):
         self._checksum = checksum
 
     async def _call(self, name: str, **arguments: Any) -> Any:
-        """A call with what the user wants added to calls of its kind: encryption, who pays."""
+        """Call the client, with the user's additions for such calls: encryption, requester pays."""
         method = getattr(self._client, name)
         return await method(**self._fs._get_s3_method_kwargs(method, Bucket=self._bucket, **arguments))
 
@@ -51,7 +61,7 @@ class S3Driver(Driver):
         await creator.__aexit__(None, None, None)
 
     async def head(self, key: str) -> FileStat:
-        """`HeadObject`. A refusal has no body that says why: so its reason is asked for by a `GetObject`.
+        """Send `HeadObject`. Its errors have no body: ask for the reason by a `GetObject`.
 
         A bucket that does not exist must not look like a key that does not.
         """
@@ -65,7 +75,7 @@ class S3Driver(Driver):
         return FileStat(found["ContentLength"], found["LastModified"].timestamp(), found["ETag"])
 
     async def read(self, key: str, sink: ResponseSink) -> None:
-        """`GetObject`."""
+        """Send `GetObject`."""
         wanted = {"Range": sink.range, "IfMatch": sink.token}
         found = await self._call("get_object", Key=key, **{name: value for name, value in wanted.items() if value})
         at, total = parse_content_range(found.get("ContentRange"), found["ContentLength"])
@@ -76,7 +86,7 @@ class S3Driver(Driver):
             await drain_into(answer, sink)
 
     async def list(self, prefix: str, recursive: bool, following: Any) -> Page:
-        """`ListObjectsV2`."""
+        """Send `ListObjectsV2`."""
         more = {"ContinuationToken": following} if following else {}
         if not recursive:
             more["Delimiter"] = "/"
@@ -88,7 +98,7 @@ class S3Driver(Driver):
         )
 
     async def _sum(self, body: RequestBody) -> dict[str, str]:
-        """The checksum by which the server sees that what it got is what was sent."""
+        """Return the checksum by which the server verifies a body."""
         if not self._checksum:
             return {}
 
@@ -101,24 +111,24 @@ class S3Driver(Driver):
         return {"ChecksumCRC32": b64encode((await in_thread(crc)).to_bytes(4, "big")).decode()}
 
     async def put(self, key: str, body: RequestBody, expect: Expect) -> str:
-        """`PutObject`, with a condition if there is an expectation."""
+        """Send `PutObject`, with a condition if there is an expectation."""
         condition = {} if expect is ANYTHING else {"IfNoneMatch": "*"} if expect is ABSENT else {"IfMatch": expect}
         made = await self._call("put_object", Key=key, Body=body, **condition, **await self._sum(body))
         return str(made["ETag"])
 
     async def begin(self, key: str, size: int) -> str:
-        """`CreateMultipartUpload`."""
+        """Send `CreateMultipartUpload`."""
         algorithm = {"ChecksumAlgorithm": "CRC32"} if self._checksum else {}
         return str((await self._call("create_multipart_upload", Key=key, **algorithm))["UploadId"])
 
     async def part(self, key: str, upload: str, number: int, offset: int, body: RequestBody, *, last: bool) -> str:
-        """`UploadPart`; ETag and checksum."""
+        """Send `UploadPart`; return ETag and checksum."""
         checksum = await self._sum(body)
         made = await self._call("upload_part", Key=key, UploadId=upload, PartNumber=number, Body=body, **checksum)
         return " ".join([made["ETag"], *checksum.values()])
 
     async def complete(self, key: str, upload: str, parts: Mapping[int, str]) -> None:
-        """`CompleteMultipartUpload`."""
+        """Send `CompleteMultipartUpload`."""
         told = []
         for number, said in parts.items():
             etag, _, checksum = said.partition(" ")
@@ -126,7 +136,7 @@ class S3Driver(Driver):
         await self._call("complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload={"Parts": told})
 
     async def abandon(self, key: str, upload: str) -> None:
-        """`AbortMultipartUpload`."""
+        """Send `AbortMultipartUpload`."""
         try:
             await self._call("abort_multipart_upload", Key=key, UploadId=upload)
         except failures.ClientError as error:
@@ -134,7 +144,7 @@ class S3Driver(Driver):
                 raise
 
     async def uploads(self, prefix: str) -> Sequence[tuple[str, str, float]]:
-        """`ListMultipartUploads`, all pages."""
+        """Send `ListMultipartUploads` for all pages."""
         uploads: list[tuple[str, str, float]] = []
         more: dict[str, str] = {}
         while True:
@@ -149,7 +159,7 @@ class S3Driver(Driver):
             more = {"KeyMarker": found["NextKeyMarker"], "UploadIdMarker": found.get("NextUploadIdMarker", "")}
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """`DeleteObjects`."""
+        """Send `DeleteObjects`."""
         told = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
         for failed in (await self._call("delete_objects", Delete=told)).get("Errors", ()):
             if failed.get("Code") not in _MISSING:
@@ -157,23 +167,28 @@ class S3Driver(Driver):
                 raise kind(f"s3://{self._bucket}/{failed.get('Key')}: {failed.get('Code')}: {failed.get('Message')}")
 
     async def copy(self, source: str, key: str) -> None:
-        """`CopyObject`."""
+        """Send `CopyObject`."""
         await self._call("copy_object", Key=key, CopySource={"Bucket": self._bucket, "Key": source})
 
     def fault(self, error: Exception, url: URL) -> SnapshotError:
-        """By what the server said, or by what became of the connection."""
+        """Translate by the response, or by the state of the connection."""
         if isinstance(error, failures.ClientError):
             return self._said(error, url)
         if isinstance(error, (failures.SSLError, failures.ProxyConnectionError)) or is_unknown_host(error):
             return StorageError(f"{url}: {error}")
-        if isinstance(error, RecursionError):  # the client followed redirects without end
+        if isinstance(error, RecursionError):  # endless redirects
             return StorageError(f"{url}: was redirected too often; is the region or the endpoint the right one?")
-        if type(error) is failures.HTTPClientError:  # of all that it cannot name, some is a connection that broke
+        if type(error) is failures.HTTPClientError:  # it may wrap a broken connection
             error = getattr(error, "kwargs", {}).get("error") or error
         passing = (
-            failures.ConnectionClosedError, failures.ReadTimeoutError, failures.ConnectionError,
-            aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, EOFError,
-        )  # fmt: skip
+            failures.ConnectionClosedError,
+            failures.ReadTimeoutError,
+            failures.ConnectionError,
+            aiohttp.ClientConnectionError,
+            aiohttp.ClientPayloadError,
+            ConnectionError,
+            EOFError,
+        )
         if isinstance(error, passing):
             return TransientError(f"{url}: {type(error).__name__}: {error}")
         return StorageError(f"{url}: {type(error).__name__}: {error}")
@@ -204,7 +219,7 @@ class S3Driver(Driver):
         return StorageError(said)
 
     def _renew(self) -> bool:
-        """Let credentials that can be renewed be renewed by the next request."""
+        """Make the next request renew the credentials; return whether they can be renewed."""
         credentials = getattr(self._client._request_signer, "_credentials", None)
         if credentials is None or not hasattr(credentials, "_expiry_time"):
             return False

@@ -1,6 +1,6 @@
-"""S3's bulk bytes read by obstore: received by threads of its own, where Python's client has one.
+"""Bulk reads from S3 by obstore, whose threads receive in parallel.
 
-All else (uploads, small objects, conditions, listings) goes by the client that s3fs makes, and so do the credentials.
+The client that s3fs makes sends all other requests, and provides the credentials.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from snapshot.plugins.objectstore.s3_driver import EXPIRED, S3Driver
 from snapshot.storage import URL
 
 CHUNK = 512 << 10
-"""Answers are handed over in pieces at least this long: each costs a hop between threads."""
+"""Minimum bytes of a piece of a response, since each piece costs a switch between threads."""
 _TOKEN = re.compile(r"<Token-\d+>.*?</Token-\d+>")
 
 
 class ObstoreDriver(S3Driver):
-    """S3's driver, but for reading ranges."""
+    """Driver of S3 that reads ranges by obstore."""
 
     def __init__(
         self, filesystem: Any, client: Any, bucket: str, checksum: bool, make_store: Callable[[], S3Store]
@@ -36,14 +36,14 @@ class ObstoreDriver(S3Driver):
         self.store = make_store()
 
     def _renew(self) -> bool:
-        """obstore keeps credentials until they expire: it has to begin anew, too."""
+        """Renew the credentials, and make a new store, since obstore keeps them until they expire."""
         if not super()._renew():
             return False
         self.store = self._make_store()
         return True
 
     async def read(self, key: str, sink: ResponseSink) -> None:
-        """A stream of one range."""
+        """Stream one range."""
         if sink.end is None:
             await super().read(key, sink)
             return
@@ -54,11 +54,11 @@ class ObstoreDriver(S3Driver):
             sink.take(chunk)
 
     def fault(self, error: Exception, url: URL) -> SnapshotError:  # noqa: PLR0911 - one for each meaning
-        """obstore's errors tell the status in their text alone."""
+        """Translate by the text of an error, the only place where obstore tells the status."""
         if not isinstance(error, (BaseError, FileNotFoundError, PermissionError)):
             return super().fault(error, url)
         said = str(error).partition("\n\nDebug source")[0].replace("\n", " ")
-        said = _TOKEN.sub("", said)  # S3 repeats the one that it does not like
+        said = _TOKEN.sub("", said)  # S3 quotes an invalid token
         what = f"{url}: {said}"
         if any(code in said for code in EXPIRED) and self._renew():
             return TransientError(what, refused=True)
@@ -78,8 +78,8 @@ class ObstoreDriver(S3Driver):
 def make_store(
     client: Any, bucket: str, retry_policy: RetryPolicy, options: Mapping[str, Any], *, anonymous: bool
 ) -> S3Store:
-    """obstore's store, which retries nothing, with what the client knows."""
-    endpoint = urlsplit(client.meta.endpoint_url)  # of the options, the environment or a profile
+    """Make obstore's store with the client's endpoint and credentials, and without retries of its own."""
+    endpoint = urlsplit(client.meta.endpoint_url)  # from the options, the environment or a profile
     region = client.meta.region_name or "us-east-1"
     style = ((options.get("config_kwargs") or {}).get("s3") or {}).get("addressing_style")
     config: dict[str, Any] = {
@@ -89,7 +89,7 @@ def make_store(
         "request_payer": bool(options.get("requester_pays")),
     }
     if endpoint.hostname in ("s3.amazonaws.com", f"s3.{region}.amazonaws.com"):
-        config["virtual_hosted_style_request"] = style != "path"  # obstore knows the way
+        config["virtual_hosted_style_request"] = style != "path"  # obstore knows the address
     elif style == "virtual":
         config["endpoint"] = endpoint._replace(netloc=f"{bucket}.{endpoint.netloc}").geturl()
     else:
@@ -111,7 +111,7 @@ def make_store(
         config=config,  # type: ignore[arg-type]
         client_options={
             "allow_http": True,
-            # Of a whole request, however much it moves: an attempt has a clock of its own, which progress sets back.
+            # It would count from the start of a request: `retry_request` times each attempt from its last progress.
             "timeout": timedelta(days=1),
             "connect_timeout": timedelta(seconds=min(retry_policy.timeout, retry_policy.deadline)),
         },
