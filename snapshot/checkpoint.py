@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from snapshot.difference import Diff
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import (
     CorruptSnapshotError,
@@ -20,14 +19,15 @@ from snapshot.errors import (
     SnapshotNotFoundError,
     StorageError,
 )
-from snapshot.events import Meter, ProgressArgument, emit
+from snapshot.events import emit
 from snapshot.formats.safetensors import SHARD
 from snapshot.load.read_object import read_object, read_state_dict
 from snapshot.manifest.document import Document, copied
 from snapshot.manifest.entry import Entry
 from snapshot.metadata import SnapshotMetadata
 from snapshot.plan.renaming import Rename
-from snapshot.reports import ConvertReport, CopyReport, VerifyReport
+from snapshot.progress import Meter, ProgressArgument
+from snapshot.reports import ConvertReport, CopyReport, Diff, VerifyReport
 from snapshot.runtime.loop import refuse_on_loop, run
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
@@ -348,7 +348,7 @@ class Checkpoint:
         session = self._session(None)
 
         try:
-            run(cleanup.remove(session.storage))
+            run(cleanup.delete_snapshot(session.storage))
         except (SnapshotNotFoundError, StorageError) as error:
             foreign = False
             with suppress(SnapshotError):

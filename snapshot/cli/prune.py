@@ -18,9 +18,9 @@ from snapshot.manager.cleaning import Fate, Removed, remove, survey
 from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest, Policy
 from snapshot.manager.root import Root
 from snapshot.manifest.document import METADATA
-from snapshot.reports import counted, size_text
 from snapshot.runtime.loop import run as on_loop
 from snapshot.save.cleanup import DAY
+from snapshot.text import counted, size_text
 from snapshot.url import URL
 
 UNASKED = "nothing was removed: this needs a terminal to ask at, or --yes; --dry-run only shows"

@@ -23,19 +23,19 @@ import xxhash
 from snapshot.aio import in_thread
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import RestoreError, SnapshotError
-from snapshot.events import Meter
 from snapshot.load.match import Match
 from snapshot.load.read_plan import ReadPlan
 from snapshot.load.reader import Reader, ReadResult
 from snapshot.load.requests import ReadRequest
 from snapshot.plan.coalesce import ReadPart, plan_reads
-from snapshot.reports import listed
+from snapshot.progress import Meter
 from snapshot.runtime.arena import Slot
 from snapshot.runtime.loop import run, start
 from snapshot.runtime.session import Session
 from snapshot.state.stateful_kinds import Kind
 from snapshot.tensors.digest import BLOCK, digests, of_range
 from snapshot.tensors.memory import buffer, copy
+from snapshot.text import listed
 
 PART = 8 << 20
 AHEAD = 2

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.events import Meter
 from snapshot.load.reader import Reader, ReadResult
 from snapshot.load.requests import ReadRequest
-from snapshot.reports import listed
+from snapshot.progress import Meter
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
+from snapshot.text import listed
 
 
 def fetch(

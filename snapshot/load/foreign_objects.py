@@ -19,6 +19,7 @@ from snapshot.load.reader import Reader
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.manifest.validate import locations_of
+from snapshot.progress import unmetered
 from snapshot.runtime.session import Session
 from snapshot.state.stateful_kinds import Kind
 
@@ -51,7 +52,7 @@ async def unfold(
     gather = ReadPlan(document.files)
     for path, entry in chosen.items():
         gather.new(path, entry)
-    expect_good(session, await Reader(session.storage, session.budget, verify=False).read(gather.objects, _unseen))
+    expect_good(session, await Reader(session.storage, session.budget, verify=False).read(gather.objects, unmetered))
     gather.finish_objects()
     for path in chosen:
         try:
@@ -66,7 +67,3 @@ async def unfold(
 
 def _refused(path: str, found: Rebuilt) -> e.TensorEntry:
     raise ValueError("a tensor in an object")
-
-
-def _unseen(nbytes: int) -> None:
-    """Nobody waits for so little."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from snapshot.events import ProgressArgument
 from snapshot.plan.renaming import Rename
+from snapshot.progress import ProgressArgument
 
 CASTS: dict[str, Callable[[torch.dtype, torch.dtype], bool]] = {
     "error": lambda saved, wanted: False,

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from snapshot.errors import RestoreError
-from snapshot.events import Meter
 from snapshot.formats.foreign import root_over
 from snapshot.load.aliasing import writable
 from snapshot.load.class_binding import Binding
@@ -21,7 +20,8 @@ from snapshot.manifest.paths import component
 from snapshot.manifest.rank_view import is_rank, nearest, rank_view, resolve_path
 from snapshot.manifest.typed import EnumEntry
 from snapshot.manifest.validate import check_tensor, check_tree, locations_of
-from snapshot.reports import RestoreIssues, counted, listed, with_article
+from snapshot.progress import Meter
+from snapshot.reports import RestoreIssues
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.state import numpy_arrays
@@ -29,6 +29,7 @@ from snapshot.state.sharded import Shards, sharded
 from snapshot.state.state_tree import inflate, live_leaves
 from snapshot.tensors.dtypes import BY_NAME
 from snapshot.tensors.geometry import Box
+from snapshot.text import counted, listed, with_article
 
 
 def read_object(

@@ -22,6 +22,7 @@ from snapshot.load.requests import BlockCheck, ReadRequest
 from snapshot.load.unpack import Unpack, arrived, opened
 from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.coalesce import ReadPart, plan_reads
+from snapshot.progress import unmetered
 from snapshot.runtime.arena import Slot
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import cancelled
@@ -101,7 +102,7 @@ class Reader:
             return
         emit("retry", "read", str(self._storage.url), attempt=1, error="; ".join(self.result.faults), pause=0.0)
         self._bad, self.result.faults = [], []
-        await self._all(bad, lambda _: None)
+        await self._all(bad, unmetered)
 
     async def _all(self, wants: Sequence[ReadRequest], progress: Callable[[int], None]) -> None:
         lanes: list[asyncio.Task[None]] = []

@@ -15,7 +15,7 @@ from typing import Any
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError
-from snapshot.events import Meter, log
+from snapshot.events import log
 from snapshot.formats.unpickling import expect_no_module
 from snapshot.load.aliasing import read_only_memory, restored_by, shared_memory
 from snapshot.load.broadcast import BroadcastReader, Ranges, agree_on_reads, divided
@@ -27,6 +27,7 @@ from snapshot.load.options import RestoreOptions
 from snapshot.load.read_plan import ReadPlan, Uncovered
 from snapshot.load.reader import ReadResult
 from snapshot.load.renames import below_only_key, follow_rename, match_wrappers
+from snapshot.load.rendezvous import remember_plan
 from snapshot.load.requests import ReadRequest
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import Container, ListEntry, OrderedDictEntry, ShardedTensorEntry
@@ -35,16 +36,17 @@ from snapshot.manifest.rank_view import View, by_key, nearest, rank_view
 from snapshot.manifest.validate import check_tree, locations_of
 from snapshot.plan.globs import matcher, unmatched
 from snapshot.plan.renaming import Change, compile_rename
-from snapshot.reports import RestoreIssues, RestoreReport, counted, listed
+from snapshot.progress import Meter
+from snapshot.reports import RestoreIssues, RestoreReport
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
-from snapshot.save.replication import remember
 from snapshot.state.kind_of import kind_of, kind_type
 from snapshot.state.optimizer_kinds import OptimizerKind
 from snapshot.state.rng import RNGState
 from snapshot.state.state_tree import ChosenState, inflate
 from snapshot.state.stateful_kinds import Kind
+from snapshot.text import counted, listed
 
 
 class Restore:
@@ -123,7 +125,7 @@ class Restore:
             for key, entries in grouped.items():
                 self._hand_back(kinds[key], entries, gather.values)
         self._expect_all()
-        remember(self._exchange, self._document)
+        remember_plan(self._exchange, self._document)
         kept = [line.path for line in self._notes.lines if line.kind == "kept"]
         if kept:
             log.warning("%s: the snapshot lacks, and so keeps as it is:%s", self._session.url, listed(kept, 10))

@@ -225,7 +225,9 @@ class Root:
         async with self.opened(step) as session:
             try:
                 head = await session.storage.get(METADATA, limit=session.settings.manifest_bytes)
-                return bool(_OURS.match(head) or (not head.strip(b"\0") and await cleanup.ours(session.storage)))
+                return bool(
+                    _OURS.match(head) or (not head.strip(b"\0") and await cleanup.list_save_files(session.storage))
+                )
             except StorageError:
                 return False
 

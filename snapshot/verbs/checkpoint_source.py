@@ -24,6 +24,7 @@ from snapshot.load.requests import ReadRequest, want_all
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import TENSORS
 from snapshot.plan.layout import FilePart, FilePlan
+from snapshot.progress import unmetered
 from snapshot.runtime.arena import Slot
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.session import Session
@@ -198,11 +199,11 @@ class Fetched(Stager):
             want.opens = partial(_noted, layouts, stored.shape)
             wants.append(want)
         if wants:  # only what says where they are is read
-            await self._reader().read(wants, lambda _: None)
+            await self._reader().read(wants, unmetered)
         return any(_is_odd(shape, layout.strides) for shape, layout in layouts)
 
     async def _read(self, gather: ReadPlan) -> None:
-        result = await self._reader().read(gather.wants, lambda _: None)
+        result = await self._reader().read(gather.wants, unmetered)
         self.bytes_read += result.bytes_read
         expect_good(self._session, result)
 

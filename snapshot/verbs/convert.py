@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from snapshot.events import Meter, emit
+from snapshot.events import emit
 from snapshot.load.checksums import expect_sums
 from snapshot.load.stored_ranges import stored_in
 from snapshot.manifest.document import Document
 from snapshot.manifest.validate import locations_of
 from snapshot.options import Settings
+from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session

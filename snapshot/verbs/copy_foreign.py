@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from snapshot.errors import SnapshotError, StorageNotFoundError
-from snapshot.events import Meter, emit
+from snapshot.events import emit
 from snapshot.formats import dcp, safetensors, zip_checksums
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.unpickling import INLINE
@@ -16,6 +16,7 @@ from snapshot.load.checksums import expect_sums
 from snapshot.load.stored_ranges import stored_in
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import METADATA
+from snapshot.progress import Meter
 from snapshot.reports import CopyReport
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from snapshot.difference import Change, Diff
 from snapshot.errors import CorruptSnapshotError, RestoreError
-from snapshot.events import Meter, emit
+from snapshot.events import emit
 from snapshot.load.foreign_objects import unfold
 from snapshot.load.scatter import place_of
 from snapshot.manifest import entries as e
@@ -23,6 +22,8 @@ from snapshot.manifest.document import FORMAT, Document
 from snapshot.manifest.rank_view import is_rank
 from snapshot.plan.globs import matcher, unmatched
 from snapshot.plan.renaming import Rename
+from snapshot.progress import Meter
+from snapshot.reports import Change, Diff
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session

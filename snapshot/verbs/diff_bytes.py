@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from snapshot.aio import in_thread, shielded
-from snapshot.events import Meter
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.manifest.validate import check_tensor, locations_of
 from snapshot.plan.layout import PAGE, Extent, FilePart, FilePlan, cut_file
+from snapshot.progress import Meter
 from snapshot.runtime.arena import Slot, arena
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import cancelled

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from snapshot.errors import RestoreError, UnsafeObjectError
-from snapshot.events import Meter
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.unpickling import is_refused
 from snapshot.load.fetch import fetch
@@ -22,10 +21,11 @@ from snapshot.manifest.rank_view import View, nearest, rank_view, renamed
 from snapshot.manifest.validate import check_tensor, locations_of
 from snapshot.plan.globs import matcher, unmatched
 from snapshot.plan.renaming import Rename, compile_rename
-from snapshot.reports import listed
+from snapshot.progress import Meter
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.tensors.objects import TRUST
+from snapshot.text import listed
 
 
 def chosen_of_ranks(

@@ -12,7 +12,6 @@ from typing import Any
 
 from snapshot.aio import in_thread
 from snapshot.errors import CorruptSnapshotError, StorageError
-from snapshot.events import Meter
 from snapshot.formats import zip_checksums
 from snapshot.formats.unpickling import INLINE
 from snapshot.load.reader import Reader
@@ -23,9 +22,11 @@ from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document
 from snapshot.manifest.rank_view import by_key, is_rank, rank_view
 from snapshot.manifest.validate import check_tree
-from snapshot.reports import VerifyReport, counted
+from snapshot.progress import Meter, unmetered
+from snapshot.reports import VerifyReport
 from snapshot.runtime.session import Session
 from snapshot.tensors.digest import BLOCK, of_range
+from snapshot.text import counted
 from snapshot.verbs.copy_stream import tokens
 from snapshot.verbs.verify_journal import Key, VerifyJournal
 
@@ -246,7 +247,7 @@ class Verification:
                 halves = [ordered[: len(wants) // 2], ordered[len(wants) // 2 :]]
             faults, nbytes = [], 0
             for half in halves:
-                found, read = await self._data_faults(half, _unseen)
+                found, read = await self._data_faults(half, unmetered)
                 faults += found
                 nbytes += read
             return faults, nbytes
@@ -324,7 +325,3 @@ def _damage(error: CorruptSnapshotError | StorageError) -> list[str]:
     if isinstance(error, StorageError) and error.errno not in (errno.EIO, errno.ENOENT):
         raise error
     return list(getattr(error, "faults", ())) or [str(error)]
-
-
-def _unseen(nbytes: int) -> None:
-    """Nobody is told: these bytes were counted already."""

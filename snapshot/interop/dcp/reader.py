@@ -32,7 +32,7 @@ from torch.futures import Future
 
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError
-from snapshot.events import Meter, emit
+from snapshot.events import emit
 from snapshot.interop.dcp.names import DcpNames, partial_entry, recall
 from snapshot.interop.dcp.writer import rank_folder, shown, storage_knows
 from snapshot.load.class_binding import Binding
@@ -42,6 +42,7 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.document import FORMAT, Document
 from snapshot.manifest.rank_view import nearest, rank_view
 from snapshot.manifest.validate import check_tensor, check_tree, locations_of
+from snapshot.progress import Meter
 from snapshot.reports import RestoreIssues
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
