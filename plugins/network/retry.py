@@ -63,6 +63,11 @@ class Attempt:
         self.began = time.monotonic()
         """Time of the last byte that need not be requested again."""
 
+    def time_out_after(self, seconds: float) -> asyncio.Timeout:
+        """Return the context manager that bounds this attempt; `progress` restarts it."""
+        self._clock = asyncio.timeout(seconds)
+        return self._clock
+
     def progress(self) -> None:
         """Restart the time-out of the attempt: a byte has moved."""
         if self._clock is not None and not self._clock.expired():
@@ -84,7 +89,7 @@ async def retry_request(
         left = deadline - (time.monotonic() - attempt.began)
         limit = max(min(patience.timeout, left), 0.05)
         try:
-            async with asyncio.timeout(limit) as attempt._clock:
+            async with attempt.time_out_after(limit):
                 return await request(attempt)
         except TimeoutError as error:
             if isinstance(error, SnapshotError):
