@@ -21,6 +21,7 @@ from snapshot.errors import (
 )
 from snapshot.events import emit
 from snapshot.formats.safetensors import SHARD
+from snapshot.load.open import exists, is_foreign, open_document, read_from
 from snapshot.load.read_object import read_object, read_state_dict
 from snapshot.manifest.document import Document, copied
 from snapshot.manifest.entry import Entry
@@ -97,8 +98,9 @@ class Checkpoint:
         )
 
     def get_state_dict_for_key(self, key: str, replicate_from_rank0: bool = False) -> Any:
-        """The state dict that this rank saved under a key of the app state, made anew; with `replicate_from_rank0` that
-        of rank 0. Weights that were tied are tied again, tensors that were sharded are whole."""
+        """Return the state dict that this rank saved under a key of the app state, made anew; with
+        `replicate_from_rank0` that of rank 0. Weights that were tied are tied again, tensors that were sharded are
+        whole."""
         number = 0 if replicate_from_rank0 else ranks_of(self.pg).rank
 
         return self._read(
@@ -107,7 +109,8 @@ class Checkpoint:
         )
 
     def get_manifest(self) -> dict[str, Entry]:
-        """What is in the snapshot: an entry for each object, by `"<rank>/<logical path>"`. A copy, yours to change."""
+        """Return what is in the snapshot: an entry for each object, by `"<rank>/<logical path>"`. A copy, yours to
+        change."""
         return copied(self._open().manifest)
 
     @property
@@ -120,7 +123,7 @@ class Checkpoint:
         whether it is whole."""
         session = self._session(None)
         try:
-            return run(session.exists())
+            return run(exists(session))
         finally:
             run(session.close())
 
@@ -173,7 +176,7 @@ class Checkpoint:
         memory_budget_bytes: int | None = None,
         progress: ProgressArgument = None,
     ) -> Diff:
-        """What differs between two snapshots: nothing, if a restore of either gives the same.
+        """Return what differs between two snapshots: nothing, if a restore of either gives the same.
 
         Two of ours are compared by the digests in their manifests, and no data is read, where their tensors are cut
         alike. Else, and where one is another library's, what has to be is read, part by part. However tensors are cut
@@ -352,7 +355,7 @@ class Checkpoint:
         except (SnapshotNotFoundError, StorageError) as error:
             foreign = False
             with suppress(SnapshotError):
-                foreign = run(session.is_foreign())
+                foreign = run(is_foreign(session))
             if not foreign and getattr(error, "errno", None) == errno.ENOTDIR:
                 raise SnapshotNotFoundError(f"{self._url}: there is no snapshot to delete") from error
             if not foreign:
@@ -370,11 +373,11 @@ class Checkpoint:
         return Session(self._url, self._options, budget=budget)
 
     def _open(self) -> Document:
-        """The manifest. A snapshot never changes, so it is read once; `restore` reads it anew."""
+        """Return the manifest. A snapshot never changes, so it is read once; `restore` reads it anew."""
         if self._document is None:
             session = self._session(None)
             try:
-                self._document = run(session.open())
+                self._document = run(open_document(session))
             finally:
                 run(session.close())
         return self._document
@@ -384,12 +387,12 @@ class Checkpoint:
         known = self._open()
         session = self._session(budget)
         try:
-            run(session.use(known))
+            run(read_from(session, known))
             return read(session, known)
         except CorruptSnapshotError:
             run(session.close())
             session = self._session(budget)
-            self._document = run(session.open())
+            self._document = run(open_document(session))
             if self._document.save_id == known.save_id:
                 raise
             return read(session, self._document)

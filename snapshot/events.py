@@ -58,7 +58,7 @@ def emit(name: str, verb: str, path: str, **fields: Any) -> None:
 
 
 def _installed() -> list[Handler]:
-    """The handlers of installed packages. One that cannot be loaded is logged, and fails nothing."""
+    """Return the handlers of installed packages. One that cannot be loaded is logged, and fails nothing."""
     while _points:
         point = _points.pop()
         try:

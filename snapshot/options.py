@@ -45,7 +45,7 @@ class Settings:
 
     @classmethod
     def current(cls) -> Settings:
-        """The settings in force: the defaults, overridden by the environment."""
+        """Return the settings in force: the defaults, overridden by the environment."""
         given: dict[str, object] = {}
         for field in dataclasses.fields(cls):
             name = f"SNAPSHOT_{field.name.upper()}"
@@ -71,7 +71,7 @@ class Settings:
         return max(1, int(text)) if text.isdecimal() else 1
 
     def cores(self) -> int:
-        """The cores that this process may use."""
+        """Return the cores that this process may use."""
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def lane_count(self) -> int:

@@ -43,23 +43,24 @@ def register(scheme: str, plugin: type[Storage]) -> None:
 
 
 def unregister(scheme: str) -> None:
-    """Take back what `register` did, so that the scheme means what it meant before it; no error if there is nothing."""
+    """Undo `register`; no error if the scheme is not registered."""
     _registered.pop(scheme, None)
 
 
 def schemes() -> list[str]:
-    """Every scheme that can be opened."""
+    """Return every scheme with a plugin, besides those of fsspec."""
     every = {*_BUILT_IN, *_registered, *(point.name for point in entry_points(group=GROUP))}
     return sorted(scheme for scheme in every if not scheme.endswith("+"))
 
 
 def open_storage(url: URL, options: Mapping[str, Any] | None = None, context: Context | None = None) -> Storage:
-    """The storage at `url`. Nothing is connected to, read or written yet."""
+    """Return the storage at `url`. Nothing is connected to, read or written yet."""
     return plugin_for(url)(url, options or {}, context or Context())
 
 
 def plugin_for(url: URL) -> type[Storage]:
-    """The plugin class for a URL's scheme: registered ones go first, then built-in ones, entry points, and fsspec.
+    """Return the plugin class for a URL's scheme: registered ones go first, then built-in ones, entry points, and
+    fsspec.
 
     Entry points come late since looking for them reads the metadata of every installed package.
     """
@@ -106,6 +107,6 @@ def _built_in(scheme: str, url: URL) -> type[Storage]:
 
 
 def _by_fsspec(url: URL) -> type[Storage] | None:
-    """Return fsspec's plugin if fsspec knows the scheme; it is imported only now."""
+    """Return fsspec's plugin if fsspec knows the scheme. Import fsspec only now."""
     knows_scheme = importlib.import_module("snapshot.plugins.fsspec.fsspec_storage").knows_scheme
     return _built_in("fsspec+", url) if knows_scheme(url.scheme) else None

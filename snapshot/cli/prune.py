@@ -14,6 +14,7 @@ from snapshot.cli.locate import explained
 from snapshot.cli.screen import Column, ScreenTable, as_json, ask, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
+from snapshot.load.open import is_foreign
 from snapshot.manager.cleaning import Fate, Removed, remove, survey
 from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest, Policy
 from snapshot.manager.root import Root
@@ -58,7 +59,7 @@ def add(verbs: Verbs) -> None:
 
 
 def add_careful(parser: argparse.ArgumentParser) -> None:
-    """What all verbs that remove something take."""
+    """Add the arguments of all verbs that remove something."""
     parser.add_argument("--dry-run", action="store_true", help="only show what would go")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument(
@@ -71,7 +72,7 @@ def add_careful(parser: argparse.ArgumentParser) -> None:
 
 
 def best(text: str) -> KeepBest:
-    """A policy, as `loss`, `loss:2` or `f1:1:max`. A metric's name may hold colons."""
+    """Return a policy, as `loss`, `loss:2` or `f1:1:max`. A metric's name may hold colons."""
     name, n, mode = text, 1, "min"
     head, colon, tail = name.rpartition(":")
     if colon and tail in ("min", "max"):
@@ -117,7 +118,7 @@ async def _expect_folder(root: Root) -> None:
                 f"{root.url}: is a snapshot itself; name the folder that it lies in"
                 + (f": {URL(root.url.scheme, above, root.url.query)}" if above else "")
             )
-        if await session.is_foreign() or (root.url.scheme == "file" and os.path.isfile(root.url.location)):
+        if await is_foreign(session) or (root.url.scheme == "file" and os.path.isfile(root.url.location)):
             raise SnapshotError(f"{root.url}: is a file, or a checkpoint, and not a folder of steps")
 
 

@@ -15,6 +15,7 @@ from snapshot.cli.screen import Column, ScreenTable, as_json, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError
 from snapshot.formats.foreign import says_absent
+from snapshot.load.open import is_foreign
 from snapshot.manager.root import PINNED
 from snapshot.manifest.document import METADATA
 from snapshot.runtime.loop import run as on_loop
@@ -88,7 +89,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 
 
 async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Namespace) -> Target:
-    """What there is to remove. Raises for what is not to be removed."""
+    """Return what there is to remove. Raises for what is not to be removed."""
     session = Session(url, options)
     storage = session.storage
     try:
@@ -111,13 +112,13 @@ async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Name
 
 
 async def _leftovers(session: Session, older_than: float) -> Target:
-    """What is left of takes that are over."""
+    """Return what is left of takes that are over."""
     storage, url = session.storage, session.url
     files = await cleanup.find_leftovers(storage, older_than)
     if files:
         return Target(url, "leftovers", len(files), await _size(session, files))
     await _expect_quiet(session, older_than)
-    if await session.is_foreign():
+    if await is_foreign(session):
         raise SnapshotExistsError(f"{url}: was written by another library, and is left alone: remove it yourself")
     raise SnapshotNotFoundError(f"{url}: there is no snapshot")
 

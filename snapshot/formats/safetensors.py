@@ -47,8 +47,8 @@ class _Index(msgspec.Struct):
 
 
 async def in_folder(storage: Storage, limit: int) -> ForeignDocument | None:
-    """What lies in a folder: an index and its files, or one file alone. By their usual names, where nothing says what
-    there is."""
+    """Return what lies in a folder: an index and its files, or one file alone. By their usual names, where nothing says
+    what there is."""
     try:
         return await _named_index(storage, INDEX, limit)
     except StorageError as error:
@@ -82,7 +82,7 @@ async def _listed(storage: Storage, names: list[str], limit: int) -> ForeignDocu
 
 
 async def _named_index(storage: Storage, name: str, limit: int) -> ForeignDocument:
-    """What has the name of an index, and should be one."""
+    """Return what has the name of an index, and should be one."""
     found = await describe_index(storage, name, limit)
     if found is None:
         raise CorruptSnapshotError(f"{storage.url.join(name)}: is no index of files of safetensors")
@@ -136,7 +136,7 @@ def _document(
 
 
 async def _header(storage: Storage, name: str, size: int, limit: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors that a file's header names, and its metadata."""
+    """Return the tensors that a file's header names, and its metadata."""
     where = storage.url.join(name)
     try:
         count = bytearray(8)

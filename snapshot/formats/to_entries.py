@@ -13,6 +13,7 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats import safe_pickle as p
+from snapshot.formats.pickled_objects import MODULE
 from snapshot.formats.unpickling import INLINE, refused
 from snapshot.manifest import entries as e
 from snapshot.manifest import scalars as s
@@ -21,7 +22,6 @@ from snapshot.manifest.rank_view import DEEPEST
 from snapshot.state import numpy_arrays
 from snapshot.tensors.composite import stride_order
 from snapshot.tensors.dtypes import NAMES
-from snapshot.tensors.objects import MODULE
 from snapshot.tensors.strides import contiguous
 
 
@@ -64,7 +64,7 @@ def length_of(value: Any) -> int:
 
 
 def scalar(value: Any) -> s.Scalar | None:
-    """The entry of a value that stands in the manifest itself; None where it is none of these."""
+    """Return the entry of a value that stands in the manifest itself; None where it is none of these."""
     kind = type(value)
     if kind is str:
         escaped = encode_text(value)
@@ -144,7 +144,7 @@ def _flag(given: Sequence[Any]) -> bool:
 
 
 def extra_of(found: Rebuilt, *, view: bool = True) -> e.Extra | None:
-    """What more than its bytes is to be said of a tensor; `view`: and how they lie in its storage."""
+    """Return what more than its bytes is to be said of a tensor; `view`: and how they lie in its storage."""
     plain = found.strides == contiguous(found.shape)
     order = None
     if not plain and 0 not in found.shape and math.prod(found.shape) < 1 << 50:
@@ -237,7 +237,7 @@ class Tree:
 
 
 def container(value: Any) -> tuple[e.Container, list[Any]] | None:
-    """A container's entry, and its children in order; None for one that no entry can hold."""
+    """Return a container's entry, and its children in order; None for one that no entry can hold."""
     kind = type(value)
     if isinstance(value, dict):
         return _dict(value)
@@ -293,7 +293,7 @@ _SEQUENCES: dict[Any, Callable[[int], e.Container]] = {
 
 
 def _versions(value: Any) -> dict[str, dict[str, Any]] | None:
-    """The versions of modules that a state dict carries."""
+    """Return the versions of modules that a state dict carries."""
     held = vars(value).get("_metadata")
     if not isinstance(held, dict):
         return None
@@ -324,7 +324,7 @@ _MULTIARRAY = ("numpy.core.multiarray.", "numpy._core.multiarray.")
 
 
 def numpy_value(value: Any) -> Any:
-    """The NumPy array or scalar that a stand-in stands for; None where it is something else."""
+    """Return the NumPy array or scalar that a stand-in stands for; None where it is something else."""
     if not isinstance(value, p.Stand) or not value.name.startswith(_MULTIARRAY):
         return None
     what = value.name.rpartition(".")[2]

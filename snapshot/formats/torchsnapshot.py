@@ -28,7 +28,7 @@ _QUANTISED = {"qint8", "quint8", "qint32"}
 
 
 async def describe(storage: Storage, data: bytes) -> ForeignDocument:
-    """The snapshot whose manifest this is."""
+    """Return the snapshot whose manifest this is."""
     where = storage.url.join(METADATA)
     read = _document(data, where)
     try:
@@ -129,7 +129,7 @@ class _Manifest:
         self.entries[path] = made
 
     def _fill(self) -> None:
-        """The global shapes: nothing says them but the shards."""
+        """Find the global shapes: only the shards tell them."""
         for path in self._sharded.values():
             entry = self.entries[path]
             if not entry.shards:

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import MissingExtraError, SnapshotError, SnapshotNotFoundError
 from snapshot.manifest.document import FORMAT
-from snapshot.pending import PendingSnapshot
-from snapshot.snapshot import Snapshot
+from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.rng import RNGState
 from snapshot.url import URL
 
@@ -119,7 +118,7 @@ class _CheckpointIO:
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The dictionary that was saved, on the host, unless `map_location` is a device."""
+        """Return the dictionary that was saved, on the host, unless `map_location` is a device."""
         self._settle()
         snapshot = self._snapshot(path, allow_pickle=self._allow_pickle or weights_only is False)
         if not _is_ours(snapshot):
@@ -229,7 +228,7 @@ class _Callback:
         self._resumed: Snapshot | None = None
 
     def latest(self) -> str | None:
-        """The newest snapshot that is committed, for `fit(ckpt_path=...)`; None where there is none.
+        """Return the newest snapshot that is committed, for `fit(ckpt_path=...)`; None where there is none.
 
         Raises SnapshotError where `folder` is a URL: its snapshots have to be known by name.
         """
@@ -255,7 +254,7 @@ class _Callback:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What `keep` is about, so that a run that resumes goes on with it."""
+        """Return what `keep` is about, so that a run that resumes goes on with it."""
         return {"written": list(self._written)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -308,7 +307,7 @@ class _Callback:
         self._settle(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """What is being written when training fails is finished all the same."""
+        """Finish what is being written when training fails."""
         pending, self._pending = self._pending, None
         if pending is not None:
             try:

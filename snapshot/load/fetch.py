@@ -14,16 +14,16 @@ from snapshot.text import listed
 
 
 def fetch(
-    session: Session, wants: Sequence[ReadRequest], verify: bool, meter: Meter, touched: set[str] | None = None
+    session: Session, requests: Sequence[ReadRequest], verify: bool, meter: Meter, touched: set[str] | None = None
 ) -> ReadResult:
     """Read wants, and raise for what does not verify. The names of live tensors that are written to go to `touched`."""
     touched = set() if touched is None else touched
-    if not wants:
+    if not requests:
         return ReadResult(touched=touched)
     reader = Reader(
         session.storage, session.budget, verify=verify, wanted_part=session.settings.part_bytes, touched=touched
     )
-    result = run(reader.read(wants, meter.wrote))
+    result = run(reader.read(requests, meter.wrote))
     expect_good(session, result)
     return result
 

@@ -12,7 +12,7 @@ from snapshot.errors import RestoreError
 from snapshot.formats.foreign import root_over
 from snapshot.load.aliasing import writable
 from snapshot.load.class_binding import Binding
-from snapshot.load.fetch import fetch
+from snapshot.load.open import expect_files
 from snapshot.load.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
@@ -20,7 +20,6 @@ from snapshot.manifest.paths import component
 from snapshot.manifest.rank_view import is_rank, nearest, rank_view, resolve_path
 from snapshot.manifest.typed import EnumEntry
 from snapshot.manifest.validate import check_tensor, check_tree, locations_of
-from snapshot.progress import Meter
 from snapshot.reports import RestoreIssues
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
@@ -42,25 +41,25 @@ def read_object(
     verify: bool,
     allow_pickle: bool,
 ) -> Any:
-    """The object at a path of the manifest."""
+    """Return the object at a path of the manifest."""
     path, tree = _found(session, document, path)
     entry = tree[path]
     if box is None:
-        run(session.expect_files(document, locations_of({path: entry}, document.files)))
-    gather = ReadPlan(document.files, allow_pickle=allow_pickle)
+        run(expect_files(session, document, locations_of({path: entry}, document.files)))
+    read_plan = ReadPlan(document.files, allow_pickle=allow_pickle)
     if box is not None:
-        return _read_box(session, document, gather, path, entry, obj_out, box, verify)
+        return _read_box(session, document, read_plan, path, entry, obj_out, box, verify)
     if isinstance(entry, (e.Container, EnumEntry)):
-        return _read_tree(session, document, gather, path, tree, verify, obj_out)
+        return _read_tree(session, document, read_plan, path, tree, verify, obj_out)
     target = sharded(path, obj_out) if isinstance(entry, e.TENSORS) and obj_out is not None else None
     if target is not None:
-        _fill_shards(gather, path, entry, target, document)
-        gather.values[path] = obj_out
+        _fill_shards(read_plan, path, entry, target, document)
+        read_plan.values[path] = obj_out
     elif isinstance(obj_out, torch.Tensor) and isinstance(entry, e.TENSORS):
         _fits(path, entry.shape, entry.dtype, obj_out)
         check_tensor(path, entry, document.files)
-        gather.into(path, entry, obj_out, live=True)
-        gather.values[path] = obj_out
+        read_plan.into(path, entry, obj_out, live=True)
+        read_plan.values[path] = obj_out
     elif isinstance(obj_out, np.ndarray) and type(entry) is e.NDArrayEntry and obj_out.flags.c_contiguous:
         if not obj_out.flags.writeable:
             raise RestoreError(f"{path}: obj_out is an array that must not be written to", [path])
@@ -69,16 +68,16 @@ def read_object(
                 f"{path}: is {entry.dtype}{list(entry.shape)}, and obj_out {obj_out.dtype.str}{list(obj_out.shape)}",
                 [path],
             )
-        gather.into_array(path, entry, obj_out)
+        read_plan.into_array(path, entry, obj_out)
     elif isinstance(obj_out, torch.Generator) and type(entry) is e.TensorPartsEntry:
-        if not gather.into_generator(path, entry, obj_out):
+        if not read_plan.into_generator(path, entry, obj_out):
             raise RestoreError(
                 f"{path}: is {with_article(entry.kind)} {entry.params}, and obj_out is on {obj_out.device}", [path]
             )
     else:
-        gather.new(path, entry)
-    _fetch(session, document, gather, verify)
-    return gather.values[path]
+        read_plan.new(path, entry)
+    _fetch(session, document, read_plan, verify)
+    return read_plan.values[path]
 
 
 def read_state_dict(session: Session, document: Document, key: str, rank: int, *, allow_pickle: bool) -> Any:
@@ -105,7 +104,7 @@ def read_state_dict(session: Session, document: Document, key: str, rank: int, *
 
 
 def _found(session: Session, document: Document, path: str) -> tuple[str, dict[str, Any]]:
-    """The manifest's path of what is named with a rank or without, and the entries there."""
+    """Return the manifest's path of what is named with a rank or without, and the entries there."""
     if is_rank(path.partition("/")[0], document.world_size):
         try:
             return path, _tree(session, document, path)
@@ -116,7 +115,8 @@ def _found(session: Session, document: Document, path: str) -> tuple[str, dict[s
 
 
 def _tree(session: Session, document: Document, path: str) -> dict[str, Any]:
-    """The entries at a path and beneath it, as the path's rank sees them: what all share may stand under another."""
+    """Return the entries at a path and beneath it, as the path's rank sees them: what all share may stand under
+    another."""
     manifest: Mapping[str, Any] = document.manifest
     number, _, logical = path.partition("/")
     entry = manifest.get(path)
@@ -144,30 +144,30 @@ def _all(number: str, manifest: Mapping[str, Any], document: Document) -> dict[s
 def _read_tree(
     session: Session,
     document: Document,
-    gather: ReadPlan,
+    read_plan: ReadPlan,
     path: str,
     tree: dict[str, Any],
     verify: bool,
     out: Any = None,
 ) -> Any:
     check_tree(path, tree)
-    run(session.expect_files(document, locations_of(tree, document.files)))
-    places = _bind(path, tree, out, gather)
+    run(expect_files(session, document, locations_of(tree, document.files)))
+    places = _bind(path, tree, out, read_plan)
     for below, entry in tree.items():
-        if isinstance(entry, e.Container) or below in gather.values:
+        if isinstance(entry, e.Container) or below in read_plan.values:
             continue
         held = places.get(below)
         if isinstance(entry, e.TENSORS) and isinstance(held, torch.Tensor):
             check_tensor(below, entry, document.files)
-            gather.into(below, entry, held, live=True)
-            gather.values[below] = held
+            read_plan.into(below, entry, held, live=True)
+            read_plan.values[below] = held
         else:
-            gather.new(below, entry)
-    _fetch(session, document, gather, verify)
-    return inflate(path, tree, gather.values)
+            read_plan.new(below, entry)
+    _fetch(session, document, read_plan, verify)
+    return inflate(path, tree, read_plan.values)
 
 
-def _bind(path: str, tree: dict[str, Any], out: Any, gather: ReadPlan) -> dict[str, Any]:
+def _bind(path: str, tree: dict[str, Any], out: Any, read_plan: ReadPlan) -> dict[str, Any]:
     """Give what only names a class that of what `out` holds in its place; the tensors of `out` that are filled: those
     that objects hold which have a class of their own."""
     compounds: dict[str, Any] = {}
@@ -187,11 +187,11 @@ def _bind(path: str, tree: dict[str, Any], out: Any, gather: ReadPlan) -> dict[s
     binding.expect_filled(values)
     if notes.mismatches:
         raise RestoreError(f"{path}: does not fit obj_out:{listed(notes.mismatches)}", notes.mismatches)
-    gather.values.update({below: values[below] for below in binding.wrappers})
+    read_plan.values.update({below: values[below] for below in binding.wrappers})
     return places
 
 
-def _fill_shards(gather: ReadPlan, path: str, entry: Any, target: Shards, document: Document) -> None:
+def _fill_shards(read_plan: ReadPlan, path: str, entry: Any, target: Shards, document: Document) -> None:
     """Fill what this rank holds of a sharded tensor; of what is stored only that is read."""
     if target.shape != tuple(entry.shape) or target.dtype != BY_NAME.get(entry.dtype):
         raise RestoreError(
@@ -201,13 +201,13 @@ def _fill_shards(gather: ReadPlan, path: str, entry: Any, target: Shards, docume
         raise RestoreError(f"{path}: obj_out has elements that share memory, or is of another layout", [path])
     check_tensor(path, entry, document.files)
     for piece in target.pieces:
-        gather.into_box(path, entry, piece.box, piece.tensor, live=True)
+        read_plan.into_box(path, entry, piece.box, piece.tensor, live=True)
 
 
 def _read_box(
     session: Session,
     document: Document,
-    gather: ReadPlan,
+    read_plan: ReadPlan,
     path: str,
     entry: Any,
     obj_out: Any,
@@ -225,15 +225,15 @@ def _read_box(
         target = obj_out
         for axis in sorted(dropped):
             target = target.unsqueeze(axis)
-        gather.into_box(path, entry, wanted, target, live=True)
+        read_plan.into_box(path, entry, wanted, target, live=True)
     else:
-        gather.into_box(path, entry, wanted, made)
-    _fetch(session, document, gather, verify)
+        read_plan.into_box(path, entry, wanted, made)
+    _fetch(session, document, read_plan, verify)
     return obj_out if isinstance(obj_out, torch.Tensor) else made.view(shape)
 
 
 def _box(path: str, shape: tuple[int, ...], box: Sequence[slice | int]) -> tuple[Box, set[int]]:
-    """The box that slices and ints name, and the dimensions that ints drop."""
+    """Return the box that slices and ints name, and the dimensions that ints drop."""
     if len(box) > len(shape):
         raise ValueError(f"{path}: a box of {counted(len(box), 'dimension')} in a tensor of shape {list(shape)}")
     offsets, sizes, dropped = list((0,) * len(shape)), list(shape), set()
@@ -259,12 +259,12 @@ def _fits(path: str, shape: tuple[int, ...], dtype: str, out: torch.Tensor) -> N
         raise RestoreError(f"{path}: is {dtype}{list(shape)}, and obj_out {out.dtype}{list(out.shape)}", [path])
 
 
-def _fetch(session: Session, document: Document, gather: ReadPlan, verify: bool) -> None:
-    meter = Meter("read_object", None)
-    partial = [want for want in gather.wants if (want.begin, want.end) != tuple(want.stored.byte_range)]
-    needed = {want.location for want in partial} | {want.stored.blocks[0] for want in partial if want.stored.blocks}
-    run(session.expect_files(document, needed & document.files.keys()))
-    fetch(session, gather.objects, verify, meter)
-    gather.finish_objects()
-    fetch(session, gather.wants, verify, meter)
-    gather.finish()
+def _fetch(session: Session, document: Document, read_plan: ReadPlan, verify: bool) -> None:
+    partial = [
+        request for request in read_plan.requests if (request.begin, request.end) != tuple(request.stored.byte_range)
+    ]
+    needed = {request.location for request in partial} | {
+        request.stored.blocks[0] for request in partial if request.stored.blocks
+    }
+    run(expect_files(session, document, needed & document.files.keys()))
+    read_plan.execute(session, verify=verify)

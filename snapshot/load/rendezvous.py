@@ -10,6 +10,7 @@ from snapshot.distributed.agreed_plans import KnownPlan, plan_memory
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.hello import Hello, agreed_url, expect_same_verb
 from snapshot.errors import SnapshotError
+from snapshot.load.open import open_document
 from snapshot.manifest.document import Document
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
@@ -32,7 +33,7 @@ def open_restore(
     def at(place: URL) -> tuple[Session, Document]:
         session = open_session(place)
         try:
-            return session, run(session.open(None if exchange.alone else exchange.rank))
+            return session, run(open_document(session, None if exchange.alone else exchange.rank))
         except BaseException:
             run(session.close())
             raise

@@ -21,7 +21,7 @@ Place = tuple[str, int, int]
 
 
 def tensors_of(entry: Any) -> list[e.AnyTensor]:
-    """The tensors that an entry is, or is made of."""
+    """Return the tensors that an entry is, or is made of."""
     if isinstance(entry, e.TENSORS):
         return [entry]
     if isinstance(entry, e.NDArrayEntry):
@@ -32,7 +32,7 @@ def tensors_of(entry: Any) -> list[e.AnyTensor]:
 
 
 def stored_of(entry: Any) -> list[e.TensorEntry | e.ObjectEntry]:
-    """The stored ranges of an entry."""
+    """Return the stored ranges of an entry."""
     if isinstance(entry, e.ObjectEntry):
         return [entry]
     return [piece for tensor in tensors_of(entry) for _, piece in tensor.pieces()]
@@ -50,11 +50,11 @@ def wants_of(
     faults: list[str],
     bare: dict[str, list[Place]] | None = None,
 ) -> list[ReadRequest]:
-    """A want for each stored range, and for each table of digests; entries that cannot be read become faults.
+    """Return a want for each stored range, and for each table of digests; entries that cannot be read become faults.
 
     `manifests`: one that is whole, or one and its parts. `bare`: gets the entries of which ranges carry no digest.
     """
-    wants: dict[Place, ReadRequest] = {}
+    requests: dict[Place, ReadRequest] = {}
     partial = len(manifests) > 1
     for manifest in manifests:
         for path, entry in manifest.items():
@@ -73,18 +73,18 @@ def wants_of(
                 place = (each.location, *each.byte_range)
                 if bare is not None and each.digest is None and each.location != INLINE:
                     bare.setdefault(path, []).append(place)
-                wants.setdefault(place, _want(path, each))
+                requests.setdefault(place, _want(path, each))
                 if each.blocks is not None and each.digest is not None:
-                    wants.setdefault(each.blocks, _table_want(path, each.blocks, each.digest))
-    return list(wants.values())
+                    requests.setdefault(each.blocks, _table_want(path, each.blocks, each.digest))
+    return list(requests.values())
 
 
 def _want(path: str, stored: e.TensorEntry | e.ObjectEntry) -> ReadRequest:
     """All of a stored range; of a packed tensor it is looked at whether it is the one that its entry says."""
-    want = want_all(path, stored)
+    request = want_all(path, stored)
     if isinstance(stored, e.TensorEntry) and is_packed(stored):
-        want.opens = lambda layout: []
-    return want
+        request.opens = lambda layout: []
+    return request
 
 
 TABLE = "digests"
@@ -97,12 +97,13 @@ def _table_want(path: str, blocks: Place, digest: str) -> ReadRequest:
     return ReadRequest(f"{path} (digests)", table, location, begin, end)
 
 
-def uncovered(files: Files, wants: Iterable[ReadRequest]) -> list[str]:
-    """A line for each part of a file that has no digest, or two: what is written fills its files, and nothing twice."""
+def uncovered(files: Files, requests: Iterable[ReadRequest]) -> list[str]:
+    """Return a line for each part of a file that has no digest, or two: what is written fills its files, and nothing
+    twice."""
     ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for want in wants:
-        if want.begin < want.end:
-            ranges[want.location].append((want.begin, want.end))
+    for request in requests:
+        if request.begin < request.end:
+            ranges[request.location].append((request.begin, request.end))
     faults = []
     for location, file in files.items():
         if isinstance(file, ForeignFile):  # there is more in it than our entries say

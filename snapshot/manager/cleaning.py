@@ -169,7 +169,7 @@ async def _held(root: Root, step: int, older_than: float) -> str:
 
 
 async def _leftovers(root: Root, step: int, older_than: float, *, alone: bool, thorough: bool) -> Fate | None:
-    """What is left in a step's folder of takes that are over. `alone`: there is no snapshot beside it."""
+    """Return what is left in a step's folder of takes that are over. `alone`: there is no snapshot beside it."""
     async with root.opened(step) as session:
         storage = session.storage
         try:

@@ -36,7 +36,7 @@ def seconds_of(given: Duration, what: str) -> float:
 
 
 def duration_text(seconds: float) -> str:
-    """A duration as a person says it.
+    """Return a duration as a person says it.
 
     >>> [duration_text(value) for value in (0.0123, 4.5, 90, 5400, 200000)]
     ['12.3 ms', '4.50 s', '90 s', '1.5 h', '2.3 d']

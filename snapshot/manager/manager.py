@@ -30,9 +30,8 @@ from snapshot.manager.signals import Signals
 from snapshot.manager.step_agreement import agree_on
 from snapshot.manager.step_metadata import checked_metrics, checked_step, note, noted_metrics
 from snapshot.options import Settings
-from snapshot.pending import PendingSnapshot
 from snapshot.runtime.loop import LoopFuture, run
-from snapshot.snapshot import AppState, Snapshot
+from snapshot.snapshot import AppState, PendingSnapshot, Snapshot
 from snapshot.url import URL
 
 if TYPE_CHECKING:
@@ -216,7 +215,7 @@ class SnapshotManager:
             self._ended(step, began, durable)
 
     def _ended(self, step: int, began: float, durable: bool) -> None:
-        """A take is committed. Rank 0 removes what is superfluous now; what is not durable makes nothing so."""
+        """Note a committed take. Rank 0 removes what is superfluous now; what is not durable makes nothing so."""
         self._damaged.discard(step)
         self._measured.durable(began)
         if durable and self._leads and self._cleaner is not None:
@@ -229,12 +228,12 @@ class SnapshotManager:
     # Look
 
     def steps(self) -> list[int]:
-        """The steps that are committed, ascending, as this process sees them now."""
+        """Return the steps that are committed, ascending, as this process sees them now."""
         return sorted(run(self._root.folders()).committed)
 
     def latest(self, verify: bool = False) -> int | None:
-        """The newest step that is committed; None if there is none. With `verify` every byte is read, and what is not
-        as it was written is passed over, and said so in the log."""
+        """Return the newest step that is committed; None if there is none. With `verify` every byte is read, and what
+        is not as it was written is passed over, and said so in the log."""
         for step in reversed(self.steps()):
             if not verify:
                 return step
@@ -249,7 +248,8 @@ class SnapshotManager:
         return None
 
     def best(self, metric: str | None = None, mode: str = "min") -> int | None:
-        """The best step by a metric, or by the first `KeepBest` of the policy; None if no step has the metric."""
+        """Return the best step by a metric, or by the first `KeepBest` of the policy; None if no step has the
+        metric."""
         if metric is not None:
             policy = KeepBest(metric, 1, mode)
         else:
@@ -267,11 +267,11 @@ class SnapshotManager:
         return ranked[0] if ranked else None
 
     def metrics(self, step: int) -> dict[str, float]:
-        """The metrics of a step."""
+        """Return the metrics of a step."""
         return noted_metrics(self._snapshot(checked_step(step)).metadata.metadata)
 
     def snapshot(self, step: int) -> Snapshot:
-        """The snapshot of a step, which may exist or not."""
+        """Return the snapshot of a step, which may exist or not."""
         number = checked_step(step)
         if not self._pendings.is_latest(number):
             self._pendings.moved_on()  # who restores it is back at that step
@@ -289,7 +289,7 @@ class SnapshotManager:
         run(self._root.unpin(checked_step(step)))
 
     def pinned(self) -> list[int]:
-        """The steps that are pinned, ascending."""
+        """Return the steps that are pinned, ascending."""
         return sorted(run(self._root.pinned(self.steps())))
 
     # Load

@@ -22,6 +22,7 @@ from snapshot.errors import (
 )
 from snapshot.events import log
 from snapshot.formats.foreign import says_absent
+from snapshot.load.open import expect_files, open_document
 from snapshot.manager.policies import Taken
 from snapshot.manager.step_metadata import noted_metrics
 from snapshot.manifest.document import FORMAT, METADATA, FileEntry, PartEntry
@@ -73,8 +74,8 @@ _DIGEST = re.compile(rb',"digest":"(xxh3:[0-9a-f]{32})"\}$')
 
 
 def decode_head(data: bytes, where: object) -> ManifestHead:
-    """What a manifest of ours says of itself. `NotOurs` if it does not begin as one does, and `CorruptSnapshotError`
-    if it is not as it was written."""
+    """Return what a manifest of ours says of itself. `NotOurs` if it does not begin as one does, and
+    `CorruptSnapshotError` if it is not as it was written."""
     if not _OURS.match(data):
         raise NotOurs(f"{where}: is no manifest that this version of the library wrote")
     tail = _DIGEST.search(data, max(0, len(data) - 64))
@@ -117,7 +118,7 @@ class Root:
 
     @asynccontextmanager
     async def opened(self, step: int | None = None) -> AsyncIterator[Session]:
-        """The storage of the root, or of one step."""
+        """Open the storage of the root, or of one step."""
         session = Session(self.url if step is None else self.step_url(step), self.options)
         try:
             yield session
@@ -127,7 +128,7 @@ class Root:
     # Steps
 
     async def folders(self) -> StepFolders:
-        """What there is. Raises where the storage cannot say; of a single step it is logged."""
+        """Return what there is. Raises where the storage cannot say; of a single step it is logged."""
         async with self.opened() as session:
             storage = session.storage
             if not storage.capabilities.list:
@@ -149,8 +150,8 @@ class Root:
         return folders
 
     async def _head(self, step: int, stat: FileStat) -> ManifestHead | SnapshotError | None:
-        """What a step's manifest says of itself, or why that is not known; it is read once, unless another took its
-        place. None if it is gone."""
+        """Return what a step's manifest says of itself, or why that is not known; it is read once, unless another took
+        its place. None if it is gone."""
         known = self._heads.get(step)
         if known is not None and known[0] == stat.token:
             return known[1]
@@ -170,8 +171,8 @@ class Root:
         return head
 
     async def heads(self, committed: Mapping[int, FileStat]) -> dict[int, ManifestHead | SnapshotError]:
-        """What several manifests say; of one that is damaged, somebody else's, or unreadable, the error that says
-        so."""
+        """Return what several manifests say; of one that is damaged, somebody else's, or unreadable, the error that
+        says so."""
         for gone in self._heads.keys() - committed.keys():
             self._heads.pop(gone, None)
         found = await side_by_side(committed, lambda step: self._head(step, committed[step]))
@@ -200,7 +201,7 @@ class Root:
         return faults[0] if faults else ""
 
     async def token(self, step: int) -> str | None:
-        """That of a step's manifest; None if there is none."""
+        """Return the token of a step's manifest; None if there is none."""
         async with self.opened(step) as session:
             stat = await _stat(session.storage, METADATA)
         return None if stat is None else stat.token
@@ -209,8 +210,8 @@ class Root:
         """Why a step cannot be restored, as far as that is seen without reading data: None if nothing is seen."""
         async with self.opened(step) as session:
             try:
-                document = await session.open()
-                await session.expect_files(document, set(document.files))
+                document = await open_document(session)
+                await expect_files(session, document, set(document.files))
             except (CorruptSnapshotError, SnapshotNotFoundError, StorageNotFoundError) as error:
                 return str(error)
             except SnapshotError:
@@ -265,7 +266,8 @@ class Root:
 
 
 def steps_of(listed: Iterable[str]) -> list[int]:
-    """The steps whose folders are among what was listed, ascending. `step-007` is none of ours, nor is a file."""
+    """Return the steps whose folders are among what was listed, ascending. `step-007` is none of ours, nor is a
+    file."""
     found = (_STEP.fullmatch(path[:-1]) for path in listed if path.endswith("/"))
     return sorted(int(each[1]) for each in found if each)
 

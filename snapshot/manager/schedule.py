@@ -39,7 +39,7 @@ class Schedule:
         return self.continuous or self.steps is not None or self.seconds is not None
 
     def began(self, step: int) -> None:
-        """A take of a step has begun, or a step was restored."""
+        """Note that a take of a step has begun, or that a step was restored."""
         self.last = step
         self._since = time.monotonic()
 

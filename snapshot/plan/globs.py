@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 def pattern(glob: str) -> re.Pattern[str]:
-    """The regular expression of a glob; it matches a path, or any path beneath one it matches.
+    """Return the regular expression of a glob; it matches a path, or any path beneath one it matches.
 
     >>> bool(pattern("model/*").match("model/layer.0.weight")), bool(pattern("*").match("model/w"))
     (True, True)
@@ -19,7 +19,8 @@ def pattern(glob: str) -> re.Pattern[str]:
 
 
 def capturing_pattern(glob: str) -> re.Pattern[str]:
-    """The same expression with a group for each wildcard `*` and `**`, and a last one for the path beneath the match.
+    """Return the same expression with a group for each wildcard `*` and `**`, and a last one for the path beneath the
+    match.
 
     >>> capturing_pattern("model/*.w").match("model/a.w").groups()
     ('a', '')
@@ -32,7 +33,7 @@ WILDCARDS = re.compile(r"\*\*/|\*\*|\*")
 
 
 def _expression(glob: str, group: str) -> str:
-    """The regular expression of a glob, with `group` as the opening of the group around each wildcard."""
+    """Return the regular expression of a glob, with `group` as the opening of the group around each wildcard."""
     made, i = "", 0
     while i < len(glob):
         if glob.startswith("**/", i):
@@ -61,6 +62,6 @@ def matcher(globs: Sequence[str]) -> Callable[[str], bool]:
 
 
 def unmatched(globs: Sequence[str], paths: Iterable[str]) -> list[str]:
-    """The globs that match none of the paths."""
+    """Return the globs that match none of the paths."""
     paths = list(paths)
     return [glob for glob in globs if not any(map(pattern(glob).match, paths))]

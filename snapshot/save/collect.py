@@ -121,8 +121,8 @@ class ReplicationRules:
 
 
 def _of_ddp(key: str, stateful: Any, ranks: Ranks) -> dict[str, bool]:
-    """What `DistributedDataParallel` keeps the same on all ranks of this group: parameters; and buffers, which it
-    copies from its first rank before each forward pass, so that those of the first rank are the ones that count."""
+    """Return what `DistributedDataParallel` keeps the same on all ranks of this group: parameters; and buffers, which
+    it copies from its first rank before each forward pass, so that those of the first rank are the ones that count."""
     parallel = sys.modules.get("torch.nn.parallel.distributed")
     named = isinstance(stateful, ModelState)
     model = stateful.model if named else stateful

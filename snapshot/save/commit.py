@@ -74,8 +74,8 @@ async def commit_with_ranks(
 
 
 async def _find_out(session: Session, transaction: Transaction, lost: Undecided) -> None:
-    """The leader was lost after all ranks had written. Deleting its claim decides the commit, if that needs the claim;
-    otherwise only the storage shows whether the leader commits."""
+    """Find out what became of the commit, if the leader was lost after all ranks had written. Deleting its claim
+    decides the commit, if that needs the claim; otherwise only the storage shows whether the leader commits."""
     if await transaction.is_committed():
         log.warning("%s: %s, but the snapshot is committed", session.url, lost)
         return
@@ -124,7 +124,7 @@ async def _read_leader_part(session: Session, save_id: str, rank: int, done: Ran
         return decode_part(data, PartEntry(path, *done.leader_part, [rank], -1), path)
 
     try:
-        return await session.twice(path, read)
+        return await session.read_twice(path, read)
     except StorageNotFoundError as error:
         raise SnapshotError(
             f"{error}: rank {rank} wrote it, and rank 0 does not see it; all ranks must share one storage"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -45,17 +47,17 @@ class Leaf(msgspec.Struct, gc=False):
         return self.path.partition("%[")[0]
 
     def copy_for(self, path: str) -> Leaf:
-        """The same tensor under another path, stored apart."""
+        """Return the same tensor under another path, stored apart."""
         return msgspec.structs.replace(self, path=path)
 
     def part(self, box: Box) -> Leaf:
-        """A box of it, to be stored apart."""
+        """Return a box of it, to be stored apart."""
         whole, origin = self.whole or self, self.origin or (0,) * len(box.offsets)
         return Leaf.of(whole, box.within(origin), self.tensor.detach()[box.slices()])
 
     @staticmethod
     def of(whole: Leaf, box: Box, tensor: torch.Tensor) -> Leaf:
-        """A box of a tensor, which `tensor` holds."""
+        """Return a box of a tensor, which `tensor` holds."""
         address, plain = tensor.data_ptr(), is_plain(tensor)
         return Leaf(
             whole.path, tensor, whole.dtype, box.sizes, tensor.nbytes, address, plain, origin=box.offsets, whole=whole
@@ -69,3 +71,13 @@ class Blob(msgspec.Struct, gc=False):
     data: bytes
     serializer: str
     obj_type: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FromOneRank:
+    """A value, with all beneath it, that stands in the manifest once, for every rank that asks for its name.
+
+    Only one rank may give it: no other may have a value under the same path.
+    """
+
+    value: Any

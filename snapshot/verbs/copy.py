@@ -21,6 +21,7 @@ from snapshot.errors import CommitUnknown, CorruptSnapshotError, SnapshotError, 
 from snapshot.events import emit
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.load.checksums import expect_sums
+from snapshot.load.open import expect_files, load_parts, open_document, open_main, read_parts
 from snapshot.load.stored_ranges import TABLE, stored_in, uncovered, wants_of
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document, ManifestPart, PartEntry, encode
@@ -71,7 +72,7 @@ def copied(
         return Session(place, target_options, durable=durable, budget=half)
 
     try:
-        document = run(source.open_main())
+        document = run(open_main(source))
         if _servers(options) == _servers(target_options):
             _expect_apart(origin, url)
         if isinstance(document, ForeignDocument):
@@ -125,15 +126,15 @@ def _expect_apart(origin: URL, url: URL) -> None:
 def _part(
     source: Session, document: Document, choice: Selection, url: URL, opener: Any, meter: Meter, *, overwrite: bool
 ) -> CopyReport:
-    """What of a snapshot was selected, as a snapshot: the files hold other things, too, and are written anew."""
-    run(source.load(document, list(document.parts)))
-    run(source.expect_files(document, locations_of(document.manifest, document.files)))
+    """Return what of a snapshot was selected, as a snapshot: the files hold other things, too, and are written anew."""
+    run(load_parts(source, document, list(document.parts)))
+    run(expect_files(source, document, locations_of(document.manifest, document.files)))
     if choice.verify:
         expect_sums(source, stored_in(document.manifest), document.files)
     as_snapshot(source, document, choice, url, opener, meter, overwrite=overwrite, timeout=Settings.current().timeout)
     made = opener(url)
     try:
-        written = run(made.open())
+        written = run(open_document(made))
     finally:
         run(made.close())
     nbytes = sum(file.size for file in written.files.values())
@@ -165,9 +166,9 @@ class _Copy:
         """Copy it. Over a network bytes may be damaged on their way only: then once more, from the beginning."""
         document, url = self._document, str(self._target.url)
         expect = await expectation(self._target, overwrite=overwrite)
-        parts = await self._source.read_parts(document.parts)
+        parts = await read_parts(self._source, document.parts)
         names = [each.location for each in document.parts]
-        await self._source.expect_files(document, set(document.files))
+        await expect_files(self._source, document, set(document.files))
         files = await in_thread(self._files, parts, await tokens(self._source.storage, document.files))
         nbytes = sum(file.size for file in files)
         for again in (False, True):
@@ -195,7 +196,7 @@ class _Copy:
         return CopyReport("snapshot", count, len(files), nbytes, "digests" if self._verify else "sizes")
 
     def _files(self, parts: Sequence[ManifestPart], held: Mapping[str, tuple[int, str | None]]) -> list[CopiedFile]:
-        """The files, longest first, with what is to be compared of each."""
+        """Return the files, longest first, with what is to be compared of each."""
         document = self._document
         ranges: dict[str, list[CheckedRange]] = {location: [] for location in document.files}
         if self._verify:
@@ -270,7 +271,7 @@ def _places(save_id: str, locations: Sequence[str]) -> dict[str, str]:
 
 
 def _moved(document: Document, save_id: str, places: Mapping[str, str], parts: list[PartEntry]) -> bytes:
-    """A manifest that says the same of files under other names."""
+    """Return a manifest that says the same of files under other names."""
     files = {places[name]: file for name, file in document.files.items()}
     _move(document.manifest, places)
     data = encode(msgspec.structs.replace(document, save_id=save_id, files=files, parts=parts))

@@ -13,6 +13,7 @@ from snapshot.formats import dcp, safetensors, zip_checksums
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.unpickling import INLINE
 from snapshot.load.checksums import expect_sums
+from snapshot.load.open import expect_files
 from snapshot.load.stored_ranges import stored_in
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import METADATA
@@ -155,7 +156,7 @@ async def _layout(source: Session, document: ForeignDocument, url: URL) -> _Layo
             (METADATA, dcp.METADATA),
             r"model-\d{5}-of-\d{5}\.safetensors",
         )
-    await source.expect_files(document, document.files.keys() & made.names.keys())
+    await expect_files(source, document, document.files.keys() & made.names.keys())
     made.held = await tokens(storage, made.names)
     for marker in made.markers:
         there = found if marker == index else marker
@@ -166,7 +167,7 @@ async def _layout(source: Session, document: ForeignDocument, url: URL) -> _Layo
 
 
 async def _index(storage: Storage) -> str:
-    """The index of a folder's files of safetensors; nothing where one file stands alone."""
+    """Return the index of a folder's files of safetensors; nothing where one file stands alone."""
     if await _exists(storage, safetensors.INDEX):
         return safetensors.INDEX
     if await _exists(storage, safetensors.ALONE) or not storage.capabilities.list:

@@ -54,7 +54,7 @@ class CopiedFile:
     """What is compared as it passes: in order, and without holes; or nothing."""
 
     def plan(self) -> FilePlan:
-        """The file as the writer wants it."""
+        """Return the file as the writer wants it."""
         return FilePlan(b"", tuple(Extent(0, each.begin, each.end) for each in self.ranges), self.size)
 
 
@@ -141,7 +141,7 @@ class ReadAhead:
         self._stopped = False
 
     async def get(self, number: int, position: int) -> StagedPart:
-        """A part of a file. Whoever got it releases it."""
+        """Return a part of a file. Whoever got it releases it."""
         parts = self._writer.parts(self._source.plans[number])
         for ahead in range(position, min(position + self._at_once, len(parts))):
             if (number, ahead) not in self._reads and not self._stopped:
@@ -172,7 +172,7 @@ class ReadAhead:
             read.cancel()
 
     def release(self) -> None:
-        """What nobody got is given back by `close`, which waits for what is still being read."""
+        """Do nothing: `close` gives back what was not taken, and waits for what is still being read."""
 
     async def close(self) -> None:
         """Wait until nothing is read any more, and give back what nobody got."""

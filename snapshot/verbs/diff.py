@@ -15,6 +15,7 @@ from typing import Any
 from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.events import emit
 from snapshot.load.foreign_objects import unfold
+from snapshot.load.open import open_document
 from snapshot.load.scatter import place_of
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import is_leaf
@@ -80,12 +81,12 @@ class DiffNames:
         self.forms = made
 
     def at(self, name: str, rank: Rank) -> Any:
-        """What a rank has under a name."""
+        """Return what a rank has under a name."""
         form = self.forms.get(name, {})
         return form.get(rank, form.get(None))
 
     def ties(self) -> dict[tuple[str, Rank], frozenset[str]]:
-        """The names that are of one tensor, by each of them."""
+        """Return the names that are of one tensor, by each of them."""
         held: dict[Any, list[tuple[str, Rank]]] = defaultdict(list)
         for name, form in self.forms.items():
             for rank, entry in form.items():
@@ -151,7 +152,7 @@ def differences(
 ) -> Diff:
     """Compare what stands at two places."""
     began = time.perf_counter()
-    documents = [run(session.open()) for session in (a, b)]
+    documents = [run(open_document(session)) for session in (a, b)]
     sides = [Side(session, document) for session, document in zip((a, b), documents, strict=True)]
     here, there = (_names(side) for side in sides)
     here.rename(rename)
@@ -180,7 +181,7 @@ def differences(
 
 def _names(side: Side) -> DiffNames:
     manifest = dict(side.document.manifest)
-    run(unfold(side.session, side.document, manifest, lambda _: True, Kind))
+    unfold(side.session, side.document, manifest, lambda _: True, Kind)
     return DiffNames(side.document, manifest)
 
 
@@ -208,7 +209,7 @@ def _ranks(here: Mapping[Rank, Any], there: Mapping[Rank, Any], world: int) -> l
 def _matched(
     here: DiffNames, there: DiffNames, chosen: Any, values: bool
 ) -> tuple[dict[str, Any], dict[str, Any], list[_DiffItem]]:
-    """What only the first has, what only the second has, and what both have."""
+    """Return what only the first has, what only the second has, and what both have."""
     removed: dict[str, Any] = {}
     added: dict[str, Any] = {}
     items = []
@@ -244,7 +245,7 @@ def _tied(item: _DiffItem, name: str, rank: Rank, ties: Any, here: DiffNames, th
 
 
 def _moved(removed: dict[str, Any], added: dict[str, Any]) -> list[Change]:
-    """What was removed and added: as renamed, where exactly one of each has the same bytes."""
+    """Return what was removed and added: as renamed, where exactly one of each has the same bytes."""
     by_content: dict[Any, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
     for which, entries in enumerate((removed, added)):
         for path, entry in entries.items():

@@ -10,8 +10,9 @@ import msgspec
 
 from snapshot.errors import RestoreError, UnsafeObjectError
 from snapshot.formats.foreign import ForeignDocument
+from snapshot.formats.pickled_objects import TRUST
 from snapshot.formats.unpickling import is_refused
-from snapshot.load.fetch import fetch
+from snapshot.load.open import expect_files
 from snapshot.load.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import is_leaf
@@ -21,18 +22,16 @@ from snapshot.manifest.rank_view import View, nearest, rank_view, renamed
 from snapshot.manifest.validate import check_tensor, locations_of
 from snapshot.plan.globs import matcher, unmatched
 from snapshot.plan.renaming import Rename, compile_rename
-from snapshot.progress import Meter
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
-from snapshot.tensors.objects import TRUST
 from snapshot.text import listed
 
 
 def chosen_of_ranks(
     manifest: Mapping[str, Any], select: Sequence[str], exclude: Sequence[str], rename: Rename | None
 ) -> dict[str, Any]:
-    """The entries of a manifest that are wanted, under the names that are wanted. What several ranks share stands under
-    one of them, and the containers of all name it."""
+    """Return the entries of a manifest that are wanted, under the names that are wanted. What several ranks share
+    stands under one of them, and the containers of all name it."""
     union: dict[str, Any] = {}
     ranks: dict[str, dict[str, Any]] = {}
     for path, entry in manifest.items():
@@ -63,12 +62,12 @@ def chosen_of_ranks(
 def chosen(
     entries: Mapping[str, Any], select: Sequence[str], exclude: Sequence[str], rename: Rename | None
 ) -> dict[str, Any]:
-    """The entries of one view that are wanted, under the names that are wanted."""
+    """Return the entries of one view that are wanted, under the names that are wanted."""
     return _renamed(_selected(entries, select, exclude), change_of(rename, entries))
 
 
 def change_of(rename: Rename | None, known: Mapping[str, Any]) -> Callable[[str], str]:
-    """What gives a path its new name. Raises for a name that is not there."""
+    """Return what gives a path its new name. Raises for a name that is not there."""
     if rename is None:
         return str
     change, unmatched_names = compile_rename(rename, known)
@@ -136,7 +135,8 @@ def expect_matches(document: Document, select: Sequence[str], exclude: Sequence[
 
 
 def seen(document: Document, select: Sequence[str], exclude: Sequence[str], rename: Rename | None) -> View:
-    """What rank 0 sees of a checkpoint, with all that is sharded or shared; `gone` is what only other ranks had."""
+    """Return what rank 0 sees of a checkpoint, with all that is sharded or shared; `gone` is what only other ranks
+    had."""
     expect_matches(document, select, exclude)
     view = rank_view(document.manifest, 0, document.world_size, 1)
     wanted, unwanted = matcher(select or ["**"]), matcher(exclude)
@@ -169,8 +169,8 @@ class Objects:
         self._verify = verify
 
     def read(self, entries: Mapping[str, Any], *, all_or_none: bool = True) -> dict[str, Any]:
-        """The values of entries; or of those that are read without running a pickle. `UnsafeObjectError` names all that
-        only a pickle would make."""
+        """Return the values of entries; or of those that are read without running a pickle. `UnsafeObjectError` names
+        all that only a pickle would make."""
         refused = [
             f"{path}: {entry.obj_type}"
             for path, entry in entries.items()
@@ -181,19 +181,15 @@ class Objects:
                 f"{self._session.url}: holds what only running a pickle would make; leave it out with exclude=[...], "
                 f"or {TRUST}:{listed(refused)}"
             )
-        run(self._session.expect_files(self._document, locations_of(entries, self._document.files)))
-        gather = ReadPlan(self._document.files, allow_pickle=self._allow_pickle)
+        run(expect_files(self._session, self._document, locations_of(entries, self._document.files)))
+        read_plan = ReadPlan(self._document.files, allow_pickle=self._allow_pickle)
         for path, entry in entries.items():
-            gather.new(path, entry)
-        meter = Meter("convert", None)
-        fetch(self._session, gather.objects, self._verify, meter)
-        gather.finish_objects(all_or_none=all_or_none)
-        fetch(self._session, gather.wants, self._verify, meter)
-        gather.finish()
-        return gather.values
+            read_plan.new(path, entry)
+        read_plan.execute(self._session, verify=self._verify, all_or_none=all_or_none)
+        return read_plan.values
 
     def bytes_of(self, entries: Mapping[str, e.ObjectEntry]) -> dict[str, bytearray]:
-        """The bytes of objects, as they are stored."""
+        """Return the bytes of objects, as they are stored."""
         return self.read(
             {path: msgspec.structs.replace(each, serializer="bytearray") for path, each in entries.items()}
         )
@@ -215,7 +211,7 @@ def places_of(entry: Any) -> list[tuple[Any, ...]]:
 
 
 def clean(entry: Any) -> Any:
-    """An entry's `extra` without what only others' formats need."""
+    """Return an entry's `extra` without what only others' formats need."""
     extra = getattr(entry, "extra", None)
     if extra is None:
         return None

@@ -47,7 +47,7 @@ from snapshot.verbs.select import (
 
 
 def alone(verb: str, timeout: float) -> Exchange:
-    """A call of this process alone, whatever group it is in."""
+    """Return a call of this process alone, whatever group it is in."""
     return Exchange(SOLO, verb, timeout)
 
 
@@ -77,7 +77,7 @@ class Recorded(RankShare):
         self._replicated = replicated
 
     def entries(self, written: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The entries, which stand under their ranks already."""
+        """Return the entries, which stand under their ranks already."""
         own = {}
         for path, entry in written.items():
             shared = path in self._replicated and not getattr(entry, "replicated", True)
@@ -122,7 +122,7 @@ class Recording:
             self.flat.entries[path] = self._cast_record(entry)
 
     def _cast_record(self, entry: Any) -> Any:
-        """An optimizer's record says the dtypes that its parameters have now."""
+        """Return an optimizer's record says the dtypes that its parameters have now."""
         record = getattr(entry, "optimizer", None)
         if record is None or self._dtype is None:
             return entry

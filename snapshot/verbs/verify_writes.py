@@ -53,12 +53,12 @@ async def expect_written(session: Session, described: RankManifest, *, share: fl
 def _sampled(everything: Stretch, share: float) -> Stretch:
     """Choose pieces at random: of each file that share, and one at least."""
     pieces: dict[str, list[ReadRequest]] = defaultdict(list)
-    for want in cut_wants((*everything.plain, *everything.wants), PIECE):
-        pieces[want.location].append(want)
+    for request in cut_wants((*everything.plain, *everything.requests), PIECE):
+        pieces[request.location].append(request)
     made = Stretch()
     for held in pieces.values():
-        for want in _some(held, share):
-            made.add(want)
+        for request in _some(held, share):
+            made.add(request)
     return made
 
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import metadata as m
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotError
-from snapshot.tensors.objects import load_object
+from snapshot.formats.pickled_objects import load_object
 from tests.formats.making import same
 from tests.formats.test_hostile_formats import archive
 

@@ -40,8 +40,8 @@ from snapshot import (
     UnsafeObjectError,
     UnsupportedFormatError,
 )
+from snapshot.formats.pickled_objects import load_object
 from snapshot.manifest.document import METADATA, decode_document
-from snapshot.tensors.objects import load_object
 
 URL = "memory://rich/s"
 MANIFEST = f"rich/s/{METADATA}"

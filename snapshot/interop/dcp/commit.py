@@ -105,7 +105,7 @@ async def _expect_theirs(session: Session, others: Sequence[Told]) -> None:
 
 
 def _joined(metadata: Metadata, told: Sequence[Told]) -> tuple[dict[str, Any], dict[str, FileEntry], dict[str, Any]]:
-    """The manifest, its files, and what has to be noted of DCP's names."""
+    """Return the manifest, its files, and what has to be noted of DCP's names."""
     found: dict[str, Any] = dict(told[0].entries) if told else {}
     for rank, each in enumerate(told[1:], 1):
         merge(found, each.entries, f"rank {rank}")
@@ -174,7 +174,7 @@ def _missing(entry: e.ShardedTensorEntry) -> bool:
 
 
 def _whole(entry: e.ShardedTensorEntry, *, several: bool) -> Any:
-    """The simplest entry that says the same: of a tensor that lies in one range, or that one rank alone had."""
+    """Return the simplest entry that says the same: of a tensor that lies in one range, or that one rank alone had."""
     shards = entry.shards
     if len(shards) == 1 and shards[0].sizes == entry.shape:
         return shards[0].tensor
@@ -191,6 +191,6 @@ def _described(manifest: dict[str, Any], files: dict[str, FileEntry], metadata: 
 
 
 def _likeness(entry: Any) -> str:
-    """What a structure's digest takes of an entry."""
+    """Return what a structure's digest takes of an entry."""
     kind = type(entry).__name__
     return f"{kind} {entry.dtype}{list(entry.shape)}" if isinstance(entry, e.TENSORS) else kind

@@ -172,7 +172,7 @@ class _Round:
         return value
 
     def _value(self, item: WriteItem) -> tuple[bool, Any]:
-        """The value itself; or (False) the bytes of which nothing else is known."""
+        """Return the value itself; or (False) the bytes of which nothing else is known."""
         if self._plain:  # the very object: that it need not be pickled first is most of what small values cost
             return True, self._planner.lookup_object(item.index)  # type: ignore[attr-defined]
         data = self._planner.resolve_data(item)
@@ -197,7 +197,7 @@ class _Round:
             self.raw.append(name)
 
     def _sharded(self, name: str, boxes: list[tuple[WriteItem, torch.Tensor]]) -> None:
-        """Some boxes of a tensor. What other ranks hold of it nobody here knows, nor need know."""
+        """Add some boxes of a tensor. What other ranks hold of it nobody here knows, nor need know."""
         path, pieces = self._paths[name], []
         data = boxes[0][0].tensor_data
         if data is None:
@@ -251,7 +251,8 @@ class _Round:
                     self.flat.ties[path] = owner
 
     def entries(self, described: RankManifest) -> dict[str, Any]:
-        """The items' entries by name (as a component); under longer paths what is below those that are containers."""
+        """Return the items' entries by name (as a component); under longer paths what is below those that are
+        containers."""
         made = {path[2:]: entry for path, entry in described.own.items()}  # all are of rank 0, as there is one
         found: dict[str, Any] = {}
         holders: dict[str, str] = {}
@@ -273,7 +274,7 @@ _NOTHING_SHARED = Replication("", frozenset(), ())
 
 
 def _holder(holders: dict[Keys, dict[str, Any]], keys: Keys) -> dict[str, Any]:
-    """The dict at some keys, and those above it."""
+    """Return the dict at some keys, and those above it."""
     held = holders.get(keys)
     if held is None:
         held = holders[keys] = _holder(holders, keys[:-1])[str(keys[-1])] = {}
