@@ -54,13 +54,12 @@ def schemes() -> list[str]:
 
 
 def open_storage(url: URL, options: Mapping[str, Any] | None = None, context: Context | None = None) -> Storage:
-    """Return the storage at `url`. Nothing is connected to, read or written yet."""
+    """Return the storage at `url`, without connecting to it."""
     return plugin_for(url)(url, options or {}, context or Context())
 
 
 def plugin_for(url: URL) -> type[Storage]:
-    """Return the plugin class for a URL's scheme: registered ones go first, then built-in ones, entry points, and
-    fsspec.
+    """Return the plugin class of a URL: a registered one, or else a built-in one, an entry point, or fsspec's.
 
     Entry points come late since looking for them reads the metadata of every installed package.
     """

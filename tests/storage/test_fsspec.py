@@ -406,7 +406,7 @@ def test_a_scheme_that_fsspec_knows_is_opened_by_it(text):
 
 def test_a_scheme_that_nobody_knows_is_an_error():
     with pytest.raises(StorageError, match="no storage plugin"):
-        plugin_for(URL.parse("z://x"))
+        plugin_for(URL.parse("zzzzzz://x"))
 
 
 def test_a_file_system_that_is_not_installed_names_the_cure():
