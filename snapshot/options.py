@@ -82,3 +82,9 @@ class Settings:
 
 
 _ARTICLE = {int: "a whole number", float: "a number", str: "a text"}
+
+
+def expect_positive(name: str, value: float | None) -> None:
+    """Raise `ValueError` if an argument was given that is not above 0."""
+    if value is not None and not value > 0:
+        raise ValueError(f"{name} must be more than 0, got {value}")

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from snapshot.cli.verbs import VERBS
+from snapshot.durations import parse_duration
 from snapshot.storage_options import VARIABLE, options_from_environment, read_options
 
 Verbs = Any
@@ -169,7 +170,6 @@ def options_file(name: str) -> dict[str, Any]:
 _SIZES = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", 1):
     _SIZES |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
-_DURATIONS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def size(text: str) -> int:
@@ -190,10 +190,11 @@ def duration(text: str) -> float:
     >>> duration("7d"), duration("90"), duration("1.5h")
     (604800.0, 90.0, 5400.0)
     """
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([smhdw]?)", text.strip().lower())
-    if found is None:
+    text = text.strip().lower()
+    seconds = parse_duration(text if text[-1:].isalpha() else f"{text}s")
+    if seconds is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no duration, such as 90s, 30m, 12h or 7d")
-    return float(found[1]) * _DURATIONS[found[2]]
+    return seconds
 
 
 def count(text: str) -> int:

@@ -23,6 +23,7 @@ from snapshot import errors
 from snapshot.distributed.group import Ranks
 from snapshot.distributed.heartbeat import Liveness
 from snapshot.errors import RankError, SnapshotError, StorageError, system_limits
+from snapshot.options import expect_positive
 
 T = TypeVar("T")
 LEADER = 0
@@ -61,8 +62,7 @@ class Exchange:
     """One verb's conversation. Used as a context: an error that leaves it is told to the other ranks."""
 
     def __init__(self, ranks: Ranks, verb: str, timeout: float) -> None:
-        if not timeout > 0:
-            raise ValueError(f"timeout is {timeout}, and must be more than 0")
+        expect_positive("timeout", timeout)
         self.ranks = ranks
         self.rank, self.world = ranks.rank, ranks.world
         self.timeout = timeout

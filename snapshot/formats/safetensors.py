@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from typing import Any
 
 import msgspec
 
+from snapshot.aio import gather_limited
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError, UnsupportedFormatError
 from snapshot.formats.foreign import ForeignDocument, checked_location, document, says_absent
 from snapshot.manifest.document import LONGEST_HEADER, ForeignFile
@@ -98,17 +98,15 @@ async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocu
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         return None
     locations = dict.fromkeys(checked_location(each, where) for each in index.weight_map.values())
-    at_once = asyncio.Semaphore(AT_ONCE)
 
     async def header(location: str) -> tuple[dict[str, Any], Any, int]:
-        async with at_once:
-            try:
-                size = (await storage.stat(location)).size
-                return (*await _header(storage, location, size, limit), size)
-            except StorageNotFoundError as error:
-                raise CorruptSnapshotError(f"{where}: names {location}, which is missing") from error
+        try:
+            size = (await storage.stat(location)).size
+            return (*await _header(storage, location, size, limit), size)
+        except StorageNotFoundError as error:
+            raise CorruptSnapshotError(f"{where}: names {location}, which is missing") from error
 
-    held = dict(zip(locations, await asyncio.gather(*map(header, locations)), strict=True))
+    held = dict(zip(locations, await gather_limited(locations, header, AT_ONCE), strict=True))
     entries: dict[str, TensorEntry] = {}
     for tensor, location in index.weight_map.items():
         found = held[location][0].get(tensor)

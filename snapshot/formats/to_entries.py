@@ -17,6 +17,7 @@ from snapshot.formats.pickled_objects import MODULE
 from snapshot.formats.unpickling import INLINE, refused
 from snapshot.manifest import entries as e
 from snapshot.manifest import scalars as s
+from snapshot.manifest.containers import SEQUENCES
 from snapshot.manifest.paths import encode_key, encode_text, tagged_keys
 from snapshot.manifest.rank_view import DEEPEST
 from snapshot.state import numpy_arrays
@@ -241,15 +242,15 @@ def container(value: Any) -> tuple[e.Container, list[Any]] | None:
     kind = type(value)
     if isinstance(value, dict):
         return _dict(value)
-    children = list(value) if kind in _SEQUENCES or kind is p.Deque else []
+    children = list(value) if kind in SEQUENCES or kind is p.Deque else []
     if kind is p.Deque:
         longest = value.maxlen
         if longest is not None and (type(longest) is not int or longest < len(value)):
             return None
         return e.DequeEntry(len(children), maxlen=longest), children
-    if kind not in _SEQUENCES or (kind in (set, frozenset) and None in map(scalar, children)):
+    if kind not in SEQUENCES or (kind in (set, frozenset) and None in map(scalar, children)):
         return None
-    return _SEQUENCES[kind](len(children)), children
+    return SEQUENCES[kind](len(children)), children
 
 
 def _dict(value: dict[Any, Any]) -> tuple[e.Container, list[Any]] | None:
@@ -283,12 +284,6 @@ _DICTS: dict[Any, Callable[[Any], tuple[type[e.DictEntry], dict[str, Any]] | Non
     collections.OrderedDict: lambda value: (e.OrderedDictEntry, {"module_versions": _versions(value)}),
     p.Counter: lambda value: (e.CounterEntry, {}),
     p.DefaultDict: _factory,
-}
-_SEQUENCES: dict[Any, Callable[[int], e.Container]] = {
-    list: e.ListEntry,
-    tuple: e.TupleEntry,
-    set: e.SetEntry,
-    frozenset: e.FrozensetEntry,
 }
 
 

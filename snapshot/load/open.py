@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 from collections.abc import Sequence
 from functools import partial
 
+from snapshot.aio import gather_limited
 from snapshot.errors import (
     CorruptSnapshotError,
     SnapshotNotFoundError,
@@ -30,6 +30,9 @@ from snapshot.manifest.document import (
 from snapshot.manifest.merge import merge
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.session import Session
+
+AT_ONCE = 16
+"""Requests that are made concurrently."""
 
 
 async def open_document(session: Session, rank: int | None = None) -> Document:
@@ -122,13 +125,11 @@ async def load_parts(session: Session, document: Document, parts: Sequence[PartE
 
 async def read_parts(session: Session, parts: Sequence[PartEntry]) -> list[ManifestPart]:
     """Return what parts of a manifest hold."""
-    at_once = asyncio.Semaphore(16)
 
     async def read(part: PartEntry) -> ManifestPart:
-        async with at_once:
-            return await session.read_twice(part.location, lambda: _read_part(session, part))
+        return await session.read_twice(part.location, lambda: _read_part(session, part))
 
-    return await asyncio.gather(*map(read, parts))
+    return await gather_limited(parts, read, AT_ONCE)
 
 
 async def _read_part(session: Session, part: PartEntry) -> ManifestPart:
@@ -150,14 +151,12 @@ async def missing_files(session: Session, document: Document, locations: set[str
     """Return a line for each file that is not there, is no file, or is not as long as it was; or (`more`) of which the
     storage says so. Anything else that a storage says is no word about the snapshot, and raised."""
     damage = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, *more}
-    at_once = asyncio.Semaphore(16)
 
     async def fault(location: str) -> str | None:
         file = document.files[location]
         expected = file.size
         try:
-            async with at_once:
-                found = (await session.storage.stat(location)).size
+            found = (await session.storage.stat(location)).size
         except StorageNotFoundError:
             return f"{location} is missing"
         except StorageError as error:
@@ -169,5 +168,5 @@ async def missing_files(session: Session, document: Document, locations: set[str
         return None if found == expected else f"{location} has {found:,} bytes, and {expected:,} were written"
 
     ordered = sorted(locations)
-    found = await asyncio.gather(*map(fault, ordered))
+    found = await gather_limited(ordered, fault, AT_ONCE)
     return {location: line for location, line in zip(ordered, found, strict=True) if line}

@@ -8,19 +8,19 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
+from snapshot.durations import Duration
 from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError
 from snapshot.events import emit, log
-from snapshot.load.options import RestoreOptions
+from snapshot.load.options import RestoreArguments, RestoreOptions
 from snapshot.manager import at_exit
 from snapshot.manager.advice import Advice, Measured
 from snapshot.manager.arguments import checked_policy, checked_root, checked_signals, checked_timeout
 from snapshot.manager.channels import Channels
 from snapshot.manager.cleaner import Cleaner
-from snapshot.manager.durations import Duration
 from snapshot.manager.fallback import Fallback
 from snapshot.manager.pending_takes import PendingTakes
 from snapshot.manager.policies import KeepBest, Policy, parts
@@ -31,6 +31,7 @@ from snapshot.manager.step_agreement import agree_on
 from snapshot.manager.step_metadata import checked_metrics, checked_step, note, noted_metrics
 from snapshot.options import Settings
 from snapshot.runtime.loop import LoopFuture, run
+from snapshot.save.options import AsyncTakeArguments, TakeArguments
 from snapshot.snapshot import AppState, PendingSnapshot, Snapshot
 from snapshot.url import URL
 
@@ -108,7 +109,7 @@ class SnapshotManager:
         *,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
-        **given: Any,
+        **given: Unpack[TakeArguments],
     ) -> Snapshot:
         """Save a step, and return when it is committed. What the policy does not keep goes later, in the background.
 
@@ -157,7 +158,7 @@ class SnapshotManager:
         *,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
-        **given: Any,
+        **given: Unpack[AsyncTakeArguments],
     ) -> PendingSnapshot:
         """Save a step as it is now, and write it while the application goes on.
 
@@ -294,7 +295,7 @@ class SnapshotManager:
 
     # Load
 
-    def restore_latest(self, app_state: AppState, **given: Any) -> int | None:
+    def restore_latest(self, app_state: AppState, **given: Unpack[RestoreArguments]) -> int | None:
         """Restore the newest step that is whole, on all ranks the same one; which one, or None if there is none at all.
 
         Steps of which files are missing or short, or bytes are not as they were written, are passed over, with a line

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from snapshot.aio import gather_limited
 from snapshot.errors import (
     CorruptSnapshotError,
     SnapshotError,
@@ -34,7 +34,6 @@ from snapshot.url import URL
 
 T = TypeVar("T")
 Item = TypeVar("Item")
-AT_ONCE = 16
 UNREADABLE = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP}
 """What a storage says of a single file that cannot be read, while others can."""
 PINNED = ".pinned"
@@ -137,7 +136,7 @@ class Root:
                     "manager.snapshot(step).restore(app_state)"
                 )
             steps = steps_of(await listed(storage, "step-"))
-            found = await side_by_side(steps, lambda step: _seen(storage, f"step-{step}/{METADATA}"))
+            found = await gather_limited(steps, lambda step: _seen(storage, f"step-{step}/{METADATA}"))
         folders = StepFolders()
         for step, stat in zip(steps, found, strict=True):
             if isinstance(stat, StorageError):
@@ -175,7 +174,7 @@ class Root:
         says so."""
         for gone in self._heads.keys() - committed.keys():
             self._heads.pop(gone, None)
-        found = await side_by_side(committed, lambda step: self._head(step, committed[step]))
+        found = await gather_limited(committed, lambda step: self._head(step, committed[step]))
         return {step: head for step, head in zip(committed, found, strict=True) if head is not None}
 
     async def missing(self, step: int, stat: FileStat, head: ManifestHead) -> str:
@@ -195,7 +194,7 @@ class Root:
                     return f"{name} is missing"
                 return "" if found.size == sizes[name] else f"{name} has {found.size:,} bytes of {sizes[name]:,}"
 
-            faults = [each for each in await side_by_side(sizes, fault) if each]
+            faults = [each for each in await gather_limited(sizes, fault) if each]
         if not faults:
             self._whole[step] = stat.token
         return faults[0] if faults else ""
@@ -261,7 +260,7 @@ class Root:
         """Which of some steps are pinned."""
         steps = list(steps)
         async with self.opened() as session:
-            found = await side_by_side(steps, lambda step: _stat(session.storage, f"step-{step}/{PINNED}"))
+            found = await gather_limited(steps, lambda step: _stat(session.storage, f"step-{step}/{PINNED}"))
         return {step for step, stat in zip(steps, found, strict=True) if stat is not None}
 
 
@@ -278,17 +277,6 @@ async def listed(storage: Storage, prefix: str) -> list[str]:
         return await storage.list(prefix, recursive=False)
     except StorageNotFoundError:
         return []
-
-
-async def side_by_side(items: Iterable[Item], work: Callable[[Item], Awaitable[T]]) -> list[T]:
-    """Do something for each of several steps, or files, a bounded number at a time."""
-    at_once = asyncio.Semaphore(AT_ONCE)
-
-    async def one(item: Item) -> T:
-        async with at_once:
-            return await work(item)
-
-    return await asyncio.gather(*map(one, items))
 
 
 async def _stat(storage: Storage, path: str) -> FileStat | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-from snapshot.manager.durations import Duration, seconds_of
+from snapshot.durations import Duration, seconds_of
 
 Every = int | timedelta | str
 """A number of steps; a `timedelta` or a text such as `"10m"`; `"continuous"`."""

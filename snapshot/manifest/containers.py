@@ -202,3 +202,12 @@ class CounterEntry(DictEntry, tag="Counter"):
 def factory_name(factory: Callable[[], Any] | None) -> str | None:
     """Return the name under which a defaultdict's factory is recorded; None where it cannot be."""
     return next((name for name, known in _FACTORIES.items() if known is factory), None)
+
+
+SEQUENCES: dict[type, type[_Sequence]] = {
+    list: ListEntry,
+    tuple: TupleEntry,
+    set: SetEntry,
+    frozenset: FrozensetEntry,
+}
+"""Types of Python's sequences and sets that need nothing but their length, and their entries."""

@@ -53,10 +53,15 @@ def _expression(glob: str, group: str) -> str:
     return made
 
 
+def expect_globs(name: str, globs: Sequence[str]) -> None:
+    """Raise `TypeError` if one string was given instead of a list of globs."""
+    if isinstance(globs, str):
+        raise TypeError(f"{name} must be a list of globs, got one string; write [{globs!r}]")
+
+
 def matcher(globs: Sequence[str]) -> Callable[[str], bool]:
     """Whether a path is matched by any of the globs."""
-    if isinstance(globs, str):
-        raise TypeError(f"a list of globs is wanted, and {globs!r} is one string: [{globs!r}]")
+    expect_globs("globs", globs)
     patterns = [pattern(glob) for glob in globs]
     return lambda path: any(each.match(path) for each in patterns)
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from snapshot.aio import in_thread, shielded
+from snapshot.aio import gather_limited, in_thread, shielded
 from snapshot.distributed.exchange import LEADER, Exchange, Undecided
 from snapshot.errors import CommitUnknown, CorruptSnapshotError, RankError, SnapshotError, StorageNotFoundError
 from snapshot.events import log
@@ -104,13 +104,11 @@ async def _commit(session: Session, transaction: Transaction, manifest: RankMani
         PartEntry(own_part_path(save_id, rank), *each.own_part[:2], [rank], each.own_part[2])
         for rank, each in enumerate(done)
     ]
-    at_once = asyncio.Semaphore(PARTS_AT_ONCE)
 
     async def read(rank: int) -> ManifestPart:
-        async with at_once:
-            return await _read_leader_part(session, save_id, rank, done[rank])
+        return await _read_leader_part(session, save_id, rank, done[rank])
 
-    others = await asyncio.gather(*map(read, range(1, len(done))))
+    others = await gather_limited(range(1, len(done)), read, PARTS_AT_ONCE)
     document = await in_thread(build_document, manifest, save_id, parts, others)
     data = await in_thread(encode, document)
     await transaction.commit(data, [leader_part_path(save_id, rank) for rank in range(1, len(done))])

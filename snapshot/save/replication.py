@@ -6,7 +6,6 @@ to the bit. What all ranks have counts, is recorded once, and written once.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ import xxhash
 from snapshot.distributed.agreed_plans import KnownPlan, plan_memory
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import SnapshotError
+from snapshot.events import warn
 from snapshot.manifest import entries as e
 from snapshot.manifest.scalars import Scalar
 from snapshot.plan import consensus as a
@@ -296,16 +296,12 @@ def _warn(flat: Flattened, alike: ReplicationRules, paths: frozenset[str]) -> No
     ]
     sharded = [path for path in flat.shards if alike.said(path)]
     if left:
-        warnings.warn(
+        warn(
             "replicated: does not count, since not all ranks hold it with the same dtype and shape, so each rank's own "
-            f"is saved:{listed(sorted(left))}",
-            stacklevel=6,
+            f"is saved:{listed(sorted(left))}"
         )
     if sharded:
-        warnings.warn(
-            f"replicated: does not count for what is sharded, which says itself what is the same:{listed(sharded)}",
-            stacklevel=6,
-        )
+        warn(f"replicated: does not count for what is sharded, which says itself what is the same:{listed(sharded)}")
 
 
 def check_replicas(exchange: Exchange, flat: Flattened, shared: Replication) -> None:

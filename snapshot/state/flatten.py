@@ -19,7 +19,7 @@ import torch
 
 from snapshot.errors import SnapshotError
 from snapshot.manifest import entries as e
-from snapshot.manifest.entry import Entry
+from snapshot.manifest.containers import SEQUENCES
 from snapshot.manifest.paths import component, component_of, encode_key, tagged_keys
 from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.typed import LONGEST_NAME, TYPED, enum_entry, plain_entry
@@ -91,7 +91,7 @@ class Flattened(TensorLeaves):
         if type(value) is deque:
             self.entries[path] = e.DequeEntry(len(value), maxlen=value.maxlen)
         else:
-            self.entries[path] = _SEQUENCES[type(value)](len(value))
+            self.entries[path] = SEQUENCES[type(value)](len(value))
         visitors, excluded = _VISITORS, self._excluded
         for i, child in enumerate(value):
             if excluded is not None and excluded(f"{path}/{i}"):
@@ -315,14 +315,6 @@ def context_entries(tensor: Any, context: Any) -> dict[str, Any]:
         path: entry if isinstance(entry, plain) and not isinstance(entry, e.SubclassEntry) else e.OpaqueEntry("tensor")
         for path, entry in flat.entries.items()
     }
-
-
-_SEQUENCES: dict[type, Callable[[int], Entry]] = {
-    list: e.ListEntry,
-    tuple: e.TupleEntry,
-    set: e.SetEntry,
-    frozenset: e.FrozensetEntry,
-}
 
 
 _Visitor = Callable[[Flattened, str, Any, int], None]

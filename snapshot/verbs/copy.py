@@ -26,7 +26,7 @@ from snapshot.load.stored_ranges import TABLE, stored_in, uncovered, wants_of
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document, ManifestPart, PartEntry, encode
 from snapshot.manifest.validate import locations_of
-from snapshot.options import Settings
+from snapshot.options import Settings, expect_positive
 from snapshot.progress import Meter
 from snapshot.reports import CopyReport
 from snapshot.runtime.loop import run
@@ -62,8 +62,7 @@ def copied(
     budget: int | None,
 ) -> CopyReport:
     """Copy what stands at `origin` to `url`, whatever storages these are on."""
-    if budget is not None and budget <= 0:
-        raise ValueError(f"memory_budget_bytes is {budget}, and must be more than 0")
+    expect_positive("memory_budget_bytes", budget)
     began = time.perf_counter()
     half = None if budget is None else max(1, budget // 2)
     source = Session(origin, options, budget=half)

@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from snapshot.aio import shielded
+from snapshot.aio import gather_limited, shielded
 from snapshot.errors import CorruptSnapshotError
 from snapshot.load.reader import HOT
 from snapshot.plan.layout import Extent, FilePart, FilePlan
@@ -208,12 +208,10 @@ async def pass_files(
 
 async def tokens(storage: Storage, locations: Iterable[str]) -> dict[str, tuple[int, str | None]]:
     """How long each file is, and what it is now, by which it is seen if another one comes to have its name."""
-    at_once = asyncio.Semaphore(FILES)
     names = list(locations)
 
     async def look(location: str) -> tuple[int, str | None]:
-        async with at_once:
-            found = await storage.stat(location)
+        found = await storage.stat(location)
         return found.size, found.token or None
 
-    return dict(zip(names, await asyncio.gather(*map(look, names)), strict=True))
+    return dict(zip(names, await gather_limited(names, look, FILES), strict=True))

@@ -21,7 +21,8 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.document import FORMAT, Document
 from snapshot.manifest.rank_view import is_rank
-from snapshot.plan.globs import matcher, unmatched
+from snapshot.options import expect_positive
+from snapshot.plan.globs import expect_globs, matcher, unmatched
 from snapshot.plan.renaming import Rename
 from snapshot.progress import Meter
 from snapshot.reports import Change, Diff
@@ -122,10 +123,8 @@ def compare_snapshots(
 ) -> Diff:
     """Compare what stands at two places. Half of the budget is for what is compared, and a quarter to read each."""
     for name, globs in (("select", select), ("exclude", exclude)):
-        if isinstance(globs, str):
-            raise TypeError(f"{name}: a list of globs is wanted, and {globs!r} is one string: [{globs!r}]")
-    if budget is not None and budget <= 0:
-        raise ValueError(f"memory_budget_bytes is {budget}, and must be more than 0")
+        expect_globs(name, globs)
+    expect_positive("memory_budget_bytes", budget)
     opened: list[Session] = []
     try:
         for opener in openers:

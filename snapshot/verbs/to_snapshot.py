@@ -18,6 +18,7 @@ from snapshot.events import log
 from snapshot.formats.foreign import with_root
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
+from snapshot.plan.globs import expect_globs
 from snapshot.plan.renaming import Rename
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
@@ -64,8 +65,7 @@ class Selection:
 
     def __post_init__(self) -> None:
         for name, globs in (("select", self.select), ("exclude", self.exclude)):
-            if isinstance(globs, str):
-                raise TypeError(f"{name}: a list of globs is wanted, and {globs!r} is one string: [{globs!r}]")
+            expect_globs(name, globs)
 
 
 class Recorded(RankShare):

@@ -28,6 +28,7 @@ from snapshot.progress import unmetered
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
+from snapshot.save.collect import warn_of_pickles
 from snapshot.save.manifest_builder import RankManifest, build_entries
 from snapshot.save.rank_share import RankShare
 from snapshot.save.replication import Replication
@@ -38,7 +39,7 @@ from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob
 from snapshot.state.sharded import Piece, Shards
 from snapshot.tensors.geometry import Box
-from snapshot.text import listed, with_article
+from snapshot.text import with_article
 
 _OWN = ("resolve_data", "lookup_object", "transform_object")
 
@@ -63,17 +64,7 @@ def write_items(session: Session, save_id: str, rank: int, plan: SavePlan, plann
         told.raw += round_.raw
         pickled += round_.flat.pickled
         lossy += round_.flat.lossy
-    if pickled:
-        warnings.warn(
-            "stored as pickles, since nothing else can hold them; reading them back may need allow_pickle=True:"
-            f"{listed(pickled)}",
-            stacklevel=4,
-        )
-    if lossy:
-        warnings.warn(
-            f"stored without the attributes that Python code gave them; only data and class come back:{listed(lossy)}",
-            stacklevel=4,
-        )
+    warn_of_pickles(pickled, lossy)
     return told
 
 
