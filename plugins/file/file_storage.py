@@ -88,7 +88,7 @@ class FileStorage(Storage):
     def _path(self, path: str) -> str:
         return f"{self._root}/{check_path(path)}"
 
-    async def _do(self, path: str, function: Callable[..., T], *arguments: Any) -> T:
+    async def _run(self, path: str, function: Callable[..., T], *arguments: Any) -> T:
         with map_exceptions(self.url.join(path)):
             return await in_thread(function, *arguments)
 
@@ -103,7 +103,7 @@ class FileStorage(Storage):
 
     async def create(self, path: str, size: int) -> FileWriter:
         """Create a file under its own name; only a manifest makes it part of a snapshot."""
-        return await self._do(path, self._create, path, size)
+        return await self._run(path, self._create, path, size)
 
     def _create(self, path: str, size: int) -> FileWriter:
         full = self._path(path)
@@ -180,7 +180,7 @@ class FileStorage(Storage):
 
         An empty file is created at once, so that an interruption leaves no temporary file.
         """
-        return await self._do(path, self._put, path, data, expect)
+        return await self._run(path, self._put, path, data, expect)
 
     def _put(self, path: str, data: bytes, expect: Expect) -> str:
         full = self._path(path)
@@ -201,14 +201,14 @@ class FileStorage(Storage):
             if not at_once:
                 return self._publish(made, path, expect)
             self._folders.mark_changed(folder)
-            return self._stamp(made)
+            return self._set_time(made)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(made)
             self._folders.remove_empty({folder})
             raise
 
-    def _stamp(self, full: str) -> str:
+    def _set_time(self, full: str) -> str:
         """Set the time of a finished file, and return its token. The kernel's own clock may tick too seldom."""
         now = time.time_ns()
         os.utime(full, ns=(now, now))
@@ -218,7 +218,7 @@ class FileStorage(Storage):
         """Rename a finished file to its name, if the file there now is as expected."""
         full = self._path(path)
         folder = os.path.dirname(full)
-        token = self._stamp(aside)
+        token = self._set_time(aside)
         self._folders.mark_changed(folder)
         if expect is ABSENT:
             try:
@@ -226,13 +226,13 @@ class FileStorage(Storage):
             except FileExistsError:
                 if token != self._token_at(full):  # else the link succeeded, and its response was lost
                     raise StorageConflictError(f"{self.url.join(path)}: is there already") from None
-                self._forget(aside)
+                self._unlink_quietly(aside)
             except OSError as error:
                 if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES):
                     raise
                 self._replace(aside, full, path, expect)  # this file system has no links
             else:
-                self._forget(aside)
+                self._unlink_quietly(aside)
         else:
             self._replace(aside, full, path, expect)
         return token
@@ -252,7 +252,7 @@ class FileStorage(Storage):
                 if token is None or token != self._token_at(full):  # else its response was lost
                     raise
 
-    def _forget(self, aside: str) -> None:
+    def _unlink_quietly(self, aside: str) -> None:
         """Remove the temporary name, if possible: the file has its own name already."""
         with contextlib.suppress(OSError):
             os.unlink(aside)
@@ -265,7 +265,7 @@ class FileStorage(Storage):
 
     async def commit(self, claim: str, path: str, data: bytes, *, expect: Expect = ABSENT) -> str:
         """Write into the claim and rename it, which fails if the claim was removed meanwhile."""
-        return await self._do(path, self._commit, claim, path, data, expect)
+        return await self._run(path, self._commit, claim, path, data, expect)
 
     def _commit(self, claim: str, path: str, data: bytes, expect: Expect) -> str:
         aside = self._path(claim)
@@ -297,7 +297,7 @@ class FileStorage(Storage):
     async def rename(self, source: str, path: str) -> None:
         """Rename a file; `settle` makes that durable."""
         self._refuse_links(source)
-        await self._do(path, self._rename, self._path(source), self._path(path))
+        await self._run(path, self._rename, self._path(source), self._path(path))
 
     def _rename(self, source: str, full: str) -> None:
         self._folders.make(os.path.dirname(full))
@@ -309,17 +309,17 @@ class FileStorage(Storage):
 
     async def settle(self) -> None:
         """Sync the folders that got new names."""
-        await self._do("", self._folders.sync_changed)
-        await self._do("", self._folders.check_finished)
+        await self._run("", self._folders.sync_changed)
+        await self._run("", self._folders.check_finished)
 
     async def drop_caches(self, paths: Sequence[str]) -> None:
         """Flush files and drop them from the page cache, so that the next read is from disk."""
         for path in paths:
-            await self._do(path, drop_cache, self._path(path))
+            await self._run(path, drop_cache, self._path(path))
 
     async def get(self, path: str, *, limit: int | None = None) -> bytes:
         """Return the content of a regular file, and raise if it is longer than the limit."""
-        return await self._do(path, self._get, path, limit)
+        return await self._run(path, self._get, path, limit)
 
     def _get(self, path: str, limit: int | None) -> bytes:
         data = read_regular(self._path(path), limit)
@@ -329,7 +329,7 @@ class FileStorage(Storage):
 
     async def stat(self, path: str) -> FileStat:
         """Return size, time, and a token of inode, size and time."""
-        found = await self._do(path, os.stat, self._path(path))
+        found = await self._run(path, os.stat, self._path(path))
         if not stat.S_ISREG(found.st_mode):
             error = StorageError(f"{self.url.join(path)}: is not a file")
             error.errno = errno.EISDIR
@@ -338,7 +338,7 @@ class FileStorage(Storage):
 
     async def list(self, prefix: str = "", *, recursive: bool = True) -> list[str]:
         """Walk the folder that the prefix names. Links are listed, and not followed."""
-        return await self._do(prefix, list_files, self._root, prefix, recursive)
+        return await self._run(prefix, list_files, self._root, prefix, recursive)
 
     async def delete(self, paths: Sequence[str]) -> None:
         """Unlink as many files as possible, and remove the folders that become empty."""

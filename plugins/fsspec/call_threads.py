@@ -88,18 +88,18 @@ class Lane(Generic[S]):
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
             if job.turn.acquire(blocking=False):
-                self._do(job)
+                self._do_job(job)
             del job  # it would keep its bytes alive until the next job
 
-    def _do(self, job: _Job) -> None:
+    def _do_job(self, job: _Job) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._moved, job)
+            self._loop.call_soon_threadsafe(self._restart_clocks, job)
         try:
             if job is self._closing:
                 system, self._system = self._system, None
                 result = self._close(system) if system is not None else None
             else:
-                result = job.work(self._made())
+                result = job.work(self._get_system())
         except asyncio.CancelledError as error:  # raised by the client itself
             job.end(None, ConnectionError(f"{type(error).__name__} in the client"))
         except BaseException as error:  # noqa: BLE001 - it is raised in the caller
@@ -107,13 +107,13 @@ class Lane(Generic[S]):
         else:
             job.end(result)
 
-    def _made(self) -> S:
+    def _get_system(self) -> S:
         with self._making:
             if self._system is None:
                 self._system = self._make()
             return self._system
 
-    def _moved(self, job: _Job) -> None:
+    def _restart_clocks(self, job: _Job) -> None:
         """Restart the time-outs of a job that begins, and of the jobs that wait behind it."""
         for each in self._jobs:
             if each.attempt is not None and (each is job or not each.turn.locked()):

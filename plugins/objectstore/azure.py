@@ -62,7 +62,7 @@ PAGE = 5000
 """Names per page of a listing: Azure's maximum."""
 _CONFLICTS = {"BlobAlreadyExists", "ResourceAlreadyExists", "PathAlreadyExists", "BlobOverwritten", ""}
 """Codes of a 409 that mean a failed expectation. Other codes mean that a blob cannot be written or read."""
-_MARK = "x-ms-meta-snapshot_abandoned"
+_MARKER = "x-ms-meta-snapshot_abandoned"
 """Header of the empty blob that exists for a moment while an upload is abandoned."""
 _BLOB = {"x-ms-blob-type": "BlockBlob"}
 _HOST = re.compile(r"([^.]+)\.(?:dfs|blob)\.(.+)")
@@ -101,7 +101,7 @@ class AzureDriver(Driver):
         return f"{self._container}/{quote(key)}".rstrip("/") + ("?" + "&".join(query) if query else "")
 
     @asynccontextmanager
-    async def _ask(
+    async def _send(
         self,
         method: str,
         key: str,
@@ -127,14 +127,14 @@ class AzureDriver(Driver):
 
     async def head(self, key: str) -> FileStat:
         """Send `Get Blob Properties`."""
-        async with self._ask("HEAD", key) as answer:
+        async with self._send("HEAD", key) as answer:
             told = answer.headers
-            return FileStat(int(told["Content-Length"]), _when(told["Last-Modified"]), told["ETag"])
+            return FileStat(int(told["Content-Length"]), _parse_time(told["Last-Modified"]), told["ETag"])
 
     async def read(self, key: str, sink: ResponseSink) -> None:
         """Send `Get Blob`."""
         wanted = {"x-ms-range": sink.range, "If-Match": sink.token}
-        async with self._ask("GET", key, headers={name: value for name, value in wanted.items() if value}) as answer:
+        async with self._send("GET", key, headers={name: value for name, value in wanted.items() if value}) as answer:
             at, total = parse_content_range(answer.headers.get("Content-Range"), answer.content_length)
             sink.starts(at, total, answer.headers.get("ETag"))
             await drain_into(answer, sink)
@@ -143,7 +143,7 @@ class AzureDriver(Driver):
         params = {"restype": "container", "comp": "list", "prefix": prefix, "include": include}
         params |= {"maxresults": str(PAGE)} | ({"marker": marker} if marker else {})
         params |= {"delimiter": delimiter} if delimiter else {}
-        async with self._ask("GET", "", params) as answer:
+        async with self._send("GET", "", params) as answer:
             return await in_thread(ElementTree.fromstring, await answer.read())
 
     async def list(self, prefix: str, recursive: bool, following: Any) -> Page:
@@ -157,7 +157,7 @@ class AzureDriver(Driver):
         """Send `Put Blob`, with a condition if there is an expectation."""
         condition = {} if expect is ANYTHING else {"If-None-Match": "*"} if expect is ABSENT else {"If-Match": expect}
         headers = {name: str(value) for name, value in condition.items()}
-        async with self._ask("PUT", key, headers={**_BLOB, **headers}, body=body) as answer:
+        async with self._send("PUT", key, headers={**_BLOB, **headers}, body=body) as answer:
             return answer.headers["ETag"]
 
     async def begin(self, key: str, size: int) -> str:
@@ -167,7 +167,7 @@ class AzureDriver(Driver):
     async def part(self, key: str, upload: str, number: int, offset: int, body: RequestBody, *, last: bool) -> str:
         """Send `Put Block`; return the name of the block. All names have one length, as Azure requires."""
         block = b64encode(f"{upload}-{number:07}".encode()).decode()
-        async with self._ask("PUT", key, {"comp": "block", "blockid": block}, body=body):
+        async with self._send("PUT", key, {"comp": "block", "blockid": block}, body=body):
             return block
 
     async def complete(self, key: str, upload: str, parts: Mapping[int, str]) -> None:
@@ -177,7 +177,7 @@ class AzureDriver(Driver):
     async def _commit(self, key: str, blocks: Iterable[str], headers: Mapping[str, str]) -> str:
         latest = "".join(f"<Latest>{block}</Latest>" for block in blocks)
         body = RequestBody([f'<?xml version="1.0" encoding="utf-8"?><BlockList>{latest}</BlockList>'.encode()])
-        async with self._ask("PUT", key, {"comp": "blocklist"}, headers=headers, body=body) as answer:
+        async with self._send("PUT", key, {"comp": "blocklist"}, headers=headers, body=body) as answer:
             return answer.headers["ETag"]
 
     async def abandon(self, key: str, upload: str) -> None:
@@ -187,19 +187,19 @@ class AzureDriver(Driver):
         """
         token: str | None = None
         try:
-            token = await self._commit(key, (), {"If-None-Match": "*", _MARK: "true"})
+            token = await self._commit(key, (), {"If-None-Match": "*", _MARKER: "true"})
         except Refusal as refusal:
             if refusal.status not in (409, 412):
                 raise
-            token = await self._left(key)
+            token = await self._find_marker(key)
         if token:
-            await self._drop(key, {"If-Match": token}, {404, 412})
+            await self._delete_blob(key, {"If-Match": token}, {404, 412})
 
-    async def _left(self, key: str) -> str | None:
+    async def _find_marker(self, key: str) -> str | None:
         """Return the token of the empty blob of an earlier attempt whose response was lost."""
         try:
-            async with self._ask("HEAD", key) as answer:
-                return answer.headers["ETag"] if _MARK in answer.headers else None
+            async with self._send("HEAD", key) as answer:
+                return answer.headers["ETag"] if _MARKER in answer.headers else None
         except Refusal as refusal:
             if refusal.status != 404:
                 raise
@@ -218,15 +218,17 @@ class AzureDriver(Driver):
                 page = await self._list(prefix, include, marker)
                 for each in page.iterfind("Blobs/Blob"):
                     when = each.findtext("Properties/Last-Modified") or each.findtext("Properties/Creation-Time")
-                    found[read_name(each)] = _when(when) if when else float("inf")  # of unknown age: Azure removes it
+                    found[read_name(each)] = (
+                        _parse_time(when) if when else float("inf")
+                    )  # of unknown age: Azure removes it
                 marker = page.findtext("NextMarker") or None
             listed.append(found)
         every, committed = listed
         return [(key, "", began) for key, began in every.items() if key not in committed]
 
-    async def _drop(self, key: str, headers: Mapping[str, str], gone: set[int]) -> None:
+    async def _delete_blob(self, key: str, headers: Mapping[str, str], gone: set[int]) -> None:
         try:
-            async with self._ask("DELETE", key, headers=headers):
+            async with self._send("DELETE", key, headers=headers):
                 pass
         except Refusal as refusal:
             if refusal.status not in gone or refusal.code == "ContainerNotFound":
@@ -235,22 +237,22 @@ class AzureDriver(Driver):
     async def delete(self, keys: Sequence[str]) -> None:
         """Send `Delete Blob`, for its snapshots as well: else Azure refuses a blob that has any."""
         for key in keys:
-            await self._drop(key, {"x-ms-delete-snapshots": "include"}, {404})
+            await self._delete_blob(key, {"x-ms-delete-snapshots": "include"}, {404})
 
     async def copy(self, source: str, key: str) -> None:
         """Send `Copy Blob`, and wait until it is done."""
         try:
-            async with self._ask("PUT", key, headers={"x-ms-copy-source": self._url(source)}) as answer:
+            async with self._send("PUT", key, headers={"x-ms-copy-source": self._url(source)}) as answer:
                 told = answer.headers
         except Refusal as refusal:
             if refusal.code != "PendingCopyOperation":  # an earlier attempt began it
                 raise
-            async with self._ask("HEAD", key) as answer:
+            async with self._send("HEAD", key) as answer:
                 told = answer.headers
         pause = 0.05
         while told.get("x-ms-copy-status") == "pending":
             await asyncio.sleep(pause := min(2 * pause, 2))
-            async with self._ask("HEAD", key) as answer:
+            async with self._send("HEAD", key) as answer:
                 told = answer.headers
         if told.get("x-ms-copy-status", "success") != "success":
             why = told.get("x-ms-copy-status-description", "")
@@ -259,7 +261,7 @@ class AzureDriver(Driver):
     def fault(self, error: Exception, url: URL) -> SnapshotError:
         """Translate by the status and Azure's code, or by the state of the connection."""
         if isinstance(error, Refusal):
-            return _said(error, url)
+            return _translate_refusal(error, url)
         if isinstance(error, (ServiceRequestError, ServiceResponseError)):
             inner = error.inner_exception
             return connection_fault(inner, url) if isinstance(inner, Exception) else TransientError(f"{url}: {error}")
@@ -270,7 +272,7 @@ class AzureDriver(Driver):
         return connection_fault(error, url)
 
 
-def _said(error: Refusal, url: URL) -> SnapshotError:
+def _translate_refusal(error: Refusal, url: URL) -> SnapshotError:
     """Translate a refusal. Leases, policies and archived blobs give a 409 or 412 that is not a conflict."""
     said = f"{url}: {error}"
     if error.code in ("ContainerNotFound", "ContainerDisabled"):
@@ -282,7 +284,7 @@ def _said(error: Refusal, url: URL) -> SnapshotError:
     return status_fault(error, url)
 
 
-def _when(text: str) -> float:
+def _parse_time(text: str) -> float:
     return parsedate_to_datetime(text).timestamp()
 
 

@@ -20,7 +20,7 @@ from snapshot.storage import URL, Context, Limits, Storage, check_path
 
 T = TypeVar("T")
 D = TypeVar("D", bound=Driver)
-_AROUND = re.compile(r"(AWS|AZURE|GOOGLE|GCS|CLOUDSDK)_|\w+_proxy$", re.IGNORECASE)
+_ENVIRONMENT = re.compile(r"(AWS|AZURE|GOOGLE|GCS|CLOUDSDK)_|\w+_proxy$", re.IGNORECASE)
 """Environment variables that clients read when they are made."""
 COMMON: Mapping[str, str] = {
     "timeout": "Seconds without a byte moved, after which a request is made again (60).",
@@ -61,7 +61,7 @@ class ConnectedStorage(Storage, Generic[D]):
         )
         self.limits = self._limits()
         self._driver: asyncio.Future[tuple[D, Callable[[], Awaitable[object]]]] | None = None
-        self._client_key = (type(self).__qualname__, url.scheme, self.bucket, url.query, _digest(url, options))
+        self._client_key = (type(self).__qualname__, url.scheme, self.bucket, url.query, _sharing_key(url, options))
 
     def _limits(self) -> Limits:
         limits = self.driver_limits()
@@ -97,7 +97,7 @@ class ConnectedStorage(Storage, Generic[D]):
     async def driver(self) -> D:
         """Return the driver, made at first use."""
         if self._driver is None:
-            self._driver = asyncio.ensure_future(self._open())
+            self._driver = asyncio.ensure_future(self._acquire_driver())
         making = self._driver
         try:
             return (await asyncio.shield(making))[0]
@@ -106,20 +106,20 @@ class ConnectedStorage(Storage, Generic[D]):
                 self._driver = None
             raise
 
-    async def _open(self) -> tuple[D, Callable[[], Awaitable[object]]]:
+    async def _acquire_driver(self) -> tuple[D, Callable[[], Awaitable[object]]]:
         """Return a driver, and the function that gives it back."""
         clients = self.context.clients
         if clients is None:
-            return await self._make()
-        return await clients.get(self._client_key, self._make), lambda: clients.release(self._client_key)
+            return await self._make_driver()
+        return await clients.get(self._client_key, self._make_driver), lambda: clients.release(self._client_key)
 
-    async def _make(self) -> tuple[D, Callable[[], Awaitable[object]]]:
+    async def _make_driver(self) -> tuple[D, Callable[[], Awaitable[object]]]:
         try:
             driver = await self.connect()
         except Exception as error:  # noqa: BLE001 - every client has errors of its own
             raised, cause = self.translate_error(error, self.url, None)
         else:
-            return driver, partial(_closed, driver, self.options)
+            return driver, partial(_close_driver, driver, self.options)
         raise raised from cause
 
     async def close(self) -> None:
@@ -187,13 +187,13 @@ class ConnectedStorage(Storage, Generic[D]):
         return await retry_request(name, url, self.retry_policy, once, within)
 
 
-async def _closed(driver: Driver, options: Mapping[str, Any]) -> None:
+async def _close_driver(driver: Driver, options: Mapping[str, Any]) -> None:
     """Close a driver. Until then, keep the options alive: the key of a shared driver has addresses of their objects."""
     await driver.close()
 
 
-def _digest(url: URL, options: Mapping[str, Any]) -> str:
+def _sharing_key(url: URL, options: Mapping[str, Any]) -> str:
     """Return a key that is equal for equal options in an equal environment. It holds secrets: never show it."""
-    around = {name: value for name, value in os.environ.items() if _AROUND.match(name)}
+    around = {name: value for name, value in os.environ.items() if _ENVIRONMENT.match(name)}
     found = [url.apart()[0], sorted(options.items()), sorted(around.items())]
     return json.dumps(found, sort_keys=True, default=lambda value: f"{type(value).__qualname__} {id(value)}")

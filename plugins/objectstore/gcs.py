@@ -47,9 +47,9 @@ LIMITS = Limits(
     merge_gap=MiB,
 )
 """The parts of a file are uploaded in order, so several files are uploaded concurrently."""
-_WAYS = {"google_default", "cache", "cloud", "anon", "browser"}
+_TOKEN_SOURCES = {"google_default", "cache", "cloud", "anon", "browser"}
 """Values of `token` that name a way to find one."""
-_REACHED = re.compile(r"bytes=0-(\d+)")
+_RECEIVED = re.compile(r"bytes=0-(\d+)")
 
 
 class GcsDriver(Driver):
@@ -59,7 +59,7 @@ class GcsDriver(Driver):
         self._fs = filesystem
         self._session = session
         self._bucket = bucket
-        self._paid = {"userProject": filesystem.project} if filesystem.requester_pays else {}
+        self._billing = {"userProject": filesystem.project} if filesystem.requester_pays else {}
         self._renewing = asyncio.Lock()
 
     async def close(self) -> None:
@@ -78,7 +78,7 @@ class GcsDriver(Driver):
         return headers
 
     @asynccontextmanager
-    async def _ask(
+    async def _send(
         self,
         method: str,
         path: str,
@@ -91,17 +91,17 @@ class GcsDriver(Driver):
         """Send a request; yield the response, or raise StatusError."""
         url = path if path.startswith("http") else f"{self._fs._location}{path}"
         told = await self._headers(headers or {})
-        sent = {} if path.startswith("http") else {**(params or {}), **self._paid}
+        sent = {} if path.startswith("http") else {**(params or {}), **self._billing}
         answer = await self._session.request(method, url, params=sent, data=data, headers=told)
         async with released_response(answer):
             if answer.status >= 300 and answer.status not in good:
                 if answer.status == 401:
-                    self._expire()
+                    self._expire_token()
                 text = (await answer.content.read(2000)).decode("utf-8", "replace")
-                raise StatusError.of(answer, _message(text))
+                raise StatusError.of(answer, _read_message(text))
             yield answer
 
-    def _expire(self) -> None:
+    def _expire_token(self) -> None:
         """Make the next request renew the token, which was refused before it expired."""
         credentials = self._fs.credentials.credentials
         if getattr(credentials, "refresh_token", None) or hasattr(credentials, "service_account_email"):
@@ -116,14 +116,14 @@ class GcsDriver(Driver):
 
     async def head(self, key: str) -> FileStat:
         """Send `objects.get`."""
-        async with self._ask("GET", self._object(key), {"fields": "size,updated,generation"}) as answer:
+        async with self._send("GET", self._object(key), {"fields": "size,updated,generation"}) as answer:
             found = await answer.json(content_type=None)
-        return FileStat(int(found["size"]), _when(found["updated"]), str(found["generation"]))
+        return FileStat(int(found["size"]), _parse_time(found["updated"]), str(found["generation"]))
 
     async def read(self, key: str, sink: ResponseSink) -> None:
         """Send `objects.get` for the media."""
         headers = {"Range": sink.range} if sink.range else {}
-        async with self._ask("GET", self._object(key), {"alt": "media"}, headers=headers) as answer:
+        async with self._send("GET", self._object(key), {"alt": "media"}, headers=headers) as answer:
             at, total = parse_content_range(answer.headers.get("Content-Range"), answer.content_length)
             sink.starts(at, total, answer.headers.get("x-goog-generation"))
             await drain_into(answer, sink)
@@ -133,7 +133,7 @@ class GcsDriver(Driver):
         params = {"prefix": prefix, "fields": "items/name,prefixes,nextPageToken", "maxResults": "1000"}
         params |= {"pageToken": following} if following else {}
         params |= {} if recursive else {"delimiter": "/"}
-        async with self._ask("GET", f"/storage/v1/b/{quote(self._bucket, safe='')}/o", params) as answer:
+        async with self._send("GET", f"/storage/v1/b/{quote(self._bucket, safe='')}/o", params) as answer:
             found = await answer.json(content_type=None)
         names = [each["name"] for each in found.get("items") or ()]
         return Page(names, found.get("prefixes") or (), found.get("nextPageToken") or None)
@@ -150,7 +150,7 @@ class GcsDriver(Driver):
         sent.attempt = body.attempt
         headers = {"Content-Type": f"multipart/related; boundary={line}", "Content-Length": str(sent.nbytes)}
         params = {"uploadType": "multipart", **condition}
-        async with self._ask("POST", self._upload, params, data=sent, headers=headers) as answer:
+        async with self._send("POST", self._upload, params, data=sent, headers=headers) as answer:
             return str((await answer.json(content_type=None))["generation"])
 
     async def begin(self, key: str, size: int) -> str:
@@ -159,10 +159,10 @@ class GcsDriver(Driver):
         headers |= {"Content-Type": "application/json"}
         told = json.dumps({"name": key}).encode()
         params = {"uploadType": "resumable", "name": key}
-        async with self._ask("POST", self._upload, params, data=told, headers=headers) as answer:
-            return f"{size} {self._near(answer.headers['Location'])}"
+        async with self._send("POST", self._upload, params, data=told, headers=headers) as answer:
+            return f"{size} {self._session_address(answer.headers['Location'])}"
 
-    def _near(self, location: str) -> str:
+    def _session_address(self, location: str) -> str:
         """Return the address of an upload session at the given endpoint, since the server's own may be unreachable."""
         at = urlsplit(self._fs._location)
         if at.netloc.endswith("googleapis.com"):
@@ -174,10 +174,10 @@ class GcsDriver(Driver):
         size, _, session = upload.partition(" ")
         end, done = offset + body.nbytes, 0
         if body.attempt is not None and body.attempt.number > 1:
-            async with self._ask(
+            async with self._send(
                 "PUT", session, headers={"Content-Range": f"bytes */{size}", "Content-Length": "0"}, good=[308]
             ) as answer:
-                reached = await self._reached(key, answer, int(size))
+                reached = await self._received_bytes(key, answer, int(size))
             if reached >= end:
                 return "sent"
             if reached < offset:
@@ -189,17 +189,17 @@ class GcsDriver(Driver):
         while rest.nbytes:
             begin = end - rest.nbytes
             headers = {"Content-Range": f"bytes {begin}-{end - 1}/{size}", "Content-Length": str(rest.nbytes)}
-            async with self._ask("PUT", session, data=rest, headers=headers, good=[308]) as answer:
-                reached = await self._reached(key, answer, int(size))
+            async with self._send("PUT", session, data=rest, headers=headers, good=[308]) as answer:
+                reached = await self._received_bytes(key, answer, int(size))
             if reached <= begin:
                 raise TransientError(f"gs://{self._bucket}/{key}: the server kept nothing of the part at byte {begin}")
             rest = rest.after(reached - begin)
         return "sent"
 
-    async def _reached(self, key: str, answer: aiohttp.ClientResponse, size: int) -> int:
+    async def _received_bytes(self, key: str, answer: aiohttp.ClientResponse, size: int) -> int:
         """Return how many bytes the server has: all of them if the object exists."""
         if answer.status >= 300:
-            found = _REACHED.fullmatch(answer.headers.get("Range", ""))
+            found = _RECEIVED.fullmatch(answer.headers.get("Range", ""))
             return int(found[1]) + 1 if found else 0
         made = int((await answer.json(content_type=None)).get("size", size))
         if made != size:
@@ -213,7 +213,7 @@ class GcsDriver(Driver):
         """Cancel the upload, or delete the object if the last part has arrived."""
         _, _, session = upload.partition(" ")
         try:
-            async with self._ask("DELETE", session, headers={"Content-Length": "0"}, good=[404, 410, 499]) as answer:
+            async with self._send("DELETE", session, headers={"Content-Length": "0"}, good=[404, 410, 499]) as answer:
                 if answer.status == 499:  # it was cancelled
                     return
         except StatusError as error:
@@ -224,7 +224,7 @@ class GcsDriver(Driver):
     async def delete(self, keys: Sequence[str]) -> None:
         """Send `objects.delete`."""
         for key in keys:
-            async with self._ask("DELETE", self._object(key), good=[404]):
+            async with self._send("DELETE", self._object(key), good=[404]):
                 pass
 
     async def copy(self, source: str, key: str) -> None:
@@ -232,7 +232,7 @@ class GcsDriver(Driver):
         target = f"{self._object(source)}/rewriteTo{self._object(key).removeprefix('/storage/v1')}"
         more: dict[str, str] = {}
         while True:
-            async with self._ask("POST", target, more, headers={"Content-Length": "0"}) as answer:
+            async with self._send("POST", target, more, headers={"Content-Length": "0"}) as answer:
                 found = await answer.json(content_type=None)
             if found.get("done", True):
                 return
@@ -246,21 +246,21 @@ class GcsDriver(Driver):
             return StorageConflictError(f"{url}: {error}")
         if error.status == 404 and "bucket" in str(error).lower():
             return StorageError(f"{url}: {error}")
-        if error.status == 401 and self._fs.credentials.credentials is not None and not self._is_fixed():
+        if error.status == 401 and self._fs.credentials.credentials is not None and not self._cannot_renew():
             return TransientError(f"{url}: {error}", refused=True)
         return status_fault(error, url)
 
-    def _is_fixed(self) -> bool:
+    def _cannot_renew(self) -> bool:
         """Return whether the token cannot be renewed."""
         credentials = self._fs.credentials.credentials
         return not (getattr(credentials, "refresh_token", None) or hasattr(credentials, "service_account_email"))
 
 
-def _when(text: str) -> float:
+def _parse_time(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-def _message(text: str) -> str:
+def _read_message(text: str) -> str:
     """Return the message of an error response, in JSON or not."""
     try:
         found = json.loads(text)["error"]
@@ -288,7 +288,7 @@ class GcsStorage(ObjectStorage[GcsDriver]):
     def secrets(self) -> list[str]:
         """Return also the token, unless it is a file or the name of a way to find one."""
         token = self.options.get("token")
-        shown = not isinstance(token, str) or token in _WAYS or os.path.exists(token)
+        shown = not isinstance(token, str) or token in _TOKEN_SOURCES or os.path.exists(token)
         return [*([] if shown else [str(token)]), *super().secrets()]
 
     async def connect(self) -> GcsDriver:

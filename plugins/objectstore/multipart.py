@@ -35,7 +35,7 @@ class ObjectWriter(FileWriter):
         self._size = size
         self._url = storage.url.join(path)
         limits = storage.limits
-        self._unit = max(limits.smallest_part, -(-size // limits.most_parts), 1)
+        self._part_length = max(limits.smallest_part, -(-size // limits.most_parts), 1)
         """Length of a part, by which offsets are numbered. The first write sets it."""
         self._upload: asyncio.Task[str] | None = None
         self._parts: dict[int, str] = {}
@@ -57,13 +57,13 @@ class ObjectWriter(FileWriter):
             self._whole = True
             return
         if not self._written and end < self._size:
-            self._unit = body.nbytes
-        number = offset // self._unit + 1
+            self._part_length = body.nbytes
+        number = offset // self._part_length + 1
         if number in self._parts or self._written.get(offset, body.nbytes) != body.nbytes:
             raise StorageError(f"{self._url}: the parts of a file must be equally long, but for the last one")
         self._written[offset] = body.nbytes
         self._parts[number] = ""
-        upload = await self._begun()
+        upload = await self._upload_name()
 
         async def once(driver: Driver, attempt: Attempt) -> str:
             body.attempt = attempt
@@ -72,7 +72,7 @@ class ObjectWriter(FileWriter):
 
         self._parts[number] = await self._storage.send_request("upload", path, once)
 
-    async def _begun(self) -> str:
+    async def _upload_name(self) -> str:
         """Return the name of the upload, which the first part begins."""
         if self._upload is None:
             key, size = self._key, self._size
@@ -100,7 +100,7 @@ class ObjectWriter(FileWriter):
 
     async def _complete(self, driver: Driver, attempt: Attempt) -> None:
         """Complete the upload. If it does not exist after an attempt without a response, look at the object."""
-        upload = await self._begun()
+        upload = await self._upload_name()
         try:
             await driver.complete(self._key, upload, dict(sorted(self._parts.items())))
         except Exception as error:

@@ -21,7 +21,7 @@ from snapshot.storage import ABSENT, ANYTHING, URL, Expect, FileStat, in_thread
 
 _MISSING = {"NoSuchKey", "NoSuchUpload", "NotFound", "404"}
 _LASTING = {"NoSuchBucket", "NotImplemented", "501"}
-_PASSING = {
+_TRANSIENT = {
     "SlowDown",
     "InternalError",
     "ServiceUnavailable",
@@ -97,7 +97,7 @@ class S3Driver(Driver):
             found.get("NextContinuationToken"),
         )
 
-    async def _sum(self, body: RequestBody) -> dict[str, str]:
+    async def _compute_checksum(self, body: RequestBody) -> dict[str, str]:
         """Return the checksum by which the server verifies a body."""
         if not self._checksum:
             return {}
@@ -113,7 +113,7 @@ class S3Driver(Driver):
     async def put(self, key: str, body: RequestBody, expect: Expect) -> str:
         """Send `PutObject`, with a condition if there is an expectation."""
         condition = {} if expect is ANYTHING else {"IfNoneMatch": "*"} if expect is ABSENT else {"IfMatch": expect}
-        made = await self._call("put_object", Key=key, Body=body, **condition, **await self._sum(body))
+        made = await self._call("put_object", Key=key, Body=body, **condition, **await self._compute_checksum(body))
         return str(made["ETag"])
 
     async def begin(self, key: str, size: int) -> str:
@@ -123,7 +123,7 @@ class S3Driver(Driver):
 
     async def part(self, key: str, upload: str, number: int, offset: int, body: RequestBody, *, last: bool) -> str:
         """Send `UploadPart`; return ETag and checksum."""
-        checksum = await self._sum(body)
+        checksum = await self._compute_checksum(body)
         made = await self._call("upload_part", Key=key, UploadId=upload, PartNumber=number, Body=body, **checksum)
         return " ".join([made["ETag"], *checksum.values()])
 
@@ -140,7 +140,7 @@ class S3Driver(Driver):
         try:
             await self._call("abort_multipart_upload", Key=key, UploadId=upload)
         except failures.ClientError as error:
-            if _code(error) not in _MISSING:
+            if _error_code(error) not in _MISSING:
                 raise
 
     async def uploads(self, prefix: str) -> Sequence[tuple[str, str, float]]:
@@ -163,7 +163,7 @@ class S3Driver(Driver):
         told = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
         for failed in (await self._call("delete_objects", Delete=told)).get("Errors", ()):
             if failed.get("Code") not in _MISSING:
-                kind = TransientError if failed.get("Code") in _PASSING else StorageError
+                kind = TransientError if failed.get("Code") in _TRANSIENT else StorageError
                 raise kind(f"s3://{self._bucket}/{failed.get('Key')}: {failed.get('Code')}: {failed.get('Message')}")
 
     async def copy(self, source: str, key: str) -> None:
@@ -173,7 +173,7 @@ class S3Driver(Driver):
     def fault(self, error: Exception, url: URL) -> SnapshotError:
         """Translate by the response, or by the state of the connection."""
         if isinstance(error, failures.ClientError):
-            return self._said(error, url)
+            return self._translate_response(error, url)
         if isinstance(error, (failures.SSLError, failures.ProxyConnectionError)) or is_unknown_host(error):
             return StorageError(f"{url}: {error}")
         if isinstance(error, RecursionError):  # endless redirects
@@ -193,16 +193,16 @@ class S3Driver(Driver):
             return TransientError(f"{url}: {type(error).__name__}: {error}")
         return StorageError(f"{url}: {type(error).__name__}: {error}")
 
-    def _said(self, error: failures.ClientError, url: URL) -> SnapshotError:  # noqa: PLR0911 - one for each meaning
-        code = _code(error)
+    def _translate_response(self, error: failures.ClientError, url: URL) -> SnapshotError:  # noqa: PLR0911 - one for each meaning
+        code = _error_code(error)
         meta = error.response.get("ResponseMetadata", {})
         status, headers = int(meta.get("HTTPStatusCode") or 0), meta.get("HTTPHeaders", {})
         said = f"{url}: {code}: {error.response.get('Error', {}).get('Message', '')} (HTTP {status})"
         if code in _LASTING:
             return StorageError(said)
-        if code in EXPIRED and self._renew():
+        if code in EXPIRED and self._renew_credentials():
             return TransientError(said, refused=True)
-        if code in _PASSING or status == 429 or status >= 500:
+        if code in _TRANSIENT or status == 429 or status >= 500:
             after = headers.get("retry-after", "")
             refused = code in ("SlowDown", "ConditionalRequestConflict", "BadDigest") or status == 429
             return TransientError(said, after=float(after) if after.isdecimal() else None, refused=refused)
@@ -218,7 +218,7 @@ class S3Driver(Driver):
             said += "; the bucket is in another region: give client_kwargs={'region_name': ...}"
         return StorageError(said)
 
-    def _renew(self) -> bool:
+    def _renew_credentials(self) -> bool:
         """Make the next request renew the credentials; return whether they can be renewed."""
         credentials = getattr(self._client._request_signer, "_credentials", None)
         if credentials is None or not hasattr(credentials, "_expiry_time"):
@@ -227,5 +227,5 @@ class S3Driver(Driver):
         return True
 
 
-def _code(error: failures.ClientError) -> str:
+def _error_code(error: failures.ClientError) -> str:
     return str(error.response.get("Error", {}).get("Code", ""))

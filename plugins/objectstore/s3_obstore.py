@@ -35,9 +35,9 @@ class ObstoreDriver(S3Driver):
         self._make_store = make_store
         self.store = make_store()
 
-    def _renew(self) -> bool:
+    def _renew_credentials(self) -> bool:
         """Renew the credentials, and make a new store, since obstore keeps them until they expire."""
-        if not super()._renew():
+        if not super()._renew_credentials():
             return False
         self.store = self._make_store()
         return True
@@ -60,7 +60,7 @@ class ObstoreDriver(S3Driver):
         said = str(error).partition("\n\nDebug source")[0].replace("\n", " ")
         said = _TOKEN.sub("", said)  # S3 quotes an invalid token
         what = f"{url}: {said}"
-        if any(code in said for code in EXPIRED) and self._renew():
+        if any(code in said for code in EXPIRED) and self._renew_credentials():
             return TransientError(what, refused=True)
         if isinstance(error, (NotFoundError, FileNotFoundError)):
             return StorageError(what) if "NoSuchBucket" in said else StorageNotFoundError(what)
