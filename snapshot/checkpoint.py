@@ -33,7 +33,7 @@ from snapshot.runtime.loop import refuse_on_loop, run
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.url import URL
-from snapshot.verbs.verify import verify_files
+from snapshot.verbs.verification import verify_files
 
 if TYPE_CHECKING:
     import torch
@@ -204,7 +204,7 @@ class Checkpoint:
         1 changed, 1 the same; 1 entry had to be read: 24 B
           ~ model/w: 3 of 3 differ, at most by 1, norm 1.73205
         """
-        from snapshot.verbs.diff import compare_snapshots  # who only trains need not wait for it
+        from snapshot.verbs.comparison import compare_snapshots  # who only trains need not wait for it
 
         refuse_on_loop()
         sides = [each if isinstance(each, Checkpoint) else Checkpoint(each) for each in (a, b)]
@@ -267,7 +267,7 @@ class Checkpoint:
         >>> snapshot.convert("memory://docs/model.safetensors", "safetensors").tensors
         1
         """
-        from snapshot.verbs.convert import converted
+        from snapshot.verbs.conversion import converted
         from snapshot.verbs.to_snapshot import Selection  # who only trains need not wait for it
 
         refuse_on_loop()
@@ -277,9 +277,9 @@ class Checkpoint:
             self._options,
             URL.parse(os.fspath(url)),
             storage_options,
-            to,
-            choice,
-            Meter("convert", progress),
+            to=to,
+            choice=choice,
+            meter=Meter("convert", progress),
             shard_bytes=shard_bytes,
             overwrite=overwrite,
             durable=durable,
@@ -336,8 +336,8 @@ class Checkpoint:
             self._options,
             URL.parse(os.fspath(url)),
             storage_options,
-            Selection(select, exclude, verify=verify, allow_pickle=self._allow_pickle),
-            Meter("copy", progress),
+            choice=Selection(select, exclude, verify=verify, allow_pickle=self._allow_pickle),
+            meter=Meter("copy", progress),
             overwrite=overwrite,
             durable=durable,
             budget=memory_budget_bytes,

@@ -28,6 +28,7 @@ class PendingTake(Generic[T]):
         work: LoopFuture[None],
         meter: Meter,
         snapshot: T,
+        *,
         held: PendingCopy | None = None,
         save_id: str = "",
     ) -> None:

@@ -33,6 +33,11 @@ _BUILT_IN = {
 _registered: dict[str, type[Storage]] = {}
 
 
+def registered() -> Mapping[str, type[Storage]]:
+    """Return the plugins that were registered in this process, by scheme."""
+    return _registered
+
+
 def register(scheme: str, plugin: type[Storage]) -> None:
     """Make `scheme://` URLs open with `plugin` in this process; it goes before built-in ones and entry points.
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from snapshot.storage import Buffer
-from snapshot.tensors.memory import copy
+from snapshot.tensors.addresses import copy
 
 PAGE = 4096
 WORTH = 1 << 20

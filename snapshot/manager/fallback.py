@@ -10,7 +10,7 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.errors import CorruptSnapshotError, RankError, SnapshotNotFoundError, StorageError, StorageNotFoundError
 from snapshot.events import emit, log
 from snapshot.formats.detect import UnknownFormatError
-from snapshot.load.options import RestoreOptions
+from snapshot.load.restore_options import RestoreOptions
 from snapshot.manager.root import Root
 from snapshot.runtime.loop import run
 from snapshot.snapshot import AppState, Snapshot

@@ -201,12 +201,14 @@ class Flattened(TensorLeaves):
     def _record(self, path: str, value: Any, depth: int) -> None:
         within, self._within = self._within, True
         try:
-            self._fields(path, value, e.RecordEntry, class_name(type(value)), compound.attributes(value), depth)
+            self._fields(
+                path, value, e.RecordEntry, class_name(type(value)), held=compound.attributes(value), depth=depth
+            )
         finally:
             self._within = within
 
     def _fields(
-        self, path: str, value: Any, kind: type[e.RecordEntry], name: str, held: dict[str, Any], depth: int
+        self, path: str, value: Any, kind: type[e.RecordEntry], name: str, *, held: dict[str, Any], depth: int
     ) -> None:
         """Flatten an object that is what it has under its names."""
         self._deeper(path, depth)
@@ -241,7 +243,7 @@ class Flattened(TensorLeaves):
     def _saved(self, path: str, value: SavedObject, depth: int) -> None:
         """Save what was read of an object whose class is not here as that object."""
         if value.kind == compound.RECORD:
-            self._fields(path, value, e.RecordEntry, value.class_name, dict(value), depth)
+            self._fields(path, value, e.RecordEntry, value.class_name, held=dict(value), depth=depth)
         elif value.kind == compound.ENUM:
             self._member(path, value)
         elif value.kind == compound.WRAPPER and isinstance(value._entry, e.SubclassEntry):

@@ -143,7 +143,7 @@ def empty_like(value: Any, dtype: torch.dtype) -> Any:
 def _of_wrapper(path: str, value: Sharded) -> Shards:
     pieces = _pieces(path, [(value._box(), value.tensor)], None, value.replica)
     shape = tuple(value.global_shape)
-    return _listed(value.tensor.dtype, shape, pieces, None, "", value.tensor.requires_grad)
+    return _listed(value.tensor.dtype, shape, pieces, None, layout="", requires_grad=value.tensor.requires_grad)
 
 
 def _of_dtensor(path: str, value: Any) -> Shards:
@@ -171,7 +171,7 @@ def _of_dtensor(path: str, value: Any) -> Shards:
             if local.dtype != dtype:
                 raise SnapshotError(f"{path}: a DTensor of {dtype} whose local part is of {local.dtype}")
             coordinate = tuple(coordinate)
-            held = _held(path, local, shape, mesh_shape, placements, coordinate, order)
+            held = _held(path, local, shape, mesh_shape, placements=placements, coordinate=coordinate, order=order)
             holders = meshes.peers(ranks, mesh_shape, placements, coordinate)
             pieces = [Piece(box, local[part.slices()], holders) for box, part in held.boxes]
     return Shards("DTensor", dtype, shape, pieces, ranks, nested, texts, layout, bool(value.requires_grad))
@@ -224,6 +224,7 @@ def _held(
     local: torch.Tensor,
     shape: Shape,
     mesh_shape: Shape,
+    *,
     placements: meshes.Placements,
     coordinate: Shape,
     order: tuple[int, ...] | None,
@@ -270,7 +271,7 @@ def _of_sharded_tensor(path: str, value: Any) -> Shards:
     ranks = tuple(sorted({rank for several in known.values() for rank in several})) if told else None
     texts = sorted(f"{box}@{','.join(map(str, several))}" for box, several in known.items())
     layout = f"ShardedTensor {_dtype(properties.dtype)} {list(shape)} in {' '.join(texts)}" if told else ""
-    return _listed(properties.dtype, shape, pieces, ranks, layout, bool(properties.requires_grad))
+    return _listed(properties.dtype, shape, pieces, ranks, layout=layout, requires_grad=bool(properties.requires_grad))
 
 
 def _is_checkpointable(value: Any) -> bool:
@@ -296,7 +297,9 @@ def _of_checkpointable(path: str, value: Any, shape: Shape) -> Shards:
     dtypes = {piece.tensor.dtype for piece in pieces} or {getattr(value, "dtype", torch.get_default_dtype())}
     if len(dtypes) > 1:
         raise SnapshotError(f"{path}: its parts are of several dtypes: {', '.join(sorted(map(str, dtypes)))}")
-    return _listed(dtypes.pop(), shape, pieces, None, "", bool(getattr(value, "requires_grad", False)))
+    return _listed(
+        dtypes.pop(), shape, pieces, None, layout="", requires_grad=bool(getattr(value, "requires_grad", False))
+    )
 
 
 def _listed(
@@ -304,6 +307,7 @@ def _listed(
     shape: Shape,
     pieces: list[Piece],
     ranks: tuple[int, ...] | None,
+    *,
     layout: str,
     requires_grad: bool,
 ) -> Shards:

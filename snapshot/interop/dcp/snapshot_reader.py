@@ -34,7 +34,7 @@ from snapshot.distributed.group import ranks_of
 from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError
 from snapshot.events import emit
 from snapshot.interop.dcp.names import DcpNames, partial_entry, recall
-from snapshot.interop.dcp.writer import rank_folder, shown, storage_knows
+from snapshot.interop.dcp.snapshot_writer import rank_folder, shown, storage_knows
 from snapshot.load.class_binding import Binding
 from snapshot.load.open import expect_files, open_document, read_from
 from snapshot.load.read_plan import ReadPlan
@@ -160,7 +160,7 @@ class SnapshotReader(StorageReader):
         meter = Meter(VERB, None)
         try:
             run(read_from(session, opened.document))
-            load = _Load(session, opened, planner, self.verify, self.allow_pickle, meter)
+            load = _Load(session, opened, planner, self.verify, allow_pickle=self.allow_pickle, meter=meter)
             load.read(plan.items)
         except BaseException as error:
             emit("failed", VERB, str(opened.url), error=error)
@@ -248,6 +248,7 @@ class _Load:
         opened: _Opened,
         planner: LoadPlanner,
         verify: bool,
+        *,
         allow_pickle: bool,
         meter: Meter,
     ) -> None:

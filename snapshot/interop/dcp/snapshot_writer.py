@@ -27,9 +27,10 @@ from snapshot.aio import shielded
 from snapshot.errors import SnapshotError, SnapshotExistsError, StorageNotFoundError
 from snapshot.events import emit, log
 from snapshot.formats.notice import leave_notice
-from snapshot.interop.dcp.commit import Told, dcp_exchange, join_and_commit
+from snapshot.interop.dcp.dcp_commit import Told, dcp_exchange, join_and_commit
 from snapshot.interop.dcp.items import write_items
 from snapshot.manifest.document import METADATA
+from snapshot.per_process import PerProcess
 from snapshot.registry import plugin_for
 from snapshot.runtime.loop import finish_before_exit, run, start
 from snapshot.runtime.session import Session
@@ -81,7 +82,7 @@ def _arrive(save_id: str, rank: int, where: str) -> Ticket:
     return ticket
 
 
-_newest: dict[str, Transaction] = {}
+_newest: PerProcess[dict[str, Transaction]] = PerProcess(dict)
 """Of each place, the save of this process that began there last and is not over."""
 
 
@@ -119,8 +120,8 @@ def _give_up_later(session: Session, transaction: Transaction, where: str) -> No
 
 async def _end(session: Session, transaction: Transaction, where: str) -> None:
     transaction.release()
-    if _newest.get(where) is transaction:
-        _newest.pop(where, None)
+    if _newest.get().get(where) is transaction:
+        _newest.get().pop(where, None)
     await session.close()
 
 
@@ -159,7 +160,7 @@ class SnapshotWriter(StorageWriter):
     tensor([1., 1.])
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - the arguments of FileSystemWriter, in its order
         self,
         path: str | os.PathLike[str] | None = None,
         single_file_per_rank: bool = True,
@@ -317,9 +318,9 @@ class SnapshotWriter(StorageWriter):
         transaction.expect(await expectation(save.session, overwrite=self.overwrite))
         if self._alone:
             await self._refuse_shadow()
-        if (earlier := _newest.get(save.where)) is not None:
+        if (earlier := _newest.get().get(save.where)) is not None:
             earlier.release()
-        _newest[save.where] = transaction
+        _newest.get()[save.where] = transaction
         try:
             await transaction.claim()
         except BaseException:
@@ -380,13 +381,13 @@ class SnapshotWriter(StorageWriter):
         return f"SnapshotWriter({shown(self.path)!r})"
 
 
-_logged: set[str] = set()
+_logged: PerProcess[set[str]] = PerProcess(set)
 
 
 def _log_unused(**given: bool) -> None:
     """Say once which arguments of FileSystemWriter mean nothing here."""
-    names = [name for name, is_given in given.items() if is_given and name not in _logged]
-    _logged.update(names)
+    names = [name for name, is_given in given.items() if is_given and name not in _logged.get()]
+    _logged.get().update(names)
     if names:
         log.info("SnapshotWriter: means nothing for a snapshot, and is ignored: %s", ", ".join(names))
 

@@ -59,7 +59,8 @@ class RestoreOptions:
     progress: ProgressArgument = None
     timeout: float | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise `ValueError` for a choice that does not exist. Called when the other ranks can be told of it."""
         if self.cast not in CASTS:
             raise ValueError(f"cast must be {', '.join(map(repr, CASTS))}, got {self.cast!r}")
         if self.read_once not in ("auto", True, False):

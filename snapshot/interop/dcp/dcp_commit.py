@@ -26,7 +26,7 @@ from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.save.commit import RankDone, commit_with_ranks, own_part_path
 from snapshot.save.manifest_builder import RankManifest, encode_own_part, shard_checksums
-from snapshot.save.options import encode_metadata
+from snapshot.save.take_options import encode_metadata
 from snapshot.save.transaction import Transaction
 from snapshot.save.writer import write_small
 from snapshot.tensors.digest import of_range

@@ -32,10 +32,10 @@ def converted(
     options: Mapping[str, Any] | None,
     url: URL,
     target_options: Mapping[str, Any] | None,
+    *,
     to: str,
     choice: Selection,
     meter: Meter,
-    *,
     shard_bytes: int,
     overwrite: bool,
     durable: bool,
@@ -64,14 +64,23 @@ def converted(
                 document,
                 choice,
                 url,
-                lambda place: Session(place, target_options, durable=durable, budget=half),
-                meter,
+                open_session=lambda place: Session(place, target_options, durable=durable, budget=half),
+                meter=meter,
                 overwrite=overwrite,
                 timeout=Settings.current().timeout,
             )
         else:
             report = _exported(
-                source, document, choice, url, target_options, to, meter, shard_bytes, overwrite, durable
+                source,
+                document,
+                choice,
+                url,
+                options=target_options,
+                to=to,
+                meter=meter,
+                shard_bytes=shard_bytes,
+                overwrite=overwrite,
+                durable=durable,
             )
     except BaseException as error:
         emit("failed", "convert", str(url), error=error)
@@ -89,6 +98,7 @@ def _exported(
     document: Document,
     choice: Selection,
     url: URL,
+    *,
     options: Mapping[str, Any] | None,
     to: str,
     meter: Meter,

@@ -228,12 +228,12 @@ def _matched(
                 continue
             item = _DiffItem(path, *compared(path, a, b, values, same_format=here.format == there.format))
             if known:
-                _tied(item, name, rank, ties, here, there)
+                _tied(item, name, rank, ties, here=here, there=there)
             items.append(item)
     return removed, added, items
 
 
-def _tied(item: _DiffItem, name: str, rank: Rank, ties: Any, here: DiffNames, there: DiffNames) -> None:
+def _tied(item: _DiffItem, name: str, rank: Rank, ties: Any, *, here: DiffNames, there: DiffNames) -> None:
     """Whether a tensor is the same as others in both, of those that both have."""
     before, after = (
         {each for each in tied.get((name, rank), ()) if each in here.forms and each in there.forms} for tied in ties
