@@ -14,7 +14,7 @@ from using import PATIENT, patience, use
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, StateDict, StorageError
 from snapshot.errors import StorageConflictError
-from snapshot.plugins import attempts
+from snapshot.plugins.network import retry
 from snapshot.storage import ABSENT
 from snapshot.testing import FaultProxy, StorageTests
 from snapshot.testing.parts import fetch, pattern, store
@@ -35,7 +35,7 @@ class TestGcs(StorageTests):
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch):
     """What fails on purpose is tried again soon."""
-    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import using
 from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError, StateDict, StorageError
 from snapshot.errors import StorageConflictError, StorageNotFoundError
 from snapshot.events import add_handler, remove_handler
-from snapshot.plugins import attempts
+from snapshot.plugins.network import retry
 from snapshot.registry import open_storage
 from snapshot.storage import URL
 from snapshot.testing import FaultProxy, StorageTests
@@ -54,7 +54,7 @@ class TestHttp(StorageTests):
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch):
     """What fails on purpose is tried again soon."""
-    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
 
 
 def use(url, work, **options):

@@ -1,5 +1,4 @@
-"""Files as descriptors: vectored calls until all is done, readers that may go around the page cache, synced and locked
-folders."""
+"""Files as descriptors: complete vectored calls, open files, folders that are synced or locked."""
 
 from __future__ import annotations
 
@@ -15,43 +14,43 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from snapshot.errors import StorageError
-from snapshot.plugins import direct
+from snapshot.plugins.file import direct_io
 from snapshot.storage import Buffer
 
 _MOST_BUFFERS = os.sysconf("SC_IOV_MAX") if "SC_IOV_MAX" in os.sysconf_names else 16
 _FOR_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-"""A FIFO without a writer would be waited for; a regular file knows no O_NONBLOCK."""
+"""O_NONBLOCK, since opening a FIFO without a writer would wait. Regular files ignore it."""
 LOCK_PATIENCE = 10.0
-"""Seconds that a folder may be locked by somebody else: they hold the lock for one rename."""
+"""Seconds to wait for a folder's lock, which is held for one rename."""
 _LOCK_POLL = 0.02
 
 
-class Reader:
-    """One file that is open for reading: through the page cache, and (from the first cold read on) around it."""
+class OpenFile:
+    """A file that is open for reading: through the page cache and, from the first cold read on, with O_DIRECT."""
 
-    def __init__(self, full: str, direct_io: str) -> None:
+    def __init__(self, full: str, mode: str) -> None:
         self.descriptor = open_regular(full)
         self.around = -1
         opened = os.fstat(self.descriptor)
         self.identity = _identity(opened)
         self._full = full
-        self._mode = direct_io
+        self._mode = mode
         self._lock = threading.Lock()
 
     def goes_around(self, offset: int) -> bool:
-        """Whether a long read from an offset on should go around the page cache; if so, `around` is open."""
-        if self._mode == "never" or (self._mode != "always" and not direct.is_cold(self.descriptor, offset)):
+        """Return whether a long read at an offset should use O_DIRECT; if so, `around` is open."""
+        if self._mode == "never" or (self._mode != "always" and not direct_io.is_cold(self.descriptor, offset)):
             return False
         with self._lock:
             if self.around < 0:
                 try:
-                    around = direct.open_direct(self._full, _FOR_READING, for_reading=True)
-                except OSError as error:  # one that is open is enough
+                    around = direct_io.open_direct(self._full, _FOR_READING, for_reading=True)
+                except OSError as error:  # one descriptor is enough
                     if error.errno not in (errno.EMFILE, errno.ENFILE):
                         raise
                     return False
                 if around is not None and _identity(os.fstat(around)) != self.identity:
-                    os.close(around)  # another file has taken its name
+                    os.close(around)  # the file was replaced
                     around = None
                 if around is None:
                     self._mode = "never"
@@ -60,7 +59,7 @@ class Reader:
         return True
 
     def close(self) -> None:
-        """What a file says at its end is of no use to who has read it."""
+        """Close the descriptors; errors do not matter after reading."""
         for descriptor in (self.descriptor, self.around):
             if descriptor >= 0:
                 with contextlib.suppress(OSError):
@@ -68,7 +67,7 @@ class Reader:
 
 
 def open_regular(full: str) -> int:
-    """Open a file for reading; `StorageError` where it is no regular one, whose end may never come."""
+    """Open a file for reading; raise StorageError if it is not a regular file, which might never end."""
     descriptor = os.open(full, _FOR_READING)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -76,13 +75,13 @@ def open_regular(full: str) -> int:
     return descriptor
 
 
-def read_all(full: str, limit: int | None) -> bytes:
-    """A regular file's content; of one that is longer than the limit, one byte more than that."""
+def read_regular(full: str, limit: int | None) -> bytes:
+    """Return the content of a regular file, and at most one byte more than the limit."""
     with open(open_regular(full), "rb") as file:
         return file.read() if limit is None else file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)
 
 
-def fill(descriptor: int, data: bytes, *, durable: bool) -> None:
+def write_all(descriptor: int, data: bytes, *, durable: bool) -> None:
     """Write all of a small file."""
     view = memoryview(data)
     while view:
@@ -98,14 +97,18 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def length_of(data: Buffer) -> int:
-    """How many bytes a buffer holds; of a ctypes array, the short way."""
+def buffer_length(data: Buffer) -> int:
+    """Return the size of a buffer in bytes, by a faster way for ctypes arrays."""
     return ctypes.sizeof(data) if isinstance(data, ctypes.Array) else memoryview(data).nbytes
 
 
-def vectored(call: Callable[..., int], descriptor: int, buffers: Sequence[Buffer], offset: int, total: int) -> int:
-    """Do a vectored call until all is done, or (reading) the file ends; where it ended. The kernel takes 1024
-    buffers."""
+def transfer_vectored(
+    call: Callable[..., int], descriptor: int, buffers: Sequence[Buffer], offset: int, total: int
+) -> int:
+    """Repeat a vectored call until all bytes are moved or the file ends; return the offset that was reached.
+
+    The kernel takes 1024 buffers a call.
+    """
     end = offset + total
     for first in range(0, len(buffers), _MOST_BUFFERS):
         rest: Sequence[Buffer] = buffers[first : first + _MOST_BUFFERS]
@@ -114,24 +117,27 @@ def vectored(call: Callable[..., int], descriptor: int, buffers: Sequence[Buffer
             offset += done
             if offset >= end:
                 return offset
-            rest = after(rest, done)
+            rest = skip_bytes(rest, done)
             if done == 0 and rest:
                 return offset
     return offset
 
 
-def after(buffers: Sequence[Buffer], done: int) -> Sequence[Buffer]:
-    """What is left of the buffers behind their first `done` bytes."""
+def skip_bytes(buffers: Sequence[Buffer], done: int) -> Sequence[Buffer]:
+    """Return the buffers without their first `done` bytes."""
     for i, each in enumerate(buffers):
-        length = length_of(each)
+        length = buffer_length(each)
         if done < length:
             return [memoryview(each).cast("B")[done:], *buffers[i + 1 :]]
         done -= length
     return []
 
 
-def link_below(root: str, folder: str) -> str | None:
-    """The first folder below a root, down to `folder`, that is a symbolic link: what it leads to is not the root's."""
+def find_link(root: str, folder: str) -> str | None:
+    """Return the first symbolic link among the folders from a root down to `folder`, or None.
+
+    A link may lead out of the root.
+    """
     full = root
     for part in folder.split("/") if folder else ():
         full = f"{full}/{part}"
@@ -141,21 +147,33 @@ def link_below(root: str, folder: str) -> str | None:
 
 
 def sync_folder(folder: str) -> None:
-    """Make the names in a folder durable, where its file system can."""
+    """Flush the names in a folder to disk, if its file system can."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system whose folders cannot be synced
+        if error.errno != errno.EINVAL:  # this file system cannot sync folders
             raise
     finally:
         os.close(descriptor)
 
 
+def drop_cache(path: str) -> None:
+    """Drop a file from the page cache, after flushing it: dirty pages would stay."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
-def locked(folder: str) -> Iterator[None]:
-    """Hold a folder's lock; `StorageError` where somebody else does not give it up. Without one where the file system
-    has none."""
+def lock_folder(folder: str) -> Iterator[None]:
+    """Hold a folder's lock; raise StorageError if another process does not release it.
+
+    On a file system without locks, go on without one.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     deadline = time.monotonic() + LOCK_PATIENCE
     try:
@@ -169,7 +187,7 @@ def locked(folder: str) -> Iterator[None]:
                     ) from None
                 time.sleep(_LOCK_POLL)
                 continue
-            except OSError:  # a file system without locks
+            except OSError:  # this file system has no locks
                 pass
             break
         yield
@@ -177,6 +195,6 @@ def locked(folder: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def token_of(found: os.stat_result) -> str:
-    """What changes whenever a file's content does."""
+def file_token(found: os.stat_result) -> str:
+    """Return a token that changes whenever a file's content does."""
     return f"{found.st_ino:x}-{found.st_size:x}-{found.st_mtime_ns:x}"

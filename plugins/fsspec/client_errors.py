@@ -1,4 +1,4 @@
-"""What the errors of fsspec's many clients mean, and what of their words may be shown."""
+"""Errors of fsspec's many clients: their meaning, and their text without secrets."""
 
 from __future__ import annotations
 
@@ -9,23 +9,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from snapshot.errors import StorageError, StorageNotFoundError
-from snapshot.plugins.attempts import PassingError
+from snapshot.plugins.network.retry import TransientError
 
-_PASSING = {
-    ("httpx", "TransportError"), ("aiohttp", "ClientConnectionError"), ("aiohttp", "ClientPayloadError"),
-    ("asyncssh", "ConnectionLost"), ("asyncssh", "SFTPConnectionLost"), ("asyncssh", "SFTPNoConnection"),
-    ("asyncssh", "ChannelOpenError"), ("botocore", "HTTPClientError"), ("requests", "ConnectionError"),
-    ("webdav4", "BadGatewayError"), ("webdav4", "ResourceLocked"),
-}  # fmt: skip
-"""Errors of clients, by package and class, which are of no class that Python knows."""
+_TRANSIENT = {
+    ("httpx", "TransportError"),
+    ("aiohttp", "ClientConnectionError"),
+    ("aiohttp", "ClientPayloadError"),
+    ("asyncssh", "ConnectionLost"),
+    ("asyncssh", "SFTPConnectionLost"),
+    ("asyncssh", "SFTPNoConnection"),
+    ("asyncssh", "ChannelOpenError"),
+    ("botocore", "HTTPClientError"),
+    ("requests", "ConnectionError"),
+    ("webdav4", "BadGatewayError"),
+    ("webdav4", "ResourceLocked"),
+}
+"""Transient errors by package and class, if the class is not derived from one of Python's."""
 
 
-class LostError(PassingError):
-    """Raised for a connection that broke, so that the next attempt is made over another."""
+class LostError(TransientError):
+    """Raised for a broken connection: the next attempt uses a new one."""
 
 
-def fault(error: BaseException, said: str) -> StorageError:
-    """What an error of a client means; `said` is our words for it."""
+def translate(error: BaseException, said: str) -> StorageError:
+    """Return our error for a client's error, with our own text."""
     bases = {(base.__module__.partition(".")[0], base.__name__) for base in type(error).__mro__}
     if isinstance(error, FileNotFoundError) or ("webdav4", "ResourceNotFound") in bases:
         return StorageNotFoundError(said)
@@ -33,10 +40,10 @@ def fault(error: BaseException, said: str) -> StorageError:
     if status in (404, 410):
         return StorageNotFoundError(said)
     if status is not None and (status in (408, 425, 429) or (status >= 500 and status not in (501, 505, 507))):
-        return PassingError(said, refused=status in (425, 429))
+        return TransientError(said, refused=status in (425, 429))
     if isinstance(error, socket.gaierror):
         return StorageError(said) if error.errno == socket.EAI_NONAME else LostError(said)
-    lost = isinstance(error, (ConnectionError, TimeoutError, EOFError)) or bool(bases & _PASSING)
+    lost = isinstance(error, (ConnectionError, TimeoutError, EOFError)) or bool(bases & _TRANSIENT)
     if lost or (isinstance(error, OSError) and error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH)):
         return LostError(said)
     made = StorageError(said)
@@ -46,7 +53,7 @@ def fault(error: BaseException, said: str) -> StorageError:
 
 
 def _status(error: BaseException) -> int | None:
-    """The status of an HTTP answer, wherever a client keeps it."""
+    """Return the HTTP status of an error, from any of the clients' attributes."""
     response = getattr(error, "response", None)
     for holder, name in [(error, "status"), (error, "status_code"), (response, "status_code"), (error, "code")]:
         status = getattr(holder, name, None)
@@ -56,14 +63,24 @@ def _status(error: BaseException) -> int | None:
 
 
 _HARMLESS = {
-    "host", "port", "username", "user", "base_url", "endpoint_url", "known_hosts", "client_keys", "cache_storage", "fo",
-    "path", "root",
-}  # fmt: skip
+    "host",
+    "port",
+    "username",
+    "user",
+    "base_url",
+    "endpoint_url",
+    "known_hosts",
+    "client_keys",
+    "cache_storage",
+    "fo",
+    "path",
+    "root",
+}
 _CREDENTIALS = re.compile(r"(://[^/\s:@]*):[^/\s@]*@")
 
 
 def secrets_in(options: Any, name: str = "") -> Iterator[str]:
-    """The values that nobody may see: all, but for those that say where, since any name may be that of a key."""
+    """Yield the values to hide: all except addresses, since any other option may be a key."""
     if isinstance(options, Mapping):
         for each, value in options.items():
             yield from secrets_in(value, str(each))
@@ -76,15 +93,15 @@ def secrets_in(options: Any, name: str = "") -> Iterator[str]:
             yield text
 
 
-def hidden(text: str, values: Sequence[str]) -> str:
-    """A client's words, without secrets."""
+def redact(text: str, values: Sequence[str]) -> str:
+    """Return a client's text without secrets."""
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, "***")
     return _CREDENTIALS.sub(r"\1:***@", text)
 
 
-def shown(error: BaseException | None) -> str:
-    """All that a traceback would show of an error."""
+def all_words(error: BaseException | None) -> str:
+    """Return all text that a traceback shows of an error."""
     words = []
     while error is not None:
         words.append(f"{error!r} {error}")

@@ -1,7 +1,7 @@
-"""Around the page cache: O_DIRECT for bulk bytes, where the file system allows it and it pays.
+"""O_DIRECT for bulk bytes, if the file system allows it and it is faster.
 
-Durable writes are steadier so, and leave the page cache to the training job; cold reads are faster. Where it is refused
-(tmpfs, some network and overlay file systems) everything goes on through the page cache, quietly.
+Durable writes are steadier, and leave the page cache to the training job. Cold reads are faster. A file system that
+refuses it (tmpfs, some network and overlay file systems) is used through the page cache, without a warning.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from snapshot.tensors.addresses import copy
 
 PAGE = 4096
 WORTH = 1 << 20
-"""Shorter reads are not worth going around the page cache."""
+"""Minimum bytes of a read that uses O_DIRECT."""
 CHUNK = 8 << 20
 _NOT_WORTH = {
     "tmpfs",
@@ -50,16 +50,18 @@ def _known_file_system(device: int) -> str:
 
 
 def _file_system(device: int) -> str:
-    """The type of the file system with a device number, from the kernel's table of mounts; what cannot be found out
-    now, as without a descriptor to spare, may be later."""
+    """Return the type of the file system with a device number, by the kernel's table of mounts.
+
+    A failure is not cached: it may be due to a lack of descriptors.
+    """
     try:
         return _known_file_system(device)
     except (OSError, ValueError, LookupError):
         return ""
 
 
-def pays(folder: str, *, always: bool = False) -> bool:
-    """Whether durable writes below a folder (which may not exist yet) go around the page cache."""
+def is_worthwhile(folder: str, *, always: bool = False) -> bool:
+    """Return whether durable writes below a folder should use O_DIRECT. The folder need not exist."""
     if not hasattr(os, "O_DIRECT"):
         return False
     while not os.path.exists(folder) and folder not in ("", "/"):
@@ -72,7 +74,7 @@ def pays(folder: str, *, always: bool = False) -> bool:
 
 
 def open_direct(full: str, flags: int, *, for_reading: bool = False) -> int | None:
-    """A descriptor that goes around the page cache; None where that is refused."""
+    """Open a file with O_DIRECT; return None if that is refused."""
     if not hasattr(os, "O_DIRECT"):
         return None
     try:
@@ -87,16 +89,15 @@ def open_direct(full: str, flags: int, *, for_reading: bool = False) -> int | No
     return descriptor
 
 
-def leave(descriptor: int) -> bool:
-    """Let a descriptor go through the page cache from now on; False, since it then goes around it no more."""
+def stop_direct(descriptor: int) -> None:
+    """Switch a descriptor back to the page cache."""
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
-    return False
 
 
-def write(descriptor: int, offset: int, buffers: Sequence[Buffer], total: int) -> bool:
-    """Write one aligned buffer; its last page may reach past its end, and is cut off when the file is finished.
+def write_aligned(descriptor: int, offset: int, buffers: Sequence[Buffer], total: int) -> bool:
+    """Write one aligned buffer; return False if it is not aligned, or the file system refuses after all.
 
-    False where it is not aligned, or the file system refuses after all: then nothing of it counts as written.
+    Nothing counts as written then. The last page may reach past the end of the buffer; `finish` truncates it.
     """
     if len(buffers) != 1 or offset % PAGE:
         return False
@@ -105,7 +106,7 @@ def write(descriptor: int, offset: int, buffers: Sequence[Buffer], total: int) -
     if address % PAGE:
         return False
     padded = -(-total // PAGE) * PAGE
-    if padded != total:  # slots are whole pages, so the tail of the last one is there to be written
+    if padded != total:  # buffers are whole pages, so the tail of the last one can be written
         view = memoryview((ctypes.c_char * padded).from_address(address)).cast("B")
     done = 0
     while done < padded:
@@ -122,7 +123,7 @@ def write(descriptor: int, offset: int, buffers: Sequence[Buffer], total: int) -
 
 
 def is_cold(descriptor: int, offset: int) -> bool:
-    """Whether a file's bytes at an offset are not in the page cache; asked by a read that must not wait."""
+    """Return whether the bytes at an offset are missing from the page cache, by a read that must not wait."""
     if not hasattr(os, "RWF_NOWAIT"):
         return False
     try:
@@ -134,8 +135,8 @@ def is_cold(descriptor: int, offset: int) -> bool:
     return False
 
 
-def read(descriptor: int, offset: int, buffers: Sequence[Buffer], total: int, bounce: memoryview) -> int:
-    """Fill the buffers through an aligned one; how many bytes there were."""
+def read_bounced(descriptor: int, offset: int, buffers: Sequence[Buffer], total: int, bounce: memoryview) -> int:
+    """Fill the buffers through an aligned bounce buffer; return the number of bytes read."""
     source = ctypes.addressof(ctypes.c_char.from_buffer(bounce))
     got = 0
     targets = iter(buffers)
@@ -164,7 +165,7 @@ def read(descriptor: int, offset: int, buffers: Sequence[Buffer], total: int, bo
 
 
 def start_writeback(descriptor: int, offset: int, length: int) -> None:
-    """Let the kernel begin to write a range to the disk now, so that less is left to `fsync`."""
+    """Start to flush a range to disk, so that less is left to `fsync`."""
     function = getattr(_libc, "sync_file_range", None)
     if function is not None:
         function(descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), ctypes.c_uint(2))

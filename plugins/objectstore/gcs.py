@@ -1,5 +1,7 @@
-"""Google Cloud Storage. gcsfs says how to get in; the requests are made here, since it offers no conditions, no parts
-that are not copied, and retries that cannot be turned off."""
+"""Google Cloud Storage. gcsfs finds the credentials, and the requests are made here.
+
+gcsfs has no conditions, copies the parts of uploads, and retries on its own.
+"""
 
 from __future__ import annotations
 
@@ -18,32 +20,46 @@ import aiohttp
 from gcsfs.core import GCSFileSystem
 
 from snapshot.errors import SnapshotError, StorageConflictError, StorageError
-from snapshot.plugins.attempts import Body, PassingError, Sink
-from snapshot.plugins.drivers import Driver, Page
-from snapshot.plugins.http import StatusError, new_session, status_fault
-from snapshot.plugins.objects import ObjectStorage
-from snapshot.plugins.streams import content_range, drained, lost, pour
+from snapshot.plugins.network.aiohttp_client import (
+    StatusError,
+    connection_fault,
+    drain_into,
+    new_session,
+    parse_content_range,
+    released_response,
+    status_fault,
+)
+from snapshot.plugins.network.retry import TransientError
+from snapshot.plugins.network.transfer import RequestBody, ResponseSink
+from snapshot.plugins.objectstore.driver import Driver, Page
+from snapshot.plugins.objectstore.object_storage import ObjectStorage
 from snapshot.storage import ABSENT, ANYTHING, URL, Expect, FileStat, Limits
 
 MiB = 1 << 20
 LIMITS = Limits(
-    smallest_part=MiB // 4, multiple=MiB // 4, preferred_part=16 * MiB, in_order=True, parallel_parts=16,
-    parts_per_file=1, parallel_files=8, merge_gap=MiB
-)  # fmt: skip
-"""A file goes up part after part; so several files go up side by side."""
-_WAYS = {"google_default", "cache", "cloud", "anon", "browser"}
-"""What gcsfs takes for a way to find a token."""
-_REACHED = re.compile(r"bytes=0-(\d+)")
+    smallest_part=MiB // 4,
+    multiple=MiB // 4,
+    preferred_part=16 * MiB,
+    in_order=True,
+    parallel_parts=16,
+    parts_per_file=1,
+    parallel_files=8,
+    merge_gap=MiB,
+)
+"""The parts of a file are uploaded in order, so several files are uploaded concurrently."""
+_TOKEN_SOURCES = {"google_default", "cache", "cloud", "anon", "browser"}
+"""Values of `token` that name a way to find one."""
+_RECEIVED = re.compile(r"bytes=0-(\d+)")
 
 
 class GcsDriver(Driver):
-    """One request a method, in Google's JSON dialect."""
+    """Driver of Google's JSON API."""
 
     def __init__(self, filesystem: GCSFileSystem, session: aiohttp.ClientSession, bucket: str) -> None:
         self._fs = filesystem
         self._session = session
         self._bucket = bucket
-        self._paid = {"userProject": filesystem.project} if filesystem.requester_pays else {}
+        self._billing = {"userProject": filesystem.project} if filesystem.requester_pays else {}
         self._renewing = asyncio.Lock()
 
     async def close(self) -> None:
@@ -51,7 +67,7 @@ class GcsDriver(Driver):
         await self._session.close()
 
     async def _headers(self, more: Mapping[str, str]) -> dict[str, str]:
-        """With a token that is fresh; renewing one waits for a server, and is done in a thread, once."""
+        """Return the headers with a fresh token. Renew a token in a thread, since that waits for a server."""
         credentials = self._fs.credentials
         if credentials.credentials is not None and not credentials._credentials_valid(300):
             async with self._renewing:
@@ -62,7 +78,7 @@ class GcsDriver(Driver):
         return headers
 
     @asynccontextmanager
-    async def _ask(
+    async def _send(
         self,
         method: str,
         path: str,
@@ -72,24 +88,24 @@ class GcsDriver(Driver):
         good: Sequence[int] = (),
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A request; its answer, if it is a good one."""
+        """Send a request; yield the response, or raise StatusError."""
         url = path if path.startswith("http") else f"{self._fs._location}{path}"
         told = await self._headers(headers or {})
-        sent = {} if path.startswith("http") else {**(params or {}), **self._paid}
+        sent = {} if path.startswith("http") else {**(params or {}), **self._billing}
         answer = await self._session.request(method, url, params=sent, data=data, headers=told)
-        async with drained(answer):
+        async with released_response(answer):
             if answer.status >= 300 and answer.status not in good:
                 if answer.status == 401:
-                    self._expire()
+                    self._expire_token()
                 text = (await answer.content.read(2000)).decode("utf-8", "replace")
-                raise StatusError.of(answer, _message(text))
+                raise StatusError.of(answer, _read_message(text))
             yield answer
 
-    def _expire(self) -> None:
-        """A token that is refused although it seems to be fresh is renewed by the next request."""
+    def _expire_token(self) -> None:
+        """Make the next request renew the token, which was refused before it expired."""
         credentials = self._fs.credentials.credentials
         if getattr(credentials, "refresh_token", None) or hasattr(credentials, "service_account_email"):
-            credentials.expiry = datetime(1970, 1, 1)  # without a zone, as google-auth has it
+            credentials.expiry = datetime(1970, 1, 1)  # without a zone, as in google-auth
 
     def _object(self, key: str) -> str:
         return f"/storage/v1/b/{quote(self._bucket, safe='')}/o/{quote(key, safe='')}"
@@ -99,69 +115,69 @@ class GcsDriver(Driver):
         return f"/upload/storage/v1/b/{quote(self._bucket, safe='')}/o"
 
     async def head(self, key: str) -> FileStat:
-        """`objects.get`."""
-        async with self._ask("GET", self._object(key), {"fields": "size,updated,generation"}) as answer:
+        """Send `objects.get`."""
+        async with self._send("GET", self._object(key), {"fields": "size,updated,generation"}) as answer:
             found = await answer.json(content_type=None)
-        return FileStat(int(found["size"]), _when(found["updated"]), str(found["generation"]))
+        return FileStat(int(found["size"]), _parse_time(found["updated"]), str(found["generation"]))
 
-    async def read(self, key: str, sink: Sink) -> None:
-        """`objects.get` of the media."""
+    async def read(self, key: str, sink: ResponseSink) -> None:
+        """Send `objects.get` for the media."""
         headers = {"Range": sink.range} if sink.range else {}
-        async with self._ask("GET", self._object(key), {"alt": "media"}, headers=headers) as answer:
-            at, total = content_range(answer.headers.get("Content-Range"), answer.content_length)
+        async with self._send("GET", self._object(key), {"alt": "media"}, headers=headers) as answer:
+            at, total = parse_content_range(answer.headers.get("Content-Range"), answer.content_length)
             sink.starts(at, total, answer.headers.get("x-goog-generation"))
-            await pour(answer, sink)
+            await drain_into(answer, sink)
 
     async def list(self, prefix: str, recursive: bool, following: Any) -> Page:
-        """`objects.list`."""
+        """Send `objects.list`."""
         params = {"prefix": prefix, "fields": "items/name,prefixes,nextPageToken", "maxResults": "1000"}
         params |= {"pageToken": following} if following else {}
         params |= {} if recursive else {"delimiter": "/"}
-        async with self._ask("GET", f"/storage/v1/b/{quote(self._bucket, safe='')}/o", params) as answer:
+        async with self._send("GET", f"/storage/v1/b/{quote(self._bucket, safe='')}/o", params) as answer:
             found = await answer.json(content_type=None)
         names = [each["name"] for each in found.get("items") or ()]
         return Page(names, found.get("prefixes") or (), found.get("nextPageToken") or None)
 
-    async def put(self, key: str, body: Body, expect: Expect) -> str:
-        """`objects.insert`, in one request: its form of several parts is the one that emulators take conditions in."""
+    async def put(self, key: str, body: RequestBody, expect: Expect) -> str:
+        """Send `objects.insert` as a multipart request, the form in which emulators support conditions."""
         condition = {} if expect is ANYTHING else {"ifGenerationMatch": "0" if expect is ABSENT else str(expect)}
         line = secrets.token_hex(16)
         head = (
             f"--{line}\r\nContent-Type: application/json\r\n\r\n{json.dumps({'name': key})}\r\n"
             f"--{line}\r\nContent-Type: application/octet-stream\r\n\r\n"
         )
-        sent = Body([head.encode(), *body.views, f"\r\n--{line}--\r\n".encode()])
+        sent = RequestBody([head.encode(), *body.views, f"\r\n--{line}--\r\n".encode()])
         sent.attempt = body.attempt
         headers = {"Content-Type": f"multipart/related; boundary={line}", "Content-Length": str(sent.nbytes)}
         params = {"uploadType": "multipart", **condition}
-        async with self._ask("POST", self._upload, params, data=sent, headers=headers) as answer:
+        async with self._send("POST", self._upload, params, data=sent, headers=headers) as answer:
             return str((await answer.json(content_type=None))["generation"])
 
     async def begin(self, key: str, size: int) -> str:
-        """A resumable upload."""
+        """Begin a resumable upload."""
         headers = {"X-Upload-Content-Type": "application/octet-stream", "X-Upload-Content-Length": str(size)}
         headers |= {"Content-Type": "application/json"}
         told = json.dumps({"name": key}).encode()
         params = {"uploadType": "resumable", "name": key}
-        async with self._ask("POST", self._upload, params, data=told, headers=headers) as answer:
-            return f"{size} {self._near(answer.headers['Location'])}"
+        async with self._send("POST", self._upload, params, data=told, headers=headers) as answer:
+            return f"{size} {self._session_address(answer.headers['Location'])}"
 
-    def _near(self, location: str) -> str:
-        """Where a session is asked: by the endpoint that was given, since what lies behind it may be hidden."""
+    def _session_address(self, location: str) -> str:
+        """Return the address of an upload session at the given endpoint, since the server's own may be unreachable."""
         at = urlsplit(self._fs._location)
         if at.netloc.endswith("googleapis.com"):
             return location
         return urlsplit(location)._replace(scheme=at.scheme, netloc=at.netloc).geturl()
 
-    async def part(self, key: str, upload: str, number: int, offset: int, body: Body, *, last: bool) -> str:
-        """The next part; what the server has of it from an earlier attempt is not sent again."""
+    async def part(self, key: str, upload: str, number: int, offset: int, body: RequestBody, *, last: bool) -> str:
+        """Upload the next part. In a retry, send only the bytes that the server does not have."""
         size, _, session = upload.partition(" ")
         end, done = offset + body.nbytes, 0
         if body.attempt is not None and body.attempt.number > 1:
-            async with self._ask(
+            async with self._send(
                 "PUT", session, headers={"Content-Range": f"bytes */{size}", "Content-Length": "0"}, good=[308]
             ) as answer:
-                reached = await self._reached(key, answer, int(size))
+                reached = await self._received_bytes(key, answer, int(size))
             if reached >= end:
                 return "sent"
             if reached < offset:
@@ -173,17 +189,17 @@ class GcsDriver(Driver):
         while rest.nbytes:
             begin = end - rest.nbytes
             headers = {"Content-Range": f"bytes {begin}-{end - 1}/{size}", "Content-Length": str(rest.nbytes)}
-            async with self._ask("PUT", session, data=rest, headers=headers, good=[308]) as answer:
-                reached = await self._reached(key, answer, int(size))
+            async with self._send("PUT", session, data=rest, headers=headers, good=[308]) as answer:
+                reached = await self._received_bytes(key, answer, int(size))
             if reached <= begin:
-                raise PassingError(f"gs://{self._bucket}/{key}: the server kept nothing of the part at byte {begin}")
+                raise TransientError(f"gs://{self._bucket}/{key}: the server kept nothing of the part at byte {begin}")
             rest = rest.after(reached - begin)
         return "sent"
 
-    async def _reached(self, key: str, answer: aiohttp.ClientResponse, size: int) -> int:
-        """How many bytes the server has: all of them, if it says that there is an object now."""
+    async def _received_bytes(self, key: str, answer: aiohttp.ClientResponse, size: int) -> int:
+        """Return how many bytes the server has: all of them if the object exists."""
         if answer.status >= 300:
-            found = _REACHED.fullmatch(answer.headers.get("Range", ""))
+            found = _RECEIVED.fullmatch(answer.headers.get("Range", ""))
             return int(found[1]) + 1 if found else 0
         made = int((await answer.json(content_type=None)).get("size", size))
         if made != size:
@@ -191,14 +207,14 @@ class GcsDriver(Driver):
         return size
 
     async def complete(self, key: str, upload: str, parts: Mapping[int, str]) -> None:
-        """The last part has done it."""
+        """Do nothing: the last part completes an upload."""
 
     async def abandon(self, key: str, upload: str) -> None:
-        """Cancel the upload; if its last part arrived, the file."""
+        """Cancel the upload, or delete the object if the last part has arrived."""
         _, _, session = upload.partition(" ")
         try:
-            async with self._ask("DELETE", session, headers={"Content-Length": "0"}, good=[404, 410, 499]) as answer:
-                if answer.status == 499:  # it was cancelled, and made no file
+            async with self._send("DELETE", session, headers={"Content-Length": "0"}, good=[404, 410, 499]) as answer:
+                if answer.status == 499:  # it was cancelled
                     return
         except StatusError as error:
             if error.status >= 500:
@@ -206,46 +222,46 @@ class GcsDriver(Driver):
         await self.delete([key])
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """`objects.delete`."""
+        """Send `objects.delete`."""
         for key in keys:
-            async with self._ask("DELETE", self._object(key), good=[404]):
+            async with self._send("DELETE", self._object(key), good=[404]):
                 pass
 
     async def copy(self, source: str, key: str) -> None:
-        """`objects.rewrite`, as often as it takes."""
+        """Repeat `objects.rewrite` until the copy is complete."""
         target = f"{self._object(source)}/rewriteTo{self._object(key).removeprefix('/storage/v1')}"
         more: dict[str, str] = {}
         while True:
-            async with self._ask("POST", target, more, headers={"Content-Length": "0"}) as answer:
+            async with self._send("POST", target, more, headers={"Content-Length": "0"}) as answer:
                 found = await answer.json(content_type=None)
             if found.get("done", True):
                 return
             more = {"rewriteToken": found["rewriteToken"]}
 
     def fault(self, error: Exception, url: URL) -> SnapshotError:
-        """By the status; a conflict is a 412 here, a token that ran out a 401."""
+        """Translate by the status: 412 is a conflict, and 401 an expired token."""
         if not isinstance(error, StatusError):
-            return lost(error, url)
+            return connection_fault(error, url)
         if error.status == 412:
             return StorageConflictError(f"{url}: {error}")
         if error.status == 404 and "bucket" in str(error).lower():
             return StorageError(f"{url}: {error}")
-        if error.status == 401 and self._fs.credentials.credentials is not None and not self._is_fixed():
-            return PassingError(f"{url}: {error}", refused=True)
+        if error.status == 401 and self._fs.credentials.credentials is not None and not self._cannot_renew():
+            return TransientError(f"{url}: {error}", refused=True)
         return status_fault(error, url)
 
-    def _is_fixed(self) -> bool:
-        """Whether the token is one that nobody can renew."""
+    def _cannot_renew(self) -> bool:
+        """Return whether the token cannot be renewed."""
         credentials = self._fs.credentials.credentials
         return not (getattr(credentials, "refresh_token", None) or hasattr(credentials, "service_account_email"))
 
 
-def _when(text: str) -> float:
+def _parse_time(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-def _message(text: str) -> str:
-    """What an error says, in JSON or not."""
+def _read_message(text: str) -> str:
+    """Return the message of an error response, in JSON or not."""
     try:
         found = json.loads(text)["error"]
         return str(found["message"] if isinstance(found, dict) else found)
@@ -254,7 +270,7 @@ def _message(text: str) -> str:
 
 
 class GcsStorage(ObjectStorage[GcsDriver]):
-    """`gs://bucket/prefix`."""
+    """Files below `gs://bucket/prefix`."""
 
     known: Mapping[str, str] = {
         "token": "`google_default`, `cloud`, `anon`, a file of credentials, or credentials; without it, all are tried.",
@@ -270,17 +286,21 @@ class GcsStorage(ObjectStorage[GcsDriver]):
         return LIMITS
 
     def secrets(self) -> list[str]:
-        """A token, if it is one, and neither a file nor a word that says where to look."""
+        """Return also the token, unless it is a file or the name of a way to find one."""
         token = self.options.get("token")
-        shown = not isinstance(token, str) or token in _WAYS or os.path.exists(token)
+        shown = not isinstance(token, str) or token in _TOKEN_SOURCES or os.path.exists(token)
         return [*([] if shown else [str(token)]), *super().secrets()]
 
     async def connect(self) -> GcsDriver:
-        """A session on this loop. Looking for credentials may ask servers: in a thread."""
+        """Make a session on this loop. Credentials are found in a thread, since that may wait for servers."""
         given = {name: value for name, value in self.options.items() if name in self.known and name != "proxy"}
 
         def make() -> GCSFileSystem:
             return GCSFileSystem(asynchronous=True, skip_instance_cache=True, use_listings_cache=False, **given)
 
         filesystem = await asyncio.to_thread(make)
-        return GcsDriver(filesystem, new_session(self, {}, proxy=self.options.get("proxy")), self.bucket)
+        return GcsDriver(
+            filesystem,
+            new_session({}, self.retry_policy, self.connections, proxy=self.options.get("proxy")),
+            self.bucket,
+        )

@@ -1,4 +1,4 @@
-"""The folders of a root: which were made, which hold names that a loss of power takes back, which are left empty."""
+"""The folders below a root: those that were made, those to sync, and those that became empty."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import os
 import threading
 from collections.abc import Callable
 
-from snapshot.plugins.descriptors import sync_folder
+from snapshot.plugins.file.descriptors import find_link, sync_folder
+from snapshot.storage import check_path
 
 _TRIES = 3
-"""How often a folder is made anew that somebody else's cleaning removes before there is a file in it."""
+"""Attempts to create a file in a folder that another take's cleaning removes while it is empty."""
 
 
 class Folders:
-    """What one storage knows of its root's folders. Used by several threads."""
+    """State of one storage's folders, shared by its threads."""
 
     def __init__(self, root: str, *, durable: bool) -> None:
         self._root = root
@@ -27,7 +28,7 @@ class Folders:
         self._failed: OSError | None = None
 
     def make(self, folder: str) -> None:
-        """Make a folder and those above it, remembering which ones: they are removed again if all comes to nothing."""
+        """Make a folder and its parents, and remember them: they are removed if the take fails."""
         with self._lock:
             if self._root_was_there is None:
                 self._root_was_there = os.path.isdir(self._root)
@@ -42,8 +43,7 @@ class Folders:
                     self._dirty.add(os.path.dirname(each))
 
     def open_new(self, full: str, attempt: Callable[[], int]) -> int:
-        """Open a new file in a folder that is made first. Another take's cleaning may remove the folder in between,
-        as one that is empty: then it is made again."""
+        """Open a new file, after making its folder. Retry if another take's cleaning removes the empty folder."""
         folder = os.path.dirname(full)
         try:
             for _ in range(_TRIES):
@@ -53,12 +53,11 @@ class Folders:
             self.make(folder)
             return attempt()
         except BaseException:
-            self.prune({folder})
+            self.remove_empty({folder})
             raise
 
-    def prune(self, folders: set[str]) -> None:
-        """Remove folders that were left empty: those below the root, the root unless it was there before we wrote, and
-        those above it that this storage made."""
+    def remove_empty(self, folders: set[str]) -> None:
+        """Remove empty folders: those below the root, and the root and its parents if this storage made them."""
         for left in sorted(folders, key=len, reverse=True):
             folder = left
             while folder.startswith(self._root) or folder in self._made:
@@ -68,38 +67,38 @@ class Folders:
                     break
                 try:
                     os.rmdir(folder)
-                except FileNotFoundError:  # what could not be made, perhaps below something that could
+                except FileNotFoundError:  # the folder was never made, but a parent may have been
                     pass
                 except OSError:
                     break
                 folder = os.path.dirname(folder)
 
-    def changed(self, folder: str) -> None:
-        """There is a new name in a folder."""
+    def mark_changed(self, folder: str) -> None:
+        """Mark a folder that got a new name."""
         with self._lock:
             self._dirty.add(folder)
 
-    def finished(self, full: str) -> None:
-        """A file is whole, and is expected to stay."""
+    def mark_finished(self, full: str) -> None:
+        """Mark a file as finished: it must exist until the commit."""
         with self._lock:
             self._finished.add(full)
 
-    def gone(self, full: str) -> None:
-        """A file is not expected any more."""
+    def mark_removed(self, full: str) -> None:
+        """Stop to expect a file."""
         with self._lock:
             self._finished.discard(full)
 
-    def expect(self) -> None:
-        """Raise where a file that was finished is gone: somebody removes what is being written."""
+    def check_finished(self) -> None:
+        """Raise FileNotFoundError if a finished file was removed by another process."""
         with self._lock:
             finished = sorted(self._finished)
         for full in finished:
             os.stat(full)
 
-    def sync(self) -> None:
-        """Make durable what names were made since the last time.
+    def sync_changed(self) -> None:
+        """Sync the folders that got new names since the last call.
 
-        What failed once counts as failed: the kernel reports what it lost once, and then forgets it.
+        A failure is final, since the kernel reports a lost write only once.
         """
         if self._failed is not None:
             raise self._failed
@@ -113,8 +112,8 @@ class Folders:
             self._failed = error
             raise
 
-    def sync_without(self, folders: set[str]) -> None:
-        """Make durable that names are gone from folders; of a folder that is gone, too, in the nearest that stands."""
+    def sync_removed(self, folders: set[str]) -> None:
+        """Sync folders that lost names; instead of a removed folder, its nearest existing parent."""
         nearest = set()
         for gone in folders:
             folder = gone
@@ -124,8 +123,37 @@ class Folders:
         for folder in sorted(nearest):
             try:
                 sync_folder(folder)
-            except FileNotFoundError:  # whoever removed it meanwhile syncs that
+            except FileNotFoundError:  # it was removed meanwhile, by a process that syncs its parent
                 pass
-            except PermissionError:  # above the root, we may have no right to look
+            except PermissionError:  # folders above the root may be unreadable
                 if folder.startswith(self._root):
                     raise
+
+
+def list_files(root: str, prefix: str, recursive: bool) -> list[str]:
+    """Return the paths below a root that begin with a prefix. If not recursive, names of folders end in `/`."""
+    base = prefix.rpartition("/")[0]
+    if base:
+        check_path(base)
+    if find_link(root, base) is not None:
+        return []
+    found = []
+    folders = [base]
+    while folders:
+        folder = folders.pop()
+        try:
+            entries = list(os.scandir(f"{root}/{folder}" if folder else root))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        for entry in entries:
+            path = f"{folder}/{entry.name}" if folder else entry.name
+            is_folder = entry.is_dir(follow_symlinks=False)
+            if not path.startswith(prefix) and not (is_folder and recursive and prefix.startswith(path + "/")):
+                continue
+            if not is_folder:
+                found.append(path)
+            elif recursive:
+                folders.append(path)
+            else:
+                found.append(path + "/")
+    return sorted(found)

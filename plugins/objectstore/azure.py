@@ -1,11 +1,11 @@
-"""Azure Blob Storage. Options and environment variables have the names that users of adlfs know, but adlfs is not under
-it: its constructor starts fsspec's own thread with a loop, to which finalizers tie every client, and it offers neither
-conditions nor parts that are not copied. Microsoft's client (`azure.storage.blob.aio`) reads addresses and signs; the
-requests are made here and go through its pipeline, without its retries, so that bodies stream from and to where they
-lie.
+"""Azure Blob Storage. Microsoft's client reads addresses and signs, and the requests are made here.
 
-Blocks that were uploaded and never committed are no blob: nobody sees them, and they are gone a week after the last one
-came. `abandon` drops them at once, where nothing else stands in their place.
+Options and environment variables have the names that users of adlfs know. adlfs itself starts fsspec's thread with a
+loop, to which finalizers tie every client, has no conditions, and copies the parts of uploads. The requests pass
+through the pipeline of `azure.storage.blob.aio`, without its retries, so that bodies are streamed without copies.
+
+Blocks that were uploaded and never committed are not a blob: they are invisible, and removed a week after the last one.
+`abandon` drops them at once, unless there is a blob under their name.
 """
 
 from __future__ import annotations
@@ -30,33 +30,47 @@ from azure.core.rest import HttpRequest
 from azure.storage.blob.aio import BlobServiceClient
 
 from snapshot.errors import SnapshotError, StorageConflictError, StorageError
-from snapshot.plugins.attempts import Body, PassingError, Sink
-from snapshot.plugins.drivers import Driver, Page
-from snapshot.plugins.http import StatusError, new_session, status_fault
-from snapshot.plugins.objects import ObjectStorage
-from snapshot.plugins.streams import content_range, drained, lost, pour
+from snapshot.plugins.network.aiohttp_client import (
+    StatusError,
+    connection_fault,
+    drain_into,
+    new_session,
+    parse_content_range,
+    released_response,
+    status_fault,
+)
+from snapshot.plugins.network.retry import TransientError
+from snapshot.plugins.network.transfer import RequestBody, ResponseSink
+from snapshot.plugins.objectstore.azure_xml import is_folder, read_message, read_name
+from snapshot.plugins.objectstore.driver import Driver, Page
+from snapshot.plugins.objectstore.object_storage import ObjectStorage
 from snapshot.storage import ABSENT, ANYTHING, URL, Context, Expect, FileStat, Limits, in_thread
 
 MiB = 1 << 20
 LIMITS = Limits(
-    largest_part=4000 * MiB, most_parts=50_000, preferred_part=16 * MiB, parallel_parts=16, parts_per_file=8,
-    parallel_files=4, merge_gap=MiB
-)  # fmt: skip
+    largest_part=4000 * MiB,
+    most_parts=50_000,
+    preferred_part=16 * MiB,
+    parallel_parts=16,
+    parts_per_file=8,
+    parallel_files=4,
+    merge_gap=MiB,
+)
 VERSION = "2021-12-02"
-"""Of the protocol: what requests and answers mean stays as it is, whatever the client's own version is."""
+"""Version of the protocol, which is fixed whatever version the client has."""
 PAGE = 5000
-"""How many names come in one listing: Azure gives no more."""
+"""Names per page of a listing: Azure's maximum."""
 _CONFLICTS = {"BlobAlreadyExists", "ResourceAlreadyExists", "PathAlreadyExists", "BlobOverwritten", ""}
-"""What a 409 is called when an expectation does not hold; all others say that a blob can't be written, or read."""
-_MARK = "x-ms-meta-snapshot_abandoned"
-"""An empty blob with this header stands for a moment where an upload is abandoned."""
+"""Codes of a 409 that mean a failed expectation. Other codes mean that a blob cannot be written or read."""
+_MARKER = "x-ms-meta-snapshot_abandoned"
+"""Header of the empty blob that exists for a moment while an upload is abandoned."""
 _BLOB = {"x-ms-blob-type": "BlockBlob"}
 _HOST = re.compile(r"([^.]+)\.(?:dfs|blob)\.(.+)")
 _SIGNATURE = re.compile(r"(?:^|[?&])sig=([^&]+)")
 
 
 class Refusal(StatusError):
-    """Raised for an answer that says no; with Azure's code for why."""
+    """Raised for a response with an error status; holds Azure's code."""
 
     def __init__(self, answer: aiohttp.ClientResponse, detail: str) -> None:
         self.code = answer.headers.get("x-ms-error-code", "")
@@ -65,12 +79,12 @@ class Refusal(StatusError):
 
 
 class AzureDriver(Driver):
-    """One request a method, in the dialect of Blob Storage."""
+    """Driver of Azure Blob Storage."""
 
     def __init__(self, service: BlobServiceClient, session: aiohttp.ClientSession, container: str, made: Any) -> None:
         self._session = session
         self._credential = made
-        """The credential that is closed with this, if it was made for it."""
+        """Credential that is closed with this driver, if it was made for it."""
         self._pipeline: Any = service._pipeline
         endpoint, _, self._signature = service.primary_endpoint.partition("?")
         self._container = f"{endpoint.rstrip('/')}/{quote(container)}"
@@ -87,172 +101,179 @@ class AzureDriver(Driver):
         return f"{self._container}/{quote(key)}".rstrip("/") + ("?" + "&".join(query) if query else "")
 
     @asynccontextmanager
-    async def _ask(
+    async def _send(
         self,
         method: str,
         key: str,
         params: Mapping[str, str] | None = None,
         *,
         headers: Mapping[str, str] | None = None,
-        body: Body | None = None,
+        body: RequestBody | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A request; its answer, if it is a good one."""
+        """Send a request; yield the response, or raise Refusal."""
         told = {"x-ms-version": VERSION, **(headers or {})}
         if body is not None:
             told["Content-Length"] = str(body.nbytes)
         if body:
             told["Content-Type"] = "application/octet-stream"
-        content: Any = body or None  # by its type, aiohttp knows how to send it
+        content: Any = body or None  # aiohttp selects the payload by its type
         request = HttpRequest(method, self._url(key, params), headers=told, content=content)
         answered = await self._pipeline.run(request, stream=True)
         answer: aiohttp.ClientResponse = answered.http_response.internal_response
-        async with drained(answer):
+        async with released_response(answer):
             if answer.status >= 300:
-                raise Refusal(answer, _message(await answer.content.read(4000)))
+                raise Refusal(answer, read_message(await answer.content.read(4000)))
             yield answer
 
     async def head(self, key: str) -> FileStat:
-        """`Get Blob Properties`."""
-        async with self._ask("HEAD", key) as answer:
+        """Send `Get Blob Properties`."""
+        async with self._send("HEAD", key) as answer:
             told = answer.headers
-            return FileStat(int(told["Content-Length"]), _when(told["Last-Modified"]), told["ETag"])
+            return FileStat(int(told["Content-Length"]), _parse_time(told["Last-Modified"]), told["ETag"])
 
-    async def read(self, key: str, sink: Sink) -> None:
-        """`Get Blob`."""
+    async def read(self, key: str, sink: ResponseSink) -> None:
+        """Send `Get Blob`."""
         wanted = {"x-ms-range": sink.range, "If-Match": sink.token}
-        async with self._ask("GET", key, headers={name: value for name, value in wanted.items() if value}) as answer:
-            at, total = content_range(answer.headers.get("Content-Range"), answer.content_length)
+        async with self._send("GET", key, headers={name: value for name, value in wanted.items() if value}) as answer:
+            at, total = parse_content_range(answer.headers.get("Content-Range"), answer.content_length)
             sink.starts(at, total, answer.headers.get("ETag"))
-            await pour(answer, sink)
+            await drain_into(answer, sink)
 
     async def _list(self, prefix: str, include: str, marker: str = "", delimiter: str = "") -> ElementTree.Element:
         params = {"restype": "container", "comp": "list", "prefix": prefix, "include": include}
         params |= {"maxresults": str(PAGE)} | ({"marker": marker} if marker else {})
         params |= {"delimiter": delimiter} if delimiter else {}
-        async with self._ask("GET", "", params) as answer:
+        async with self._send("GET", "", params) as answer:
             return await in_thread(ElementTree.fromstring, await answer.read())
 
     async def list(self, prefix: str, recursive: bool, following: Any) -> Page:
-        """`List Blobs`. Where folders are objects of their own, they are listed as empty blobs, and are left out."""
+        """Send `List Blobs`, and skip the empty blobs that stand for folders in some accounts."""
         found = await self._list(prefix, "metadata", following or "", "" if recursive else "/")
-        names = [_name(each) for each in found.iterfind("Blobs/Blob") if not _is_folder(each)]
-        folders = [_name(each) for each in found.iterfind("Blobs/BlobPrefix")]
+        names = [read_name(each) for each in found.iterfind("Blobs/Blob") if not is_folder(each)]
+        folders = [read_name(each) for each in found.iterfind("Blobs/BlobPrefix")]
         return Page(names, folders, found.findtext("NextMarker") or None)
 
-    async def put(self, key: str, body: Body, expect: Expect) -> str:
-        """`Put Blob`, with a condition if there is an expectation."""
+    async def put(self, key: str, body: RequestBody, expect: Expect) -> str:
+        """Send `Put Blob`, with a condition if there is an expectation."""
         condition = {} if expect is ANYTHING else {"If-None-Match": "*"} if expect is ABSENT else {"If-Match": expect}
         headers = {name: str(value) for name, value in condition.items()}
-        async with self._ask("PUT", key, headers={**_BLOB, **headers}, body=body) as answer:
+        async with self._send("PUT", key, headers={**_BLOB, **headers}, body=body) as answer:
             return answer.headers["ETag"]
 
     async def begin(self, key: str, size: int) -> str:
-        """Nothing is asked: the name goes into those of the blocks, so that no other upload's are taken for them."""
+        """Make up the name of an upload, which becomes part of its blocks' names. No request is sent."""
         return secrets.token_hex(8)
 
-    async def part(self, key: str, upload: str, number: int, offset: int, body: Body, *, last: bool) -> str:
-        """`Put Block`; its name. All names of a blob's blocks are equally long."""
+    async def part(self, key: str, upload: str, number: int, offset: int, body: RequestBody, *, last: bool) -> str:
+        """Send `Put Block`; return the name of the block. All names have one length, as Azure requires."""
         block = b64encode(f"{upload}-{number:07}".encode()).decode()
-        async with self._ask("PUT", key, {"comp": "block", "blockid": block}, body=body):
+        async with self._send("PUT", key, {"comp": "block", "blockid": block}, body=body):
             return block
 
     async def complete(self, key: str, upload: str, parts: Mapping[int, str]) -> None:
-        """`Put Block List`. Done again, it finds the blocks in the blob itself: a lost answer does no harm."""
+        """Send `Put Block List`. A retry finds the blocks in the blob itself, so a lost response does no harm."""
         await self._commit(key, parts.values(), {})
 
     async def _commit(self, key: str, blocks: Iterable[str], headers: Mapping[str, str]) -> str:
         latest = "".join(f"<Latest>{block}</Latest>" for block in blocks)
-        body = Body([f'<?xml version="1.0" encoding="utf-8"?><BlockList>{latest}</BlockList>'.encode()])
-        async with self._ask("PUT", key, {"comp": "blocklist"}, headers=headers, body=body) as answer:
+        body = RequestBody([f'<?xml version="1.0" encoding="utf-8"?><BlockList>{latest}</BlockList>'.encode()])
+        async with self._send("PUT", key, {"comp": "blocklist"}, headers=headers, body=body) as answer:
             return answer.headers["ETag"]
 
     async def abandon(self, key: str, upload: str) -> None:
-        """Commit none of the blocks, which drops them all, and delete that. Where a blob is already, it stays as it is,
-        and the blocks are left to Azure."""
+        """Commit no blocks, which drops them all, and delete the empty blob.
+
+        An existing blob is not changed, and Azure removes the blocks in time.
+        """
         token: str | None = None
         try:
-            token = await self._commit(key, (), {"If-None-Match": "*", _MARK: "true"})
+            token = await self._commit(key, (), {"If-None-Match": "*", _MARKER: "true"})
         except Refusal as refusal:
             if refusal.status not in (409, 412):
                 raise
-            token = await self._left(key)
+            token = await self._find_marker(key)
         if token:
-            await self._drop(key, {"If-Match": token}, {404, 412})
+            await self._delete_blob(key, {"If-Match": token}, {404, 412})
 
-    async def _left(self, key: str) -> str | None:
-        """The token of what an earlier attempt to abandon left, whose answer was lost."""
+    async def _find_marker(self, key: str) -> str | None:
+        """Return the token of the empty blob of an earlier attempt whose response was lost."""
         try:
-            async with self._ask("HEAD", key) as answer:
-                return answer.headers["ETag"] if _MARK in answer.headers else None
+            async with self._send("HEAD", key) as answer:
+                return answer.headers["ETag"] if _MARKER in answer.headers else None
         except Refusal as refusal:
             if refusal.status != 404:
                 raise
             return None
 
     async def uploads(self, prefix: str) -> Sequence[tuple[str, str, float]]:
-        """`List Blobs`, with and without those that were never committed: nothing else tells one from the other."""
+        """Send `List Blobs` with and without uncommitted ones, which can only be told by the difference."""
         listed: list[dict[str, float]] = []
-        for include in ("uncommittedblobs", "metadata"):  # in this order: what is committed meanwhile is none
+        for include in (
+            "uncommittedblobs",
+            "metadata",
+        ):  # in this order, so that a blob that is committed meanwhile is not in the difference
             found: dict[str, float] = {}
             marker: str | None = ""
             while marker is not None:
                 page = await self._list(prefix, include, marker)
                 for each in page.iterfind("Blobs/Blob"):
                     when = each.findtext("Properties/Last-Modified") or each.findtext("Properties/Creation-Time")
-                    found[_name(each)] = _when(when) if when else float("inf")  # then it is left to Azure
+                    found[read_name(each)] = (
+                        _parse_time(when) if when else float("inf")
+                    )  # of unknown age: Azure removes it
                 marker = page.findtext("NextMarker") or None
             listed.append(found)
         every, committed = listed
         return [(key, "", began) for key, began in every.items() if key not in committed]
 
-    async def _drop(self, key: str, headers: Mapping[str, str], gone: set[int]) -> None:
+    async def _delete_blob(self, key: str, headers: Mapping[str, str], gone: set[int]) -> None:
         try:
-            async with self._ask("DELETE", key, headers=headers):
+            async with self._send("DELETE", key, headers=headers):
                 pass
         except Refusal as refusal:
             if refusal.status not in gone or refusal.code == "ContainerNotFound":
                 raise
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """`Delete Blob`, with the snapshots that somebody made of it: without that word it would be refused."""
+        """Send `Delete Blob`, for its snapshots as well: else Azure refuses a blob that has any."""
         for key in keys:
-            await self._drop(key, {"x-ms-delete-snapshots": "include"}, {404})
+            await self._delete_blob(key, {"x-ms-delete-snapshots": "include"}, {404})
 
     async def copy(self, source: str, key: str) -> None:
-        """`Copy Blob`, and wait until it is done."""
+        """Send `Copy Blob`, and wait until it is done."""
         try:
-            async with self._ask("PUT", key, headers={"x-ms-copy-source": self._url(source)}) as answer:
+            async with self._send("PUT", key, headers={"x-ms-copy-source": self._url(source)}) as answer:
                 told = answer.headers
         except Refusal as refusal:
-            if refusal.code != "PendingCopyOperation":  # which an earlier attempt began
+            if refusal.code != "PendingCopyOperation":  # an earlier attempt began it
                 raise
-            async with self._ask("HEAD", key) as answer:
+            async with self._send("HEAD", key) as answer:
                 told = answer.headers
         pause = 0.05
         while told.get("x-ms-copy-status") == "pending":
             await asyncio.sleep(pause := min(2 * pause, 2))
-            async with self._ask("HEAD", key) as answer:
+            async with self._send("HEAD", key) as answer:
                 told = answer.headers
         if told.get("x-ms-copy-status", "success") != "success":
             why = told.get("x-ms-copy-status-description", "")
             raise StorageError(f"{self._container}/{key}: was not copied: {why}")
 
     def fault(self, error: Exception, url: URL) -> SnapshotError:
-        """By the status and Azure's code for it, or by what became of the connection."""
+        """Translate by the status and Azure's code, or by the state of the connection."""
         if isinstance(error, Refusal):
-            return _said(error, url)
+            return _translate_refusal(error, url)
         if isinstance(error, (ServiceRequestError, ServiceResponseError)):
             inner = error.inner_exception
-            return lost(inner, url) if isinstance(inner, Exception) else PassingError(f"{url}: {error}")
-        if isinstance(error, AzureError):  # of those who give out tokens; it is long, but says what to do
+            return connection_fault(inner, url) if isinstance(inner, Exception) else TransientError(f"{url}: {error}")
+        if isinstance(error, AzureError):  # from a credential; its long text says what to do
             status = error.status_code if isinstance(error, HttpResponseError) else None
-            kind = PassingError if status is not None and (status >= 500 or status == 429) else StorageError
+            kind = TransientError if status is not None and (status >= 500 or status == 429) else StorageError
             return kind(f"{url}: {type(error).__name__}: {error}")
-        return lost(error, url)
+        return connection_fault(error, url)
 
 
-def _said(error: Refusal, url: URL) -> SnapshotError:
-    """What Azure says no with. Leases, policies and archived blobs make 409 and 412 that no new attempt changes."""
+def _translate_refusal(error: Refusal, url: URL) -> SnapshotError:
+    """Translate a refusal. Leases, policies and archived blobs give a 409 or 412 that is not a conflict."""
     said = f"{url}: {error}"
     if error.code in ("ContainerNotFound", "ContainerDisabled"):
         return StorageError(said)
@@ -263,36 +284,12 @@ def _said(error: Refusal, url: URL) -> SnapshotError:
     return status_fault(error, url)
 
 
-def _message(body: bytes) -> str:
-    """The first line of what an error says. A detail of authentication is left out if it quotes what was signed."""
-    try:
-        found = ElementTree.fromstring(body)  # noqa: S314 - of the store, which holds all the data anyway
-    except ElementTree.ParseError:
-        return ""
-    message = (found.findtext("Message") or "").partition("\n")[0].strip()
-    detail = (found.findtext("AuthenticationErrorDetail") or "").strip()
-    return f"{message} {detail}".rstrip() if len(detail) < 200 and "signature found" not in detail else message
-
-
-def _name(entry: ElementTree.Element) -> str:
-    name = entry.find("Name")
-    if name is None:
-        raise StorageError("the listing names no blobs: this is no Azure Blob Storage")
-    text = name.text or ""
-    return unquote(text) if name.get("Encoded") == "true" else text
-
-
-def _is_folder(entry: ElementTree.Element) -> bool:
-    folder = entry.findtext("Metadata/hdi_isfolder") or entry.findtext("Metadata/Hdi_isfolder")
-    return folder == "true" or entry.findtext("Properties/ResourceType") == "directory"
-
-
-def _when(text: str) -> float:
+def _parse_time(text: str) -> float:
     return parsedate_to_datetime(text).timestamp()
 
 
 class AzureStorage(ObjectStorage[AzureDriver]):
-    """`az://container/prefix`, `abfs://container/prefix`, `abfss://container@account.dfs.core.windows.net/prefix`."""
+    """Files below `az://container/prefix` or `abfss://container@account.dfs.core.windows.net/prefix`."""
 
     known: Mapping[str, str] = {
         "account_name": "The storage account, if the URL does not name it (AZURE_STORAGE_ACCOUNT_NAME).",
@@ -336,12 +333,15 @@ class AzureStorage(ObjectStorage[AzureDriver]):
         return LIMITS
 
     async def connect(self) -> AzureDriver:
-        """A session on this loop, and a client that signs."""
+        """Make a session on this loop, and a client that signs."""
         given = self._given
         credential, made = await asyncio.to_thread(self._credential)
-        session = new_session(self, {})
-        # An attempt has a clock of its own, which progress sets back: so there is no limit to reading.
-        limits = {"connection_timeout": min(self.patience.timeout, self.patience.deadline), "read_timeout": None}
+        session = new_session({}, self.retry_policy, self.connections)
+        # No read time-out: `retry_request` times each attempt from its last progress.
+        limits = {
+            "connection_timeout": min(self.retry_policy.timeout, self.retry_policy.deadline),
+            "read_timeout": None,
+        }
         transport = AioHttpTransport(session=session, session_owner=False, **limits)
         how: dict[str, Any] = {"transport": transport, "retry_total": 0}
         try:
@@ -359,7 +359,7 @@ class AzureStorage(ObjectStorage[AzureDriver]):
         return AzureDriver(service, session, self.bucket, made)
 
     def _credential(self) -> tuple[Any, Any]:
-        """The credential to sign with, and the same if it was made here. It may be looked for in files: in a thread."""
+        """Return the credential to sign with, and again if it was made here. It may read files: call it in a thread."""
         given = self._given
         if given["connection_string"]:
             return None, None
@@ -369,7 +369,7 @@ class AzureStorage(ObjectStorage[AzureDriver]):
             return {"account_name": given["account_name"], "account_key": given["account_key"]}, None
         if given["sas_token"] or str(given["anon"]).lower() not in ("none", "false", "0", "f", ""):
             return None, None
-        from azure.identity import aio as identity  # only here: it takes long to import
+        from azure.identity import aio as identity  # it takes long to import
 
         made: Any
         if given["client_id"]:
@@ -379,12 +379,12 @@ class AzureStorage(ObjectStorage[AzureDriver]):
         return made, made
 
     def secrets(self) -> list[str]:
-        """Those of the environment, too, and in every form in which the client may write them."""
+        """Return also the secrets in the environment, in every form that the client may write."""
         return [*_secrets(self._given), *super().secrets()]
 
 
 def _secrets(given: Mapping[str, Any]) -> list[str]:
-    """Every text in the options and the environment that lets somebody in."""
+    """Return every text in the options and the environment that grants access."""
     credential = given["credential"]
     found = [given[name] for name in ("account_key", "connection_string", "sas_token", "client_secret")]
     for part in str(given["connection_string"] or "").split(";"):
