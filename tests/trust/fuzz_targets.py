@@ -150,7 +150,7 @@ def safetensors_header(data):
                 open_storage(URL.parse(f"memory://{PLACE}"), {}, Context()), safetensors.INDEX, LIMIT
             )
         )
-    memory._files.pop(f"{PLACE}/{safetensors.INDEX}", None)
+    memory._tree.get().files.pop(f"{PLACE}/{safetensors.INDEX}", None)
 
 
 def torchsnapshot_manifest(data):
