@@ -356,7 +356,6 @@ def entry_of(document, name="0/big/x"):
         "twice"),
         (lambda d: msgspec.json.format(msgspec.json.encode(d))[:-1].rstrip(), CorruptSnapshotError, "canonical"),
     ],
-    ids=str,
 )  # fmt: skip
 def test_manifests_with_nonsense_in_them(tmp_path, change, error, text):
     Snapshot.take(tmp_path, state())
