@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
-from forked import Failed
 
 from snapshot import Snapshot, StateDict
 from snapshot.cli import main
 from snapshot.engine import copying
 from snapshot.testing import faulty
+from tests.helpers.warm_interpreter import Failed
 
 
 @pytest.fixture

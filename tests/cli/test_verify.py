@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import Failed, Warm
 
 from snapshot import Snapshot, SnapshotManager, StateDict
 from snapshot.cli import main
 from snapshot.testing import faulty
+from tests.helpers.warm_interpreter import Failed, Warm
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from dcp_states import save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -14,6 +13,7 @@ from snapshot.engine import commit
 from snapshot.interop import dcp_writer
 from snapshot.interop.dcp import SnapshotWriter
 from snapshot.testing import stalling
+from tests.interop.dcp_states import save
 
 
 class Between(DefaultSavePlanner):

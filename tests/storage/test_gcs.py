@@ -10,7 +10,6 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 import torch
-from using import PATIENT, patience, use
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, StateDict, StorageError
 from snapshot.errors import StorageConflictError
@@ -18,6 +17,7 @@ from snapshot.plugins import attempts
 from snapshot.storage import ABSENT
 from snapshot.testing import FaultProxy, StorageTests
 from snapshot.testing.parts import fetch, pattern, store
+from tests.helpers.storage_calls import PATIENT, patience, use
 
 MiB = 1 << 20
 
