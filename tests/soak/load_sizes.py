@@ -1,4 +1,4 @@
-"""Snapshots that are large in one way each. Run as processes of their own: `python -m tests.soak.load_sizes WHAT FOLDER COUNT`.
+"""Snapshots that are large in one way each: `python -m tests.soak.load_sizes WHAT FOLDER COUNT`.
 
 Each prints, as JSON, what every step took: seconds, and how much memory more than before it at its worst.
 """
