@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from snapshot.difference import Diff
-    from snapshot.engine.arena import release_memory
     from snapshot.errors import (
         CancelledError,
         CommitUnknown,
@@ -25,12 +24,13 @@ if TYPE_CHECKING:
     from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest
     from snapshot.manager.signals import ignore_stop_signals
     from snapshot.pending import PendingSnapshot
-    from snapshot.report import ConvertReport, CopyReport, Progress, RestoreReport, VerifyReport
+    from snapshot.reports import ConvertReport, CopyReport, Progress, RestoreReport, VerifyReport
+    from snapshot.runtime.arena import release_memory
     from snapshot.saved import SavedObject
     from snapshot.snapshot import Snapshot
-    from snapshot.state.model import ModelState
+    from snapshot.state.model_state import ModelState
     from snapshot.state.rng import RNGState
-    from snapshot.state.shards import Sharded
+    from snapshot.state.sharded import Sharded
     from snapshot.state.stateful import StateDict, Stateful
 
 __all__ = [
@@ -72,7 +72,7 @@ __all__ = [
 
 _MODULES = {
     "snapshot.difference": ("Diff",),
-    "snapshot.engine.arena": ("release_memory",),
+    "snapshot.runtime.arena": ("release_memory",),
     "snapshot.errors": (
         "CancelledError",
         "CommitUnknown",
@@ -97,7 +97,7 @@ _MODULES = {
     ),
     "snapshot.manager.signals": ("ignore_stop_signals",),
     "snapshot.pending": ("PendingSnapshot",),
-    "snapshot.report": (
+    "snapshot.reports": (
         "ConvertReport",
         "CopyReport",
         "Progress",
@@ -106,9 +106,9 @@ _MODULES = {
     ),
     "snapshot.saved": ("SavedObject",),
     "snapshot.snapshot": ("Snapshot",),
-    "snapshot.state.model": ("ModelState",),
+    "snapshot.state.model_state": ("ModelState",),
     "snapshot.state.rng": ("RNGState",),
-    "snapshot.state.shards": ("Sharded",),
+    "snapshot.state.sharded": ("Sharded",),
     "snapshot.state.stateful": (
         "StateDict",
         "Stateful",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from snapshot.report import entries_text, listed, size_text
+from snapshot.reports import entries_text, listed, size_text
 
 MARKS = {"added": "+", "removed": "-", "changed": "~", "renamed": ">"}
 """What stands before a line of each kind."""

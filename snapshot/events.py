@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
 
-from snapshot.report import Progress
+from snapshot.reports import Progress
 
 log = logging.getLogger("snapshot")
 

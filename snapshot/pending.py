@@ -10,11 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from snapshot.engine.guard import Held
-from snapshot.engine.loop import LIBRARY, Work, finish_before_exit
 from snapshot.errors import CancelledError, SnapshotError
 from snapshot.events import Meter, log
-from snapshot.report import Progress
+from snapshot.reports import Progress
+from snapshot.runtime.loop import LIBRARY, Work, finish_before_exit
+from snapshot.save.optimizer_barrier import Held
 
 if TYPE_CHECKING:
     from snapshot.snapshot import Snapshot

@@ -7,30 +7,30 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from snapshot.distributed.call import Call
+from snapshot.checkpoint import Stored
+from snapshot.distributed.exchange import Call
 from snapshot.distributed.group import ranks_of
-from snapshot.engine.guard import wait_for_all
-from snapshot.engine.inflight import in_flight
-from snapshot.engine.loop import refuse_on_loop, run
-from snapshot.engine.opening import expectation, open_restore, open_take, path_of
-from snapshot.engine.operation import Operation
-from snapshot.engine.portion import portion_of
-from snapshot.engine.quiet import no_collection
-from snapshot.engine.restore import Restore
-from snapshot.engine.restore_options import RestoreOptions
-from snapshot.engine.take import begin, make
-from snapshot.engine.worker import check, writer_process
 from snapshot.events import Meter, ProgressArgument, emit
+from snapshot.load.options import RestoreOptions
+from snapshot.load.restore import Restore
 from snapshot.options import Settings
 from snapshot.pending import PendingSnapshot
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.renaming import Rename
-from snapshot.report import RestoreReport
-from snapshot.state.owned import Owned
+from snapshot.reports import RestoreReport
+from snapshot.runtime.gc_pause import no_collection
+from snapshot.runtime.loop import refuse_on_loop, run
+from snapshot.runtime.session import Operation
+from snapshot.save.concurrency import in_flight
+from snapshot.save.optimizer_barrier import wait_for_all
+from snapshot.save.rank_share import portion_of
+from snapshot.save.rendezvous import expectation, open_restore, open_take, path_of
+from snapshot.save.take import begin, make
+from snapshot.state.overlap_eligible import Owned
 from snapshot.state.prepared import Prepare
 from snapshot.state.stateful import Stateful, check_app_state
 from snapshot.storage import URL
-from snapshot.stored import Stored
+from snapshot.worker.client import check, writer_process
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

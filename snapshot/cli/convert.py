@@ -21,14 +21,14 @@ from snapshot.cli.arguments import (
     verb,
 )
 from snapshot.cli.cp import in_our_words
-from snapshot.cli.opening import explained
+from snapshot.cli.locate import explained
 from snapshot.cli.screen import as_json, bar, printable, wrapped
 from snapshot.cli.status import ExitStatus
-from snapshot.engine.converting import FORMATS
 from snapshot.formats.safetensors import SHARD
 from snapshot.snapshot import Snapshot
 from snapshot.storage import URL
 from snapshot.tensors.dtypes import BY_NAME
+from snapshot.verbs.convert import FORMATS
 
 
 def add(verbs: Verbs) -> None:

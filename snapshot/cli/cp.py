@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from snapshot.cli.arguments import Verbs, add_json, add_memory, add_select, add_storage, options_of, verb
-from snapshot.cli.opening import explained
+from snapshot.cli.locate import explained
 from snapshot.cli.screen import as_json, bar, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotExistsError

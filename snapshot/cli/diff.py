@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_memory, add_select, add_storage, options_of, verb
-from snapshot.cli.opening import opened
+from snapshot.cli.locate import opened
 from snapshot.cli.quiet import torch_is_quiet
 from snapshot.cli.screen import as_json, bar, paint, printable, wrapped
 from snapshot.cli.status import ExitStatus

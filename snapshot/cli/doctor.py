@@ -13,15 +13,15 @@ from importlib.util import find_spec
 
 import torch
 
+from snapshot.bench.workspace import available_memory
 from snapshot.cli.arguments import Verbs, add_json, add_storage, count, options_of, size, verb
-from snapshot.cli.bench_place import available_memory
 from snapshot.cli.doctor_findings import Findings, MiB
 from snapshot.cli.doctor_place import as_it_was, try_abilities
 from snapshot.cli.doctor_speed import measure_speeds, open_once
 from snapshot.cli.screen import Column, Table, as_json, paint, printable
 from snapshot.cli.status import ExitStatus
-from snapshot.engine.loop import run as wait
-from snapshot.report import size_text
+from snapshot.reports import size_text
+from snapshot.runtime.loop import run as wait
 from snapshot.storage import URL
 from snapshot.version import VERSION
 

@@ -10,11 +10,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from snapshot.cli.bench_place import file_system
+from snapshot.bench.workspace import file_system
 from snapshot.cli.doctor_findings import Findings, existing_folder
 from snapshot.errors import SnapshotError, StorageConflictError, StorageNotFoundError
 from snapshot.registry import open_storage
-from snapshot.report import size_text
+from snapshot.reports import size_text
 from snapshot.storage import ABSENT, URL, Storage
 
 

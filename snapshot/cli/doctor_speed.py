@@ -15,10 +15,10 @@ import torch
 
 from snapshot.cli.doctor_findings import Findings, MiB, existing_folder
 from snapshot.cli.screen import say
-from snapshot.engine.loop import run as wait
 from snapshot.errors import SnapshotError
 from snapshot.registry import open_storage
-from snapshot.report import counted
+from snapshot.reports import counted
+from snapshot.runtime.loop import run as wait
 from snapshot.snapshot import Snapshot
 from snapshot.state.stateful import StateDict
 from snapshot.storage import URL

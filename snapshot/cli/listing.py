@@ -13,8 +13,8 @@ from snapshot.errors import SnapshotError
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.entry import Entry
+from snapshot.manifest.rank_view import is_rank
 from snapshot.manifest.scalars import Scalar
-from snapshot.manifest.view import is_rank
 from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.tensors.generators import KIND as GENERATOR
 

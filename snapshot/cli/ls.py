@@ -8,17 +8,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from snapshot.checkpoint import Stored
 from snapshot.cli.arguments import Verbs, add_json, add_storage, count, options_of, verb
 from snapshot.cli.listing import Fold, Item, Total, by_key, folded, heaviest, items, shape_text
-from snapshot.cli.opening import explained, hasty, side_by_side, snapshots_below
+from snapshot.cli.locate import explained, hasty, side_by_side, snapshots_below
 from snapshot.cli.screen import Column, Table, as_json, paint, printable, width, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.metadata import SnapshotMetadata
 from snapshot.plan.globs import matcher
-from snapshot.report import counted, entries_text, size_text
+from snapshot.reports import counted, entries_text, size_text
 from snapshot.storage import URL
-from snapshot.stored import Stored
 
 FOLDED = 40
 """Lines of one key that are shown, where not all were asked for."""

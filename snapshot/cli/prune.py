@@ -10,17 +10,17 @@ from functools import reduce
 from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_storage, count, duration, options_of, verb
-from snapshot.cli.opening import explained
+from snapshot.cli.locate import explained
 from snapshot.cli.screen import Column, Table, as_json, ask, printable, wrapped
 from snapshot.cli.status import ExitStatus
-from snapshot.engine.commit import DAY
-from snapshot.engine.loop import run as on_loop
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.manager.cleaning import Fate, Removed, remove, survey
 from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest, Policy
 from snapshot.manager.root import Root
 from snapshot.manifest.document import METADATA
-from snapshot.report import counted, size_text
+from snapshot.reports import counted, size_text
+from snapshot.runtime.loop import run as on_loop
+from snapshot.save.cleanup import DAY
 from snapshot.storage import URL
 
 UNASKED = "nothing was removed: this needs a terminal to ask at, or --yes; --dry-run only shows"

@@ -13,14 +13,14 @@ from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_storage, assignment, options_of, verb
 from snapshot.cli.listing import Item, Total, folded, items, shape_text
-from snapshot.cli.opening import opened
+from snapshot.cli.locate import opened
 from snapshot.cli.screen import as_json, bar, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.cli.timeline import events_in, timeline
-from snapshot.engine.stored import stored_of
+from snapshot.load.stored_ranges import stored_of
 from snapshot.manifest.entry import Entry
 from snapshot.metadata import SnapshotMetadata
-from snapshot.report import counted, entries_text
+from snapshot.reports import counted, entries_text
 from snapshot.storage import URL
 from snapshot.version import VERSION
 

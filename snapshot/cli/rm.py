@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_storage, options_of, verb
-from snapshot.cli.opening import explained
+from snapshot.cli.locate import explained
 from snapshot.cli.prune import add_careful, confirmed
 from snapshot.cli.screen import Column, Table, as_json, printable, wrapped
 from snapshot.cli.status import ExitStatus
-from snapshot.engine import commit
-from snapshot.engine.loop import run as on_loop
-from snapshot.engine.operation import Operation
 from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError
 from snapshot.formats.foreign import says_absent
 from snapshot.manager.root import PINNED
 from snapshot.manifest.document import METADATA
-from snapshot.report import counted, size_text
+from snapshot.reports import counted, size_text
+from snapshot.runtime.loop import run as on_loop
+from snapshot.runtime.session import Operation
+from snapshot.save import cleanup
 from snapshot.snapshot import Snapshot
 from snapshot.storage import URL
 
@@ -100,11 +100,11 @@ async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Name
             if not says_absent(storage, error):
                 raise
             return await _leftovers(operation, arguments.older_than)
-        await commit.expect_ours(storage)
+        await cleanup.expect_ours(storage)
         if not arguments.pinned and PINNED in await storage.list(PINNED):
             raise SnapshotError(f"{url}: is pinned by a manager, and stays; --pinned removes it all the same")
         await _expect_quiet(operation, arguments.older_than)
-        files = [path for path in await commit.ours(storage) if path.endswith(DATA)]
+        files = [path for path in await cleanup.ours(storage) if path.endswith(DATA)]
         return Target(url, "snapshot", len(files), await _size(operation, files))
     finally:
         await operation.close()
@@ -113,7 +113,7 @@ async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Name
 async def _leftovers(operation: Operation, older_than: float) -> Target:
     """What is left of takes that are over."""
     storage, url = operation.storage, operation.url
-    files = await commit.leftovers(storage, older_than)
+    files = await cleanup.leftovers(storage, older_than)
     if files:
         return Target(url, "leftovers", len(files), await _size(operation, files))
     await _expect_quiet(operation, older_than)
@@ -124,7 +124,7 @@ async def _leftovers(operation: Operation, older_than: float) -> Target:
 
 async def _expect_quiet(operation: Operation, older_than: float) -> None:
     """Raise where a take may be running."""
-    if await commit.is_busy(operation.storage, older_than):
+    if await cleanup.is_busy(operation.storage, older_than):
         raise SnapshotError(
             f"{operation.url}: a take is running here, or was interrupted not long ago; if you know that it does not "
             "run any more: --older-than 0"
@@ -149,7 +149,7 @@ async def _clear(url: URL, options: Mapping[str, Any], older_than: float, *, unp
     try:
         if unpin:
             await operation.storage.delete([PINNED])
-        await commit.clear(operation.storage, older_than)
+        await cleanup.clear(operation.storage, older_than)
     finally:
         await operation.close()
 

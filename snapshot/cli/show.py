@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch._tensor_str import PRINT_OPTS
 
+from snapshot.checkpoint import Stored
 from snapshot.cli.arguments import Verbs, add_json, add_pickle, add_storage, options_of, verb
 from snapshot.cli.listing import items, shape_text, value_text
-from snapshot.cli.opening import opened
+from snapshot.cli.locate import opened
 from snapshot.cli.quiet import torch_is_quiet
 from snapshot.cli.screen import as_json, bar, paint, printable, width, wrapped
 from snapshot.cli.statistics import Statistics, countable, statistics
 from snapshot.cli.status import ExitStatus
 from snapshot.manifest import entries as e
 from snapshot.manifest.entry import Entry
+from snapshot.manifest.rank_view import resolve_path
 from snapshot.manifest.scalars import Scalar
-from snapshot.manifest.view import resolve_path
-from snapshot.report import Progress, counted, size_text
+from snapshot.reports import Progress, counted, size_text
 from snapshot.storage import URL
-from snapshot.stored import Stored
 from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.tensors.geometry import split, whole
 

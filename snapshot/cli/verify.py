@@ -7,12 +7,12 @@ import sys
 from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_memory, add_storage, options_of, verb
-from snapshot.cli.opening import ENDINGS, explained, snapshots_below
+from snapshot.cli.locate import ENDINGS, explained, snapshots_below
 from snapshot.cli.screen import as_json, bar, paint, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError
-from snapshot.formats.finding import UnknownFormatError
-from snapshot.report import VerifyReport
+from snapshot.formats.detect import UnknownFormatError
+from snapshot.reports import VerifyReport
 from snapshot.snapshot import Snapshot
 from snapshot.storage import URL
 

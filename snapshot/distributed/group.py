@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from snapshot.distributed.heart import Heart
+from snapshot.distributed.heartbeat import Heart
 from snapshot.errors import SnapshotError
 
 if TYPE_CHECKING:

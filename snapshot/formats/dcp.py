@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from snapshot.errors import CorruptSnapshotError, StorageError, UnsupportedFormatError
-from snapshot.formats import pickles, torch_file
+from snapshot.formats import safe_pickle, torch_save
 from snapshot.formats.foreign import ForeignDocument, bounds, checked_location, document
-from snapshot.formats.tree import container, most_nodes
+from snapshot.formats.to_entries import container, most_nodes
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import ObjectEntry, Shard, ShardedTensorEntry, TensorEntry
 from snapshot.manifest.paths import component, uncomponent
@@ -30,7 +30,7 @@ GAP = 1000
 async def describe(storage: Storage, data: bytes) -> ForeignDocument:
     """The checkpoint that a `.metadata` describes."""
     where = storage.url.join(METADATA)
-    metadata = pickles.load(data, where)
+    metadata = safe_pickle.load(data, where)
     try:
         found = _Metadata(where, metadata, len(data))
         manifest, names = found.tree()
@@ -45,7 +45,7 @@ async def describe(storage: Storage, data: bytes) -> ForeignDocument:
     except StorageError:
         pass  # not of Megatron, or of a version that keeps it elsewhere
     else:
-        common = await torch_file.describe(storage, COMMON, size, len(data) + (1 << 28))
+        common = await torch_save.describe(storage, COMMON, size, len(data) + (1 << 28))
         taken = {path.split("/", 2)[1] for path in manifest}
         added = {path: entry for path, entry in common.manifest.items() if path.split("/", 2)[1] not in taken}
         manifest |= added
@@ -67,29 +67,31 @@ class _Metadata:
         self._room = 64 * self._chunks
         """Characters that the paths may still have: a long key may be in many of them."""
         if not _is(metadata, "Metadata"):
-            raise ValueError(f"it holds {pickles.shown(metadata)}")
-        fields = pickles.fields(metadata)
+            raise ValueError(f"it holds {safe_pickle.shown(metadata)}")
+        fields = safe_pickle.fields(metadata)
         self.version = str(fields.get("version") or "")
         self.files: dict[str, ForeignFile] = {}
         self._stored = {}
         self._known: dict[tuple[Any, ...], tuple[int, ...]] = {}
         """Sizes and offsets that have been checked: most are alike."""
         for index, info in _items(fields.get("storage_data")):
-            named, place = pickles.fields(index), pickles.fields(info)
+            named, place = safe_pickle.fields(index), safe_pickle.fields(info)
             offset = named.get("offset")
             if type(named["fqn"]) is not str:
-                raise ValueError(f"a name that is {pickles.shown(named['fqn'])}")
+                raise ValueError(f"a name that is {safe_pickle.shown(named['fqn'])}")
             self._stored[named["fqn"], None if offset is None else self._sizes(offset)] = place
         self._tensors = dict(_items(fields["state_dict_metadata"]))
         planner = fields.get("planner_data")
         self._paths: Mapping[str, Any] = planner if isinstance(planner, dict) else {}
 
     def _sizes(self, value: Any) -> tuple[int, ...]:
-        known = self._known.get(value) if type(value) is pickles.Size else None  # which holds ints, and nothing else
+        known = (
+            self._known.get(value) if type(value) is safe_pickle.Size else None
+        )  # which holds ints, and nothing else
         if known is not None:
             return known
         if not isinstance(value, tuple) or not all(type(each) is int and 0 <= each < 1 << 60 for each in value):
-            raise ValueError(f"{pickles.shown(value)} instead of sizes")
+            raise ValueError(f"{safe_pickle.shown(value)} instead of sizes")
         return self._known.setdefault(tuple(value), tuple(value))
 
     def tree(self) -> tuple[dict[str, Any], dict[Any, Any]]:
@@ -126,16 +128,16 @@ class _Metadata:
 
     def _entry(self, name: str, described: Any) -> Any:
         if type(name) is not str:
-            raise ValueError(f"a name that is {pickles.shown(name)}")
+            raise ValueError(f"a name that is {safe_pickle.shown(name)}")
         if _is(described, "BytesStorageMetadata"):
             begin, end, location, transform = self._range(self._stored.get((name, None)), name)
             kind = f"{transform}+torch_save" if transform else "torch_save"
             return ObjectEntry(location, (begin, end), kind, "value")
         if not _is(described, "TensorStorageMetadata"):
             raise UnsupportedFormatError(
-                f"{self._where}: {name[:200]}: is {pickles.shown(described)}, which is not known"
+                f"{self._where}: {name[:200]}: is {safe_pickle.shown(described)}, which is not known"
             )
-        fields = pickles.fields(described)
+        fields = safe_pickle.fields(described)
         dtype = _dtype(fields["properties"])
         shape = self._sizes(fields["size"])
         shards = []
@@ -143,7 +145,7 @@ class _Metadata:
         if self._chunks < 0:
             raise ValueError("it repeats itself too often")
         for chunk in fields["chunks"]:
-            box = pickles.fields(chunk)
+            box = safe_pickle.fields(chunk)
             offsets, sizes = self._sizes(box["offsets"]), self._sizes(box["sizes"])
             place = self._stored.get((name, offsets))
             if place is None and not math.prod(sizes):
@@ -163,12 +165,12 @@ class _Metadata:
         location = checked_location(place["relative_path"], self._where)
         begin, length = place["offset"], place["length"]
         if type(begin) is not int or type(length) is not int or begin < 0 or length < 0 or begin + length >= 1 << 62:
-            raise ValueError(f"{name[:200]!r} is in no range: {pickles.shown(begin)}, {pickles.shown(length)}")
+            raise ValueError(f"{name[:200]!r} is in no range: {safe_pickle.shown(begin)}, {safe_pickle.shown(length)}")
         bounds(self.files, location, begin + length)
         transforms = place.get("transform_descriptors") or []
         if not transforms:
             return begin, begin + length, location, ""
-        shown = [pickles.shown(each) for each in transforms[:4]]
+        shown = [safe_pickle.shown(each) for each in transforms[:4]]
         first = transforms[0] if len(transforms) == 1 and type(transforms[0]) is str else ""
         known = _TRANSFORMS.get(first.partition("/")[0])
         if known is None:
@@ -209,7 +211,7 @@ _NUMBER = re.compile("0|[1-9][0-9]{0,8}", re.ASCII)
 
 
 def _is(value: Any, name: str) -> bool:
-    return isinstance(value, pickles.Record) and value.name == _CLASSES + name
+    return isinstance(value, safe_pickle.Record) and value.name == _CLASSES + name
 
 
 def _is_path(value: Any) -> bool:
@@ -218,14 +220,14 @@ def _is_path(value: Any) -> bool:
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
     if not isinstance(value, dict):
-        raise ValueError(f"{pickles.shown(value)} instead of a dict")
+        raise ValueError(f"{safe_pickle.shown(value)} instead of a dict")
     return list(dict.items(value))
 
 
 def _dtype(properties: Any) -> str:
     """The dtype, from the state that torch pickles, or (old files) from attributes."""
     state = getattr(properties, "state", None)
-    found = state[0] if isinstance(state, tuple) and len(state) > 2 else pickles.fields(properties).get("dtype")
-    if not isinstance(found, pickles.Dtype):
-        raise ValueError(f"{pickles.shown(found)} instead of a dtype")
+    found = state[0] if isinstance(state, tuple) and len(state) > 2 else safe_pickle.fields(properties).get("dtype")
+    if not isinstance(found, safe_pickle.Dtype):
+        raise ValueError(f"{safe_pickle.shown(found)} instead of a dtype")
     return found.name

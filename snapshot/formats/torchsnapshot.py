@@ -14,12 +14,12 @@ import msgspec
 
 from snapshot.errors import CorruptSnapshotError, MissingExtraError, StorageNotFoundError, UnsupportedFormatError
 from snapshot.formats.foreign import ForeignDocument, bounds, checked_location, document
-from snapshot.formats.tree import scalar
+from snapshot.formats.to_entries import scalar
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import DEEPEST, METADATA, ForeignFile, nesting
 from snapshot.manifest.paths import component, encode_key, tagged_keys
-from snapshot.manifest.view import is_rank
-from snapshot.report import counted
+from snapshot.manifest.rank_view import is_rank
+from snapshot.reports import counted
 from snapshot.storage import Storage
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.manifest.entries import ObjectEntry
 from snapshot.manifest.paths import component_of, encode_key, tagged_keys
-from snapshot.report import with_article
+from snapshot.reports import with_article
 from snapshot.tensors.objects import MODULE, REFUSED, refusal
 
 INLINE = "(in the pickle)"

@@ -18,10 +18,10 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
-from snapshot.engine.loop import run
 from snapshot.errors import MissingExtraError
 from snapshot.interop.dcp import SnapshotReader, SnapshotWriter
 from snapshot.manager.root import Root
+from snapshot.runtime.loop import run
 from snapshot.storage import URL
 
 

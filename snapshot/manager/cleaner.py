@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from snapshot.engine.loop import run
 from snapshot.events import emit, log
 from snapshot.manager.cleaning import UnknownMetric, remove, survey
 from snapshot.manager.policies import Policy
 from snapshot.manager.root import Root
+from snapshot.runtime.loop import run
 
 
 class Cleaner:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from snapshot.engine import commit
 from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, StorageNotFoundError
 from snapshot.events import emit, log
 from snapshot.manager.policies import KeepBest, Policy, Taken, parts, reasons
 from snapshot.manager.root import UNREADABLE as CANNOT_READ
 from snapshot.manager.root import Folders, Head, NotOurs, Root, side_by_side
+from snapshot.save import cleanup
 from snapshot.storage import Storage
 
 PINNED, BUSY = "pinned", "a take may be running there"
@@ -54,7 +54,7 @@ async def survey(
     *,
     upto: int | None = None,
     damaged: Collection[int] = (),
-    older_than: float = commit.DAY,
+    older_than: float = cleanup.DAY,
     thorough: bool = False,
 ) -> list[Fate]:
     """Decide what becomes of each step, ascending. Nothing is changed.
@@ -161,7 +161,7 @@ async def _held(root: Root, step: int, older_than: float) -> str:
         if await root.pinned([step]):
             return PINNED
         async with root.opened(step) as operation:
-            return BUSY if await commit.is_busy(operation.storage, older_than) else ""
+            return BUSY if await cleanup.is_busy(operation.storage, older_than) else ""
     except StorageError as error:
         if error.errno not in CANNOT_READ:
             raise
@@ -173,13 +173,13 @@ async def _leftovers(root: Root, step: int, older_than: float, *, alone: bool, t
     async with root.opened(step) as operation:
         storage = operation.storage
         try:
-            files = await commit.leftovers(storage, older_than)
+            files = await cleanup.leftovers(storage, older_than)
             if files:
                 size = await _size(storage, files) if thorough else None
                 return Fate(step, "leftovers", goes=True, why="a take that was cut off", nbytes=size, files=len(files))
             if not (alone and thorough):
                 return None
-            why = BUSY if await commit.is_busy(storage, older_than) else NOT_OURS
+            why = BUSY if await cleanup.is_busy(storage, older_than) else NOT_OURS
         except StorageError as error:
             if error.errno not in CANNOT_READ:
                 raise
@@ -207,7 +207,7 @@ async def remove(
     root: Root,
     fates: Iterable[Fate],
     *,
-    older_than: float = commit.DAY,
+    older_than: float = cleanup.DAY,
     spared: Callable[[int], bool] = lambda step: False,
 ) -> Removed:
     """Remove what is to go. What fails keeps nothing else from going; it is logged, and goes another time."""
@@ -236,13 +236,13 @@ async def _remove(root: Root, fate: Fate, older_than: float, spared: Callable[[i
     """Remove one; False where it is wanted now, or gone already."""
     async with root.opened(fate.step) as operation:
         if fate.what == "leftovers":
-            return bool(await commit.clear(operation.storage, older_than))
+            return bool(await cleanup.clear(operation.storage, older_than))
 
         async def wanted() -> bool:
             return spared(fate.step) or bool(await root.pinned([fate.step]))
 
         try:
-            removed = await commit.remove_this(operation.storage, fate.token, older_than, wanted)
+            removed = await cleanup.remove_this(operation.storage, fate.token, older_than, wanted)
         except StorageNotFoundError:
             return False
         if removed:

@@ -10,28 +10,28 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from snapshot.distributed.call import Call
+from snapshot.distributed.exchange import Call
 from snapshot.distributed.group import ranks_of
-from snapshot.engine.loop import Work, run
-from snapshot.engine.restore_options import RestoreOptions
 from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError
 from snapshot.events import emit, log
+from snapshot.load.options import RestoreOptions
 from snapshot.manager import at_exit
 from snapshot.manager.advice import Advice, Measured
 from snapshot.manager.arguments import checked_policy, checked_root, checked_signals, checked_timeout
-from snapshot.manager.beginning import agree_on
-from snapshot.manager.cadence import Cadence, Every
 from snapshot.manager.channels import Channels
 from snapshot.manager.cleaner import Cleaner
 from snapshot.manager.durations import Duration
-from snapshot.manager.falling_back import FallingBack
-from snapshot.manager.notes import checked_metrics, checked_step, note, noted_metrics
-from snapshot.manager.pendings import Pendings
+from snapshot.manager.fallback import FallingBack
+from snapshot.manager.pending_takes import Pendings
 from snapshot.manager.policies import KeepBest, Policy, parts
 from snapshot.manager.root import Head, Root
+from snapshot.manager.schedule import Cadence, Every
 from snapshot.manager.signals import Signals
+from snapshot.manager.step_agreement import agree_on
+from snapshot.manager.step_metadata import checked_metrics, checked_step, note, noted_metrics
 from snapshot.options import Settings
 from snapshot.pending import PendingSnapshot
+from snapshot.runtime.loop import Work, run
 from snapshot.snapshot import AppState, Snapshot
 from snapshot.storage import URL
 

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from snapshot.engine import commit
-from snapshot.engine.operation import Operation
 from snapshot.errors import (
     CorruptSnapshotError,
     SnapshotError,
@@ -24,9 +22,11 @@ from snapshot.errors import (
 )
 from snapshot.events import log
 from snapshot.formats.foreign import says_absent
-from snapshot.manager.notes import noted_metrics
 from snapshot.manager.policies import Taken
+from snapshot.manager.step_metadata import noted_metrics
 from snapshot.manifest.document import FORMAT, METADATA, FileEntry, PartEntry
+from snapshot.runtime.session import Operation
+from snapshot.save import cleanup
 from snapshot.storage import ANYTHING, URL, FileStat, Storage
 from snapshot.tensors.digest import of_range
 
@@ -224,7 +224,7 @@ class Root:
         async with self.opened(step) as operation:
             try:
                 head = await operation.storage.get(METADATA, limit=operation.settings.manifest_bytes)
-                return bool(_OURS.match(head) or (not head.strip(b"\0") and await commit.ours(operation.storage)))
+                return bool(_OURS.match(head) or (not head.strip(b"\0") and await cleanup.ours(operation.storage)))
             except StorageError:
                 return False
 

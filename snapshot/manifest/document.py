@@ -16,7 +16,7 @@ import numpy as np
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.manifest.entries import AnyEntry
 from snapshot.manifest.entry import Entry
-from snapshot.report import counted
+from snapshot.reports import counted
 from snapshot.tensors.digest import of_range
 
 METADATA = ".snapshot_metadata"

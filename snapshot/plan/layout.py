@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from snapshot.manifest.paths import quote
-from snapshot.report import counted, size_text
+from snapshot.reports import counted, size_text
 from snapshot.storage import Limits
 from snapshot.tensors.digest import BLOCK, SIZE, block_count, of_range
 from snapshot.tensors.dtypes import ITEMSIZE, SAFETENSORS

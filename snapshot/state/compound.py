@@ -19,7 +19,7 @@ import torch
 from snapshot.manifest.compounds import SubclassEntry
 from snapshot.manifest.paths import encode_key
 from snapshot.saved import class_name
-from snapshot.state.shards import Sharded
+from snapshot.state.sharded import Sharded
 
 ENUM, RECORD, WRAPPER = "Enum", "dataclass", "TensorSubclass"
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from snapshot.state.kinds import Kind, ModuleKind, RNGKind, StateDictKind
-from snapshot.state.model import ModelState
+from snapshot.state.model_state import ModelState
 from snapshot.state.model_state_kind import ModelStateKind
 from snapshot.state.optimizer_kinds import OptimizerKind
 from snapshot.state.rng import RNGState
 from snapshot.state.stateful import StateDict
+from snapshot.state.stateful_kinds import Kind, ModuleKind, RNGKind, StateDictKind
 
 _KINDS: tuple[tuple[type, type[Kind]], ...] = (
     (RNGState, RNGKind),

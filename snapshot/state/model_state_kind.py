@@ -9,7 +9,7 @@ import torch
 
 from snapshot.manifest.entries import Container
 from snapshot.manifest.paths import component, uncomponent
-from snapshot.state.model import ModelState
+from snapshot.state.model_state import ModelState
 from snapshot.state.optimizer_kinds import StateOfParameters, exactly, with_options
 from snapshot.state.optimizers import grouped_otherwise
 from snapshot.tensors.memory import address_of_tensor

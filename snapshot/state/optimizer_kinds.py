@@ -16,9 +16,9 @@ from snapshot.errors import RestoreError
 from snapshot.manifest.entries import TENSORS, DictEntry, ListEntry, SubclassEntry
 from snapshot.manifest.paths import component
 from snapshot.manifest.scalars import Scalar
-from snapshot.state.kinds import Kind
-from snapshot.state.live import MISSING
 from snapshot.state.optimizers import SavedOptimizer, change_of, expected_shape, knows_shapes, mismatch_of
+from snapshot.state.state_tree import MISSING
+from snapshot.state.stateful_kinds import Kind
 from snapshot.tensors.dtypes import BY_NAME, NAMES
 from snapshot.tensors.memory import address_of_tensor
 

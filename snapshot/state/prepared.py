@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from snapshot.errors import SnapshotError
-from snapshot.state.shards import Shards
+from snapshot.state.sharded import Shards
 from snapshot.tensors import composite
 from snapshot.tensors.dtypes import NAMES
 

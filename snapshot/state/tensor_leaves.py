@@ -16,12 +16,12 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from snapshot.errors import SnapshotError
 from snapshot.manifest import entries as e
 from snapshot.manifest.entry import Entry
-from snapshot.state import arrays
+from snapshot.state import numpy_arrays
 from snapshot.state.compound import is_wrapped_local
+from snapshot.state.flatten_cache import LOW
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.state.prepared import Prepare, prepare_shards, prepare_tensor
-from snapshot.state.replay import LOW
-from snapshot.state.shards import Shards, sharded, waited
+from snapshot.state.sharded import Shards, sharded, waited
 from snapshot.tensors import composite
 from snapshot.tensors.dtypes import NAMES
 from snapshot.tensors.memory import is_plain
@@ -253,7 +253,7 @@ class TensorLeaves:
         self.leaves.append(Leaf(below, tensor, dtype, shape, nbytes, address, plain, None, note, wrap, splits=False))
 
     def _array(self, path: str, value: np.ndarray[Any, Any] | np.generic, depth: int) -> None:
-        described = arrays.describe(value)
+        described = numpy_arrays.describe(value)
         if described is None:
             self._object(path, value)
             return

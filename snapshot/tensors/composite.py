@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.report import counted
+from snapshot.reports import counted
 from snapshot.saved import class_name
 
 _PARAMETER = "torch.nn.parameter.Parameter"

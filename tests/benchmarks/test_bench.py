@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,8 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot.cli import bench_cache, bench_ranks, bench_raw, main
-from snapshot.cli.bench_cases import CASES
+from snapshot.bench import page_cache, raw_io
+from snapshot.bench.workloads import CASES
+from snapshot.cli import main
 from tests.helpers.warm_interpreter import Failed, Warm
 
 TINY = ["--case", "small", "--scale", "0.001", "--rounds", "1"]
@@ -88,72 +88,6 @@ def test_a_storage_that_is_no_file_system_has_no_raw_baselines(tmp_path: Path, b
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_store_is_measured_beside_the_client_alone(tmp_path: Path, bench: Callable[..., str]) -> None:
-    shown = bench("--store", "--scale", "0.02", "--rounds", "1")
-    rows = [line[:44].strip() for line in shown.splitlines() if line.startswith("  ")]
-    assert rows.count("the client alone") == rows.count("take") == rows.count("restore") == 2
-    assert "the client alone, whole objects" in rows
-    assert {"take, s3fs", "async_take, obstore", "restore, obstore"} <= set(rows)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_several_ranks_write_one_replica_together_and_read_it_once(tmp_path: Path, bench: Callable[..., str]) -> None:
-    shown = bench("--world", "2", "--scale", "0.01", "--rounds", "1")
-    rows = {line[:44].strip(): line[44:].split() for line in shown.splitlines() if line.startswith("  ")}
-    model = CASES["train"].nbytes(0.01) / 2**20
-    for name, copies in (
-        ("take, one rank alone", 1),
-        ("take, 2 ranks", 1),
-        ("restore, one rank alone", 1),
-        ("restore, 2 ranks, read_once=True", 1),
-        ("restore, 2 ranks, read_once=False", 2),
-    ):
-        seconds, ratio, size, unit, moved, *balance = rows[name]
-        assert float(seconds) > 0
-        assert float(ratio) == 1 or "alone" not in name
-        assert unit == "MiB"
-        assert float(size) == pytest.approx(copies * model, rel=0.05)
-        assert float(moved) == pytest.approx(copies, rel=0.02)
-        assert [float(each) for each in balance] == (
-            [] if "restore" in name else [pytest.approx(1, abs=0.05 if "2" in name else 0)]
-        )
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_rank_that_ends_ends_the_measurement(tmp_path: Path) -> None:
-    arguments = ["--world", "2", "--scale", "0.001", "--rounds", "100000"]
-    with subprocess.Popen(
-        command(*arguments), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as running:
-        try:
-            assert running.stdout
-            assert "snapshot bench" in running.stdout.readline()
-            ranks: list[psutil.Process] = []
-            while len(ranks) < 2:  # of the processes that it starts, one watches over shared resources
-                assert running.poll() is None
-                children = psutil.Process(running.pid).children()
-                ranks = [child for child in children if "spawn_main" in " ".join(_command_line(child))]
-            ranks[1].kill()
-            _, errors = running.communicate(timeout=60)
-        finally:
-            running.kill()
-    assert running.returncode == 2, errors
-    assert "ended with exit status -9" in errors
-    assert not any(rank.is_running() for rank in ranks)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_costs_of_planning_are_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(bench_ranks, "ENTRIES", 50)
-    assert main(["bench", "--ranks", "2,4"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert all(line.startswith("|") and line.endswith("|") for line in lines)
-    assert len({line.count("|") for line in lines}) == 1
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-    assert {row[1] for row in rows} == {"2", "4"}
-    assert len(rows) == 2 * len({row[0] for row in rows})
-
-
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interruption_leaves_neither_files_nor_processes(
     tmp_path: Path, warm: Warm, number: int, status: int
@@ -188,14 +122,6 @@ def _command_line(process: psutil.Process) -> list[str]:
         (["--scale", "1e9"], "free; give a smaller --scale"),
         (["--case", "keys", "--only", "async"], "nothing to measure"),
         (["nowhere://at/all"], "no storage plugin for the scheme 'nowhere'"),
-        (["--world", "1"], "1 is not above 1"),
-        (["--world", "2", "--json"], "--world prints a table only"),
-        (["--world", "2", "--ranks", "2"], "not allowed with argument"),
-        (["--world", "2", "--scale", "1e9"], "free; give a smaller --scale"),
-        (["--world", "100000", "--scale", "0.1"], "of memory; give a smaller --scale"),
-        (["memory://bench", "--world", "2"], "ranks need a storage that all of them see"),
-        (["--ranks", "2,few"], "invalid _worlds value"),
-        (["--ranks", "2", "--case", "small"], "leave out --case, --only and --peers"),
     ],
 )
 def test_what_cannot_run_is_status_2_with_its_reason(
@@ -233,7 +159,7 @@ def test_cutting_into_lanes_loses_no_byte(sizes: list[int], lanes: int) -> None:
     total = sum(sizes)
     whole = np.arange(total, dtype=np.uint8)
     buffers = np.split(whole, np.cumsum(sizes)[:-1]) if sizes else []
-    runs = bench_raw.cut(buffers, lanes)
+    runs = raw_io.cut(buffers, lanes)
     assert len(runs) <= lanes
     at = 0
     for offset, run in runs:
@@ -248,12 +174,12 @@ def test_cutting_into_lanes_loses_no_byte(sizes: list[int], lanes: int) -> None:
 def test_the_raw_baselines_move_every_byte(tmp_path: Path, lanes: int) -> None:
     tensors = [torch.rand(300) for _ in range(1500)] + [torch.tensor(1.5), torch.rand(3_000_000)]
     wanted = [tensor.clone() for tensor in tensors]
-    bench_raw.write_streams(tensors, tmp_path, durable=True, lanes=lanes)
+    raw_io.write_streams(tensors, tmp_path, durable=True, lanes=lanes)
     whole = tmp_path / "whole"
     whole.write_bytes(b"".join((tmp_path / f"{lane}.raw").read_bytes() for lane in range(lanes)))
     for tensor in tensors:
         tensor.zero_()
-    bench_raw.read_streams(tensors, whole, lanes)
+    raw_io.read_streams(tensors, whole, lanes)
     assert all(map(torch.equal, tensors, wanted))
 
 
@@ -261,8 +187,8 @@ def test_the_raw_baselines_move_every_byte(tmp_path: Path, lanes: int) -> None:
 def test_the_raw_copies_copy_everything(lanes: int) -> None:
     tensors = [torch.rand(3), torch.tensor(2.5), torch.rand(1001)]
     by_threads, by_torch = ([torch.zeros_like(tensor) for tensor in tensors] for _ in range(2))
-    bench_raw.copy_streams(tensors, by_threads, lanes)
-    bench_raw.copy_foreach(tensors, by_torch)
+    raw_io.copy_streams(tensors, by_threads, lanes)
+    raw_io.copy_foreach(tensors, by_torch)
     assert all(map(torch.equal, tensors, by_threads))
     assert all(map(torch.equal, tensors, by_torch))
 
@@ -270,22 +196,22 @@ def test_the_raw_copies_copy_everything(lanes: int) -> None:
 def test_a_direct_write_is_cut_to_its_length(tmp_path: Path) -> None:
     tensors = [torch.rand(5), torch.rand(3_000_000), torch.rand(7)]
     try:
-        bench_raw.write_direct(tensors, tmp_path, durable=False)
+        raw_io.write_direct(tensors, tmp_path, durable=False)
     except OSError as error:
         pytest.skip(f"no O_DIRECT here: {error}")
     assert (tmp_path / "0.raw").read_bytes() == b"".join(tensor.numpy().tobytes() for tensor in tensors)
-    bench_raw.read_direct(tmp_path / "0.raw", lanes=2)
+    raw_io.read_direct(tmp_path / "0.raw", lanes=2)
 
 
 def test_a_dropped_file_is_not_in_memory(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(1 << 20))
-    assert bench_cache._resident([file]) == 1
+    assert page_cache._resident([file]) == 1
     try:
-        bench_cache.drop(tmp_path)
-    except bench_cache.StaysCached as error:
+        page_cache.drop(tmp_path)
+    except page_cache.StaysCached as error:
         pytest.skip(str(error))
-    assert bench_cache._resident([file]) < 0.01
+    assert page_cache._resident([file]) < 0.01
 
 
 def test_every_case_is_as_large_as_it_says() -> None:

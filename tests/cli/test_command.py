@@ -181,7 +181,7 @@ def test_what_it_does_not_know_is_named_without_its_value(capsys):
 
 
 def test_a_server_that_is_not_there_is_given_up_soon(capsys, monkeypatch):
-    monkeypatch.setattr("snapshot.cli.opening.SOON", 2.5)
+    monkeypatch.setattr("snapshot.cli.locate.SOON", 2.5)
     for verb in (["ls"], ["show", "x"]):
         assert asked(verb, "http://127.0.0.1:1/x") == 2
         err = capsys.readouterr().err.splitlines()

@@ -165,16 +165,16 @@ def test_a_signal_ends_it_soon_and_the_same_again_goes_on(
     script = f"""
 import os, signal, sys
 from snapshot.cli import main
-from snapshot.engine import verify, notes
+from snapshot.verbs import verify, verify_journal
 verify.STRETCH = 256 << 10
-add = notes.VerifyNotes.add
+add = verify_journal.VerifyNotes.add
 def counted(self, *arguments):
     add(self, *arguments)
     counted.met += 1
     if counted.met == 3:
         os.kill(os.getpid(), signal.{number})
 counted.met = 0
-notes.VerifyNotes.add = counted
+verify_journal.VerifyNotes.add = counted
 sys.exit(main(["verify", "--resume", "{tmp_path}/notes", "{tmp_path}/s"]))
 """
     with pytest.raises(Failed) as failed:

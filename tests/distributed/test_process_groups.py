@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from snapshot import Snapshot, SnapshotError, StateDict
-from snapshot.distributed.call import Call
+from snapshot.distributed.exchange import Call
 from snapshot.distributed.group import Ranks
 from snapshot.manager.agreement import Agreement
 

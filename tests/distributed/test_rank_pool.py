@@ -33,7 +33,7 @@ def surroundings():
 
 def fails(where):
     if dist.get_rank() in where:
-        print("the printer was on fire")  # noqa: T201 - what becomes of it is tested
+        print("the printer was on fire")
         logging.getLogger("pool").warning("and it was logged")
         expected = f"rank {dist.get_rank()} is fine"
         assert not expected

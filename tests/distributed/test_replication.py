@@ -163,7 +163,7 @@ def test_tied_weights_that_are_split_or_sharded_are_written_once(two, folder):
 
 
 def _exchanges(path, change):
-    from snapshot.distributed.call import Call
+    from snapshot.distributed.exchange import Call
 
     rank, counted = dist.get_rank(), []
     plain = Call.exchange
@@ -198,7 +198,7 @@ def test_a_repeated_take_needs_two_exchanges_before_the_bytes_flow(four, folder)
 
 
 def _restarted(path, restore):
-    from snapshot.distributed.call import Call
+    from snapshot.distributed.exchange import Call
     from snapshot.distributed.group import ranks_of
 
     ranks_of(None).plans.clear()

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from snapshot.errors import SnapshotError
-from snapshot.state.shards import Sharded, empty_like, sharded
+from snapshot.state.sharded import Sharded, empty_like, sharded
 from snapshot.tensors.geometry import Box
 
 
@@ -377,7 +377,7 @@ def test_other_values_are_not_sharded():
 def test_nothing_is_imported_to_find_that_a_value_is_not_sharded():
     script = """
 import sys, torch
-from snapshot.state.shards import sharded
+from snapshot.state.sharded import sharded
 before = set(sys.modules)
 assert sharded("x", torch.ones(2)) is None and sharded("x", object()) is None
 assert not set(sys.modules) - before

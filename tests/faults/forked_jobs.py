@@ -87,8 +87,8 @@ def serve(descriptor, parent):
     import torch
 
     torch.set_num_threads(1)
-    import snapshot.engine.take
     import snapshot.plugins.file
+    import snapshot.save.take
     import snapshot.testing  # noqa: F401
     from tests.faults.shared_folder import state
 

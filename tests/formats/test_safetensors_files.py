@@ -116,8 +116,8 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path, name):
 def test_every_verb_works_on_it_in_memory_too():
     from safetensors.torch import save
 
-    from snapshot.engine.loop import run
     from snapshot.registry import open_storage
+    from snapshot.runtime.loop import run
     from snapshot.storage import URL, Context
 
     storage = open_storage(URL.parse("memory://formats/one"), {}, Context())

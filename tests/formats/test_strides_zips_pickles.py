@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from snapshot import CorruptSnapshotError, SnapshotError
 from snapshot.errors import UnsafeObjectError
-from snapshot.formats import archives, packed, pickles, zips
-from snapshot.formats.scanning import scan
+from snapshot.formats import embedded_tensors, safe_pickle, torch_archive, zip_directory
+from snapshot.formats.pickle_scan import scan
 from snapshot.manifest.entries import TensorEntry
 from snapshot.tensors.strides import around, contiguous, span
 
@@ -88,13 +88,13 @@ def test_archives_of_zipfile_are_read(members, method):
         for name, data in members.items():
             file.writestr(f"a/{name}", data)
     content = made.getvalue()
-    begin, end = zips.directory_range(content[-zips.TAIL :], len(content))
-    found = zips.members(content[begin:end], begin)
+    begin, end = zip_directory.directory_range(content[-zip_directory.TAIL :], len(content))
+    found = zip_directory.members(content[begin:end], begin)
     assert [each.name for each in found] == [f"a/{name}" for name in members]
     for each, data in zip(found, members.values(), strict=True):
-        at = each.header + zips.data_begin(content[each.header :])
+        at = each.header + zip_directory.data_begin(content[each.header :])
         held = content[at : at + each.packed]
-        assert (zips.inflated(held, each.size) if each.method == zips.DEFLATED else held) == data
+        assert (zip_directory.inflated(held, each.size) if each.method == zip_directory.DEFLATED else held) == data
         assert each.crc == zlib.crc32(data)
 
 
@@ -104,16 +104,16 @@ def test_archives_that_are_laid_out_are_zipfile_s(members, late):
     """With checksums that are known at once, or late."""
     sums = {name: zlib.crc32(data) for name, data in members.items()}
     made = [
-        archives.Member(f"a/{name}", len(data), None if late else data, sum=lambda name=name: sums[name])
+        torch_archive.Member(f"a/{name}", len(data), None if late else data, sum=lambda name=name: sums[name])
         for name, data in members.items()
     ]
-    frames, size = archives.laid_out(made, zlib.crc32)
+    frames, size = torch_archive.laid_out(made, zlib.crc32)
     held = list(members.values())
-    content = b"".join(each.make() if isinstance(each, archives.Frame) else held[each] for each in frames)
+    content = b"".join(each.make() if isinstance(each, torch_archive.Frame) else held[each] for each in frames)
     assert len(content) == size
     for each, data in zip(made, members.values(), strict=True):
-        at = each.header + zips.data_begin(content[each.header :])
-        assert at % archives.ALIGNMENT == 0
+        at = each.header + zip_directory.data_begin(content[each.header :])
+        assert at % torch_archive.ALIGNMENT == 0
         assert content[at : at + len(data)] == data
     with zipfile.ZipFile(io.BytesIO(content)) as file:
         assert file.testzip() is None
@@ -127,9 +127,9 @@ def test_archives_that_are_laid_out_are_zipfile_s(members, late):
 def test_any_bytes_are_no_archive_or_lie_in_themselves(data):
     for tail in (data, data + b"PK\5\6" + bytes(18), data + b"PK\5\6" + data[:18].ljust(18, b"\1")):
         try:
-            begin, end = zips.directory_range(tail, len(tail))
+            begin, end = zip_directory.directory_range(tail, len(tail))
             assert 0 <= begin <= end <= len(tail)
-            for each in zips.members(tail[begin:end], begin):
+            for each in zip_directory.members(tail[begin:end], begin):
                 assert each.header + each.packed <= begin
         except ValueError:
             pass
@@ -141,11 +141,11 @@ def test_the_lengths_of_long_members_stand_apart():
         return struct.pack("<4s6H3L5H2L", b"PK\1\2", *numbers) + b"a" + extra
 
     long = struct.pack("<2H3Q", 1, 24, 5 << 32, 5 << 32, 3)
-    (found,) = zips.members(item(struct.pack("<2H", 9, 2) + b"xx" + long), 6 << 32)
+    (found,) = zip_directory.members(item(struct.pack("<2H", 9, 2) + b"xx" + long), 6 << 32)
     assert (found.size, found.packed, found.header) == (5 << 32, 5 << 32, 3)
     for lie in (b"", long[:-1], long[:4], struct.pack("<2H", 1, 60_000) + long[4:], struct.pack("<2HQ", 1, 8, 1)):
         with pytest.raises(ValueError, match="long member"):
-            zips.members(item(lie), 6 << 32)
+            zip_directory.members(item(lie), 6 << 32)
 
 
 @TAKEN
@@ -155,13 +155,13 @@ def test_any_bytes_in_the_place_of_an_archive_with_a_tensor(data):
     torch.save(torch.arange(3.0), file)
     good = file.getvalue()
     entry = TensorEntry("x", (0, len(good)), "float32", (3,), serializer="torch_save")
-    layout = packed.layout_of("x", entry, good, good)
+    layout = embedded_tensors.layout_of("x", entry, good, good)
     assert good[layout.begin : layout.begin + 12] == torch.arange(3.0).numpy().tobytes()
     for bad in (data, data + good[len(data) :], good[: len(good) - len(data)] + data):
         entry = TensorEntry("x", (0, len(bad)), "float32", (3,), serializer="torch_save")
         try:
-            found = packed.layout_of("x", entry, bad, bad)
-        except (SnapshotError, packed.Short):
+            found = embedded_tensors.layout_of("x", entry, bad, bad)
+        except (SnapshotError, embedded_tensors.Short):
             continue
         assert 0 <= found.begin <= found.begin + found.nbytes <= len(bad)
 
@@ -189,7 +189,7 @@ VALUES = st.recursive(
 @given(VALUES, st.sampled_from([2, 3, 4, 5]))
 def test_plain_values_are_unpickled_as_pickle_does_it(value, protocol):
     data = pickle.dumps([value, value, (value,)], protocol)
-    found = pickles.load(data, "here")
+    found = safe_pickle.load(data, "here")
     assert found == pickle.loads(data)
     assert repr(found) == repr(pickle.loads(data))
     assert scan(data, "here").end == len(data)
@@ -201,7 +201,7 @@ def test_the_careful_way_gives_the_same(value, protocol):
     shared = (1, 2)
     data = pickle.dumps([value, [shared] * 40], protocol)
     assert scan(data, "here").careful
-    assert repr(pickles.load(data, "here")) == repr(pickle.loads(data))
+    assert repr(safe_pickle.load(data, "here")) == repr(pickle.loads(data))
 
 
 @settings(max_examples=300)
@@ -211,7 +211,7 @@ def test_any_bytes_are_a_pickle_or_an_error_of_ours(data, at, value):
     at = at % len(good)
     for each in (data, b"\x80\x02" + data + b".", good[:at] + data[:3] + good[at + 1 :]):
         try:
-            repr(pickles.load(each, "here"))
+            repr(safe_pickle.load(each, "here"))
         except (CorruptSnapshotError, UnsafeObjectError):
             pass
         except RecursionError:

@@ -327,7 +327,7 @@ def test_the_nightly_s_snapshots_are_read_as_well(tmp_path, warm):
     printed = warm.run(ON_NIGHTLY, tmp_path / "s", NIGHTLY, Path(__file__).parents[2])
     same(Snapshot(tmp_path / "s").read_object("0/m"), everything())
     assert Snapshot(tmp_path / "s").verify()
-    print(printed)  # noqa: T201 - shown where a test fails
+    print(printed)
     if "with DTensor" in printed:
         assert torch.equal(Snapshot(tmp_path / "s.d").read_object("0/m/d"), torch.arange(24.0).view(6, 4))
         live = StateDict(d=torch.zeros(6, 4))

@@ -9,8 +9,6 @@ import warnings
 import pytest
 import torch
 
-import snapshot.engine.worker
-import snapshot.plugins.file  # noqa: F401 - what is imported late is not what is looked for
 from snapshot import RNGState, Snapshot, StateDict, UnsafeObjectError
 from snapshot.cli import main
 

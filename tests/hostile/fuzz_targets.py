@@ -16,19 +16,28 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["snapshot"]):
-    from snapshot.engine.gather import Gather
-    from snapshot.engine.loop import run
-    from snapshot.engine.stored import uncovered, wants_of
     from snapshot.errors import SnapshotError
-    from snapshot.formats import dcp, packed, pickles, safetensors, torch_file, torchsnapshot, values, zips
-    from snapshot.manifest.check import check_tree, locations_of
+    from snapshot.formats import (
+        dcp,
+        embedded_tensors,
+        from_pickle,
+        safe_pickle,
+        safetensors,
+        torch_save,
+        torchsnapshot,
+        zip_directory,
+    )
+    from snapshot.load.read_plan import Gather
+    from snapshot.load.stored_ranges import uncovered, wants_of
     from snapshot.manifest.document import copied, decode_document
     from snapshot.manifest.entries import Container, TensorEntry
-    from snapshot.manifest.view import by_key, rank_view
+    from snapshot.manifest.rank_view import by_key, rank_view
+    from snapshot.manifest.validate import check_tree, locations_of
     from snapshot.metadata import SnapshotMetadata
     from snapshot.plugins import memory
     from snapshot.registry import open_storage
-    from snapshot.state.live import inflate
+    from snapshot.runtime.loop import run
+    from snapshot.state.state_tree import inflate
     from snapshot.storage import URL, Context, check_path
     from snapshot.tensors.objects import load_object
 
@@ -109,23 +118,23 @@ def torch_pickle(data):
         archive.writestr("a/data.pkl", data)
         archive.writestr("a/data/0", bytes(64))
     archived = file.getvalue()
-    _described("x.pt", archived, lambda storage: torch_file.describe(storage, "x.pt", len(archived), LIMIT))
-    with contextlib.suppress(SnapshotError, values.NotPlainError):
-        repr(values.plain_value("x", archived))
+    _described("x.pt", archived, lambda storage: torch_save.describe(storage, "x.pt", len(archived), LIMIT))
+    with contextlib.suppress(SnapshotError, from_pickle.NotPlainError):
+        repr(from_pickle.plain_value("x", archived))
     with contextlib.suppress(SnapshotError):
-        pickles.load(data, "x")
+        safe_pickle.load(data, "x")
 
 
 def zip_directory(data):
     """A whole archive of torch's, and one with one tensor in it."""
-    _described("x.pt", data, lambda storage: torch_file.describe(storage, "x.pt", len(data), LIMIT))
-    with contextlib.suppress(SnapshotError, packed.Short):
+    _described("x.pt", data, lambda storage: torch_save.describe(storage, "x.pt", len(data), LIMIT))
+    with contextlib.suppress(SnapshotError, embedded_tensors.Short):
         entry = TensorEntry("x", (0, len(data)), "float32", (3,), serializer="torch_save")
-        found = packed.layout_of("x", entry, data, data)
+        found = embedded_tensors.layout_of("x", entry, data, data)
         assert 0 <= found.begin <= found.begin + found.nbytes <= len(data)
     with contextlib.suppress(ValueError):
-        begin, end = zips.directory_range(data[-zips.TAIL :], len(data))
-        zips.members(data[begin:end], begin)
+        begin, end = zip_directory.directory_range(data[-zip_directory.TAIL :], len(data))
+        zip_directory.members(data[begin:end], begin)
 
 
 def safetensors_header(data):

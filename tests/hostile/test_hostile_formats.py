@@ -301,7 +301,7 @@ DANGEROUS = [
     ("os", "system"), ("posix", "system"), ("builtins", "eval"), ("builtins", "exec"), ("builtins", "getattr"),
     ("builtins", "__import__"), ("__builtin__", "eval"), ("subprocess", "Popen"), ("torch", "load"),
     ("torch.storage", "_load_from_bytes"), ("torch.hub", "load"), ("numpy", "load"), ("functools", "partial"),
-    ("operator", "attrgetter"), ("snapshot.formats.pickles", "load"), ("collections.OrderedDict", "__init__"),
+    ("operator", "attrgetter"), ("snapshot.formats.safe_pickle", "load"), ("collections.OrderedDict", "__init__"),
     ("torch", "FloatStorage.__class__"), ("pathlib", "Path"), ("io", "open"),
 ]  # fmt: skip
 

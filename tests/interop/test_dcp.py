@@ -30,8 +30,7 @@ from snapshot import (
     StorageError,
     UnsafeObjectError,
 )
-from snapshot.interop import dcp_names
-from snapshot.interop.dcp import SnapshotReader, SnapshotWriter
+from snapshot.interop.dcp import SnapshotReader, SnapshotWriter, names
 from snapshot.manifest import document as d
 from snapshot.testing import faulty, recording
 from tests.interop.dcp_states import emptied, load, model, quiet, save, told, trained
@@ -163,7 +162,7 @@ def test_a_planners_data_that_are_more_than_values_are_left_out_with_a_warning(f
 def test_a_record_of_names_that_makes_no_sense_is_refused(folder):
     note = {"items": {"a": "0/nowhere"}}
     for record in (note, {"top": 5}, {"planner_data": {"keys": {"a": 5}}}, {"planner_data": {"entries": {"x": {}}}}):
-        Snapshot.take(folder, {"s": StateDict(a=1)}, metadata={dcp_names.KEY: record}, overwrite=True)
+        Snapshot.take(folder, {"s": StateDict(a=1)}, metadata={names.KEY: record}, overwrite=True)
         with pytest.raises(CorruptSnapshotError, match="metadata"):
             SnapshotReader(folder).read_metadata()
 

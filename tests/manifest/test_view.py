@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from snapshot import CorruptSnapshotError
 from snapshot.manifest import entries as e
 from snapshot.manifest.merge import expect_whole, merge
-from snapshot.manifest.view import adopt, leave_out, rank_view
+from snapshot.manifest.rank_view import adopt, leave_out, rank_view
 
 
 def shard(begin, size):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapshot import SnapshotError
-from snapshot.plan.agree import FIRST, Boxes, Details, Record, agree, as_sum, layout_digest, settle
+from snapshot.plan.consensus import FIRST, Boxes, Details, Record, agree, as_sum, layout_digest, settle
 from snapshot.tensors.geometry import split
 
 digest = b"%016d".__mod__

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot.plan.deal import SHORTEST, Item, deal
+from snapshot.plan.partition import SHORTEST, Item, deal
 from snapshot.tensors.geometry import overlap, whole
 
 shapes = st.lists(st.integers(0, 700), max_size=3).map(tuple)

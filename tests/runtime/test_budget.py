@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from snapshot.engine.arena import GRAIN, Arena
-from snapshot.engine.budget import MemoryBudget, Pool, available_memory, total_memory
+from snapshot.runtime.arena import GRAIN, Arena
+from snapshot.runtime.budget import MemoryBudget, Pool, available_memory, total_memory
 from snapshot.storage import drive
 
 

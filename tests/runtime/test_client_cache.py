@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from snapshot.engine.clients import SharedClients
+from snapshot.runtime.client_cache import SharedClients
 
 
 class Maker:

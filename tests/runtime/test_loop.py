@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from snapshot import Snapshot, SnapshotError, StateDict
-from snapshot.engine.loop import run, start
-from snapshot.engine.quiet import no_collection
 from snapshot.events import Event, add_handler, remove_handler
+from snapshot.runtime.gc_pause import no_collection
+from snapshot.runtime.loop import run, start
 from snapshot.storage import drive, in_thread, uninterrupted
 
 

@@ -21,9 +21,9 @@ from snapshot import (
     StorageError,
     release_memory,
 )
-from snapshot.engine.ahead import Staging
-from snapshot.engine.arena import arena
 from snapshot.events import add_handler, remove_handler
+from snapshot.runtime.arena import arena
+from snapshot.save.prefetch import Staging
 from snapshot.testing import faulty, stalling
 from tests.helpers.warm_interpreter import Failed
 

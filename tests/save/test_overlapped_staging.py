@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from snapshot import ModelState, Snapshot, SnapshotError, StateDict, StorageError
-from snapshot.engine.arena import arena
-from snapshot.engine.staging import Source
+from snapshot.runtime.arena import arena
+from snapshot.save.staging import Source
 from snapshot.testing import faulty, stalling
 
 KiB = 1 << 10

@@ -9,9 +9,9 @@ import time
 import torch.distributed as dist
 
 from snapshot import release_memory
-from snapshot.engine import commit, guard
-from snapshot.engine.arena import arena
-from snapshot.engine.inflight import in_flight
+from snapshot.runtime.arena import arena
+from snapshot.save import cleanup, optimizer_barrier
+from snapshot.save.concurrency import in_flight
 
 
 def files_of(folder):
@@ -35,13 +35,15 @@ class Leaks:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         end = time.monotonic() + 10
-        while (arena()._out or commit._active or in_flight()._taken or guard._held) and time.monotonic() < end:
+        while (
+            arena()._out or cleanup._active or in_flight()._taken or optimizer_barrier._held
+        ) and time.monotonic() < end:
             time.sleep(0.01)
         assert arena()._out == 0, arena()
-        assert not commit._active, commit._active
+        assert not cleanup._active, cleanup._active
         assert not in_flight()._taken
         assert in_flight()._pool.used == 0
-        assert guard._held == ()
+        assert optimizer_barrier._held == ()
         self.seen.append(
             {
                 "descriptors": len(os.listdir("/proc/self/fd")), "threads": threading.active_count(),

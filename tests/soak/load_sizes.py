@@ -165,4 +165,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     {"entries": entries, "tensors": tensors, "huge": huge, "tiny": tiny}[sys.argv[1]](sys.argv[2], int(sys.argv[3]))
     DONE["bytes"] = sum(file.stat().st_size for file in Path(sys.argv[2]).rglob("*") if file.is_file())
-    print(json.dumps(DONE))  # noqa: T201 - what it did
+    print(json.dumps(DONE))

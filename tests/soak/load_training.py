@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from snapshot import CommitUnknown, Snapshot, SnapshotError
-from snapshot.engine.worker import writer_process
 from snapshot.testing import Fault, tapped
+from snapshot.worker.client import writer_process
 from tests.soak.load_app import App, differs, frozen, target
 from tests.soak.load_checks import came_back, expected, foreign, look, notes, tensors, told_committed, untouched
 from tests.soak.load_faults import READS, WRITES, Switch, drawn, of_deletes
@@ -348,7 +348,7 @@ def main():
         for scheme, switch in training.switches.items():
             stack.enter_context(tapped(scheme, switch))
         figures = training.run()
-    print(json.dumps(figures), flush=True)  # noqa: T201 - what it did
+    print(json.dumps(figures), flush=True)
     if world > 1:
         dist.destroy_process_group()
 

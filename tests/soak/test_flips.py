@@ -18,5 +18,5 @@ def test_every_byte_by_itself(mask):
                 met += look(Snapshot("memory://flips"))
             count += 1
     assert snapshot.verify()
-    print(f"{count:,} bytes flipped, all found by verify, {met:,} by restore; the others are of headers")  # noqa: T201
+    print(f"{count:,} bytes flipped, all found by verify, {met:,} by restore; the others are of headers")
     assert count - met == sum(file.header for file in snapshot._open().files.values())

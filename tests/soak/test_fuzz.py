@@ -41,7 +41,7 @@ def test_what_a_fuzzer_finds_that_sees_which_lines_run(tmp_path, target):
     assert done.returncode == 0, done.stderr[-3000:]
     assert runs, done.stderr[-3000:]
     assert int(runs[1]) > 10
-    print(f"{target}: {int(runs[1]):,} inputs in {SECONDS} s")  # noqa: T201 - what it did
+    print(f"{target}: {int(runs[1]):,} inputs in {SECONDS} s")
 
 
 @pytest.mark.timeout(SECONDS + 120)
@@ -61,4 +61,4 @@ def test_manifests_that_were_changed_at_random_and_read_by_every_verb():
             with bounded():
                 read += exercise("memory://rich/s", changed(document, base), f"seed {first + count}") > 6
             count += 1
-    print(f"{count:,} manifests from seed {first}, {read:,} of them still read")  # noqa: T201
+    print(f"{count:,} manifests from seed {first}, {read:,} of them still read")

@@ -24,12 +24,12 @@ def forker():
 @pytest.mark.parametrize("verb", VERBS)
 def test_killed_at_every_operation(forker, tmp_path, verb, foreign):
     kills, new = kill_at_operations(forker, tmp_path, verb, foreign=foreign)
-    print(f"{verb}: {kills} kills at operations, the new state stood after {new}")  # noqa: T201 - what it did
+    print(f"{verb}: {kills} kills at operations, the new state stood after {new}")
 
 
 @pytest.mark.timeout(600)
 def test_killed_at_every_operation_of_pruning(forker, tmp_path):
-    print(f"prune: {kill_while_pruning(forker, tmp_path)} kills at operations")  # noqa: T201
+    print(f"prune: {kill_while_pruning(forker, tmp_path)} kills at operations")
 
 
 @pytest.mark.timeout(600)
@@ -37,11 +37,11 @@ def test_killed_at_every_operation_of_pruning(forker, tmp_path):
 def test_killed_at_every_system_call(forker, tmp_path, verb):
     tool("strace", "apt-get install strace")
     kills, calls = kill_at_system_calls(forker, tmp_path / "here", verb, tmp_path / "log")
-    print(f"{verb}: {kills} kills at {calls} system calls")  # noqa: T201
+    print(f"{verb}: {kills} kills at {calls} system calls")
     assert kills > calls * 0.8
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("who", ["parent", "writer"])
 def test_killed_at_every_operation_of_a_writer_process_and_its_parent(forker, tmp_path, who):
-    print(f"{who}: {kill_with_worker(forker, tmp_path, who)} kills with a writer process")  # noqa: T201
+    print(f"{who}: {kill_with_worker(forker, tmp_path, who)} kills with a writer process")

@@ -16,4 +16,4 @@ def test_power_lost_at_every_operation(tmp_path, kind):
         for verb in VERBS:
             for direct_io in ("auto", "never"):
                 losses = lose_at_operations(forker, made, verb, direct_io=direct_io)
-                print(f"{kind} {verb} (direct_io={direct_io}): {losses} losses")  # noqa: T201 - what it did
+                print(f"{kind} {verb} (direct_io={direct_io}): {losses} losses")

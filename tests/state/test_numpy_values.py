@@ -95,10 +95,14 @@ def test_none_of_them_needs_a_pickle(name):
 
 def test_an_empty_text_of_an_earlier_version_is_read():
     """It was stored as one zero under a dtype of no width."""
-    from snapshot.state import arrays
+    from snapshot.state import numpy_arrays
 
-    assert same(np.str_(""), arrays.rebuild("p", arrays.tensor_over(np.zeros(4, np.uint8)), "<U0", (), "C", True))
-    assert same(np.bytes_(b""), arrays.rebuild("p", arrays.tensor_over(np.zeros(1, np.uint8)), "|S0", (), "C", True))
+    assert same(
+        np.str_(""), numpy_arrays.rebuild("p", numpy_arrays.tensor_over(np.zeros(4, np.uint8)), "<U0", (), "C", True)
+    )
+    assert same(
+        np.bytes_(b""), numpy_arrays.rebuild("p", numpy_arrays.tensor_over(np.zeros(1, np.uint8)), "|S0", (), "C", True)
+    )
 
 
 def dtypes():

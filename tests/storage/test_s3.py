@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from snapshot import Snapshot, SnapshotExistsError, StateDict, StorageError
-from snapshot.engine.budget import MemoryBudget
 from snapshot.errors import MissingExtraError, StorageConflictError, StorageNotFoundError
 from snapshot.registry import open_storage
+from snapshot.runtime.budget import MemoryBudget
 from snapshot.storage import ABSENT, URL, Context
 from snapshot.testing import FaultProxy, StorageTests
 from snapshot.testing.bulk import BulkFileTests

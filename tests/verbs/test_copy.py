@@ -20,9 +20,9 @@ from snapshot import (
     StateDict,
     UnsupportedFormatError,
 )
-from snapshot.engine.arena import arena
 from snapshot.events import add_handler, remove_handler
 from snapshot.manifest import document
+from snapshot.runtime.arena import arena
 from snapshot.testing import faulty, recording
 from snapshot.testing.storages import tapped
 from snapshot.testing.taps import Stall

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotNotFoundError, StateDict
 from snapshot.difference import MARKS
-from snapshot.engine import take
-from snapshot.engine.arena import arena
-from snapshot.engine.numbers import Numbers, comparable
 from snapshot.plan import layout
-from snapshot.plan.planner import Planner
+from snapshot.plan.plan_cache import Planner
+from snapshot.runtime.arena import arena
+from snapshot.save import take
 from snapshot.tensors.dtypes import BY_NAME
 from snapshot.testing import faulty, recording
+from snapshot.verbs.diff_stats import Numbers, comparable
 
 
 @pytest.fixture(autouse=True)

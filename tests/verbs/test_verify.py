@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotNotFoundError, StateDict, StorageError
-from snapshot.engine import verify
-from snapshot.engine.passing import tokens
 from snapshot.testing import faulty, recording
+from snapshot.verbs import verify
+from snapshot.verbs.copy_stream import tokens
 from tests.helpers.warm_interpreter import Failed
 
 KiB = 1 << 10
@@ -185,7 +185,7 @@ def test_notes_that_were_cut_off_anywhere_count_as_far_as_they_are_whole(taken, 
 KILLED = """
 import os, signal, sys
 from snapshot import Snapshot
-from snapshot.engine import verify
+from snapshot.verbs import verify
 from snapshot.testing.storages import tapped
 from snapshot.testing.taps import Tap
 

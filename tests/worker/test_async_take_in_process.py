@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from snapshot import CancelledError, Snapshot, SnapshotError, SnapshotExistsError, StateDict, StorageError
-from snapshot.engine.arena import arena
-from snapshot.engine.worker import writer_process
 from snapshot.events import add_handler, remove_handler
+from snapshot.runtime.arena import arena
 from snapshot.testing import stalling
+from snapshot.worker.client import writer_process
 from tests.helpers.held_storage import held, is_running, until
 
 ROOT = Path(__file__).parents[2]
@@ -196,7 +196,7 @@ import sys
 sys.path.insert(0, sys.argv[1])  # not in the environment: the process must be told
 import torch
 from snapshot import Snapshot, StateDict
-from snapshot.engine.worker import writer_process
+from snapshot.worker.client import writer_process
 
 print("main", flush=True)
 from tests.helpers.held_storage import HeldStorage

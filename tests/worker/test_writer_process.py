@@ -16,24 +16,24 @@ import pytest
 import torch
 
 from snapshot import CorruptSnapshotError, SnapshotError, StorageError, registry
-from snapshot.engine import worker
-from snapshot.engine.arena import GRAIN, Arena, arena
-from snapshot.engine.budget import MemoryBudget
-from snapshot.engine.loop import run, start
-from snapshot.engine.operation import Operation
-from snapshot.engine.segments import Segment
-from snapshot.engine.staging import Source
-from snapshot.engine.worker import check, writer_process
-from snapshot.engine.worker_wire import Failed, Lane
-from snapshot.engine.writer import Writer
 from snapshot.events import add_handler, remove_handler
 from snapshot.plan.layout import cut_file, make_plan
 from snapshot.plugins.file import FileStorage
+from snapshot.runtime.arena import GRAIN, Arena, arena
+from snapshot.runtime.budget import MemoryBudget
+from snapshot.runtime.loop import run, start
+from snapshot.runtime.session import Operation
+from snapshot.runtime.shared_memory import Segment
+from snapshot.save.staging import Source
+from snapshot.save.writer import Writer
 from snapshot.state.leaves import Leaf
 from snapshot.storage import URL
 from snapshot.tensors.dtypes import NAMES
 from snapshot.tensors.memory import is_plain
 from snapshot.testing import stalling
+from snapshot.worker import client
+from snapshot.worker.client import check, writer_process
+from snapshot.worker.protocol import Failed, Lane
 from tests.helpers.held_storage import HeldStorage, held, until
 
 PART = 1 << 20
@@ -276,7 +276,7 @@ def test_what_died_in_between_is_replaced(tmp_path):
 
 
 def test_what_cannot_start_is_told_of(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker, "_current", None)
+    monkeypatch.setattr(client, "_current", None)
     monkeypatch.setattr(spawn, "get_executable", lambda: "/bin/false")
     with pytest.raises(SnapshotError, match="exit code 1"):
         run(Take(tmp_path / "a", odd()).by_process())
@@ -286,7 +286,7 @@ def test_what_cannot_start_is_told_of(tmp_path, monkeypatch):
 def test_a_fork_has_none_and_holds_nothing_of_the_parents(tmp_path):
     run(Take(tmp_path / "a", odd()).by_process())
     slot = arena().take(100, shared=True)
-    end = worker._current._channel._socket.fileno()
+    end = client._current._channel._socket.fileno()
     child = os.fork()
     if not child:
         with contextlib.suppress(BaseException):
@@ -294,7 +294,7 @@ def test_a_fork_has_none_and_holds_nothing_of_the_parents(tmp_path):
             with contextlib.suppress(OSError):
                 os.fstat(end)
                 os._exit(2)
-            os._exit(0 if worker._current is None and "shared" not in repr(arena()) else 3)
+            os._exit(0 if client._current is None and "shared" not in repr(arena()) else 3)
         os._exit(4)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     slot.view[0] = 7
@@ -420,7 +420,7 @@ def test_what_is_over_the_bound_goes_back_at_once():
 
 
 def test_segments_grow_so_that_they_stay_few(monkeypatch):
-    monkeypatch.setattr("snapshot.engine.arena.SEGMENT", 4 * GRAIN)
+    monkeypatch.setattr("snapshot.runtime.arena.SEGMENT", 4 * GRAIN)
     own = Arena(keep=0)
     slots = [own.take(GRAIN, shared=True) for _ in range(64)]
     assert len({slot.segment for slot in slots}) == 5

@@ -1,0 +1,179 @@
+"""The child process of `snapshot bench`: one system, one case, one operation, as many repetitions as it is asked for.
+
+Each system is measured in a process of its own, so that none inherits another's warm allocator, threads or leaks. It
+lives through all rounds, so that rounds of different systems can follow each other while the machine is in one mood.
+It is spoken to in lines of JSON: its first argument says what it is, then each line on its input asks for one
+repetition, and each line of its answer goes to what was its standard output, which nothing else can print to.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from snapshot import Snapshot
+from snapshot.bench.competitors import SYSTEMS, Wait
+from snapshot.bench.page_cache import StaysCached, drop
+from snapshot.bench.workloads import CASES
+from snapshot.cli.arguments import inherited
+from snapshot.storage import URL
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a child is asked to measure."""
+
+    system: str
+    case: str
+    scale: float
+    operation: str
+    where: str
+    """An absolute path or a URL, below which this child may make and remove what it likes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """What one repetition took."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_extra_bytes: int | None
+    """How far the resident memory rose above where it stood; None where the kernel does not say."""
+
+
+class Worker:
+    """A system with its payload, ready for repetitions."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.local = URL.parse(task.where).scheme == "file"
+        self.payload = CASES[task.case].make(task.scale)
+        self.system = SYSTEMS[task.system](self.payload)
+        self.ways = self.system.ways(task.operation)
+        self.reads = task.operation in ("restore", "cold", "open")
+        self.count = 0
+        self.saved = ""
+        if self.reads:
+            self.digest = self.payload.digest()
+            self.saved = self._fresh()
+            self.system.save(self.saved)
+
+    def describe(self) -> dict[str, Any]:
+        """What the parent needs to know before the first repetition."""
+        return {
+            "rows": list(self.ways),
+            "bytes": self.payload.nbytes(),
+            "tensors": len(self.payload.tensors),
+            "manifest_bytes": self._manifest_bytes(),
+        }
+
+    def repeat(self, row: str, check: bool) -> Repetition:
+        """Do the operation once. Making room, dropping caches, waiting and removing are not timed."""
+        where = self.saved if self.reads else self._fresh()
+        if self.task.operation == "cold":
+            drop(Path(where))
+        if check and self.task.operation in ("restore", "cold"):
+            self.payload.wipe()
+        gc.collect()
+        before = reset_peak()
+        cpu = time.process_time()
+        started = time.perf_counter()
+        wait = self.ways[row](where)
+        seconds = time.perf_counter() - started
+        if wait is not None:
+            self._settle(wait)
+        cpu = time.process_time() - cpu
+        peak = status("VmHWM")
+        if check and self.task.operation in ("restore", "cold") and not row.endswith("O_DIRECT"):
+            self._check(row)
+        if not self.reads:
+            self._remove(where)
+        return Repetition(seconds, cpu, None if peak is None or before is None else max(0, peak - before))
+
+    def _settle(self, wait: Wait) -> None:
+        """The rest of an asynchronous save: not timed, but its memory and CPU count."""
+        wait()
+
+    def _check(self, row: str) -> None:
+        if self.payload.digest() != self.digest:
+            raise RuntimeError(f"{row} did not bring back what was saved")
+
+    def _fresh(self) -> str:
+        self.count += 1
+        return f"{self.task.where}/{self.task.system}-{self.task.operation}-{self.count}"
+
+    def _remove(self, where: str) -> None:
+        if self.local:
+            shutil.rmtree(where, ignore_errors=True)
+        else:
+            Snapshot(where, storage_options=inherited()).delete()
+
+    def _manifest_bytes(self) -> int | None:
+        manifest = Path(self.saved) / ".snapshot_metadata"
+        return manifest.stat().st_size if self.saved and self.local and manifest.exists() else None
+
+
+def reset_peak() -> int | None:
+    """Let the kernel's high-water mark of resident memory begin anew; where it stands."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    return status("VmRSS")
+
+
+def status(name: str) -> int | None:
+    """A line of what the kernel says of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    return None
+
+
+def _answers() -> int:
+    """A descriptor for answers; whatever libraries print goes to the standard error from now on."""
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    return answers
+
+
+def _safely(answers: int, work: Any) -> bool:
+    """Send what `work` returns, or the reason why it failed: the child of a peer that fails must not end the run."""
+    try:
+        reply: Mapping[str, Any] = work()
+    except Exception as error:  # noqa: BLE001  (any exception of any peer is a line in the report)
+        said = " ".join(str(error).split())[:300]
+        reply = {"failed": f"{type(error).__name__}: {said}", "excused": isinstance(error, StaysCached)}
+    os.write(answers, json.dumps(reply).encode() + b"\n")
+    return "failed" not in reply
+
+
+def main() -> None:
+    """Serve the parent until it closes our input."""
+    warnings.simplefilter("ignore")  # peers warn about themselves, and nobody reads it here
+    answers = _answers()
+    task = Task(**json.loads(sys.argv[1]))
+    made: list[Worker] = []
+
+    def prepare() -> dict[str, Any]:
+        made.append(Worker(task))
+        return made[0].describe()
+
+    if not _safely(answers, prepare):
+        return
+    for line in sys.stdin:
+        asked = json.loads(line)
+        _safely(answers, lambda: asdict(made[0].repeat(asked["row"], asked["check"])))  # noqa: B023  (called at once)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""`snapshot bench`: how fast we are on this machine, beside the bare hardware and beside what else there is.
+
+A library that claims speed should let anyone check the claim where it matters: on their own machine and storage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from snapshot.bench.competitors import PEERS, SYSTEMS, installed
+from snapshot.bench.report import OPERATIONS, READING, Table
+from snapshot.bench.rounds import Step, measure
+from snapshot.bench.workloads import BULK, CASES, DEFAULT, Case
+from snapshot.bench.workspace import Place, describe, place
+from snapshot.cli.arguments import Verbs, add_storage, handed_on, options_of, verb
+from snapshot.cli.cleanup_signals import unwinding
+from snapshot.cli.screen import say
+from snapshot.cli.status import ExitStatus
+
+
+def add(verbs: Verbs) -> None:
+    """Describe the verb's arguments."""
+    cases = "; ".join(f"{case.name}: {case.about}" for case in CASES.values())
+    parser = verb(
+        verbs,
+        "bench",
+        "Measure saving and restoring beside raw I/O of the same bytes, and beside other libraries. It works in a "
+        f"fresh folder below the URL, and removes it. Cases: {cases}.",
+        [
+            ("bench /scratch --scale 0.1", "all, with a tenth of the bytes"),
+            ("bench s3://bucket/x --case large --only take,restore", "one case on a store"),
+        ],
+        run,
+    )
+    parser.add_argument(
+        "url", nargs="?", default=".", metavar="URL", help="where to save (default: the current folder)"
+    )
+    parser.add_argument(
+        "--case",
+        type=Names("case", CASES),
+        default=DEFAULT,
+        metavar="LIST",
+        help=f"all, or some of {', '.join(CASES)} (default: {','.join(DEFAULT)})",
+    )
+    parser.add_argument(
+        "--only",
+        type=Names("operation", OPERATIONS),
+        default=tuple(OPERATIONS),
+        metavar="LIST",
+        help=f"all, or some of {', '.join(OPERATIONS)} (default: all)",
+    )
+    parser.add_argument(
+        "--peers",
+        type=Names("peer", PEERS),
+        default=PEERS,
+        metavar="LIST",
+        help=f"all, none, or some of {', '.join(PEERS)} (default: all that are installed)",
+    )
+    parser.add_argument("--scale", type=positive, default=1.0, metavar="F", help="scale the bytes by F (default: 1)")
+    parser.add_argument("--rounds", type=count, default=5, metavar="N", help="counted repetitions of each (default: 5)")
+    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
+    add_storage(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure what was asked for, and print it."""
+    with handed_on(options_of(arguments)):
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    with unwinding(), place(arguments.url) as where:
+        host = describe(where)
+        cold = where.local and host["file_system"] not in ("tmpfs", "ramfs")
+        steps = _steps(arguments, where, cold)
+        if not steps:
+            raise ValueError("nothing to measure here: no case that was asked for has an operation that was asked for")
+        for step in steps:
+            where.check_room(step.room(arguments.scale), f"{step.case.name}: {OPERATIONS[step.operation]}")
+        if not arguments.json:
+            print(header(host, arguments.scale, arguments.rounds), flush=True)
+        tables = []
+        for number, step in enumerate(steps, 1):
+            say(f"{number}/{len(steps)} {step.case.name}: {OPERATIONS[step.operation]} ...")
+            table = measure(step, where, arguments.scale, arguments.rounds)
+            tables.append(table)
+            say("")
+            if not arguments.json:
+                print(f"\n{table.as_text()}", flush=True)
+    if arguments.json:
+        print(_json(host, arguments, tables))
+    else:
+        print(f"\n{READING}")
+    return ExitStatus.FOUND if any(table.failed for table in tables) else ExitStatus.OK
+
+
+def _steps(arguments: argparse.Namespace, where: Place, cold: bool) -> list[Step]:
+    """What is measured; nothing is cold where there is no device below the page cache."""
+    return [
+        _step(CASES[name], operation, arguments.peers, where)
+        for name in arguments.case
+        for operation in CASES[name].operations
+        if operation in arguments.only and (cold or operation != "cold")
+    ]
+
+
+def _step(case: Case, operation: str, peers: tuple[str, ...], where: Place) -> Step:
+    """Who takes part, and why others do not."""
+    if not where.local:
+        return Step(case, operation, ("snapshot",), ("raw baselines and peers, which need a file system",))
+    if operation not in BULK:
+        return Step(case, operation, ("json", "snapshot"), ())
+    systems, left_out = ["raw", "snapshot"], []
+    for peer in peers:
+        if not installed(peer):
+            left_out.append(f"{peer}: not installed")
+        elif operation == "async" and not SYSTEMS[peer].in_background:
+            left_out.append(f"{peer}: has no asynchronous save")
+        elif peer in case.slow_peers and peers == PEERS:
+            left_out.append(f"{peer}: takes minutes here; --peers {peer} measures it")
+        else:
+            systems.append(peer)
+    return Step(case, operation, tuple(systems), tuple(left_out))
+
+
+def header(host: dict[str, Any], scale: float, rounds: int) -> str:
+    """Return the lines above the tables: what was measured, on which machine, with which versions."""
+    versions = ", ".join(f"{name} {number}" for name, number in host["versions"].items())
+    return (
+        f"snapshot bench: {rounds} rounds at scale {scale:g}, after one that is not counted\n"
+        f"on {host['where']} ({host['file_system']}), {host['cores']} cores, "
+        f"{host['memory_bytes'] / 2**30:.0f} GiB of memory, load {host['load']:g}, "
+        f"Linux {host['kernel']}, {host['when']}\n"
+        f"Python {host['python']}, {versions}"
+    )
+
+
+def _json(host: dict[str, Any], arguments: argparse.Namespace, tables: list[Table]) -> str:
+    settings = {"scale": arguments.scale, "rounds": arguments.rounds}
+    return json.dumps({"host": host, "settings": settings, "tables": [table.as_json() for table in tables]}, indent=2)
+
+
+class Names:
+    """Reads a list of names: `all`, `none`, or names with commas between."""
+
+    def __init__(self, what: str, known: Any) -> None:
+        self.what = what
+        self.known = tuple(known)
+
+    def __call__(self, text: str) -> tuple[str, ...]:
+        if text in ("all", "none"):
+            return self.known if text == "all" else ()
+        names = tuple(dict.fromkeys(text.split(",")))
+        for name in names:
+            if name not in self.known:
+                raise argparse.ArgumentTypeError(f"no {self.what} {name!r}; there are {', '.join(self.known)}")
+        return names
+
+
+def positive(text: str) -> float:
+    """Return a number above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def count(text: str) -> int:
+    """Return a whole number above 0."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value

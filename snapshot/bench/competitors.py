@@ -1,0 +1,293 @@
+"""Who is measured: ours, the raw baselines, and what else people save PyTorch state with.
+
+Every system restores into the same live tensors. Where a peer only hands out new tensors, they are copied into the live
+ones with `copy_`, since that is what a user of it must do; nothing that its `load_state_dict` might add is counted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from snapshot import Snapshot, StateDict
+from snapshot.bench import raw_io as raw
+from snapshot.bench.workloads import Payload
+from snapshot.cli.arguments import inherited
+from snapshot.options import Settings
+
+Wait = Callable[[], object]
+Way = Callable[[str], Wait | None]
+"""One way to do an operation at a place. For `async` it returns what waits for the end."""
+
+
+class System(ABC):
+    """Something that saves a state to a fresh place, and brings it back into the tensors that it came from."""
+
+    kind: ClassVar[str] = "peer"
+    module: ClassVar[str] = "torch"
+    """What must be importable."""
+    in_background: ClassVar[bool] = False
+    """Whether it has an asynchronous save."""
+
+    def __init__(self, payload: Payload) -> None:
+        self.payload = payload
+
+    @abstractmethod
+    def save(self, where: str, durable: bool = False) -> None: ...
+
+    @abstractmethod
+    def load(self, where: str) -> None: ...
+
+    def start(self, where: str) -> Wait:
+        raise NotImplementedError(f"{type(self).__name__} saves nothing in the background: {where}")
+
+    def ways(self, operation: str) -> dict[str, Way]:
+        """The rows of the table that this system fills: none where it lacks an operation."""
+        name = next(name for name, kind in SYSTEMS.items() if kind is type(self))
+        table: dict[str, Way] = {
+            "take": self.save,
+            "durable": partial(self.save, durable=True),
+            "restore": self.load,
+            "cold": self.load,
+        }
+        if self.in_background:
+            table["async"] = self.start
+        return {name: table[operation]} if operation in table else {}
+
+
+class Ours(System):
+    """`snapshot`, through its public API."""
+
+    kind = "ours"
+    module = "snapshot"
+    in_background = True
+
+    def __init__(self, payload: Payload) -> None:
+        super().__init__(payload)
+        self.app_state = {
+            key: StateDict(each) if isinstance(each, dict) else each for key, each in payload.app_state.items()
+        }
+
+    def save(self, where: str, durable: bool = False) -> None:
+        Snapshot.take(where, self.app_state, storage_options=inherited(), durable=durable)
+
+    def load(self, where: str, verify: bool = True) -> None:
+        Snapshot(where, storage_options=inherited()).restore(self.app_state, verify=verify)
+
+    def start(self, where: str) -> Wait:
+        return Snapshot.async_take(where, self.app_state, storage_options=inherited(), durable=False).wait
+
+    def _open(self, where: str) -> None:
+        _ = Snapshot(where, storage_options=inherited()).metadata
+
+    def ways(self, operation: str) -> dict[str, Way]:
+        if operation == "open":
+            return {"snapshot": self._open}
+        found = super().ways(operation)
+        if operation == "restore":
+            found["snapshot, verify=False"] = partial(self.load, verify=False)
+        return found
+
+
+class Raw(System):
+    """Nothing but system calls: see `bench_raw`."""
+
+    kind = "raw"
+
+    def __init__(self, payload: Payload) -> None:
+        super().__init__(payload)
+        self.tensors = list(payload.tensors.values())
+        self.copies: list[torch.Tensor] = []
+
+    def save(self, where: str, durable: bool = False, lanes: int = 1) -> None:
+        raw.write_streams(self.tensors, _made(where), durable, lanes)
+
+    def save_direct(self, where: str, durable: bool) -> None:
+        raw.write_direct(self.tensors, _made(where), durable)
+
+    def load(self, where: str, lanes: int = 1) -> None:
+        raw.read_streams(self.tensors, Path(where) / "0.raw", lanes)
+
+    def load_direct(self, where: str, lanes: int) -> None:
+        raw.read_direct(Path(where) / "0.raw", lanes)
+
+    def copy(self, _where: str, lanes: int) -> None:
+        raw.copy_streams(self.tensors, self.copies, lanes)
+
+    def copy_foreach(self, _where: str) -> None:
+        raw.copy_foreach(self.tensors, self.copies)
+
+    def ways(self, operation: str) -> dict[str, Way]:
+        streams = {
+            f"raw, {lanes} stream{'s' * (lanes > 1)}": lanes for lanes in sorted({1, Settings.current().cores()})
+        }
+        if operation in ("take", "durable"):
+            durable = operation == "durable"
+            written: dict[str, Way] = {
+                name: partial(self.save, durable=durable, lanes=lanes) for name, lanes in streams.items()
+            }
+            return written | {"raw, 1 stream, O_DIRECT": partial(self.save_direct, durable=durable)}
+        read: dict[str, Way] = {name: partial(self.load, lanes=lanes) for name, lanes in streams.items()}
+        if operation == "cold":
+            direct = {f"{name}, O_DIRECT": partial(self.load_direct, lanes=lanes) for name, lanes in streams.items()}
+            return read | direct
+        if operation == "async":
+            self.copies = [tensor.detach().clone() for tensor in self.tensors]
+            copied: dict[str, Way] = {
+                name.replace("raw,", "raw copy,").replace("stream", "thread"): partial(self.copy, lanes=lanes)
+                for name, lanes in streams.items()
+            }
+            return copied | {"raw copy, torch._foreach_copy_": self.copy_foreach}
+        return read if operation == "restore" else {}
+
+
+class Json(Ours):
+    """The bar for opening a manifest: its file read, and parsed by the standard library into plain values."""
+
+    kind = "raw"
+
+    def ways(self, operation: str) -> dict[str, Way]:
+        return {"read + json.loads": self._parse} if operation == "open" else {}
+
+    def _parse(self, where: str) -> None:
+        json.loads((Path(where) / ".snapshot_metadata").read_bytes())
+
+
+class TorchSave(System):
+    """`torch.save`, and `torch.load` of a mapped file, which is its fastest way."""
+
+    def save(self, where: str, durable: bool = False) -> None:
+        file = _made(where) / "state.pt"
+        torch.save(self.payload.nested(), file)
+        if durable:
+            sync_tree(where)
+
+    def load(self, where: str) -> None:
+        loaded = torch.load(Path(where) / "state.pt", mmap=True, weights_only=True)
+        for key, live in self.payload.nested().items():
+            _copy_nested(live, loaded[key])
+
+
+class SafeTensors(System):
+    """The safetensors library, with a flat dict of tensors: numbers and strings are left out."""
+
+    module = "safetensors"
+
+    def __init__(self, payload: Payload) -> None:
+        super().__init__(payload)
+        self.library = importlib.import_module("safetensors.torch")
+
+    def save(self, where: str, durable: bool = False) -> None:
+        tensors = {name: tensor.detach() for name, tensor in self.payload.tensors.items()}
+        self.library.save_file(tensors, _made(where) / "state.safetensors")
+        if durable:
+            sync_tree(where)
+
+    def load(self, where: str) -> None:
+        loaded = self.library.load_file(Path(where) / "state.safetensors")
+        for name, tensor in self.payload.tensors.items():
+            tensor.detach().copy_(loaded[name])
+
+
+class DCP(System):
+    """`torch.distributed.checkpoint` in one process. It loads into the tensors that it is given, as ours does."""
+
+    in_background = True
+
+    def __init__(self, payload: Payload) -> None:
+        super().__init__(payload)
+        self.library = importlib.import_module("torch.distributed.checkpoint")
+
+    def save(self, where: str, durable: bool = False) -> None:
+        writer = self.library.FileSystemWriter(where, sync_files=durable)
+        self.library.save(self.payload.nested(), storage_writer=writer, no_dist=True)
+
+    def load(self, where: str) -> None:
+        reader = self.library.FileSystemReader(where)
+        self.library.load(self.payload.nested(), storage_reader=reader, no_dist=True)
+
+    def start(self, where: str) -> Wait:
+        writer = self.library.FileSystemWriter(where, sync_files=False)
+        future: Future[object] = self.library.async_save(self.payload.nested(), storage_writer=writer, no_dist=True)
+        return future.result
+
+
+class TorchSnapshot(System):
+    """torchsnapshot, which syncs nothing: for a durable save its files are synced as a user would."""
+
+    module = "torchsnapshot"
+    in_background = True
+
+    def __init__(self, payload: Payload) -> None:
+        super().__init__(payload)
+        self.library = importlib.import_module("torchsnapshot")
+        wrap = self.library.StateDict
+        self.app_state = {
+            key: wrap(**each) if isinstance(each, dict) else each for key, each in payload.app_state.items()
+        }
+
+    def save(self, where: str, durable: bool = False) -> None:
+        self.library.Snapshot.take(where, self.app_state)
+        if durable:
+            sync_tree(where)
+
+    def load(self, where: str) -> None:
+        self.library.Snapshot(where).restore(self.app_state)
+
+    def start(self, where: str) -> Wait:
+        pending = self.library.Snapshot.async_take(where, self.app_state)
+        wait: Wait = pending.wait
+        return wait
+
+
+SYSTEMS: dict[str, type[System]] = {
+    "raw": Raw,
+    "json": Json,
+    "snapshot": Ours,
+    "torch.save": TorchSave,
+    "safetensors": SafeTensors,
+    "dcp": DCP,
+    "torchsnapshot": TorchSnapshot,
+}
+PEERS = tuple(name for name, kind in SYSTEMS.items() if kind.kind == "peer")
+
+
+def installed(name: str) -> bool:
+    """Whether the package that a system needs can be imported."""
+    return importlib.util.find_spec(SYSTEMS[name].module) is not None
+
+
+def sync_tree(where: str) -> None:
+    """Sync all files of a folder, and their names: what a saver that does not leaves to its user."""
+    for folder, _, names in os.walk(where):
+        for name in names:
+            with open(Path(folder) / name, "rb") as file:
+                os.fsync(file.fileno())
+        raw.sync_folder(Path(folder))
+
+
+def _made(where: str) -> Path:
+    folder = Path(where)
+    if not folder.is_absolute():  # `Path` reads "file:///x" as a folder "file:" of the current one
+        raise ValueError(f"{where!r} is no absolute path")
+    folder.mkdir()
+    return folder
+
+
+def _copy_nested(live: Any, loaded: Any) -> None:
+    """Copy all tensors of a nest of dicts into those of another; what else there is costs nothing, and is left."""
+    for key, value in live.items():
+        if isinstance(value, torch.Tensor):
+            value.detach().copy_(loaded[key])
+        elif isinstance(value, dict):
+            _copy_nested(value, loaded[key])

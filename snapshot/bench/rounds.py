@@ -1,0 +1,191 @@
+"""How `snapshot bench` measures one operation: children take turns, so that a machine's moods meet all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from snapshot.bench.child import Task
+from snapshot.bench.competitors import SYSTEMS
+from snapshot.bench.report import Row, Table
+from snapshot.bench.workloads import Case
+from snapshot.bench.workspace import Place, available_memory
+from snapshot.cli.cleanup_signals import held
+
+LIBRARIES = 400 << 20
+"""What a child holds besides its payload."""
+
+
+class ChildFailed(Exception):
+    """Raised when a child could not do what it was asked; its message is the child's own."""
+
+    def __init__(self, message: str, excused: bool = False) -> None:
+        super().__init__(message)
+        self.excused = excused
+        """Whether it is this place that cannot be measured so, and nobody's fault."""
+
+
+class Child:
+    """A process that measures one system; see `bench_worker`, which is its other end."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed in `close`, with the process that writes to it)
+        self._process = subprocess.Popen(  # noqa: S603  (this very interpreter, and our own module)
+            [sys.executable, "-m", "snapshot.bench.child", json.dumps(asdict(task))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,  # a Ctrl-C is for the parent, which ends its children in order
+        )
+
+    def ask(self, **question: Any) -> dict[str, Any]:
+        """Send a question, if there is one, and wait for an answer."""
+        assert self._process.stdin
+        assert self._process.stdout
+        try:
+            if question:
+                self._process.stdin.write(json.dumps(question) + "\n")
+                self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise ChildFailed(f"its process ended with status {self._process.wait()}{self._last_words()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "failed" in answer:
+            raise ChildFailed(answer["failed"], answer["excused"])
+        return answer
+
+    def close(self) -> None:
+        """End the process, at once: it holds nothing that is worth keeping."""
+        self._process.kill()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream
+            try:
+                stream.close()
+            except BrokenPipeError:  # a question that was never read
+                continue
+        self._process.wait()
+        self._log.close()
+
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").split("\n")
+        return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One table to be measured."""
+
+    case: Case
+    operation: str
+    systems: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+    def room(self, scale: float) -> int:
+        """How many bytes of storage it needs at once: a restore's files all lie there, a save's one after the other."""
+        files = len(self.systems) if self.operation in ("restore", "cold", "open") else 1
+        return int((self.case.nbytes(scale) * 1.05 + (1 << 20)) * files)
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A row of the table, and the child that fills it."""
+
+    child: Child
+    row: Row
+
+
+def measure(step: Step, where: Place, scale: float, rounds: int) -> Table:
+    """Measure one operation of one case with all systems, in rounds."""
+    case = step.case
+    table = Table(case.name, case.about, step.operation, left_out=list(step.left_out))
+    groups = _groups(step.systems, case.nbytes(scale))
+    if len(groups) > 1:
+        table.notes.append("memory is short: systems ran in groups, each beside the raw baselines")
+    for group in groups:
+        tasks = [Task(system, case.name, scale, step.operation, where.text()) for system in group]
+        with _children(tasks) as children:
+            seats = [seat for child in children for seat in _seats(child, table)]
+            seats = [seat for seat in seats if _repeat(seat, table, where, check=True) is not None]
+            for number in range(rounds):
+                turn = number % len(seats) if seats else 0
+                for seat in seats[turn:] + seats[:turn]:
+                    repetition = _repeat(seat, table, where, check=False)
+                    if repetition:
+                        seat.row.add(repetition)
+        where.empty()
+    return table
+
+
+def _groups(systems: Sequence[str], nbytes: int) -> list[list[str]]:
+    """All systems at once, or as many as memory holds: twice the payload for each, and its files in the page cache."""
+    each = 3 * nbytes + LIBRARIES
+    fit = max(2, int(available_memory() * 0.9) // each)
+    if len(systems) <= fit:
+        return [list(systems)]
+    bars = [system for system in systems if SYSTEMS[system].kind == "raw"]
+    others = [system for system in systems if system not in bars]
+    step = fit - len(bars)
+    return [bars + others[start : start + step] for start in range(0, len(others), step)]
+
+
+@contextmanager
+def _children(tasks: Sequence[Task]) -> Iterator[list[Child]]:
+    with ExitStack() as stack:
+        children = []
+        for task in tasks:
+            with held():
+                child = Child(task)
+                stack.callback(child.close)
+            children.append(child)
+        yield children
+
+
+def _seats(child: Child, table: Table) -> list[Seat]:
+    """The rows that a child fills, once it is ready."""
+    try:
+        ready = child.ask()
+    except ChildFailed as failed:
+        _note(table, child.task.system, child.task.system, failed)
+        return []
+    table.nbytes, table.tensors = ready["bytes"], ready["tensors"]
+    table.manifest_bytes = ready["manifest_bytes"] or table.manifest_bytes
+    seats = []
+    for name in ready["rows"]:
+        row = next((row for row in table.rows if row.name == name), None)
+        if row is None:
+            row = Row(child.task.system, SYSTEMS[child.task.system].kind, name)
+            table.rows.append(row)
+        seats.append(Seat(child, row))
+    return seats
+
+
+def _repeat(seat: Seat, table: Table, where: Place, check: bool) -> dict[str, Any] | None:
+    """One repetition, begun on a quiet disk; None if it failed, which the table then says."""
+    if where.local and (check or table.operation in ("take", "durable", "async")):
+        os.sync()
+    try:
+        return seat.child.ask(row=seat.row.name, check=check)
+    except ChildFailed as failed:
+        _note(table, seat.row.system, seat.row.name, failed)
+        return None
+
+
+def _note(table: Table, system: str, name: str, failed: ChildFailed) -> None:
+    """A failure of ours is a fault; of a peer, or of O_DIRECT where a file system lacks it, a line."""
+    excused = failed.excused or SYSTEMS[system].kind == "peer" or name.endswith("O_DIRECT")
+    notes = table.left_out if excused else table.failed
+    line = f"{name}: {failed}"
+    if line not in notes:
+        notes.append(line)

@@ -1,0 +1,147 @@
+"""Where `snapshot bench` works: a place of its own below the URL, gone afterwards; and what machine that is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from snapshot.cli.arguments import inherited
+from snapshot.cli.cleanup_signals import held
+from snapshot.errors import StorageError
+from snapshot.options import Settings
+from snapshot.registry import open_storage
+from snapshot.storage import URL, map_exceptions
+
+PACKAGES = ("snapshot-torch", "torch", "numpy", "safetensors", "torchsnapshot")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A fresh place, writable, and empty."""
+
+    url: URL
+    local: bool
+    """Whether it is a folder of a file system, where raw baselines and peers can work too."""
+
+    def text(self) -> str:
+        """What systems are handed: a plain path for a file system, since not everyone understands `file://`."""
+        return self.url.location if self.local else self.url.reveal()
+
+    def empty(self) -> None:
+        """Remove what a finished step has left: the next one needs the room."""
+        if self.local:
+            for folder in Path(self.url.location).iterdir():
+                shutil.rmtree(folder, ignore_errors=True)
+        else:
+            asyncio.run(_clear(self.url))
+
+    def check_room(self, nbytes: int, what: str) -> None:
+        """Raise `StorageError` if so many bytes do not fit."""
+        if self.local:
+            free = shutil.disk_usage(self.url.location).free
+            if free < nbytes:
+                raise StorageError(
+                    f"{self.url}: {what} needs {nbytes / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free; "
+                    "give a smaller --scale, or another URL"
+                )
+
+
+@contextmanager
+def place(url: str) -> Iterator[Place]:
+    """A place below `url`; whatever happens, nothing of it is left."""
+    parsed = URL.parse(url)
+    if parsed.scheme == "file":
+        with _folder(parsed) as folder:
+            yield Place(URL.parse(str(folder)), local=True)
+        return
+    below = parsed.join(f"snapshot-bench-{uuid.uuid4().hex[:12]}")
+    asyncio.run(_probe(below))
+    try:
+        yield Place(below, local=False)
+    finally:
+        asyncio.run(_clear(below))
+
+
+@contextmanager
+def _folder(parsed: URL) -> Iterator[Path]:
+    base = Path(parsed.location)
+    missing = [folder for folder in (base, *base.parents) if not folder.exists()]
+    made: Path | None = None
+    try:
+        with held(), map_exceptions(parsed):
+            base.mkdir(parents=True, exist_ok=True)
+            made = Path(tempfile.mkdtemp(prefix="snapshot-bench-", dir=base))
+        yield made
+    finally:
+        if made:
+            shutil.rmtree(made, ignore_errors=True)
+        for folder in missing:
+            try:
+                folder.rmdir()
+            except OSError:  # somebody else has put something there meanwhile
+                break
+
+
+async def _probe(url: URL) -> None:
+    storage = open_storage(url, inherited())
+    try:
+        await storage.put("probe", b"probe")
+        await storage.delete(["probe"])
+    finally:
+        await storage.close()
+
+
+async def _clear(url: URL) -> None:
+    storage = open_storage(url, inherited())
+    try:
+        await storage.delete(await storage.list())
+    finally:
+        await storage.close()
+
+
+def describe(where: Place) -> dict[str, Any]:
+    """The machine, the file system and the versions: figures mean nothing without them."""
+    return {
+        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "where": str(where.url),
+        "file_system": file_system(Path(where.url.location)) if where.local else where.url.scheme,
+        "cores": Settings.current().cores(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load": round(os.getloadavg()[0], 2),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+    }
+
+
+def available_memory() -> int:
+    """The bytes that can be taken without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 4 << 30
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that holds a path: of all mount points above it, the deepest."""
+    mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    above = [(point, kind) for point, kind in mounts if path.is_relative_to(point.encode().decode("unicode_escape"))]
+    return max(above, key=lambda mount: len(mount[0]), default=("", "unknown"))[1]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

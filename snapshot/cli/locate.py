@@ -1,0 +1,134 @@
+"""What stands at a URL that somebody typed; and where nothing does, what they may have meant."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+from snapshot.checkpoint import Stored
+from snapshot.errors import SnapshotError, SnapshotNotFoundError
+from snapshot.registry import open_storage
+from snapshot.runtime.loop import run
+from snapshot.save.cleanup import save_id_of
+from snapshot.storage import URL
+
+T = TypeVar("T")
+AT_ONCE = 16
+SHOWN = 5
+SOON = 15.0
+"""Seconds without any progress after which a look is given up."""
+ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".index.json")
+"""How files are called that may be checkpoints by themselves."""
+
+
+def opened(url: str, options: Mapping[str, Any] | None = None, *, allow_pickle: bool = False) -> Stored:
+    """The snapshot at a URL, its manifest read: to be looked at. Where there is none, the error says what is there
+    instead."""
+    options = hasty(URL.parse(url), options)
+    snapshot = Stored(url, storage_options=options, allow_pickle=allow_pickle)
+    with explained(url, options):
+        _ = snapshot.metadata
+    return snapshot
+
+
+def hasty(url: URL, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options for somebody who waits for an answer: a server that cannot be reached is given up soon."""
+    made = {"deadline": SOON, **(options or {})}
+    try:
+        open_storage(url, made)  # nothing is connected to yet
+    except (ValueError, SnapshotError):  # what needs no server knows no deadline
+        return dict(options or {})
+    return made
+
+
+@contextmanager
+def explained(url: str, options: Mapping[str, Any] | None) -> Iterator[None]:
+    """Within, an error that there is no snapshot also says what is there instead."""
+    try:
+        yield
+    except SnapshotNotFoundError as error:
+        place = URL.parse(url)
+        raise SnapshotNotFoundError(f"{place}: there is no snapshot here{_instead(place, options)}") from error
+
+
+def listed(url: URL, options: Mapping[str, Any] | None) -> list[str]:
+    """What lies directly below a URL; folders end in `/`. Raises what keeps the storage from saying so."""
+
+    async def names() -> list[str]:
+        storage = open_storage(url, options)
+        try:
+            return await storage.list(recursive=False)
+        finally:
+            await storage.close()
+
+    return run(names())
+
+
+def snapshots_below(url: URL, options: Mapping[str, Any] | None, names: Sequence[str] | None = None) -> list[str]:
+    """The names of all checkpoints directly below a URL, numbers in their order."""
+    names = listed(url, options) if names is None else names
+    candidates = [name.rstrip("/") for name in names if name.endswith(("/", *ENDINGS)) and name != "data/"]
+
+    def stands(name: str) -> bool:
+        with suppress(SnapshotError, ValueError):
+            return Stored(url.join(name).reveal(), storage_options=options).exists()
+        return False
+
+    found = [name for name, here in zip(candidates, side_by_side(stands, candidates), strict=True) if here]
+    return sorted(found, key=in_order)
+
+
+def side_by_side(work: Callable[[str], T], names: Sequence[str]) -> list[T]:
+    """Work on several names, which waits for a storage, at once."""
+    if not names:
+        return []
+    with ThreadPoolExecutor(min(AT_ONCE, len(names))) as pool:
+        return list(pool.map(work, names))
+
+
+def in_order(name: str) -> list[tuple[int, str]]:
+    """A key to sort names by: the numbers in them by their value."""
+    return [
+        (int(part), part) if part.isascii() and part.isdecimal() and len(part) < 4000 else (-1, part)
+        for part in re.split(r"(\d+)", name)
+    ]
+
+
+def _instead(url: URL, options: Mapping[str, Any] | None) -> str:
+    try:
+        names = listed(url, options)
+        if any(save_id_of(name) for name in names) or (
+            "data/" in names and any(save_id_of(f"data/{name}") for name in listed(url.join("data"), options))
+        ):
+            return (
+                ": what is here was left by a take that was interrupted, or is still running; `snapshot rm` removes it"
+            )
+        if below := snapshots_below(url, options, names):
+            return f", but a folder of {len(below):,}: {_few(below)}; name one of them"
+        if names:
+            return f", nor a checkpoint of another library; there are {_few(names)}"
+        return _beside(url, options)
+    except (SnapshotError, ValueError):  # what cannot be listed
+        return ""
+
+
+def _beside(url: URL, options: Mapping[str, Any] | None) -> str:
+    """What somebody may have meant by a name that is not there, or is that of an empty folder."""
+    above, _, name = url.location.rpartition("/")
+    if not above or not name:
+        return ""
+    parent = URL(url.scheme, above, url.query)
+    beside = listed(parent, options)
+    if f"{name}/" in beside:
+        return ": this folder is empty"
+    near = difflib.get_close_matches(name, [each.rstrip("/") for each in beside if each != name], n=1)
+    return f"; did you mean {parent.join(near[0])}?" if near else "; there is nothing at all"
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f", and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+    return ", ".join(names[-SHOWN:] if more else names) + more

@@ -1,0 +1,353 @@
+"""One call that several ranks make together: small exchanges through the store, one decision, and shared failure.
+
+Every rank posts, the leader gathers and answers. Whatever goes wrong on one rank becomes, by compare-and-set, the
+call's decision, which all others find where they wait; so does the leader's word that it commits. The first wins.
+
+The store itself may be served by a rank that is stopped, and then answers nothing: so all that is asked of it is asked
+in threads that can be left behind.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+
+from snapshot import errors
+from snapshot.distributed.group import Ranks
+from snapshot.distributed.heartbeat import Watch
+from snapshot.errors import RankError, SnapshotError, StorageError, system_limits
+
+T = TypeVar("T")
+LEADER = 0
+COMMIT = b"commit"
+ANSWERED, FAILED = b"\0", b"\1"
+LONGEST_TEXT = 8000
+LAST_WORDS = 5.0
+"""Seconds that a rank which fails takes to tell the others."""
+
+
+class Fault(msgspec.Struct):
+    """What went wrong on a rank, as the others are told of it."""
+
+    rank: int
+    kind: str
+    text: str
+    shared: bool = False
+    """Whether it is no rank's own failure but what the leader found out for all, who raise it as it is."""
+    absent: list[int] = []
+    """The ranks that had not come when the call was given up."""
+
+    def error(self) -> SnapshotError:
+        """The error that a rank which is told of it raises."""
+        kind = getattr(errors, self.kind, None) if self.shared else None
+        if isinstance(kind, type) and issubclass(kind, SnapshotError) and kind is not RankError:
+            return kind(self.text)
+        text = f"failed: {self.kind}: {self.text}" if self.kind else self.text
+        return RankError(f"rank {self.rank} {text}", rank=self.rank, kind=self.kind)
+
+
+class Undecided(Exception):
+    """This rank cannot know from the store whether the leader committed: it has to look at the storage."""
+
+
+class Call:
+    """One verb's conversation. Used as a context: an error that leaves it is told to the other ranks."""
+
+    def __init__(self, ranks: Ranks, verb: str, timeout: float) -> None:
+        if not timeout > 0:
+            raise ValueError(f"timeout is {timeout}, and must be more than 0")
+        self.ranks = ranks
+        self.rank, self.world = ranks.rank, ranks.world
+        self.timeout = timeout
+        self._verb = verb
+        self._step = 0
+        self._name = ""
+        self._open = False
+        self._heard = time.monotonic()
+        self._busy = False
+        self._abandoned = False
+        self._led: Exception | None = None
+        self.posted = False
+        """Whether this rank has said that all of its own is done: from then on the leader may commit."""
+        if not self.alone:
+            self._guard(self._begin)
+            self._open = True
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to agree with."""
+        return self.world == 1
+
+    def _begin(self) -> None:
+        """Take a number. Calls that the others gave up since this rank never came are over: they are passed over."""
+        self._store, self._heart = self.ranks.connected()
+        while True:
+            self._name = f"call/{next(self.ranks.sequence)}"
+            fault = self._fault()
+            if fault is None or self.rank not in fault.absent:
+                break
+            self._leave()
+        if self._abandoned:  # whoever began it has not waited
+            self._decide(Fault(self.rank, "", f"gave up before the call began ({self._verb})"))
+        else:
+            self._heart.begin(self.timeout)
+
+    # Exchange
+
+    def exchange(self, mine: Any, lead: Callable[[list[Any]], T], kind: type[Any], answer: type[T]) -> T:
+        """Give the leader this rank's value; it makes the answer that all get. What `lead` raises, all raise."""
+        if self.alone:
+            return lead([mine])
+        return self._guard(lambda: self._exchange(mine, lead, kind, answer))
+
+    def _exchange(self, mine: Any, lead: Callable[[list[Any]], T], kind: type[Any], answer: type[T]) -> T:
+        step, self._step = self._step, self._step + 1
+        own, answered = self._key(f"{step}/{self.rank}"), self._key(f"{step}/answer")
+        self._store.set(own, msgspec.msgpack.encode(mine))
+        self._store.add(self._key(f"{step}/count"), 1)
+        if self.rank == LEADER:
+            records = self._gather(step)
+            try:
+                made = self._led_by(lead, [msgspec.msgpack.decode(record, type=kind) for record in records])
+            except Exception as error:
+                self._led = error
+                fault = self._fault_of(error, shared=True)
+                standing = self._decide(fault)
+                if standing is None:  # after its word that it commits
+                    self._store.set(answered, FAILED + msgspec.json.encode(fault))
+                elif standing != fault:  # this may come of what the ranks that gave up have cleaned away
+                    raise standing.error() from error
+                raise
+            try:
+                self._store.set(answered, ANSWERED + msgspec.msgpack.encode(made))
+                late = self._fault()
+            except RuntimeError:
+                if not self.posted:  # committed is committed
+                    raise
+                late = None
+            if late is not None:  # the others did not wait: this rank was stopped for too long
+                raise late.error()
+            return made
+        self._wait(lambda: self._store.check([answered]), lambda: [LEADER], step)
+        found = self._store.get(answered)
+        self._store.delete_key(own)
+        if found[:1] == FAILED:
+            raise _decoded(found[1:]).error()
+        return msgspec.msgpack.decode(found[1:], type=answer)
+
+    def _led_by(self, lead: Callable[[list[Any]], T], records: list[Any]) -> T:
+        """Let the leader do what may take long, and is not the store's."""
+        self._busy = True
+        try:
+            return lead(records)
+        finally:
+            self._heard = time.monotonic()
+            self._busy = False
+
+    def _gather(self, step: int) -> Sequence[bytes]:
+        keys = [self._key(f"{step}/{rank}") for rank in range(self.world)]
+        count = self._key(f"{step}/count")
+        all_here = False
+
+        def missing() -> list[int]:
+            nonlocal all_here
+            found = [rank for rank in range(self.world) if not self._store.check([keys[rank]])]
+            all_here = not found  # though one of them may have died before it was counted
+            return found
+
+        self._wait(lambda: all_here or int(self._store.get(count)) >= self.world, missing, step)
+        fault = self._fault()
+        if fault is not None:  # somebody came, and gave up before this rank did
+            raise fault.error()
+        if self._store.has_extended_api():
+            found: Sequence[bytes] = self._store.multi_get(keys)
+        else:
+            found = [self._store.get(key) for key in keys]
+        self._store.delete_key(keys[LEADER])
+        return found
+
+    # What all do together, not through the store
+
+    def together(self, done: Callable[[], bool]) -> bool:
+        """Wait for something in which all ranks take part, however slow they are. False if it broke off for one.
+
+        Raises if the call is given up, or one of the others gives no sign of life.
+        """
+        broken = self._key("broken")
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        self._guard(lambda: self._wait(lambda: done() or self._store.check([broken]), lambda: others, -1))
+        return done()
+
+    def broke_off(self) -> None:
+        """It broke off for this rank: the others are not to wait for it there."""
+        self._guard(lambda: self._store.set(self._key("broken"), "1"))
+
+    def _wait(self, done: Callable[[], bool], missing: Callable[[], list[int]], step: int) -> None:
+        """Wait until something is there, the call is given up, or somebody that it depends on is silent too long."""
+        watch = Watch(self._store, self.timeout, self.world)
+        pause, longest = 0.0003, max(0.004, self.world / 20_000)
+        while not done():
+            if not self._open:
+                raise Undecided("the call is over")  # for this rank, which was interrupted: nobody waits here any more
+            self._heard = time.monotonic()
+            fault = self._fault()
+            if fault is not None:
+                raise fault.error()
+            silent = watch.silent(missing)
+            if silent is not None and not done():
+                self._give_up(silent, step)
+            time.sleep(pause)
+            pause = min(pause * 1.5, longest)
+
+    def _give_up(self, silent: int, step: int) -> None:
+        """Somebody is silent: nobody waits for it any longer, nor for others who have not come."""
+        everyone = range(self.world) if step == 0 else ()
+        absent = [rank for rank in everyone if not self._store.check([self._key(f"0/{rank}")])]
+        what = f"gave no sign of life for {self.timeout:g} s"
+        if silent in absent:
+            what = f"did not call within {self.timeout:g} s"
+        standing = self._decide(Fault(silent, "", f"{what} ({self._verb})", absent=absent))
+        if standing is None:
+            raise Undecided(f"rank {silent} {what}")
+        raise standing.error()
+
+    # Decision
+
+    def commit(self) -> None:
+        """The leader's word that it commits now. Raises where somebody gave up before."""
+        if not self.alone:
+            key = self._key("decision")
+            decided = self._guard(lambda: self._store.compare_set(key, "", COMMIT.decode()), self.timeout)
+            if decided != COMMIT:
+                raise _decoded(decided).error()
+
+    def given_up(self) -> SnapshotError | None:
+        """The error for which the call was given up, if it was."""
+        if self.alone or not self._open:
+            return None
+        fault = self._guard(self._fault)
+        return fault.error() if fault is not None else None
+
+    def fail(self, error: BaseException) -> bool:
+        """Tell the others that this rank failed; whether nothing will be committed. False where the leader's word was
+        first, or where it cannot be known."""
+        if self.alone or not self._open:
+            return True
+        fault = self._fault_of(error, shared=False)
+        try:
+            return self._guard(lambda: self._decide(fault), min(self.timeout, LAST_WORDS)) is not None
+        except (SnapshotError, Undecided):  # the store is gone; this rank's own error is on its way already
+            return not self.posted
+
+    def _fault_of(self, error: BaseException, *, shared: bool) -> Fault:
+        try:
+            text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        except Exception:  # noqa: BLE001 - an error that cannot be printed is an error all the same
+            text = "(an error that cannot be printed)"
+        text = text[:LONGEST_TEXT].encode("utf-8", "replace").decode()
+        for_all = shared and isinstance(error, SnapshotError) and not isinstance(error, StorageError)
+        return Fault(self.rank, type(error).__name__, text, shared=for_all)
+
+    def _decide(self, fault: Fault) -> Fault | None:
+        """Give the call up, unless that or the commit was decided before: the fault that stands, if one does."""
+        decided = self._store.compare_set(self._key("decision"), "", msgspec.json.encode(fault).decode())
+        return None if decided == COMMIT else _decoded(decided)
+
+    def _fault(self) -> Fault | None:
+        key = self._key("decision")
+        if not self._store.check([key]):
+            return None
+        decided = self._store.get(key)
+        return None if decided == COMMIT else _decoded(decided)
+
+    # The store
+
+    def _key(self, name: str) -> str:
+        return f"{self._name}/{name}"
+
+    def _guard(self, work: Callable[[], T], timeout: float | None = None) -> T:
+        """Talk to the store. If it is gone, or answers nothing for too long, that is the failure of who served it."""
+        future: Future[T] = Future()
+        heard = self._heard = time.monotonic()
+
+        def talk() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+                future.set_exception(error)
+
+        with system_limits("a thread cannot be started"):
+            threading.Thread(target=talk, name="snapshot-io-store", daemon=True).start()
+        patience = timeout or self.timeout
+        what = f"answers nothing for {patience:g} s"
+        quiet = 0  # quarters of the patience: while this process is stopped none of them passes
+        while quiet < 4:
+            try:
+                return future.result(patience / 4)
+            except (SnapshotError, Undecided):
+                raise
+            except RuntimeError as error:
+                if error is self._led:
+                    raise
+                what = f"cannot be reached any more ({error})"
+                break
+            except NotYet:
+                if future.done():
+                    raise
+                quiet += 1
+                if timeout is None and (self._busy or self._heard != heard):
+                    quiet, heard = 0, self._heard
+        self._abandoned = True
+        if self.posted:
+            raise Undecided(f"the store of the process group {what}")
+        raise RankError(
+            f"rank {LEADER}: the store of the process group {what}: the process that serves it, most likely this rank, "
+            "is stopped or gone",
+            rank=LEADER,
+        )
+
+    def close(self) -> None:
+        """This rank's part is over."""
+        if self._open:
+            self._open = False
+            self._heart.end(self.timeout)
+            try:
+                self._guard(self._leave, min(self.timeout, LAST_WORDS))
+            except (SnapshotError, Undecided):
+                return  # of a store that is gone: its keys are as well
+
+    def _leave(self) -> None:
+        """The last one to go takes all that was said along."""
+        if self._store.add(self._key("over"), 1) == self.world:
+            failed = self._fault() is not None  # else each rank has taken its own along already
+            for step in range(MOST_STEPS):
+                count = self._key(f"{step}/count")
+                if not self._store.check([count]):
+                    break
+                for name in ("count", "answer", *(map(str, range(self.world)) if failed else ())):
+                    self._store.delete_key(self._key(f"{step}/{name}"))
+            for name in ("decision", "over", *(("broken",) if failed else ())):
+                self._store.delete_key(self._key(name))
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self.fail(error)
+            self.close()
+
+
+MOST_STEPS = 100
+"""More than any verb has."""
+
+
+def _decoded(decided: bytes) -> Fault:
+    return msgspec.json.decode(decided, type=Fault)

@@ -1,1 +1,0 @@
-"""The impure middle: the I/O loop, memory, staging, writing, reading and committing."""

@@ -1,0 +1,250 @@
+"""Where the bytes of a packed tensor are: behind headers that are read with it, or compressed, or of the other byte
+order.
+
+An entry's `serializer` says how it is packed: `torch_save` (a whole archive with one tensor in it), `zip` (a member of
+an archive, with its header), or either behind transforms: `zstd+torch_save`, `deflate+zip`, `swapped+conj+zip`.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from snapshot.errors import CorruptSnapshotError, MissingExtraError, UnsupportedFormatError
+from snapshot.formats import safe_pickle, zip_directory
+from snapshot.formats.to_entries import Rebuilt, rebuilt
+from snapshot.manifest.entries import PLAIN, ObjectEntry, TensorEntry
+from snapshot.reports import counted
+from snapshot.tensors.dtypes import ITEMSIZE
+from snapshot.tensors.strides import contiguous, span
+
+HEAD = 4096
+"""Of a long archive with one tensor, the first and last so many bytes say where it is; nearly always."""
+LONGEST_HEAD = 1 << 20
+MOST_ALIKE = 1024
+PIECE = 1024
+"""Bytes that are decompressed at once: they may stand for a thousand times as many, or more."""
+
+
+class Layout(msgspec.Struct, gc=False, frozen=True):
+    """Where a tensor's storage is, and how the tensor lies in it."""
+
+    begin: int
+    """Where the storage begins: in the file, or in what comes out of the decompression."""
+    nbytes: int
+    strides: tuple[int, ...]
+    offset: int
+    swapped: bool = False
+    """Whether its bytes are of the other order."""
+    conj: bool = False
+    """Whether it is the complex conjugate of what is stored."""
+    neg: bool = False
+    """Whether it is the negative of what is stored."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the stored bytes are the tensor's."""
+        return not (self.swapped or self.conj or self.neg)
+
+
+class Short(Exception):
+    """Raised where more bytes are needed to know: `args` are how many of the first, and of the last."""
+
+
+def streamed(stored: TensorEntry | ObjectEntry) -> bool:
+    """Whether its bytes have to be read one after the other from the first on, whatever is wanted of them."""
+    return stored.serializer.startswith(("zstd+", "deflate+"))
+
+
+def archived(stored: TensorEntry | ObjectEntry) -> bool:
+    """Whether its range is a whole archive."""
+    return stored.serializer.endswith("torch_save")
+
+
+def layout_of(path: str, stored: TensorEntry, head: Any, tail: Any) -> Layout:
+    """Where a tensor is, from the first and the last bytes of its range, decompressed if they were compressed.
+
+    `head` begins where the range does; for a member its header is enough. Raises `Short` where more is needed.
+    """
+    begin, end = stored.byte_range
+    *transforms, kind = stored.serializer.split("+")
+    begin = 0 if streamed(stored) else begin
+    try:
+        if kind == "zip":
+            extra = stored.extra or PLAIN
+            strides = extra.strides or contiguous(stored.shape)
+            if "deflate" in transforms:
+                at, nbytes = 0, span(stored.shape, strides) + (extra.storage_offset or 0)
+                nbytes *= ITEMSIZE[stored.dtype]
+            else:
+                at = zip_directory.data_begin(head)
+                nbytes = end - begin - at
+            turned = [each in transforms for each in ("swapped", "conj", "neg")]
+            found = Layout(begin + at, nbytes, strides, extra.storage_offset or 0, *turned)
+        elif kind == "torch_save":
+            length = len(tail) if "zstd" in transforms else end - begin
+            at, nbytes, tensor, swapped = _looked_up(stored, head, tail, length)
+            if tensor.dtype != stored.dtype or tensor.shape != stored.shape:
+                raise ValueError(
+                    f"is {tensor.dtype}{list(tensor.shape)}, and its entry says {stored.dtype}{list(stored.shape)}"
+                )
+            found = Layout(
+                begin + at, nbytes, tensor.strides, tensor.offset, swapped, "conj" in tensor.bits, "neg" in tensor.bits
+            )
+        else:
+            raise UnsupportedFormatError(f"{path}: is stored in a way that this version does not know ({kind})")
+    except (ValueError, struct.error) as error:
+        raise CorruptSnapshotError(f"{path}: {stored.location}[{begin}:{end}]: {error}") from error
+    reach = (found.offset + span(stored.shape, found.strides)) * ITEMSIZE[stored.dtype]
+    if math.prod(stored.shape) and reach > found.nbytes:
+        raise CorruptSnapshotError(
+            f"{path}: its storage has {counted(found.nbytes, 'byte')}, and it reaches to {reach:,}"
+        )
+    return found
+
+
+_alike: dict[tuple[int, str, tuple[int, ...]], tuple[bytes, tuple[int, int, Rebuilt, bool]]] = {}
+"""Of archives of a length that hold a tensor of a dtype and shape: what stands before its bytes, and what that says.
+Those of one writer differ in nothing else."""
+
+
+def _looked_up(stored: TensorEntry, head: Any, tail: Any, length: int) -> tuple[int, int, Rebuilt, bool]:
+    """What `_of_archive` says, for archives of many tensors alike."""
+    key = length, stored.dtype, stored.shape
+    known = _alike.get(key)
+    if known is not None and head[: len(known[0])] == known[0]:
+        return known[1]
+    found = _of_archive(head, tail, length)
+    if found[0]:
+        if len(_alike) >= MOST_ALIKE:
+            _alike.clear()
+        _alike[key] = bytes(head[: found[0]]), found
+    return found
+
+
+def _of_archive(head: Any, tail: Any, length: int) -> tuple[int, int, Rebuilt, bool]:
+    """Of an archive with one tensor: where its storage begins in it, the storage's length, the tensor, and whether its
+    bytes are of the other order."""
+    begin, stop = zip_directory.directory_range(tail, length)
+    if length - begin > len(tail):
+        raise Short(len(head), length - begin)
+    low = len(tail) - (length - begin)
+    found = {each.name.partition("/")[2]: each for each in zip_directory.members(tail[low : low + stop - begin], begin)}
+    if "data.pkl" not in found or any(each.method != zip_directory.STORED for each in found.values()):
+        raise ValueError("it is no archive of torch's with one tensor in it")
+    content = _member(head, found["data.pkl"])
+    tensor = tensor_of(content)
+    order = bytes(_member(head, found["byteorder"])) if "byteorder" in found else b"little"
+    storage = found.get(f"data/{tensor.storage}")
+    if storage is None:
+        if math.prod(tensor.shape):
+            raise ValueError("its archive lacks the tensor's bytes")
+        return 0, 0, tensor, False
+    if storage.header + zip_directory.HEADER > len(head):
+        raise Short(storage.header + HEAD, len(tail))
+    at = storage.header + zip_directory.data_begin(head[storage.header :])
+    if at + storage.size > begin:
+        raise ValueError("the tensor's bytes do not lie in its archive")
+    return at, storage.size, tensor, order == b"big"
+
+
+def _member(head: Any, member: zip_directory.Member) -> bytes:
+    """A short member's bytes, which lie in the head."""
+    if member.header + zip_directory.HEADER > len(head):
+        raise Short(member.header + member.size + HEAD, 0)
+    at = member.header + zip_directory.data_begin(head[member.header :])
+    if at + member.size > len(head):
+        raise Short(at + member.size + HEAD, 0)
+    return bytes(head[at : at + member.size])
+
+
+@lru_cache(maxsize=1024)
+def tensor_of(content: bytes) -> Rebuilt:
+    """The one tensor that a pickle holds. Tensors of one shape have equal pickles."""
+    found = rebuilt(safe_pickle.load(content, "the tensor"))
+    if found is None:
+        raise ValueError("it holds something else than one plain tensor")
+    return found
+
+
+def object_bytes(path: str, stored: ObjectEntry, data: bytearray, most: int) -> bytearray:
+    """An object's bytes, decompressed if they were compressed: `most` of them."""
+    if not streamed(stored):
+        return data
+    decode, made = decoder_of(path, stored), bytearray()
+    for at in range(0, len(data), PIECE):
+        made += decode(bytes(data[at : at + PIECE]))
+        if len(made) > most:
+            raise CorruptSnapshotError(f"{path}: decompresses to far more bytes than its files have")
+    return made
+
+
+def decoder_of(path: str, stored: TensorEntry | ObjectEntry) -> Callable[[bytes], bytes]:
+    """What turns a range's bytes, given in short pieces from the first on, to those that were packed."""
+    transform = stored.serializer.partition("+")[0]
+    if transform == "deflate":
+        return _Deflate(path)
+    if transform == "zstd":
+        return _Zstd(path)
+    raise UnsupportedFormatError(f"{path}: is packed by {transform!r}, which this version does not know")
+
+
+class _Deflate:
+    """A deflated member, behind its header."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._head = b""
+        self._stream = zlib.decompressobj(-zlib.MAX_WBITS)
+        self._begun = False
+
+    def __call__(self, data: bytes) -> bytes:
+        try:
+            if not self._begun:
+                self._head += data
+                begin = (
+                    zip_directory.data_begin(self._head)
+                    if len(self._head) >= zip_directory.HEADER
+                    else len(self._head) + 1
+                )
+                if begin > len(self._head):
+                    return b""
+                self._begun, data = True, self._head[begin:]
+            return self._stream.decompress(data)
+        except (ValueError, zlib.error) as error:
+            raise CorruptSnapshotError(f"{self._path}: cannot be decompressed: {error}") from error
+
+
+class _Zstd:
+    """Frames of zstd, one after the other."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            import zstandard  # dear, and of an extra
+        except ImportError as error:
+            raise MissingExtraError(
+                f"{path}: is compressed with zstd: pip install 'snapshot-torch[zstd]'"
+            ) from error  # fmt: skip
+        self._path = path
+        self._module = zstandard
+        self._stream: Any = None
+
+    def __call__(self, data: bytes) -> bytes:
+        made = b""
+        try:
+            while data:
+                if self._stream is None:
+                    self._stream = self._module.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
+                made += self._stream.decompress(data)
+                data = b""
+                if self._stream.eof:
+                    data, self._stream = self._stream.unused_data, None
+        except self._module.ZstdError as error:
+            raise CorruptSnapshotError(f"{self._path}: cannot be decompressed: {error}") from error
+        return made

@@ -1,0 +1,147 @@
+"""Plain values out of the archives of others that torch's own careful reader refuses: it knows no NumPy arrays, which
+random number generators and metrics are full of."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from snapshot.errors import CorruptSnapshotError
+from snapshot.formats import safe_pickle as p
+from snapshot.formats import zip_directory
+from snapshot.formats.pickle_scan import expect_stored
+from snapshot.formats.to_entries import Rebuilt, length_of, most_nodes, numpy_value, rebuilt, scalar
+from snapshot.reports import with_article
+from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
+from snapshot.tensors.strides import span
+
+
+class NotPlainError(Exception):
+    """Raised where a value is none that can be made without running what a pickle says."""
+
+
+def plain_value(path: str, data: bytes | bytearray, stored: int | None = None) -> Any:
+    """The value in an archive of torch's, if there is nothing in it but containers, numbers, texts, arrays, tensors.
+
+    `stored`: how many bytes the archive has where it is stored, if it was decompressed.
+    """
+    try:
+        begin, end = zip_directory.directory_range(bytes(data[-zip_directory.TAIL :]), len(data))
+        members = zip_directory.members(bytes(data[begin:end]), begin)
+        held = {each.name.partition("/")[2]: each for each in members}
+        content = _content(data, held["data.pkl"])
+        length = expect_stored(len(content), len(data) if stored is None else stored, "its pickle")
+        return _Made(data, held, length).of(p.load(content, path, length), 0)
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        if isinstance(error, CorruptSnapshotError):
+            raise
+        raise NotPlainError(str(error)) from error
+
+
+def _content(data: bytes | bytearray, member: zip_directory.Member) -> bytes:
+    at = member.header + zip_directory.data_begin(bytes(data[member.header : member.header + zip_directory.HEADER]))
+    if member.method != zip_directory.STORED:
+        raise ValueError("it is compressed")
+    return bytes(data[at : at + member.size])
+
+
+def content_of(data: bytes | bytearray) -> bytes:
+    """The pickle in an archive of torch's."""
+    begin, end = zip_directory.directory_range(bytes(data[-zip_directory.TAIL :]), len(data))
+    found = {each.name.partition("/")[2]: each for each in zip_directory.members(bytes(data[begin:end]), begin)}
+    return _content(data, found["data.pkl"])
+
+
+class _Made:
+    """Values, made of stand-ins."""
+
+    def __init__(self, data: bytes | bytearray, members: dict[str, zip_directory.Member], length: int) -> None:
+        self._data = data
+        self._members = members
+        self._left = most_nodes(length)
+        self._room = (1 << 24) + 8 * len(data)
+        """Bytes that may be copied: what is fetched again, or is a view, can be long each time."""
+
+    def _member(self, name: str) -> bytes:
+        member = self._members.get(name)
+        return b"" if member is None else _content(self._data, member)
+
+    def _spend(self, nbytes: int) -> None:
+        self._room -= nbytes
+        if self._room < 0:
+            raise NotPlainError("it repeats itself")
+
+    def of(self, value: Any, depth: int) -> Any:  # noqa: PLR0911 - one for each kind
+        """The value that a stand-in, or a container of them, stands for."""
+        self._left -= 1
+        if self._left < 0 or depth > 200:
+            raise NotPlainError("it repeats itself, or nests deep")
+        kind = type(value)
+        if isinstance(value, dict):
+            items = [(self._key(key), self.of(child, depth + 1)) for key, child in dict.items(value)]
+            return _DICTS[kind](value, items) if kind in _DICTS else _refuse(value)
+        if kind in (list, tuple, set, frozenset):
+            return kind(self.of(child, depth + 1) for child in value)
+        if kind is p.Deque:
+            return collections.deque([self.of(child, depth + 1) for child in list(value)], value.maxlen)
+        self._spend(length_of(value))
+        entry = scalar(value)
+        if entry is not None:
+            return entry.value()
+        tensor = rebuilt(value)
+        if tensor is not None:
+            return self._tensor(tensor)
+        array = numpy_value(value)
+        if array is None:
+            return _refuse(value)
+        self._spend(array.nbytes)
+        return array.copy()
+
+    def _key(self, key: Any) -> Any:
+        entry = scalar(key)
+        return _refuse(key) if entry is None else entry.value()
+
+    def _tensor(self, found: Rebuilt) -> torch.Tensor:
+        data = self._member(f"data/{found.storage}")
+        if found.dtype not in ITEMSIZE:
+            return _refuse(found)  # type: ignore[no-any-return]
+        self._spend(len(data) + math.prod(found.shape) * ITEMSIZE[found.dtype])
+        reach = (found.offset + span(found.shape, found.strides)) * ITEMSIZE[found.dtype]
+        if reach > len(data) or 0 in found.strides or (self._member("byteorder") or b"little") != b"little":
+            return _refuse(found)  # type: ignore[no-any-return]
+        held = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(BY_NAME[found.dtype]) if data else None
+        if held is None:
+            return torch.empty(found.shape, dtype=BY_NAME[found.dtype])
+        made = held.as_strided(found.shape, found.strides, found.offset).clone()
+        made = made.conj() if "conj" in found.bits else made
+        made = (torch._neg_view(made) if "neg" in found.bits else made).resolve_neg().resolve_conj()
+        return (
+            torch.nn.Parameter(made, found.requires_grad)
+            if found.subclass
+            else made.requires_grad_(found.requires_grad)
+        )
+
+
+def _refuse(value: Any) -> Any:
+    raise NotPlainError(with_article(getattr(value, "name", type(value).__name__)))
+
+
+def _default(value: Any, items: list[tuple[Any, Any]]) -> Any:
+    factory = vars(value).get("factory")
+    name = str(getattr(factory, "name", getattr(factory, "__name__", ""))).rpartition(".")[2]
+    known = {each.__name__: each for each in (list, dict, set, tuple, int, float, str, bool)}
+    if factory is not None and name not in known:
+        _refuse(factory)
+    return collections.defaultdict(known.get(name), items)
+
+
+_DICTS: dict[Any, Callable[[Any, list[tuple[Any, Any]]], Any]] = {
+    dict: lambda value, items: dict(items),
+    collections.OrderedDict: lambda value, items: collections.OrderedDict(items),
+    p.Counter: lambda value, items: collections.Counter(dict(items)),
+    p.DefaultDict: _default,
+}

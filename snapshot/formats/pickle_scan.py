@@ -1,0 +1,228 @@
+"""Other people's pickles, looked at before they are read: nothing in them may claim more memory than they have
+bytes, or be an instruction that no tensors need."""
+
+from __future__ import annotations
+
+import collections
+import pickletools
+from typing import NamedTuple
+
+from snapshot.errors import CorruptSnapshotError, UnsafeObjectError
+from snapshot.manifest.entries import MOST_COMPARISONS
+from snapshot.manifest.paths import LONGEST_INT
+from snapshot.reports import counted
+
+_KNOWN = [
+    "PROTO",
+    "FRAME",
+    "STOP",
+    "MARK",
+    "POP",
+    "POP_MARK",
+    "NONE",
+    "NEWTRUE",
+    "NEWFALSE",
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG1",
+    "LONG4",
+    "BINFLOAT",
+    "BINUNICODE",
+    "SHORT_BINUNICODE",
+    "BINUNICODE8",
+    "BINBYTES",
+    "SHORT_BINBYTES",
+    "BINBYTES8",
+    "BINSTRING",
+    "SHORT_BINSTRING",
+    "EMPTY_LIST",
+    "APPEND",
+    "APPENDS",
+    "LIST",
+    "EMPTY_TUPLE",
+    "TUPLE",
+    "TUPLE1",
+    "TUPLE2",
+    "TUPLE3",
+    "EMPTY_DICT",
+    "DICT",
+    "SETITEM",
+    "SETITEMS",
+    "EMPTY_SET",
+    "ADDITEMS",
+    "FROZENSET",
+    "BINGET",
+    "LONG_BINGET",
+    "BINPUT",
+    "LONG_BINPUT",
+    "MEMOIZE",
+    "GLOBAL",
+    "STACK_GLOBAL",
+    "REDUCE",
+    "NEWOBJ",
+    "BUILD",
+    "BINPERSID",
+]
+_LENGTHS = {"BINUNICODE": 4, "SHORT_BINUNICODE": 1, "BINUNICODE8": 8, "BINBYTES": 4, "SHORT_BINBYTES": 1}
+_LENGTHS |= {"BINBYTES8": 8, "BINSTRING": 4, "SHORT_BINSTRING": 1, "LONG1": 1, "LONG4": 4}
+_LONG, _TEXTS, _PUT, _STOP, _UNKNOWN, _TUPLE, _GET, _BINPUT, _MEMOIZE, _LEAVES = range(-1, -11, -1)
+_WIDTHS = [_UNKNOWN] * 256
+"""By opcode: how long it is with its argument; or what has to be looked at."""
+for _opcode in pickletools.opcodes:
+    if _opcode.name in _KNOWN:
+        _WIDTHS[ord(_opcode.code)] = 1 + (max(_opcode.arg.n, 0) if _opcode.arg is not None else 0)
+    if _opcode.name in _LENGTHS:
+        _WIDTHS[ord(_opcode.code)] = _LONG
+for _codes, _kind in (
+    (b"c", _TEXTS), (b"r", _PUT), (b".", _STOP), (b"t\x85\x86\x87", _TUPLE), (b"hj", _GET), (b"q", _BINPUT),
+    (b"\x94", _MEMOIZE), (b"beu\x90\x9101", _LEAVES),
+):  # fmt: skip
+    for _code in _codes:
+        _WIDTHS[_code] = _kind
+_WEIGHTS = [8] * 256
+"""By opcode: about how many bytes of memory what it makes takes; nothing of what it copies from the pickle."""
+for _codes, _weight in (
+    (b"\x8f\x91", 232), (b"R\x81Q", 160), (b"}d", 80), (b"]l", 72), (b"t\x85\x86\x87", 64),
+    (b"J\x8a\x8bGX\x8c\x8dB\x8eTU", 56),
+):  # fmt: skip
+    for _code in _codes:
+        _WEIGHTS[_code] = _weight
+FREE = 64 << 20
+"""Bytes of memory that a pickle may take however short it is; and PER_BYTE more for each byte that stands for it."""
+PER_BYTE = 32
+INFLATED = 256 << 10
+"""Bytes that a compressed pickle may have however short it is; and MOST_TIMES more for each byte that is stored.
+Pickles of state dicts and optimizers have about five times as many."""
+MOST_TIMES = 32
+_PUTS = b"qr\x94"
+_CONSUMES = b"Rbas\x81Q."
+"""Behind a tuple: it goes into something that is no tuple, and no key."""
+_ARGUMENTS = {ord(each.code): _LENGTHS[each.name] for each in pickletools.opcodes if each.name in _LENGTHS}
+_INTS = {ord(each.code) for each in pickletools.opcodes if each.name in ("LONG1", "LONG4")}
+_MODULUS = (1 << 61) - 1
+"""Ints that differ by multiples of it have the same hash."""
+LOOSE = 30_000
+"""Tuples that may be one in the other, or have the same hash: of ten times as many, the one needs more stack than there
+is, and the other minutes."""
+SHARED = 16
+"""Tuples that may be fetched again, each of them in the next: hashing them takes 2 ** 16 steps at most."""
+
+
+class Scanned(NamedTuple):
+    """What was seen of a pickle."""
+
+    end: int
+    careful: bool
+    """Whether tuples may be in it that hash for ever, or nest too deep to be hashed: the interpreter's own unpickler
+    would try, in one step that cannot be stopped."""
+
+
+def expect_stored(length: int, stored: int, what: str) -> int:
+    """Raise `ValueError` if a pickle of this length is too long for the `stored` bytes that it was decompressed from.
+
+    Returns how long it counts as, where memory and time are bounded by its length.
+    """
+    if length > INFLATED + MOST_TIMES * stored:
+        raise ValueError(
+            f"{what} has {length:,} bytes, and {stored:,} are stored: it inflates too far; store it uncompressed"
+        )
+    return min(length, MOST_TIMES // 2 * stored)
+
+
+def scan(  # noqa: PLR0912, PLR0915 - one loop, and quick, over millions of them
+    data: bytes, where: object, length: int | None = None
+) -> Scanned:
+    """Raise unless a pickle can be read in memory in proportion to its length; see `expect_stored`."""
+    widths, weights = _WIDTHS, _WEIGHTS
+    counts_as = len(data) if length is None else length
+    made = memo = puts = loose = shared = 0
+    odd = False
+    tuples: set[int] = set()
+    position, count, length, ended = 0, 0, len(data), -1
+    ints: set[bytes] = set()
+    try:
+        while True:
+            code = data[position]
+            width = widths[code]
+            count += 1
+            made += weights[code]
+            if width > 0:
+                position += width
+            elif width == _LONG:
+                size = _ARGUMENTS[code]
+                begin = position + 1 + size
+                position = begin + int.from_bytes(data[position + 1 : begin], "little")
+                if position > length:
+                    break
+                if code in _INTS and position - begin >= 8:
+                    ints.add(data[begin:position])
+                    if position - begin > LONGEST_INT // 8:
+                        raise CorruptSnapshotError(
+                            f"{where}: its pickle has a number of {counted(position - begin, 'byte')}"
+                        )
+            elif width == _BINPUT:
+                puts += 1
+                position += 2
+            elif width == _MEMOIZE:
+                memo += 1
+                position += 1
+            elif width == _TUPLE:
+                inner = code == 0x85 and position == ended
+                position += 1
+                while (following := data[position]) in _PUTS:
+                    if following == 0x94:
+                        tuples.add(memo)
+                        memo += 1
+                        position += 1
+                    else:
+                        stop = position + (2 if following == 0x71 else 5)
+                        if (place := int.from_bytes(data[position + 1 : stop], "little")) > count:
+                            raise CorruptSnapshotError(f"{where}: its pickle claims memory that it does not use")
+                        tuples.add(place)
+                        puts += 1
+                        position = stop
+                loose += following not in _CONSUMES
+                if inner and following == 0x52:  # the sizes that a torch.Size is made of, as millions of chunks have
+                    loose -= 1
+                ended = position
+            elif width in (_LEAVES, _GET):
+                if width == _GET:
+                    stop = position + (2 if code == 0x68 else 5)
+                    shared += int.from_bytes(data[position + 1 : stop], "little") in tuples
+                    position = stop
+                else:
+                    odd = odd or code in b"01\x91"
+                    position += 1
+                odd = odd or data[position] in _PUTS
+            elif width == _TEXTS:
+                position = data.index(b"\n", data.index(b"\n", position) + 1) + 1
+            elif width == _PUT:
+                if int.from_bytes(data[position + 1 : position + 5], "little") > count:
+                    raise CorruptSnapshotError(f"{where}: its pickle claims memory that it does not use")
+                puts += 1
+                position += 5
+            elif width == _STOP:
+                if made > FREE + PER_BYTE * counts_as:
+                    raise CorruptSnapshotError(
+                        f"{where}: its pickle of {len(data):,} bytes would take {made:,} bytes of memory"
+                    )
+                _check_hashes(ints, where)
+                return Scanned(position + 1, odd or shared > SHARED or loose > LOOSE or bool(memo and puts and tuples))
+            else:
+                raise UnsafeObjectError(
+                    f"{where}: its pickle has an instruction, {bytes([code])!r} at {position}, that no tensors need; "
+                    "it is not followed"
+                )
+    except (IndexError, ValueError) as error:
+        if isinstance(error, CorruptSnapshotError):
+            raise
+    raise CorruptSnapshotError(f"{where}: its pickle ends too early")
+
+
+def _check_hashes(ints: set[bytes], where: object) -> None:
+    if len(ints) ** 2 <= MOST_COMPARISONS:
+        return
+    alike = collections.Counter(int.from_bytes(each, "little", signed=True) % _MODULUS for each in ints)
+    if sum(many * many for many in alike.values()) > MOST_COMPARISONS:
+        raise CorruptSnapshotError(f"{where}: the numbers in its pickle were chosen to be slow")

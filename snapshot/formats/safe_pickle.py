@@ -1,0 +1,396 @@
+"""Other people's pickles, read without running anything: every name in them becomes an inert stand-in of our own.
+
+First each opcode is looked at (`scanning`); then the interpreter's own unpickler makes containers, numbers, texts, and
+stand-ins.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+import re
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+from snapshot.errors import CorruptSnapshotError
+from snapshot.formats.pickle_scan import scan
+from snapshot.manifest.entries import MOST_COMPARISONS
+from snapshot.reports import with_article
+from snapshot.tensors.dtypes import BY_NAME
+
+MOST_NAMES = 10_000
+"""Classes and functions that one pickle may name."""
+FEW = 200_000
+"""Values that may be copied or hashed for a pickle however short; and FACTOR more for each of its bytes."""
+FACTOR = 4
+DEEPEST_KEY = 100
+
+
+class _Left(threading.local):
+    """How much may still be copied or hashed for the pickle that this thread reads."""
+
+    def __init__(self) -> None:
+        self.begin(0)
+
+    def begin(self, count: int) -> None:
+        """A pickle is read from here on."""
+        self.count = count
+        self._seen: set[str] = set()
+        self._alike: collections.Counter[int] = collections.Counter()
+        self._compared = 0
+
+    def spend(self, *copied: Any) -> None:
+        """Take note of an object that is made, and of what is copied for it: what was fetched again can be long."""
+        self.count -= 1 + sum(len(each) for each in copied if hasattr(each, "__len__"))
+        if self.count < 0:
+            raise pickle.UnpicklingError("it repeats itself too often")
+
+    def hash(self, keys: Iterable[Any]) -> None:
+        """Take note of keys; raise for those that cannot be hashed soon."""
+        for key in keys:
+            if not isinstance(key, tuple):
+                continue
+            rest = [(key, 1)]
+            while rest:
+                held, depth = rest.pop()
+                self.spend(held)
+                if depth > DEEPEST_KEY:
+                    raise pickle.UnpicklingError("it nests too deep")
+                rest += [(each, depth + 1) for each in held if isinstance(each, tuple)]
+            self.alike(key)
+
+    def alike(self, key: Any) -> None:
+        """Take note of a key whose hash somebody can choose; raise where too many differ, and have the same."""
+        text = repr(key)
+        if text not in self._seen:
+            self._seen.add(text)
+            self._compared += self._alike[hash(key)]
+            self._alike[hash(key)] += 1
+            if self._compared > MOST_COMPARISONS:
+                raise pickle.UnpicklingError("its keys were chosen to be slow")
+
+
+_left = _Left()
+
+
+class _Sealed(type):
+    """Of classes that a pickle cannot change: a pickle may set attributes of whatever it names."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise pickle.UnpicklingError(f"it sets {name} of a class")
+
+    def __setstate__(cls, state: Any) -> None:
+        raise pickle.UnpicklingError("it gives a class a state")
+
+
+class Stand(metaclass=_Sealed):
+    """Stands for an object: what it would be made of, and what it would be given then."""
+
+    __slots__ = ("arguments", "state")
+    name = ""
+    """Of its class or function, with the module."""
+
+    def __new__(cls, *arguments: Any) -> Any:
+        _left.spend(arguments)
+        made = object.__new__(cls)
+        made.arguments = arguments
+        made.state = None
+        return made
+
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+    def append(self, item: Any) -> None: ...
+    def extend(self, items: Any) -> None: ...
+
+    def __repr__(self) -> str:
+        return f"<{with_article(self.name)}>"
+
+
+class Record(metaclass=_Sealed):
+    """Stands for an object of a class that DCP describes a checkpoint with: a pickle gives it its fields at once."""
+
+    name = ""
+
+
+_RECORDS = "torch.distributed.checkpoint."
+_RECORD_NAMES = {
+    "metadata.Metadata", "metadata.TensorStorageMetadata", "metadata.ChunkStorageMetadata", "metadata.MetadataIndex",
+    "metadata.BytesStorageMetadata", "filesystem._StorageInfo",
+}  # fmt: skip
+
+
+def shown(value: Any) -> str:
+    """A value for a message: in full, one that repeats itself could be without end."""
+    if isinstance(value, tuple) and len(value) <= 8 and all(type(each) is int for each in value):
+        return str(tuple(value))[:100]
+    return repr(value)[:100] if type(value) in (str, int, float, bool) else with_article(type(value).__name__[:100])
+
+
+def fields(value: Any) -> dict[str, Any]:
+    """The attributes that an object was to be given."""
+    state = vars(value) if isinstance(value, Record) else getattr(value, "state", None)
+    if isinstance(state, tuple) and len(state) == 2:
+        state = {**(state[0] or {}), **(state[1] or {})} if all(_is_fields(each) for each in state) else None
+    return state if isinstance(state, dict) else {}
+
+
+def _is_fields(value: Any) -> bool:
+    return value is None or isinstance(value, dict)
+
+
+class Dtype(metaclass=_Sealed):
+    """Stands for a torch.dtype."""
+
+    def __init__(self, name: str) -> None:
+        object.__setattr__(self, "name", name)
+
+    name: str
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise pickle.UnpicklingError("it sets an attribute of a dtype")
+
+    def __setstate__(self, state: Any) -> None:  # without it, a state would be set behind that
+        raise pickle.UnpicklingError("it gives a dtype a state")
+
+
+class StorageType(Dtype):
+    """Stands for a class of storages, by the dtype of its elements; of bytes where it has none."""
+
+
+class Stored(metaclass=_Sealed):
+    """Stands for a storage: the member of the archive that holds it."""
+
+    def __init__(self, key: str, dtype: str, numel: int) -> None:
+        object.__setattr__(self, "key", key)
+        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "numel", numel)
+
+    key: str
+    dtype: str
+    numel: int
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise pickle.UnpicklingError("it sets an attribute of a storage")
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("it gives a storage a state")
+
+
+class Size(tuple[int, ...], metaclass=_Sealed):
+    """Stands for a torch.Size."""
+
+    def __new__(cls, sizes: Any = ()) -> Size:
+        _left.spend(sizes)
+        made = super().__new__(cls, sizes)
+        if not all(type(each) is int for each in made):
+            raise pickle.UnpicklingError("it makes sizes of something else")
+        return made
+
+
+class DefaultDict(dict[Any, Any], metaclass=_Sealed):
+    """Stands for a defaultdict."""
+
+    def __init__(self, factory: Any = None, *items: Any) -> None:
+        super().__init__(_spent(*items))
+        object.__setattr__(self, "factory", factory)
+
+    factory: Any = None
+
+
+class Counter(dict[Any, Any], metaclass=_Sealed):
+    """Stands for a Counter, which a pickle makes of a dict."""
+
+    def __init__(self, *items: Any) -> None:
+        super().__init__(_spent(*items))
+
+
+class Deque(list[Any], metaclass=_Sealed):
+    """Stands for a deque."""
+
+    def __init__(self, items: Any = (), maxlen: Any = None) -> None:
+        _left.spend(items)
+        super().__init__(items)
+        object.__setattr__(self, "maxlen", maxlen)
+
+    maxlen: Any = None
+
+
+def _spent(items: Any = ()) -> Any:
+    """What a dict is to be made of: another one, or pairs."""
+    _left.spend(items)
+    if not isinstance(items, dict):
+        _left.hash(key for key, _ in items)
+    return items
+
+
+def _maker(kind: Any) -> Callable[..., Any]:
+    """Makes a container that hashes what it holds; nothing that a pickle does to it lasts."""
+
+    def make(*items: Any) -> Any:
+        if len(items) > 1:
+            raise pickle.UnpicklingError(f"it makes {with_article(kind.__name__)} of several things")
+        if kind is collections.OrderedDict:
+            return kind(_spent(*items))
+        _left.spend(*items, b"frozen" * 100 if kind is frozenset else b"")  # whose hashes can be chosen, too
+        if items and not isinstance(items[0], (str, set, frozenset)):
+            _left.hash(items[0])
+        return kind(*items)
+
+    make.__name__ = kind.__name__
+    return make
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    _left.spend(text)
+    if encoding not in ("latin1", "utf-8", "ascii"):
+        raise pickle.UnpicklingError(f"it encodes a text in {encoding!r}")
+    return text.encode(encoding)
+
+
+def _complex(*parts: Any) -> complex:
+    made = complex(*parts)
+    _left.alike(made)
+    return made
+
+
+class _Encoded(metaclass=_Sealed):
+    """Stands for the function that old pickles make bytes with."""
+
+    def __new__(cls, *arguments: Any) -> Any:
+        return _encode(*arguments)
+
+
+class _NoBytes(metaclass=_Sealed):
+    """Stands for `bytes`, which old pickles call for none at all."""
+
+    def __new__(cls, *arguments: Any) -> Any:
+        if arguments:
+            raise pickle.UnpicklingError("it makes bytes of something else")
+        return b""
+
+
+_DTYPE_OF = {
+    "Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Short": "int16",
+    "Char": "int8", "Byte": "uint8", "Bool": "bool", "BFloat16": "bfloat16", "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128", "QInt8": "qint8", "QUInt8": "quint8", "QInt32": "qint32", "QUInt4x2": "quint4x2",
+    "QUInt2x4": "quint2x4",
+}  # fmt: skip
+_OLD = re.compile(f"({'|'.join(_DTYPE_OF)})Storage")
+_REAL: dict[tuple[str, str], Any] = {
+    ("collections", "defaultdict"): DefaultDict,
+    ("collections", "Counter"): Counter,
+    ("collections", "deque"): Deque,
+    ("builtins", "complex"): _complex,
+    ("__builtin__", "complex"): _complex,
+    ("torch", "Size"): Size,
+    ("_codecs", "encode"): _Encoded,
+    ("__builtin__", "bytes"): _NoBytes,
+    ("builtins", "bytes"): _NoBytes,
+}
+
+
+_MADE: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("__builtin__", "set"): set,
+    ("__builtin__", "frozenset"): frozenset,
+}
+
+
+class _Names:
+    """What names stand for, in one pickle."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))  # type: ignore[call-arg]
+        self._stands: dict[tuple[str, str], Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        key = module, name
+        found = _REAL.get(key) or self._stands.get(key)
+        if found is None:
+            if len(self._stands) >= MOST_NAMES:
+                raise pickle.UnpicklingError(f"it names more than {MOST_NAMES:,} classes")
+            found = self._stands[key] = _maker(_MADE[key]) if key in _MADE else _stand_in(module, name)
+        return found
+
+    def persistent_load(self, pid: Any) -> Any:
+        if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], StorageType)):
+            raise pickle.UnpicklingError("it names a storage in a way that torch does not")
+        _, kind, key, _, numel = pid
+        if type(key) is not str or type(numel) is not int or numel < 0:
+            raise pickle.UnpicklingError("it names a storage in a way that torch does not")
+        _left.spend()
+        return Stored(key, kind.name, numel)
+
+
+class _Unpickler(_Names, pickle.Unpickler): ...
+
+
+_in_python: Any = pickle._Unpickler
+
+
+class _Careful(_Names, _in_python):  # type: ignore[misc]
+    """Looks at what is to be hashed before it is; many times as slow."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(_in_python.dispatch)
+
+    def _setitem(self) -> None:
+        _left.hash(self.stack[-2:-1])
+        _in_python.load_setitem(self)
+
+    def _setitems(self) -> None:
+        _left.hash(self.stack[::2])
+        _in_python.load_setitems(self)
+
+    def _dict(self) -> None:
+        _left.hash(self.stack[::2])
+        _in_python.load_dict(self)
+
+    def _additems(self) -> None:
+        _left.hash(self.stack)
+        _in_python.load_additems(self)
+
+    def _frozenset(self) -> None:
+        _left.hash(self.stack)
+        _left.spend(b"frozen" * 100)
+        _in_python.load_frozenset(self)
+
+    dispatch |= {115: _setitem, 117: _setitems, 100: _dict, 144: _additems, 145: _frozenset}
+
+
+def _stand_in(module: str, name: str) -> Any:
+    if module == "torch" and name in BY_NAME:
+        return Dtype(name)
+    if module == "torch" and (found := _OLD.fullmatch(name)):
+        return StorageType(_DTYPE_OF[found[1]])
+    if (module, name) == ("torch.storage", "UntypedStorage"):
+        return StorageType("uint8")
+    full = f"{module}.{name}"
+    if full.removeprefix(_RECORDS) in _RECORD_NAMES and full.startswith(_RECORDS):
+        return _Sealed(name, (Record,), {"name": full})
+    return _Sealed(name.rpartition(".")[2][:100], (Stand,), {"name": full[:200], "__slots__": ()})
+
+
+def load(data: bytes, where: object, length: int | None = None) -> Any:
+    """What a pickle holds: containers, numbers, texts, bytes, and stand-ins for all else.
+
+    `length`: how long it counts as, if it was compressed; see `expect_stored`.
+
+    Raises:
+        UnsafeObjectError: It has instructions that nothing needs which is read here.
+        CorruptSnapshotError: It is no pickle, or one that was made to do harm.
+    """
+    end, careful = scan(data, where, length)
+    _left.begin(FEW + FACTOR * (len(data) if length is None else length))
+    try:
+        return (_Careful if careful else _Unpickler)(data[:end]).load()
+    except Exception as error:  # a pickle of somebody else's may be wrong in any way
+        raise CorruptSnapshotError(f"{where}: its pickle cannot be read: {type(error).__name__}: {error}") from error

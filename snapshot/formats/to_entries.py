@@ -1,0 +1,359 @@
+"""Nested values, as the pickles of others hold them, become entries: what flattening is to an application's state."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
+from snapshot.formats import safe_pickle as p
+from snapshot.formats.unpickling import INLINE, refused
+from snapshot.manifest import entries as e
+from snapshot.manifest import scalars as s
+from snapshot.manifest.paths import encode_key, encode_text, tagged_keys
+from snapshot.manifest.rank_view import DEEPEST
+from snapshot.state import numpy_arrays
+from snapshot.tensors.composite import stride_order
+from snapshot.tensors.dtypes import NAMES
+from snapshot.tensors.objects import MODULE
+from snapshot.tensors.strides import contiguous
+
+
+def most_nodes(length: int) -> int:
+    """Values in a pickle of some length, which may repeat itself: a few bytes may stand for any number of them."""
+    return 50_000 + length
+
+
+_SCALARS: dict[Any, type[s.Scalar]] = {
+    int: s.IntEntry, bool: s.BoolEntry, float: s.FloatEntry, complex: s.ComplexEntry, bytes: s.BytesEntry,
+    type(None): s.NoneEntry,
+}  # fmt: skip
+_READABLE = {float, complex}
+
+
+class Rebuilt(msgspec.Struct, gc=False, frozen=True):
+    """A tensor as a pickle describes it: a view into a storage."""
+
+    storage: str
+    """The member that holds it."""
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    requires_grad: bool = False
+    subclass: str | None = None
+    bits: str = ""
+    """The lazy operations whose result the tensor is, of its storage's elements: `conj+`, `neg+`, both, or none."""
+
+
+def length_of(value: Any) -> int:
+    """About how long the entry of a number or a text is: one that is fetched again and again is long each time."""
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    return value.bit_length() // 4 if type(value) is int else 0
+
+
+def scalar(value: Any) -> s.Scalar | None:
+    """The entry of a value that stands in the manifest itself; None where it is none of these."""
+    kind = type(value)
+    if kind is str:
+        escaped = encode_text(value)
+        return s.StrEntry(value) if escaped is None else s.StrEntry(escaped, escaped=True)
+    if kind in _SCALARS:
+        entry = _SCALARS[kind]
+        return entry(entry.write(value), str(value) if kind in _READABLE else None)
+    if kind is p.Dtype:
+        return s.DtypeEntry(value.name)
+    try:
+        if kind is p.Size:
+            return s.SizeEntry(s.SizeEntry.write(torch.Size(value)))
+        if isinstance(value, p.Stand) and value.name == "torch.device":
+            return s.DeviceEntry(s.DeviceEntry.write(torch.device(*value.arguments)))
+    except (RuntimeError, TypeError, ValueError):
+        pass  # none that torch could make
+    return None
+
+
+_REBUILD = "torch._utils._rebuild_"
+
+
+_ARGUMENTS = {"tensor": (4, 4), "tensor_v2": (6, 7), "tensor_v3": (7, 8)}
+"""How many arguments torch's functions take; a last one of the longer form is the tensor's metadata."""
+_SIGNED = ("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128")
+"""Dtypes of which a tensor may be a negative view."""
+
+
+def rebuilt(value: Any) -> Rebuilt | None:
+    """Return the tensor that a stand-in stands for; None if it is not a plain one, or holds anything unknown."""
+    if not isinstance(value, p.Stand) or not value.name.startswith(_REBUILD) or value.state is not None:
+        return None
+    what, arguments = value.name.removeprefix(_REBUILD), value.arguments
+    if what == "parameter" and 2 <= len(arguments) <= 3:
+        data = rebuilt(arguments[0])
+        if data is None or type(arguments[1]) is not bool:
+            return None
+        return msgspec.structs.replace(
+            data, requires_grad=arguments[1], subclass="torch.nn.parameter.Parameter"
+        )  # fmt: skip
+    fewest, most = _ARGUMENTS.get(what, (1, 0))
+    if len(arguments) > most:
+        return None
+    if len(arguments) < fewest:
+        raise ValueError(f"a tensor made of {len(arguments)} things")
+    storage, offset, shape, strides = arguments[:4]
+    if not isinstance(storage, p.Stored) or type(offset) is not int or offset < 0:
+        raise ValueError("a tensor of no storage")
+    dtype = storage.dtype
+    if what == "tensor_v3":
+        if not isinstance(arguments[6], p.Dtype):
+            raise ValueError("a tensor of no dtype")
+        dtype = arguments[6].name
+    if not (isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides)):
+        raise ValueError("a tensor of no shape")
+    if not all(type(each) is int and 0 <= each < 1 << 60 for each in (*shape, *strides)):
+        raise ValueError(f"a tensor of shape {p.shown(shape)} with steps of {p.shown(strides)}")
+    bits = _bits(arguments[most - 1] if what != "tensor" and len(arguments) == most else None, dtype)
+    if bits is None:
+        return None
+    return Rebuilt(storage.key, dtype, tuple(shape), tuple(strides), offset, _flag(arguments[4:5]), bits=bits)
+
+
+def _bits(metadata: Any, dtype: str) -> str | None:
+    """Return the lazy operations that a tensor's metadata names; None if it says anything else."""
+    if not metadata:
+        return ""
+    if not isinstance(metadata, dict) or not all(type(flag) is bool for flag in metadata.values()):
+        return None
+    known = {"conj": ("complex32", "complex64", "complex128"), "neg": _SIGNED}
+    named = [name for name, flag in dict.items(metadata) if flag]
+    if not all(dtype in known.get(name, ()) for name in named):
+        return None
+    return "".join(f"{name}+" for name in known if name in named)
+
+
+def _flag(given: Sequence[Any]) -> bool:
+    return bool(given) and given[0] is True
+
+
+def extra_of(found: Rebuilt, *, view: bool = True) -> e.Extra | None:
+    """What more than its bytes is to be said of a tensor; `view`: and how they lie in its storage."""
+    plain = found.strides == contiguous(found.shape)
+    order = None
+    if not plain and 0 not in found.shape and math.prod(found.shape) < 1 << 50:
+        order = stride_order(torch.empty_strided(found.shape, found.strides, device="meta"))
+    if plain and not found.offset and not found.requires_grad and found.subclass is None:
+        return None
+    strides, offset = (found.strides, found.offset) if view and (not plain or found.offset) else (None, None)
+    return e.Extra(order, found.subclass, found.requires_grad, strides, offset)
+
+
+Stored = Callable[[str, Rebuilt], e.TensorEntry]
+"""Where a tensor's bytes are, by the format."""
+
+
+class Tree:
+    """Values that become entries under paths."""
+
+    def __init__(self, where: object, stored: Stored, length: int = 1 << 20) -> None:
+        """`length`: of the pickle that they come from."""
+        self._where = where
+        self._stored = stored
+        self.entries: dict[str, Any] = {}
+        self.inline = bytearray()
+        self._left = most_nodes(length)
+        self._room = 64 * self._left
+        """Bytes that names, texts and arrays may have."""
+        self._above: set[int] = set()
+
+    def add(self, path: str, value: Any, depth: int = 1) -> None:
+        """Describe a value, and all that is in it."""
+        try:
+            self._add(path, value, depth)
+        except RecursionError as error:
+            raise CorruptSnapshotError(f"{self._where}: what its pickle holds nests too deep") from error
+
+    def _add(self, path: str, value: Any, depth: int) -> None:
+        self._left -= 1
+        self._room -= len(path) + length_of(value)
+        if self._left < 0 or self._room < 0 or depth > DEEPEST:
+            what = f"nests more than {DEEPEST} deep" if depth > DEEPEST else "repeats itself too often"
+            raise CorruptSnapshotError(f"{self._where}: what its pickle holds {what}")
+        entry = scalar(value)
+        if entry is not None:
+            self.entries[path] = entry
+        elif isinstance(value, (list, tuple, dict, set, frozenset)):
+            self._container(path, value, depth)
+        else:
+            self.entries[path] = self._leaf(path, value)
+
+    def _container(self, path: str, value: Any, depth: int) -> None:
+        if id(value) in self._above:
+            raise CorruptSnapshotError(f"{self._where}: {path}: contains itself")
+        made = container(value)
+        if made is None:
+            self.entries[path] = refused(f"{_kind(value)} whose keys or kind no entry can hold")
+            return
+        entry, children = made
+        self.entries[path] = entry
+        self._above.add(id(value))
+        for name, child in zip(entry.components(), children, strict=True):
+            self._add(f"{path}/{name}", child, depth + 1)
+        self._above.discard(id(value))
+
+    def _leaf(self, path: str, value: Any) -> Any:
+        try:
+            tensor = rebuilt(value)
+            if tensor is not None:
+                return self._stored(path, tensor)
+            array = numpy_value(value)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise CorruptSnapshotError(f"{self._where}: {path}: {error}") from error
+        if array is not None:
+            return self._array(array)
+        name = getattr(type(value), "name", "") or type(value).__name__  # its own may be anything
+        return refused(f"{MODULE} {name}" if _is_module(value) else name)
+
+    def _array(self, value: Any) -> Any:
+        described = numpy_arrays.describe(value)
+        if described is None:
+            return refused("numpy.ndarray of objects")
+        descr, shape, order, tensor = described
+        self._room -= tensor.nbytes
+        if self._room < 0:
+            raise CorruptSnapshotError(f"{self._where}: what its pickle holds repeats itself too often")
+        begin = -(-len(self.inline) // 16) * 16
+        self.inline += bytes(begin - len(self.inline))
+        self.inline += tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        data = e.TensorEntry(INLINE, (begin, len(self.inline)), NAMES[tensor.dtype], tuple(tensor.shape))
+        return e.NDArrayEntry(data, descr, shape, order, isinstance(value, np.generic))
+
+
+def container(value: Any) -> tuple[e.Container, list[Any]] | None:
+    """A container's entry, and its children in order; None for one that no entry can hold."""
+    kind = type(value)
+    if isinstance(value, dict):
+        return _dict(value)
+    children = list(value) if kind in _SEQUENCES or kind is p.Deque else []
+    if kind is p.Deque:
+        longest = value.maxlen
+        if longest is not None and (type(longest) is not int or longest < len(value)):
+            return None
+        return e.DequeEntry(len(children), maxlen=longest), children
+    if kind not in _SEQUENCES or (kind in (set, frozenset) and None in map(scalar, children)):
+        return None
+    return _SEQUENCES[kind](len(children)), children
+
+
+def _dict(value: dict[Any, Any]) -> tuple[e.Container, list[Any]] | None:
+    items = list(dict.items(value))
+    keys = [encode_key(key) for key, _ in items]
+    if None in keys or type(value) not in _DICTS:
+        return None
+    tagged = tagged_keys(key for key, _ in items) or None
+    more = _DICTS[type(value)](value)
+    if more is None:
+        return None
+    kind, named = more
+    entry = kind(keys, tagged, **named)  # type: ignore[arg-type]
+    names = entry.components()
+    return (entry, [child for _, child in items]) if len(set(names)) == len(names) else None
+
+
+def _factory(value: Any) -> tuple[type[e.DictEntry], dict[str, Any]] | None:
+    factory = vars(value).get("factory")
+    named = "None" if factory is None else getattr(factory, "name", None) or getattr(factory, "__name__", "")
+    name = str(named).rpartition(".")[2]
+    try:
+        e.DefaultdictEntry([], factory=name).check("")
+    except UnsupportedFormatError:
+        return None
+    return e.DefaultdictEntry, {"factory": name}
+
+
+_DICTS: dict[Any, Callable[[Any], tuple[type[e.DictEntry], dict[str, Any]] | None]] = {
+    dict: lambda value: (e.DictEntry, {}),
+    collections.OrderedDict: lambda value: (e.OrderedDictEntry, {"module_versions": _versions(value)}),
+    p.Counter: lambda value: (e.CounterEntry, {}),
+    p.DefaultDict: _factory,
+}
+_SEQUENCES: dict[Any, Callable[[int], e.Container]] = {
+    list: e.ListEntry, tuple: e.TupleEntry, set: e.SetEntry, frozenset: e.FrozensetEntry
+}  # fmt: skip
+
+
+def _versions(value: Any) -> dict[str, dict[str, Any]] | None:
+    """The versions of modules that a state dict carries."""
+    held = vars(value).get("_metadata")
+    if not isinstance(held, dict):
+        return None
+    made = {}
+    for name, versions in dict.items(held):
+        if type(name) is not str or not isinstance(versions, dict):
+            return None
+        if not all(type(key) is str and type(each) in (int, str, bool) for key, each in versions.items()):
+            return None
+        made[name] = dict(versions)
+    try:
+        msgspec.json.encode(made)
+    except (UnicodeError, OverflowError, ValueError):
+        return None
+    return made
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__.lower()
+
+
+def _is_module(value: Any) -> bool:
+    """Return True if a stand-in is of a `torch.nn.Module`, which every version gives these attributes."""
+    return isinstance(value, p.Stand) and {"_parameters", "_modules"} <= p.fields(value).keys()
+
+
+_MULTIARRAY = ("numpy.core.multiarray.", "numpy._core.multiarray.")
+
+
+def numpy_value(value: Any) -> Any:
+    """The NumPy array or scalar that a stand-in stands for; None where it is something else."""
+    if not isinstance(value, p.Stand) or not value.name.startswith(_MULTIARRAY):
+        return None
+    what = value.name.rpartition(".")[2]
+    if what == "scalar" and len(value.arguments) == 2:
+        dtype = _numpy_dtype(value.arguments[0])
+        data = value.arguments[1]
+        if dtype is None or not isinstance(data, bytes) or len(data) != dtype.itemsize:
+            return None
+        return np.frombuffer(data, dtype)[0]
+    if what == "_reconstruct" and isinstance(value.state, tuple) and len(value.state) == 5:
+        _, shape, given, fortran, data = value.state
+        dtype = _numpy_dtype(given) if _is_array(value.arguments[:1]) else None
+        if dtype is None or not isinstance(data, bytes) or not isinstance(shape, tuple):
+            return None
+        if not all(type(size) is int and size >= 0 for size in shape) or len(data) != math.prod(shape) * dtype.itemsize:
+            raise ValueError("an array that does not have as many bytes as it says")
+        found = np.frombuffer(data, dtype) if data else np.empty(shape, dtype)
+        found = found.astype(dtype.newbyteorder("="))  # as NumPy does it when it reads a pickle
+        return found.reshape(shape, order="F" if fortran else "C")
+    return None
+
+
+def _is_array(arguments: Sequence[Any]) -> bool:
+    """Return True unless it is a subclass of NumPy's arrays that a pickle makes."""
+    kind = arguments[0] if arguments else None
+    return isinstance(kind, type) and issubclass(kind, p.Stand) and kind.name == "numpy.ndarray"
+
+
+def _numpy_dtype(value: Any) -> np.dtype[Any] | None:
+    if not isinstance(value, p.Stand) or value.name != "numpy.dtype" or not value.arguments:
+        return None
+    text = value.arguments[0]
+    if type(text) is not str or len(text) > 8 or text[:1] not in "biufcSU" or not text[1:].isdecimal():
+        return None
+    order = value.state[1] if isinstance(value.state, tuple) and len(value.state) > 1 else "|"
+    dtype = np.dtype(text)
+    return dtype.newbyteorder(">") if order == ">" else dtype

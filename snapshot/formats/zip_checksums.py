@@ -1,0 +1,144 @@
+"""The checksums that archives carry: torch writes them with every member, and never looks at them again."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from snapshot.formats import zip_directory
+from snapshot.formats.unpickling import INLINE
+from snapshot.manifest.validate import Files
+from snapshot.storage import Storage, in_thread
+
+PIECE = 4 << 20
+Range = tuple[str, int, int]
+
+
+def archives(stored: Iterable[Any], files: Files) -> dict[Range, Range]:
+    """The archive that each stored range is (a part of), for those that are in one."""
+    found = {}
+    for each in stored:
+        place = (each.location, *each.byte_range)
+        if each.location == INLINE:
+            continue
+        if each.serializer == "torch_save":
+            found[place] = place
+        elif each.serializer.endswith("zip"):
+            found[place] = (each.location, 0, files[each.location].size)
+    return found
+
+
+async def faults(
+    storage: Storage, memory: Any, wanted: Iterable[Range], progress: Callable[[int], None]
+) -> tuple[list[str], set[Range]]:
+    """A line for each member whose bytes do not have the checksum that stands in its archive; and the archives that
+    have no checksums."""
+    found: list[str] = []
+    without: set[Range] = set()
+    at_once = asyncio.Semaphore(2)
+
+    async def check(batch: list[Range]) -> None:
+        location, begin, end = batch[0][0], batch[0][1], batch[-1][2]
+        async with at_once, memory.slot(PIECE) as slot:
+            if end - begin > PIECE:
+                lines, bare = await _long(storage, slot, batch[0], progress)
+            else:
+                view = slot.view[: end - begin]
+                await storage.read_into(location, begin, [view])
+                lines, bare = await in_thread(_short, view, begin, batch)
+                progress(end - begin)
+        found.extend(lines)
+        without.update(bare)
+
+    await asyncio.gather(*map(check, _batches(wanted)))
+    return found, without
+
+
+def _batches(wanted: Iterable[Range]) -> list[list[Range]]:
+    """Short archives that lie close are read together."""
+    batches: list[list[Range]] = []
+    for each in sorted(set(wanted)):
+        last = batches[-1] if batches else None
+        if last and last[0][0] == each[0] and last[-1][2] <= each[1] and each[2] - last[0][1] <= PIECE:
+            last.append(each)
+        else:
+            batches.append([each])
+    return batches
+
+
+def _short(view: memoryview, begin: int, batch: list[Range]) -> tuple[list[str], list[Range]]:
+    """Archives that are here, all of them."""
+    lines: list[str] = []
+    bare = []
+    for place in batch:
+        archive = view[place[1] - begin : place[2] - begin]
+        try:
+            low, high = zip_directory.directory_range(archive[-zip_directory.TAIL :], len(archive))
+            members = zip_directory.members(archive[low:high], low)
+            if not any(each.crc for each in members):
+                bare.append(place)
+                continue
+            for each in members:
+                at = each.header + zip_directory.data_begin(archive[each.header :])
+                inflater = _inflater(each)
+                crc = _sum(archive[at : at + each.packed], 0, inflater)
+                lines += _line(place, each, at, crc)
+        except (ValueError, zlib.error) as error:
+            lines.append(f"{place[0]}[{place[1]}:{place[2]}] is no archive: {error}")
+    return lines, bare
+
+
+async def _long(
+    storage: Storage, slot: Any, place: Range, progress: Callable[[int], None]
+) -> tuple[list[str], list[Range]]:
+    location, begin, end = place
+    lines: list[str] = []
+    try:
+        tail = await _read(storage, location, max(begin, end - zip_directory.TAIL), end)
+        low, high = zip_directory.directory_range(tail, end - begin)
+        members = zip_directory.members(await _read(storage, location, begin + low, begin + high), low)
+        if not any(each.crc for each in members):
+            return [], [place]
+        for each in members:
+            header = await _read(storage, location, begin + each.header, begin + each.header + zip_directory.HEADER)
+            at = each.header + zip_directory.data_begin(header)
+            crc, inflater = 0, _inflater(each)
+            for position in range(begin + at, begin + at + each.packed, PIECE):
+                view = slot.view[: min(PIECE, begin + at + each.packed - position)]
+                await storage.read_into(location, position, [view])
+                crc = await in_thread(_sum, view, crc, inflater)
+                progress(len(view))
+            lines += _line(place, each, at, crc)
+    except (ValueError, zlib.error) as error:
+        lines.append(f"{location}[{begin}:{end}] is no archive: {error}")
+    return lines, []
+
+
+def _inflater(member: zip_directory.Member) -> Any:
+    return zlib.decompressobj(-zlib.MAX_WBITS) if member.method == zip_directory.DEFLATED else None
+
+
+def _line(place: Range, member: zip_directory.Member, at: int, crc: int) -> list[str]:
+    if crc == member.crc:
+        return []
+    begin = place[1] + at
+    return [
+        f"{place[0]}[{begin}:{begin + member.packed}] ({member.name}) is crc32:{crc:08x}, and crc32:{member.crc:08x} "
+        "was written"
+    ]
+
+
+def _sum(view: memoryview, crc: int, inflater: Any) -> int:
+    if inflater is None:
+        return zlib.crc32(view, crc)
+    for low in range(0, len(view), 1 << 10):
+        crc = zlib.crc32(inflater.decompress(view[low : low + (1 << 10)]), crc)
+    return crc
+
+
+async def _read(storage: Storage, location: str, begin: int, end: int) -> bytes:
+    held = bytearray(end - begin)
+    await storage.read_into(location, begin, [held])
+    return bytes(held)

@@ -1,8 +1,0 @@
-"""`torch.distributed.checkpoint` with our engine: a storage writer whose checkpoints are snapshots, and a reader."""
-
-from __future__ import annotations
-
-from snapshot.interop.dcp_reader import SnapshotReader
-from snapshot.interop.dcp_writer import SnapshotWriter
-
-__all__ = ["SnapshotReader", "SnapshotWriter"]

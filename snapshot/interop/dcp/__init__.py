@@ -1,0 +1,8 @@
+"""`torch.distributed.checkpoint` with our engine: a storage writer whose checkpoints are snapshots, and a reader."""
+
+from __future__ import annotations
+
+from snapshot.interop.dcp.reader import SnapshotReader
+from snapshot.interop.dcp.writer import SnapshotWriter
+
+__all__ = ["SnapshotReader", "SnapshotWriter"]

@@ -1,0 +1,207 @@
+"""How a DCP save ends: what all ranks tell becomes one manifest, and that is committed."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from torch.distributed.checkpoint.metadata import Metadata
+
+from snapshot.distributed.exchange import Call
+from snapshot.distributed.group import SOLO
+from snapshot.errors import CommitUnknown, CorruptSnapshotError, SnapshotError, StorageNotFoundError
+from snapshot.interop.dcp.names import Names, Unkept, containers, flat_paths, nested_paths, record, taken_apart
+from snapshot.manifest import document as d
+from snapshot.manifest import entries as e
+from snapshot.manifest.document import FileEntry, Part
+from snapshot.manifest.merge import merge
+from snapshot.manifest.paths import component, uncomponent
+from snapshot.options import Settings
+from snapshot.runtime.gc_pause import no_collection
+from snapshot.runtime.loop import run
+from snapshot.runtime.session import Operation
+from snapshot.save.manifest_builder import Described, filled, kept
+from snapshot.save.take import as_json
+from snapshot.save.transaction import Done, Ending, kept_path
+from snapshot.save.writer import write_small
+from snapshot.storage import uninterrupted
+from snapshot.tensors.digest import of_range
+
+AT_ONCE = 16
+_part = msgspec.json.Decoder(Part)
+
+
+class Told:
+    """What a rank tells the coordinator: its entries, by item, and its files. As text where it has to travel."""
+
+    def __init__(self, part: Part | None = None, raw: Sequence[str] = ()) -> None:
+        part = part or Part({})
+        self.entries: dict[str, Any] = part.manifest
+        """By the item's name, as one component, and what lies below it."""
+        self.files: dict[str, FileEntry] = part.files
+        self.raw: list[str] = list(raw)
+        """Items whose bytes are not torch's."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files.values())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _told, (msgspec.json.encode(Part(self.entries, files=self.files)), self.raw)
+
+
+def _told(data: bytes, raw: list[str]) -> Told:
+    return Told(_part.decode(data), raw)
+
+
+def join_and_commit(
+    operation: Operation, save_id: str, expect: Any, metadata: Metadata, told: Sequence[Told]
+) -> int:  # fmt: skip
+    """Commit what all ranks have written; how many bytes that is. If anything fails, nothing of it is left."""
+    call = Call(SOLO, "dcp.save", Settings.current().timeout)
+    ending = Ending(call, operation, save_id, msgspec.Raw(b"{}"))
+    try:
+        with no_collection():
+            manifest, files, note = _joined(metadata, told)
+        ending = Ending(call, operation, save_id, as_json(note))
+        ending.expect = expect
+        described = _described(manifest, files)
+        run(_commit(operation, save_id, ending, described, told[1:]))
+    except CommitUnknown:
+        raise
+    except BaseException as error:
+        said = run(uninterrupted(ending.abort(False)))
+        if said:
+            error.add_note(said)
+        raise
+    return sum(file.size for file in files.values())
+
+
+async def _commit(
+    operation: Operation, save_id: str, ending: Ending, described: Described, others: Sequence[Told]
+) -> None:
+    await _expect_theirs(operation, others)
+    part = kept(described)
+    if part:
+        await write_small(operation.storage, kept_path(save_id, 0), [part], lambda _: None)
+    done = Done((0, ""), (len(part), of_range(part), len(described.own)), filled(described))
+    await ending.finish(described, done, described.structure)
+
+
+async def _expect_theirs(operation: Operation, others: Sequence[Told]) -> None:
+    """Raise where another rank's files cannot be seen from here: what would be committed is no use to anyone."""
+    at_once = asyncio.Semaphore(AT_ONCE)
+
+    async def look(location: str, size: int) -> None:
+        async with at_once:
+            try:
+                found = (await operation.storage.stat(location)).size
+            except StorageNotFoundError as error:
+                raise SnapshotError(
+                    f"{error}: another rank wrote it, and the coordinator does not see it; all ranks must share one "
+                    "storage"
+                ) from error
+        if found != size:
+            raise CorruptSnapshotError(f"{operation.url.join(location)}: has {found:,} of {size:,} bytes")
+
+    files = {location: file.size for each in others for location, file in each.files.items()}
+    await asyncio.gather(*(look(location, size) for location, size in files.items()))
+
+
+def _joined(
+    metadata: Metadata, told: Sequence[Told]
+) -> tuple[dict[str, Any], dict[str, FileEntry], dict[str, Any]]:  # fmt: skip
+    """The manifest, its files, and what has to be noted of DCP's names."""
+    found: dict[str, Any] = dict(told[0].entries) if told else {}
+    for rank, each in enumerate(told[1:], 1):
+        merge(found, each.entries, f"rank {rank}")
+    files = {location: file for each in told for location, file in each.files.items()}
+    names = [uncomponent(path) for path in found if "/" not in path]
+    expected = set(metadata.state_dict_metadata)
+    if set(names) != expected:
+        lost = sorted(expected.symmetric_difference(names))[:5]
+        raise SnapshotError(f"the plan's items and what the ranks wrote are not the same: {', '.join(lost)} ...")
+    order = metadata.planner_data if isinstance(metadata.planner_data, dict) else metadata.state_dict_metadata
+    ordered = [name for name in order if name in expected]
+    names = ordered if len(ordered) == len(names) else list(metadata.state_dict_metadata)
+    nested = nested_paths(names, metadata.planner_data)
+    paths = flat_paths(names) if nested is None else nested
+    above = {} if nested is None else containers(metadata.planner_data[name] for name in names)
+    manifest: dict[str, Any] = {}
+    below = _below(found)
+    made = Names(paths, metadata.planner_data, frozenset(name for each in told for name in each.raw))
+    for name in names:
+        head, path = component(name), paths[name]
+        if above and (parent := path.rpartition("/")[0]) and parent not in manifest:
+            _open(parent, above, manifest)
+        entry = found[head]
+        if isinstance(entry, e.ShardedTensorEntry):
+            entry = _whole(entry, several=len(told) > 1)
+            if isinstance(entry, e.ShardedTensorEntry) and _missing(entry):
+                made.partial[name], parts = taken_apart(path, entry)
+                manifest.update(parts)
+                continue
+        manifest[path] = entry
+        for rest in below.get(head, ()):
+            manifest[path + rest] = found[head + rest]
+    try:
+        note = record(made, manifest)
+    except Unkept:
+        warnings.warn(
+            f"the planner's planner_data ({type(metadata.planner_data).__name__}) holds more than plain values, and is "
+            "not stored; loading gives None instead",
+            stacklevel=5,
+        )
+        made.planner_data = None
+        note = record(made, manifest)
+    return {f"0/{path}": entry for path, entry in manifest.items()}, files, note
+
+
+def _open(path: str, containers: Mapping[str, Any], manifest: dict[str, Any]) -> None:
+    """Put a container before what it holds, and those that hold it before that."""
+    holder = path.rpartition("/")[0]
+    if holder and holder not in manifest:
+        _open(holder, containers, manifest)
+    manifest[path] = containers[path]
+
+
+def _below(found: Mapping[str, Any]) -> dict[str, list[str]]:
+    below: dict[str, list[str]] = {}
+    for path in found:
+        head, slash, rest = path.partition("/")
+        if slash:
+            below.setdefault(head, []).append(slash + rest)
+    return below
+
+
+def _missing(entry: e.ShardedTensorEntry) -> bool:
+    """Whether there are elements of the tensor that no rank wrote."""
+    return sum(math.prod(shard.sizes) for shard in entry.shards) != math.prod(entry.shape)
+
+
+def _whole(entry: e.ShardedTensorEntry, *, several: bool) -> Any:
+    """The simplest entry that says the same: of a tensor that lies in one range, or that one rank alone had."""
+    shards = entry.shards
+    if len(shards) == 1 and shards[0].sizes == entry.shape:
+        return shards[0].tensor
+    if not several and shards and not _missing(entry):
+        return e.ChunkedTensorEntry(entry.dtype, entry.shape, sorted(shards, key=lambda shard: shard.offsets))
+    return entry
+
+
+def _described(manifest: dict[str, Any], files: dict[str, FileEntry]) -> Described:
+    """All of it, as what one rank alone wrote."""
+    lines = (f"{path}\0{_likeness(entry)}" for path, entry in sorted(manifest.items()))
+    structure = of_range("\n".join(lines).encode("utf-8", "surrogatepass"))
+    return Described(manifest, {}, files, [], structure, 1, len(manifest) > d.IN_ONE, frozenset())
+
+
+def _likeness(entry: Any) -> str:
+    """What a structure's digest takes of an entry."""
+    kind = type(entry).__name__
+    return f"{kind} {entry.dtype}{list(entry.shape)}" if isinstance(entry, e.TENSORS) else kind

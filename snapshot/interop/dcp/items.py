@@ -1,0 +1,286 @@
+"""What one rank writes of a DCP plan: its items become leaves of our own flattening, and those data files."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from snapshot.distributed.exchange import Call
+from snapshot.distributed.group import SOLO
+from snapshot.errors import SnapshotError
+from snapshot.interop.dcp.commit import Told
+from snapshot.interop.dcp.names import Keys, flat_paths, nested_paths
+from snapshot.manifest import entries as e
+from snapshot.manifest.merge import merge
+from snapshot.manifest.paths import component
+from snapshot.options import Settings
+from snapshot.plan.layout import location
+from snapshot.reports import listed, with_article
+from snapshot.runtime.gc_pause import no_collection
+from snapshot.runtime.loop import run
+from snapshot.runtime.session import Operation
+from snapshot.save.manifest_builder import Described, describe
+from snapshot.save.rank_share import Portion
+from snapshot.save.replication import Shared
+from snapshot.save.staging import Source
+from snapshot.save.take import make
+from snapshot.save.writer import Writer, write_small
+from snapshot.state.flatten import Flattened
+from snapshot.state.leaves import Blob
+from snapshot.state.sharded import Piece, Shards
+from snapshot.storage import in_thread
+from snapshot.tensors.geometry import Box
+
+_OWN = ("resolve_data", "lookup_object", "transform_object")
+
+
+def write_items(operation: Operation, save_id: str, rank: int, plan: SavePlan, planner: SavePlanner) -> Told:
+    """Write what a plan names, and tell of it."""
+    told = Told()
+    names = list(dict.fromkeys(item.index.fqn for item in plan.items))
+    paths = nested_paths(names, plan.planner_data)
+    keys = plan.planner_data if paths is not None else None
+    pickled: list[str] = []
+    lossy: list[str] = []
+    number = 0
+    for items in _rounds(plan.items, planner, operation.budget.limit):
+        round_ = _Round(flat_paths(names) if paths is None else paths, keys, planner)
+        with no_collection():  # but not while files are written: in the background, that may take minutes
+            round_.add(items)
+        written = run(round_.write(operation, save_id, rank, number))
+        number = written.next_number
+        merge(told.entries, round_.entries(written.described), f"rank {rank}")  # shards of one tensor come together
+        told.files.update(written.described.files)
+        told.raw += round_.raw
+        pickled += round_.flat.pickled
+        lossy += round_.flat.lossy
+    if pickled:
+        warnings.warn(
+            "stored as pickles, since nothing else can hold them; reading them back may need allow_pickle=True:"
+            f"{listed(pickled)}",
+            stacklevel=4,
+        )
+    if lossy:
+        warnings.warn(
+            f"stored without the attributes that Python code gave them; only data and class come back:{listed(lossy)}",
+            stacklevel=4,
+        )
+    return told
+
+
+def is_plain(planner: SavePlanner) -> bool:
+    """Whether a planner hands out what is in the state dict, as torch's own does: making nothing new."""
+    kind = type(planner)
+    return isinstance(planner, DefaultSavePlanner) and all(
+        getattr(kind, name) is getattr(DefaultSavePlanner, name) for name in _OWN
+    )
+
+
+def _rounds(items: Sequence[WriteItem], planner: SavePlanner, budget: int) -> Iterator[Sequence[WriteItem]]:
+    """All items; or, since a planner of somebody else's may make each tensor only when it is asked for it, so many at a
+    time as the budget allows."""
+    if is_plain(planner):
+        yield items
+        return
+    chosen: list[WriteItem] = []
+    size = 0
+    for item in items:
+        nbytes = _nbytes(item)
+        if chosen and size + nbytes > budget:
+            yield chosen
+            chosen, size = [], 0
+        chosen.append(item)
+        size += nbytes
+    yield chosen
+
+
+def _nbytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+@dataclass
+class _Written:
+    described: Described
+    next_number: int
+
+
+class _Round:
+    """Some items of a plan, which are written together."""
+
+    def __init__(self, paths: dict[str, str], keys: dict[str, Keys] | None, planner: SavePlanner) -> None:
+        self._paths = paths
+        self._keys = keys
+        self._planner = planner
+        self._plain = is_plain(planner)
+        self._names: list[str] = []
+        self._boxes: dict[str, list[tuple[WriteItem, torch.Tensor]]] = {}
+        self.flat = Flattened(classes=False)
+        self.raw: list[str] = []
+
+    def add(self, items: Iterable[WriteItem]) -> None:
+        """Ask for each item's value, and flatten it."""
+        state: dict[str, Any] = {}
+        holders: dict[Keys, dict[str, Any]] = {(): state}
+        every = self._keys
+        blobs: list[tuple[str, bytes]] = []
+        for item in items:
+            name = item.index.fqn
+            if item.type is WriteItemType.SHARD:
+                found = self._boxes.setdefault(name, [])
+                if not found:
+                    self._names.append(name)
+                found.append((item, self._tensor(item)))
+                continue
+            self._names.append(name)
+            if item.type is WriteItemType.BYTE_IO:
+                known, value = self._value(item)
+                if not known:
+                    blobs.append((name, value))
+                    continue
+            else:
+                value = self._tensor(item)
+            if every is not None:
+                keys = every[name]
+                holder = holders.get(keys[:-1])
+                if holder is None:
+                    holder = _holder(holders, keys[:-1])
+                holder[str(keys[-1])] = value
+            else:
+                state[name] = value
+        for key in [key for key, value in state.items() if type(value) is dict]:
+            self.flat.add(component(key), state.pop(key))  # which remembers what it made of the last one
+        self.flat._named("", state, 0)
+        for name, data in blobs:
+            self._blob(name, data)
+        for name, boxes in self._boxes.items():
+            self._sharded(name, boxes)
+
+    def _tensor(self, item: WriteItem) -> torch.Tensor:
+        value = self._planner.resolve_data(item)
+        if not isinstance(value, torch.Tensor):
+            raise SnapshotError(f"{item.index.fqn}: the planner gave {with_article(type(value).__name__)} for a tensor")
+        return value
+
+    def _value(self, item: WriteItem) -> tuple[bool, Any]:
+        """The value itself; or (False) the bytes of which nothing else is known."""
+        if self._plain:  # the very object: that it need not be pickled first is most of what small values cost
+            return True, self._planner.lookup_object(item.index)  # type: ignore[attr-defined]
+        data = self._planner.resolve_data(item)
+        if not isinstance(data, io.BytesIO):
+            raise SnapshotError(f"{item.index.fqn}: the planner gave {with_article(type(data).__name__)} for bytes")
+        held = data.getvalue()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return True, torch.load(io.BytesIO(held), map_location="cpu", weights_only=True)
+        except Exception:  # noqa: BLE001 - a pickle of somebody else's may raise anything; it is stored as it is
+            return False, held
+
+    def _blob(self, name: str, data: bytes) -> None:
+        path = self._paths[name]
+        self.flat.entries[path] = None
+        if _is_archive(data):
+            self.flat.blobs.append(Blob(path, data, "torch_save", "object"))
+            self.flat.pickled.append(path)
+        else:
+            self.flat.blobs.append(Blob(path, data, "bytes", "builtins.bytes"))
+            self.raw.append(name)
+
+    def _sharded(self, name: str, boxes: list[tuple[WriteItem, torch.Tensor]]) -> None:
+        """Some boxes of a tensor. What other ranks hold of it nobody here knows, nor need know."""
+        path, pieces = self._paths[name], []
+        data = boxes[0][0].tensor_data
+        if data is None:
+            raise SnapshotError(f"{name}: the planner does not say of which tensor it is a shard")
+        shape, dtype = tuple(data.size), boxes[0][1].dtype
+        for item, tensor in boxes:
+            assert item.tensor_data is not None
+            chunk = item.tensor_data.chunk
+            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            if tuple(tensor.shape) != box.sizes or tensor.dtype != dtype:
+                raise SnapshotError(
+                    f"{name}: the planner gave {tensor.dtype}{list(tensor.shape)} for the part of {dtype} at {box}"
+                )
+            if box.numel:
+                pieces.append(Piece(box, tensor.detach(), None))
+        shards = Shards("ShardedTensor", dtype, shape, pieces, None, None, None, "", False)
+        self.flat.entries[path] = None
+        self.flat.shards[path] = shards
+
+    # Write
+
+    async def write(self, operation: Operation, save_id: str, rank: int, number: int) -> _Written:
+        """Write the data files, from this number on."""
+        self._tie_shards()
+        portion = Portion(Call(SOLO, "dcp.save", Settings.current().timeout), self.flat, _NOTHING_SHARED)
+        plan = make(portion, operation, staged=False)
+        last = number + len(plan.files)
+        locations = [location(save_id, rank, n, "safetensors") for n in range(number, last)]
+        binary = location(save_id, rank, last, "bin")
+        storage = operation.storage
+        source = Source(portion.leaves, copies=storage.limits.alignment > 1)
+        writer = Writer(storage, source, operation.budget, _unseen, operation.settings.part_bytes)
+        written = await writer.write(plan.files, locations)
+        with no_collection():
+            described = await in_thread(describe, portion, written, binary)
+        if described.chunks:
+            await write_small(storage, binary, described.chunks, _unseen)
+        return _Written(described, last + 1)
+
+    def _tie_shards(self) -> None:
+        """Sharded tensors that are the very same memory are stored once, as others are."""
+        owners: dict[Any, str] = {}
+        for path, shards in self.flat.shards.items():
+            places = tuple(
+                (piece.box, piece.tensor.data_ptr(), piece.tensor.stride(), piece.tensor.device)
+                for piece in shards.pieces
+            )
+            if places:
+                owner = owners.setdefault((shards.dtype, shards.shape, places), path)
+                if owner != path:
+                    self.flat.ties[path] = owner
+
+    def entries(self, described: Described) -> dict[str, Any]:
+        """The items' entries by name (as a component); under longer paths what is below those that are containers."""
+        made = {path[2:]: entry for path, entry in described.own.items()}  # all are of rank 0, as there is one
+        found: dict[str, Any] = {}
+        holders: dict[str, str] = {}
+        for name in self._names:
+            path = self._paths[name]
+            found[component(name)] = entry = made[path]
+            if isinstance(entry, e.Container) and entry.width:
+                holders[path] = component(name)
+        for path in made if holders else ():
+            above = path.rpartition("/")[0]
+            while above and above not in holders:
+                above = above.rpartition("/")[0]
+            if above:
+                found[holders[above] + path[len(above) :]] = made[path]
+        return found
+
+
+_NOTHING_SHARED = Shared("", frozenset(), ())
+
+
+def _holder(holders: dict[Keys, dict[str, Any]], keys: Keys) -> dict[str, Any]:
+    """The dict at some keys, and those above it."""
+    held = holders.get(keys)
+    if held is None:
+        held = holders[keys] = _holder(holders, keys[:-1])[str(keys[-1])] = {}
+    return held
+
+
+def _is_archive(data: bytes) -> bool:
+    return data.startswith(b"PK\3\4")
+
+
+def _unseen(nbytes: int) -> None:
+    """Nobody is told: DCP knows no progress."""

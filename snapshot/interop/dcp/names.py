@@ -1,0 +1,285 @@
+"""DCP's names and a manifest's paths: which entry is which item of `torch.distributed.checkpoint`.
+
+DCP knows a flat dictionary of items, and beside it, as `planner_data`, where each stood in the nested state. Here an
+item stands at the path of that place. Where the nesting says no more than the paths do, nothing else is recorded; so
+what `Snapshot.take` wrote has names for DCP, too: those that its `flatten_state_dict` would give the same state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+import msgspec
+
+from snapshot.errors import CorruptSnapshotError
+from snapshot.manifest import entries as e
+from snapshot.manifest.entry import Entry
+from snapshot.manifest.paths import component, decode_key, encode_key, tagged_keys, uncomponent
+from snapshot.manifest.rank_view import DEEPEST
+from snapshot.manifest.scalars import Scalar
+from snapshot.state.flatten import Flattened
+from snapshot.state.state_tree import inflate
+from snapshot.tensors.geometry import Box
+
+Keys = tuple[str | int, ...]
+KEY = "torch.distributed.checkpoint"
+"""Under which name a record stands in the snapshot's metadata."""
+_VALUE = "planner_data"
+
+
+class Partial(msgspec.Struct, forbid_unknown_fields=True):
+    """A tensor of which only some boxes were saved: each stands as a tensor below the item's path."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    """Path component -> offsets and sizes."""
+
+
+class Record(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """What is kept of DCP's names where the paths alone do not say it. Strings are escaped as components are."""
+
+    top: bool = False
+    """Whether each entry without a container is one item, whatever it holds."""
+    items: dict[str, str] | None = None
+    """Name -> path, where neither that nor the nesting tells."""
+    planner_data: dict[str, Any] | None = None
+    """`{"keys": {name: path}}`, or `{"entries": ...}` for other plain values; None where there was none."""
+    derived: bool = False
+    """Whether the planner's data are what the nesting says."""
+    raw: list[str] = []
+    """Items whose bytes are not torch's: they are handed back as they are."""
+    partial: dict[str, Partial] = {}
+
+
+@dataclass
+class Names:
+    """The items of a snapshot."""
+
+    paths: dict[str, str]
+    """Name -> path in the manifest, without the rank."""
+    planner_data: Any
+    raw: frozenset[str] = frozenset()
+    partial: dict[str, Partial] = field(default_factory=dict)
+
+
+def path_of(keys: Keys) -> str:
+    """The manifest's path of an item that stood at these keys."""
+    return "/".join([component(key) if type(key) is str else str(key) for key in keys])
+
+
+def flat_paths(names: Iterable[str]) -> dict[str, str]:
+    """Each name as one component of its own."""
+    return {name: component(name) for name in names}
+
+
+def nested_paths(names: Iterable[str], planner_data: Any) -> dict[str, str] | None:
+    """Name -> path by the saved nesting; None where that is none, or two items would stand in one place."""
+    if not isinstance(planner_data, dict):
+        return None
+    paths: dict[str, str] = {}
+    above: dict[Keys, str] = {(): ""}
+    for name in names:
+        keys = planner_data.get(name)
+        if type(keys) is not tuple or not keys:
+            return None
+        parent = keys[:-1]
+        if parent not in above and not _note(parent, above):
+            return None
+        last = keys[-1]
+        if type(last) is str:  # most names need no escapes, and there are many of them
+            text = last if last.isascii() and "/" not in last and "%" not in last else component(last)
+        elif _is_path((last,)):
+            text = str(last)
+        else:
+            return None
+        paths[name] = above[parent] + text
+    places = set(paths.values())
+    holders = {prefix[:-1] for keys, prefix in above.items() if keys}
+    if len(places) < len(paths) or len(holders) < len(above) - 1 or not holders.isdisjoint(places):
+        return None
+    return paths
+
+
+def _note(keys: Any, above: dict[Keys, str]) -> bool:
+    """Note the places that hold others, with what the paths below begin with; whether these are places at all."""
+    if not _is_path(keys):
+        return False
+    while keys not in above:
+        above[keys] = path_of(keys) + "/"
+        keys = keys[:-1]
+    return True
+
+
+def _is_path(keys: Any) -> TypeGuard[Keys]:
+    return (
+        type(keys) is tuple
+        and 0 < len(keys) < DEEPEST
+        and all(type(key) is str or (type(key) is int and key >= 0) for key in keys)
+    )
+
+
+def containers(every: Iterable[Keys]) -> dict[str, Entry]:
+    """The entries that hold items which stood at these keys: lists where the numbers leave no gap, else dicts."""
+    children: dict[Keys, dict[str | int, None]] = {}
+    for keys in every:
+        at = keys
+        while at:
+            parent = at[:-1]
+            known = parent in children
+            children.setdefault(parent, {})[at[-1]] = None
+            if known:
+                break
+            at = parent
+    children.pop((), None)
+    return {path_of(keys): _container(list(found)) for keys, found in sorted(children.items(), key=_depth)}
+
+
+def _depth(item: tuple[Keys, Any]) -> int:
+    return len(item[0])
+
+
+def _container(keys: list[str | int]) -> Entry:
+    if all(type(key) is int for key in keys) and sorted(keys) == list(range(len(keys))):
+        return e.ListEntry(len(keys))
+    return e.DictEntry([encode_key(key) for key in keys], tagged_keys(keys) or None)  # type: ignore[misc]
+
+
+def derive(entries: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Keys]]:
+    """Name -> path, and name -> keys, of entries whose paths have no rank, as DCP would flatten what they hold: dicts
+    are taken apart, and lists that hold a tensor or a dict somewhere. Two items of one name are none."""
+    walk = _Walk(entries)
+    for path, entry in entries.items():
+        if "/" not in path:
+            walk.visit((uncomponent(path),), path, entry)
+    for name in walk.twice:
+        del walk.paths[name], walk.keys[name]
+    return walk.paths, walk.keys
+
+
+class _Walk:
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self._entries = entries
+        self.paths: dict[str, str] = {}
+        self.keys: dict[str, Keys] = {}
+        self.twice: set[str] = set()
+
+    def visit(self, keys: Keys, path: str, entry: Any) -> None:
+        if isinstance(entry, e.DictEntry) and not isinstance(entry, e.Compound):
+            for key, name in zip(entry.keys, entry.components(), strict=True):
+                text = key if type(key) is str else str(decode_key(key))
+                self._below((*keys, text), f"{path}/{name}")
+        elif type(entry) is e.ListEntry and not self._terminal(path, entry):
+            for index in range(entry.length):
+                self._below((*keys, index), f"{path}/{index}")
+        else:
+            name = ".".join(map(str, keys))
+            if name in self.paths:
+                self.twice.add(name)
+            self.paths[name] = path
+            self.keys[name] = keys
+
+    def _below(self, keys: Keys, path: str) -> None:
+        entry = self._entries.get(path)
+        if entry is not None:  # of a rank's view some may be missing
+            self.visit(keys, path, entry)
+
+    def _terminal(self, path: str, entry: e.ListEntry) -> bool:
+        for index in range(entry.length):
+            below = f"{path}/{index}"
+            child = self._entries.get(below)
+            if type(child) is e.RecordEntry:
+                continue  # which DCP does not look into
+            if isinstance(child, (*e.TENSORS, e.TensorPartsEntry, e.DictEntry)):
+                return False
+            if type(child) is e.ListEntry and not self._terminal(below, child):
+                return False
+        return True
+
+
+def record(names: Names, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """What has to stand in the metadata for `recall` to give the same names; nothing where the paths say it all."""
+    paths, keys = derive(entries)
+    derived = names.planner_data == keys and type(names.planner_data) is dict
+    if derived and paths == names.paths and not names.raw and not names.partial:
+        return {}
+    made = Record(derived=derived, raw=sorted(map(component, names.raw)))
+    made.partial = {component(name): each for name, each in names.partial.items()}
+    if paths != names.paths:
+        made.top = names.paths == {uncomponent(path): path for path in entries if "/" not in path}
+        made.items = None if made.top else {component(name): path for name, path in names.paths.items()}
+    if not derived:
+        made.planner_data = _encoded(names.planner_data)
+    return {KEY: msgspec.to_builtins(made)}
+
+
+class Unkept(Exception):
+    """Raised where a planner's data are more than plain values."""
+
+
+def _encoded(data: Any) -> dict[str, Any] | None:
+    if data is None:
+        return None
+    if type(data) is dict and all(type(name) is str and _is_path(keys) for name, keys in data.items()):
+        return {"keys": {component(name): [_escaped(key) for key in keys] for name, keys in data.items()}}
+    flat = Flattened(classes=False)
+    flat.add(_VALUE, data)
+    if flat.leaves or flat.blobs or flat.shards or flat.pickled:
+        raise Unkept
+    return {"entries": msgspec.to_builtins(flat.entries)}
+
+
+def _escaped(key: str | int) -> str | int:
+    return component(key) if type(key) is str else key
+
+
+_entries = msgspec.json.Decoder(dict[str, e.AnyEntry])
+
+
+def recall(metadata: msgspec.Raw, entries: Mapping[str, Any], where: object) -> Names:
+    """The items of a snapshot, from its entries (under paths without a rank) and what was recorded of names."""
+    try:
+        told = msgspec.json.decode(metadata, type=dict[str, msgspec.Raw]) if len(metadata) else {}
+        made = msgspec.json.decode(told[KEY], type=Record) if KEY in told else Record(derived=True)
+        paths, keys = derive(entries)
+        if made.top:
+            paths = {uncomponent(path): path for path in entries if "/" not in path}
+        elif made.items is not None:
+            paths = {uncomponent(name): path for name, path in made.items.items()}
+        partial = {uncomponent(name): each for name, each in made.partial.items()}
+        raw = frozenset(map(uncomponent, made.raw))
+        return Names(paths, keys if made.derived else _decoded(made.planner_data), raw, partial)
+    except (msgspec.MsgspecError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptSnapshotError(f"{where}: what its metadata say of {KEY} cannot be read: {error}") from error
+
+
+def _decoded(data: dict[str, Any] | None) -> Any:
+    if data is None:
+        return None
+    if "keys" in data:
+        return {uncomponent(name): tuple(map(_unescaped, keys)) for name, keys in data["keys"].items()}
+    entries = _entries.decode(msgspec.json.encode(data["entries"]))
+    values = {path: entry.value() for path, entry in entries.items() if isinstance(entry, Scalar)}
+    return inflate(_VALUE, entries, values)
+
+
+def _unescaped(key: Any) -> Any:
+    return uncomponent(key) if type(key) is str else key
+
+
+def partial_entry(path: str, partial: Partial, entries: Mapping[str, Any]) -> e.ShardedTensorEntry:
+    """The entry of a tensor that is not whole, from those of its boxes."""
+    shards = [e.Shard(offsets, sizes, entries[f"{path}/{name}"]) for name, (offsets, sizes) in partial.boxes.items()]
+    return e.ShardedTensorEntry(partial.dtype, partial.shape, shards)
+
+
+def taken_apart(path: str, entry: e.ShardedTensorEntry) -> tuple[Partial, dict[str, Entry]]:
+    """The other way round: what is recorded of a tensor that is not whole, and the entries of its boxes."""
+    boxes, made = {}, {}
+    for shard in entry.shards:
+        name = str(Box(shard.offsets, shard.sizes)) or "all"
+        boxes[name] = shard.offsets, shard.sizes
+        made[f"{path}/{name}"] = shard.tensor
+    return Partial(entry.dtype, tuple(entry.shape), boxes), {path: e.DictEntry(list(boxes)), **made}

@@ -1,0 +1,118 @@
+"""Whether live tensors can be written in place, and whether two of them would be written over each other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from snapshot.load.read_plan import Gather
+from snapshot.state.stateful_kinds import Kind
+from snapshot.tensors.memory import address_of_tensor
+
+
+def shared_memory(gather: Gather) -> list[str]:
+    """Two stored ranges that would land in one live memory cannot both be right."""
+    found: list[tuple[str, str]] = []
+    wants = [want for want in gather.wants if want.live and want.address]
+    begins = np.fromiter((want.address for want in wants), np.uint64, len(wants))
+    ends = begins + np.fromiter((want.end - want.begin for want in wants), np.uint64, len(wants))
+    order = np.argsort(begins, kind="stable")
+    reach = np.maximum.accumulate(ends[order]) if wants else ends
+    for i in np.flatnonzero(begins[order][1:] < reach[:-1]):
+        second = wants[int(order[i + 1])]
+        first = next(wants[int(j)] for j in order[: i + 1] if ends[j] > begins[order[i + 1]])
+        same = first.address == second.address and first.stored.nbytes == second.stored.nbytes
+        if not (same and first.stored.digest is not None and first.stored.digest == second.stored.digest):
+            found.append((first.name, second.name))
+    spans = [
+        (want.address, want.end - want.begin + want.address, want.name, (want.location, want.begin), True)
+        for want in (wants if gather.targets else ())
+    ]
+    for name, target, source in gather.targets:
+        if target.device.type == "cpu":
+            begin = target.data_ptr()
+            steps = sum((n - 1) * stride for n, stride in zip(target.shape, target.stride(), strict=True))
+            end = begin + (steps + 1) * target.element_size()
+            dense = end - begin == target.nbytes
+            spans.append((begin, end, name, source, dense))
+    reached: tuple[int, int, str, tuple[str, int], bool] | None = None
+    for span in sorted(spans):
+        # two strided ones may lie between each other's elements
+        close = reached and span[0] < reached[1] and (span[:2] == reached[:2] or reached[4] or span[4])
+        if reached and close and span[3] != reached[3]:
+            found.append((reached[2], span[2]))
+        reached = span if reached is None or span[1] > reached[1] else reached
+    return [
+        f"{first} and {second}: share memory in the application, and are stored apart in the snapshot"
+        for first, second in dict.fromkeys(found)
+    ]
+
+
+FEW = 256
+"""Of so few live tensors it is quicker to ask each whether torch allocated it than to read the process's memory map."""
+
+
+def read_only_memory(gather: Gather) -> list[str]:
+    """Live tensors over memory that the process may not write to, such as a file that is mapped for reading: a write
+    would kill the process."""
+    spans = [(want.address, want.name) for want in gather.wants if want.live and want.address]
+    spans += [(target.data_ptr(), name) for name, target, _ in gather.targets if target.device.type == "cpu"]
+    if len(spans) <= FEW and all(map(_is_allocated, (gather.values.get(name) for _, name in spans))):
+        return []
+    try:
+        with open("/proc/self/maps", "rb") as file:
+            maps = file.read().splitlines()
+    except OSError:  # another system's
+        return []
+    ranges = [line.split(b" ", 2)[0].split(b"-") for line in maps if line.split(b" ", 2)[1][1:2] != b"w"]
+    begins = np.array([int(begin, 16) for begin, _ in ranges], np.uint64)
+    ends = np.array([int(end, 16) for _, end in ranges], np.uint64)
+    addresses = np.array([address for address, _ in spans], np.uint64)
+    found = np.searchsorted(begins, addresses, "right").astype(np.int64) - 1
+    bad = (found >= 0) & (addresses < ends[found])
+    return [
+        f"{name}: its memory is read-only, such as a file mapped for reading; give the application a copy: "
+        "tensor.clone()"
+        for name in dict.fromkeys(spans[int(i)][1] for i in np.flatnonzero(bad))
+    ]
+
+
+def _is_allocated(value: object) -> bool:
+    """Return True if torch allocated the tensor's memory itself, so that it can be written to."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.untyped_storage().resizable()  # type: ignore[attr-defined]
+
+
+def writable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be written in place: strided, with memory, and no two elements in one place."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or (tensor.nbytes and not tensor.data_ptr()):
+        return False
+    if tensor.is_contiguous():
+        return True
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return False
+            reach += stride * (size - 1)
+    return True
+
+
+def restored_by(
+    kinds: Mapping[str, Kind], grouped: Mapping[str, Mapping[str, Any]], skipped: set[str]
+) -> Callable[[Any], bool]:
+    """Tell whether the memory of a live tensor is restored by one of the statefuls."""
+
+    @functools.cache
+    def addresses() -> set[int]:
+        return {
+            address_of_tensor(held)
+            for key, entries in grouped.items()
+            for path, held in kinds[key].live.items()
+            if isinstance(held, torch.Tensor) and path in entries and path not in skipped
+        }
+
+    return lambda tensor: address_of_tensor(tensor) in addresses()

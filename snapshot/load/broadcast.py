@@ -1,0 +1,334 @@
+"""Reading together: what all ranks want is read from storage by one of them, and reaches the others through the process
+group.
+
+This is the one place that uses the group for its collectives: in the foreground, in one order on all ranks, each with
+the call's timeout. A rank that cannot read says so in the very message that the others wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+import xxhash
+
+from snapshot.distributed.exchange import Call
+from snapshot.errors import RestoreError, SnapshotError
+from snapshot.events import Meter
+from snapshot.load.match import Match
+from snapshot.load.read_plan import Gather
+from snapshot.load.reader import Reader, ReadResult
+from snapshot.load.requests import Want
+from snapshot.plan.coalesce import ReadPart, plan_reads
+from snapshot.reports import listed
+from snapshot.runtime.arena import Slot
+from snapshot.runtime.loop import run, start
+from snapshot.runtime.session import Operation
+from snapshot.state.stateful_kinds import Kind
+from snapshot.storage import in_thread
+from snapshot.tensors.digest import BLOCK, digests, of_range
+from snapshot.tensors.memory import buffer, copy
+
+PART = 8 << 20
+AHEAD = 2
+"""How many of its parts a rank reads ahead of their turn."""
+LOOK = 0.2
+"""Seconds for which a rank waits for a part before it looks whether the others live."""
+WORTH = 1 << 20
+"""Below so many bytes that all want, each reads them itself."""
+_digest = xxhash.xxh3_128_digest
+
+
+@dataclass(order=True, unsafe_hash=True)
+class Range:
+    """A range of a file that all ranks want."""
+
+    location: str
+    begin: int
+    end: int
+
+
+Ranges = frozenset[Range]
+"""What all want."""
+
+
+class Ready(msgspec.Struct, array_like=True):
+    """What a rank says when all that it wants fits."""
+
+    once: bool
+    wants: str
+    """A digest of all that it wants to read."""
+    unexpected: list[str]
+    """What is shared in the snapshot, and for which this rank has no use."""
+    unknown: list[str]
+    """Why what was asked for is not to be found here."""
+    atomic: bool = False
+    """True if the rank verifies every byte before it touches a live tensor."""
+
+
+class Go(msgspec.Struct, array_like=True):
+    """The leader's answer."""
+
+    once: bool
+    speakers: list[int]
+    """The ranks that are to say what they want, where not all want the same."""
+    names: bool
+    """Whether all are to say which names they have a use for."""
+    atomic: bool = False
+    """True if no rank may touch a live tensor before all have verified their bytes."""
+
+
+class Wishes(msgspec.Struct, array_like=True):
+    """What a rank says when it is asked."""
+
+    wants: bytes = b""
+    names: bytes = b""
+    unexpected: list[str] = msgspec.field(default_factory=list)
+
+
+def agree_on_reads(
+    call: Call, gather: Gather, match: Match, kinds: Iterable[Kind], *, once: bool, atomic: bool
+) -> tuple[Ranges, bool]:
+    """All ranks are ready to read, or all raise, and nothing was touched. What all want, if it is to be read once; and
+    whether all wait until every rank has verified its bytes, since any is `atomic`."""
+    if call.alone:
+        return frozenset(), False
+    wants = [want for want in (*gather.objects, *gather.wants) if want.opens is None] if once else []
+    ranges = {Range(want.location, want.begin, want.end) for want in wants}
+    named = {_digest(repr(each).encode()): each for each in ranges}
+    ready = Ready(once, of_range(b"".join(sorted(named))), list(match.unexpected), match.unknown, atomic)
+    go = call.exchange(ready, _go, Ready, Go)
+    if go.names or (go.once and len(go.speakers) > 1):
+        wishes = Wishes()
+        if go.once and call.rank in go.speakers:
+            wishes.wants = b"".join(named)
+        if go.names:
+            wishes.names = b"".join(_digest(path.encode()) for kind in kinds for path in kind.live)
+            wishes.unexpected = list(match.unexpected)
+        common = call.exchange(wishes, lambda all_: _common(all_, go.speakers), Wishes, bytes)
+        if go.once and len(go.speakers) > 1:
+            ranges = {named[key] for key in digests(common)}
+    if not go.once or sum(each.end - each.begin for each in ranges) < WORTH:
+        return frozenset(), go.atomic
+    return frozenset(ranges), go.atomic
+
+
+def _go(all_: list[Ready]) -> Go:
+    seen: dict[str, int] = {}
+    for rank, ready in enumerate(all_):
+        seen.setdefault(ready.wants, rank)
+    nowhere = [what for what in all_[0].unknown if all(what.partition(";")[0] in _heads(each) for each in all_)]
+    if nowhere:
+        raise RestoreError(f"does not fit the snapshot, and nothing was touched:{listed(nowhere)}", nowhere)
+    return Go(
+        all(ready.once for ready in all_),
+        sorted(seen.values()),
+        any(ready.unexpected for ready in all_),
+        any(ready.atomic for ready in all_),
+    )
+
+
+def _heads(ready: Ready) -> set[str]:
+    return {what.partition(";")[0] for what in ready.unknown}
+
+
+def _common(all_: list[Wishes], speakers: Sequence[int]) -> bytes:
+    """What all who differ want. A name that no rank has a use for is an error, as it is on one rank."""
+    names = set().union(*(digests(wishes.names) for wishes in all_))
+    left = {path: None for wishes in all_ for path in wishes.unexpected if _digest(path.encode()) not in names}
+    if left:
+        mismatches = [f"{path}: is in the snapshot, not in the application of any rank" for path in left]
+        raise RestoreError(
+            f"does not fit the application, and nothing was touched:{listed(mismatches, 100)}", mismatches
+        )
+    return b"".join(sorted(set.intersection(*({*digests(all_[rank].wants)} for rank in speakers))))
+
+
+def divided(wants: Sequence[Want], common: Ranges) -> tuple[list[Want], list[Want]]:
+    """What this rank reads alone, and what all read together."""
+    if not common:
+        return list(wants), []
+    parts: tuple[list[Want], list[Want]] = [], []
+    for want in wants:
+        shared = want.opens is None and Range(want.location, want.begin, want.end) in common
+        parts[shared].append(want)
+    return parts
+
+
+class Relay:
+    """The parts of what all want, one after the other: read by one rank, received by all others, and put where they
+    belong."""
+
+    def __init__(
+        self,
+        call: Call,
+        operation: Operation,
+        wants: Sequence[Want],
+        meter: Meter,
+        touched: set[str],
+        *,
+        verify: bool,
+    ) -> None:
+        """All that may fail on one rank alone, before others depend on it."""
+        self._call = call
+        self._storage = operation.storage
+        self._reader = Reader(operation.storage, operation.budget, verify=verify, touched=touched)
+        if verify:
+            run(self._reader.prepare_checks(wants))
+        ranges = sorted({Range(want.location, want.begin, want.end) for want in wants})
+        numbers = {each: number for number, each in enumerate(ranges)}
+        self._wants: dict[int, list[Want]] = defaultdict(list)
+        for want in wants:
+            self._wants[numbers[Range(want.location, want.begin, want.end)]].append(want)
+        size = max(BLOCK, min(PART, operation.budget.limit // 8))
+        self._parts = plan_reads(ranges, size, operation.storage.limits.merge_gap)
+        self._meter = meter
+        longest = max((part.end - part.begin for part in self._parts), default=0)
+        self._free = [torch.empty(longest + 1, dtype=torch.uint8) for _ in range(AHEAD + 3)]
+        self._device: torch.Tensor | None = None
+        devices = call.ranks.pg._device_types  # type: ignore[union-attr]
+        if not any(device.type == "cpu" for device in devices):
+            self._device = torch.empty(longest + 1, dtype=torch.uint8, device=devices[0])
+
+    def run(self, result: ReadResult) -> None:
+        """Read what all want, each rank its share, and pass it on. Faults are added to `result`."""
+        self._pass_on()
+        run(self._reader.again())
+        own = self._reader.result
+        result.bytes_read += own.bytes_read
+        result.requests += own.requests
+        result.faults += own.faults
+
+    def _pass_on(self) -> None:
+        """All parts. A rank that fails goes on until its message is sent, and then raises."""
+        call = self._call
+        mine = [number for number in range(len(self._parts)) if number % call.world == call.rank]
+        reading: dict[int, tuple[torch.Tensor, Future[None]]] = {}
+        placing: list[tuple[torch.Tensor, Future[None]]] = []
+        ahead = iter(mine)
+
+        def read_ahead() -> None:
+            while len(reading) < AHEAD and (number := next(ahead, None)) is not None:
+                held = self._free.pop()
+                reading[number] = held, start(self._read(self._parts[number], held))
+
+        error: Exception | None = None
+        told = -1
+        try:
+            for number, part in enumerate(self._parts):
+                root, end = number % call.world, part.end - part.begin
+                if error is None:
+                    read_ahead()
+                held, work = reading.pop(number, (None, None))
+                held = held if held is not None else self._free.pop()
+                if work is not None:
+                    error = error or _error_of(work)
+                held[end] = error is not None
+                self._send(held[: end + 1], root)
+                if held[end]:
+                    told = root
+                    break
+                placing.append((held, start(in_thread(self._place, part, held))))
+                while placing and (placing[0][1].done() or len(self._free) < 1 + AHEAD - len(reading)):
+                    held, done = placing.pop(0)
+                    error = error or _error_of(done)
+                    self._free.append(held)
+                self._meter.wrote(end)
+            while placing:
+                error = error or _error_of(placing.pop(0)[1])
+            if error is not None:
+                raise error
+            if told >= 0:
+                raise self._failed(told)
+        finally:
+            for _, work in [*reading.values(), *placing]:
+                work.cancel()
+            for _, work in [*reading.values(), *placing]:
+                with contextlib.suppress(BaseException):  # the first error is on its way
+                    work.result()
+
+    async def _read(self, part: ReadPart, held: torch.Tensor) -> None:
+        length = part.end - part.begin
+        await self._storage.read_into(part.location, part.begin, [buffer(held.data_ptr(), length)])
+        self._reader.result.bytes_read += length
+        self._reader.result.requests += 1
+
+    def _send(self, message: torch.Tensor, root: int) -> None:
+        """Pass a part on to all ranks, or receive it."""
+        passed = message
+        if self._device is not None:
+            passed = self._device[: len(message)]
+            if root == self._call.rank:
+                passed.copy_(message)
+        members, group = self._call.ranks.members, self._call.ranks.pg
+        try:
+            work = dist.broadcast(passed, src=members[root], group=group, async_op=True)
+            arrived = self._arrives(work)
+            if arrived:
+                work.wait()
+        except RuntimeError as error:
+            self._call.broke_off()
+            raise self._failed(root) from error
+        if not arrived:
+            raise self._failed(root)
+        if passed is not message and root != self._call.rank:
+            message.copy_(passed)
+
+    def _arrives(self, work: dist.Work) -> bool:
+        """Wait for a collective as long as all ranks live, however slow they are; False if it broke off for another.
+        A time-out of its own would be over for one that reads slowly, too, and leave the group unusable."""
+        end, pause = time.monotonic() + LOOK, 0.00005
+        while not work.is_completed():
+            if time.monotonic() > end:
+                return self._call.together(work.is_completed)
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.001)
+        return True
+
+    def _failed(self, rank: int) -> SnapshotError:
+        """The error of the rank that could not go on: it tells it to all, or gives no sign of life."""
+        try:
+            self._call.exchange(False, all, bool, bool)
+        except SnapshotError as error:
+            return error
+        return SnapshotError(f"what rank {rank} had read did not reach all ranks through the process group")
+
+    def _place(self, part: ReadPart, held: torch.Tensor) -> None:
+        """Verify what came, and put it where it belongs."""
+        address = held.data_ptr()
+        for segment in part.segments:
+            at, length = segment.begin - part.begin, segment.end - segment.begin
+            share = buffer(address + at, length)
+            for want in self._wants[segment.want]:
+                if not self._reader.good(want, segment.begin, share):
+                    continue
+                if want.live:
+                    self._reader.result.touched.add(want.name)
+                if want.address:
+                    copy(want.address + segment.begin - want.begin, address + at, length)
+                elif want.place is not None:
+                    source: Any = _Held(held if at % 16 == 0 else held[at : at + length].clone())
+                    want.place(segment.begin - want.stored.byte_range[0], source, at if at % 16 == 0 else 0, length)
+
+
+def _error_of(work: Future[None]) -> Exception | None:
+    """What went wrong with it. It is told to the others in the message that they wait for, and raised after that."""
+    error = work.exception()
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    return error
+
+
+class _Held(Slot):
+    """A part's memory, as those see it who place what is in it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor

@@ -1,0 +1,23 @@
+"""The checksums in others' archives, compared before anything is done with what they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from snapshot.errors import CorruptSnapshotError
+from snapshot.formats import zip_checksums
+from snapshot.manifest.validate import Files
+from snapshot.reports import listed
+from snapshot.runtime.loop import run
+from snapshot.runtime.session import Operation
+
+
+def expect_sums(operation: Operation, stored: Iterable[Any], files: Files) -> None:
+    """Raise where stored ranges, or others in the same archives, are not what their archives say that they are."""
+    archives = zip_checksums.archives(stored, files)
+    if not archives:
+        return
+    faults, _ = run(zip_checksums.faults(operation.storage, operation.budget, archives.values(), lambda _: None))
+    if faults:
+        raise CorruptSnapshotError(f"{operation.url}: {len(faults)} damaged:{listed(faults)}", faults=faults)

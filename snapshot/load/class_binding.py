@@ -1,0 +1,347 @@
+"""Binding: each entry that only names a class gets the class that the application holds in its place.
+
+No class is looked for by its name anywhere but among the values that are there already, and among those that were given
+to `torch.serialization.add_safe_globals`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+
+from snapshot.errors import CorruptSnapshotError
+from snapshot.manifest import entries as e
+from snapshot.manifest.counting import is_leaf
+from snapshot.manifest.paths import component, with_parents
+from snapshot.manifest.scalars import Scalar
+from snapshot.manifest.typed import EnumEntry, resolve_member
+from snapshot.reports import Notes
+from snapshot.saved import class_name
+from snapshot.state import compound
+from snapshot.state.compound import form_of
+from snapshot.state.flatten import context_entries
+from snapshot.state.state_tree import live_leaves
+
+
+class Known(EnumEntry):
+    """A member of an Enum that the application has."""
+
+    member: Any = None
+
+    def value(self) -> Any:
+        return self.member
+
+
+class BoundRecord(e.RecordEntry):
+    """A dataclass's instance whose class is known."""
+
+    kind: Any = None
+    kept: Any = None
+    """What the live one has under other names, and keeps."""
+    target: Any = None
+    """The instance that is filled itself; None where a new one is made."""
+
+    def make(self, items: list[tuple[Any, Any]]) -> Any:
+        held = {**self.kept, **dict(items)}
+        if self.target is None:
+            return compound.with_attributes(self.kind, held)
+        compound.fill(self.target, dict(items))
+        return self.target
+
+
+class BoundWrapper(e.SubclassEntry):
+    """A wrapped tensor that is made anew, of a class that is known."""
+
+    kind: Any = None
+    given: Any = None
+    """What the class is given beside the inner tensors."""
+
+    def make(self, items: list[tuple[Any, Any]]) -> Any:
+        if any(value is None for _, value in items):
+            return None  # it is only tried whether all has its place
+        size = None if -1 in self.shape else torch.Size(self.shape)
+        strides = None if size is None else _strides(self.shape)
+        try:
+            with torch.no_grad():
+                made = self.kind.__tensor_unflatten__(dict(items), self.given, size, strides)
+                return made.requires_grad_() if self.requires_grad else made
+        except Exception as error:  # it is the class's own code
+            raise CorruptSnapshotError(f"a {self.obj_type} cannot be made of what was saved: {error}") from error
+
+
+def _strides(shape: Iterable[int]) -> tuple[int, ...]:
+    steps, step = [], 1
+    for size in reversed(tuple(shape)):
+        steps.append(step)
+        step *= max(1, size)
+    return tuple(reversed(steps))
+
+
+class Binding:
+    """The classes of one stateful's entries."""
+
+    def __init__(
+        self, live: Mapping[str, Any], compounds: Mapping[str, Any], notes: Notes, *, exact: bool,
+        skipped: Collection[str] = (), fill: str | None = None, left: set[str] | None = None,
+    ) -> None:  # fmt: skip
+        """`fill`: the path of an instance that is filled itself. `left`: gets the inner tensors of what has another
+        shape, if that is left as it is."""
+        self._live = live
+        self._compounds = compounds
+        self._notes = notes
+        self._said = notes
+        self._exact = exact
+        self._skipped = skipped
+        self._fill = fill
+        self._left = left
+        self._known: dict[tuple[str, str], type] | None = None
+        self.unfit: list[torch.Tensor] = []
+        """Live tensors of another shape, which are left as they are."""
+        self.wrappers: dict[str, Any] = {}
+        """Path -> the live tensor whose inner tensors are filled."""
+
+    def bind(self, entries: dict[str, Any]) -> None:
+        """Put what knows its class in the place of what only names it."""
+        gone: set[str] = set()
+        naming = [(path, entry) for path, entry in entries.items() if type(entry) in _NAMING]
+        wanted = self._above_wanted(entries) if self._skipped and naming else None
+        for path, entry in naming:
+            if gone and not gone.isdisjoint(_above(path)):
+                continue
+            # what stays as it is gives no cause for remarks
+            self._notes = self._said if wanted is None or path in wanted else Notes()
+            if type(entry) is e.RecordEntry:
+                gone.update(self._record(path, entry, entries))
+            elif type(entry) is e.SubclassEntry:
+                self._wrapper(path, entry, entries)
+            else:
+                self._member(path, entry, entries)
+        self._notes = self._said
+        if gone:
+            prefixes = tuple(f"{path}/" for path in gone)
+            for path in [path for path in entries if path in gone or path.startswith(prefixes)]:
+                del entries[path]
+        for path, held in self._compounds.items() if self._exact else ():
+            plain = isinstance(entries.get(path), (*e.TENSORS, e.TensorPartsEntry))
+            if plain and isinstance(held, torch.Tensor):
+                self._notes.mismatches.append(
+                    f"{path}: the snapshot has a plain tensor, the application a {class_name(type(held))}"
+                )
+
+    def _above_wanted(self, entries: Mapping[str, Any]) -> set[str]:
+        """The paths of what is restored, and of what that is in."""
+        return with_parents(path for path, entry in entries.items() if path not in self._skipped and is_leaf(entry))
+
+    # Enums
+
+    def _member(self, path: str, entry: EnumEntry, entries: dict[str, Any]) -> None:
+        held = self._compounds.get(path)
+        kind: Any = type(held) if isinstance(held, Enum) else self._class(compound.ENUM, entry.obj_type)
+        if kind is None:
+            self._unknown(path, entry.obj_type)
+            return
+        try:
+            member = resolve_member(kind, entry)
+        except LookupError as error:
+            self._notes.mismatches.append(f"{path}: {error}")
+            return
+        self._renamed(path, entry.obj_type, kind)
+        if entry.name is not None and member.name != entry.name and kind.__members__.get(entry.name) is not member:
+            self._notes.add("replaced", path, f"{entry.name} is {member.name} here")
+        entries[path] = Known(
+            entry.serialized_value, entry.readable, entry.replicated, entry.obj_type, entry.name, entry.held, member
+        )
+
+    # Dataclasses
+
+    def _record(self, path: str, entry: e.RecordEntry, entries: dict[str, Any]) -> list[str]:
+        """Bind a dataclass; the paths of what the class has no place for."""
+        held = self._compounds.get(path)
+        live = form_of(type(held)) is compound.RECORD
+        kind: Any = type(held) if live else self._class(compound.RECORD, entry.obj_type)
+        if kind is None:
+            self._unknown(path, entry.obj_type)
+            return []
+        own = compound.attributes(held) if live else {}
+        names = entry.names()
+        kept = {}
+        for name in [*own, *_fields_of(kind)]:
+            if name in names or name in kept:
+                continue
+            try:
+                kept[name] = own[name] if name in own else compound.default_of(kind, name)
+            except KeyError:
+                self._unknown(path, f"{entry.obj_type}, which had no field {name!r},")
+                return []
+            self._notes.add("kept", f"{path}/{component(name)}", "the saved object had no such field")
+        self._renamed(path, entry.obj_type, kind)
+        away = [not compound.can_have(kind, own, name) for name in names]
+        gone = [f"{path}/{text}" for text, is_gone in zip(entry.components(), away, strict=True) if is_gone]
+        for each in gone:
+            self._notes.add("unexpected", each, f"{class_name(kind)} has no such field")
+        left = entry.without(away)
+        target = held if path == self._fill else None
+        entries[path] = BoundRecord(
+            left.keys,  # type: ignore[attr-defined]
+            replicated=entry.replicated,
+            obj_type=entry.obj_type,
+            kind=kind,
+            kept=kept,
+            target=target,
+        )
+        return gone
+
+    # Wrapped tensors
+
+    def _wrapper(self, path: str, entry: e.SubclassEntry, entries: dict[str, Any]) -> None:
+        entry.check(path)
+        held = self._compounds.get(path)
+        if isinstance(held, torch.Tensor):
+            self._filled(path, entry, held)
+            return
+        if path in self._live and self._exact:
+            self._notes.mismatches.append(
+                f"{path}: the snapshot has a {entry.obj_type}, the application a {type(self._live[path]).__name__}"
+            )
+            return
+        kind = self._class(compound.WRAPPER, entry.obj_type)
+        given = Binding({}, {}, Notes(), exact=False)
+        given._known = self._classes()
+        context = dict(entry.context)
+        given.bind(context)
+        opaque = any(type(each) in (e.OpaqueEntry, e.RecordEntry, EnumEntry) for each in context.values())
+        if kind is None or opaque:
+            if self._exact:
+                self._notes.mismatches.append(
+                    f"{path}: the snapshot has a {entry.obj_type}, and there is none here to be filled; let the "
+                    "application make it first, or allow its class: torch.serialization.add_safe_globals([...])"
+                )
+            else:
+                self._unknown(path, entry.obj_type)
+            return
+        made = e.SubclassEntry(entry.keys, obj_type=entry.obj_type, context=context)
+        entries[path] = BoundWrapper(
+            entry.keys,
+            replicated=entry.replicated,
+            obj_type=entry.obj_type,
+            dtype=entry.dtype,
+            shape=entry.shape,
+            requires_grad=entry.requires_grad,
+            context=entry.context,
+            kind=kind,
+            given=made.context_value(),
+        )
+
+    def _filled(self, path: str, entry: e.SubclassEntry, held: Any) -> None:
+        """A live tensor of the same class, whose inner tensors are filled: all else must be the same."""
+        inner, context = compound.inner_tensors(held)
+        here = compound.wrapper_entry(held, list(inner), context_entries(held, context))
+        for what in ("obj_type", "keys", "dtype", "shape"):
+            saved, live = getattr(entry, what), getattr(here, what)
+            if saved == live:
+                continue
+            text = f"{path}: the snapshot has {_text(saved)}, the application {_text(live)}"
+            if what == "shape" and self._left is not None:
+                self._notes.add("skipped", path, f"{text.partition(': ')[2]}; left as it is")
+                self._left.update(each for each in self._live if each.startswith(f"{path}/"))
+                self.wrappers[path] = held
+                self.unfit.append(held)
+            else:
+                self._notes.mismatches.append(f"{text}; a wrapped tensor is not cast" if what == "dtype" else text)
+            return
+        for name in dict.fromkeys([*entry.context, *here.context]):
+            saved, live = entry.context.get(name), here.context.get(name)
+            if e.OpaqueEntry in (type(saved), type(live)):
+                self._notes.add("kept", path, f"context{name}, which no snapshot can hold, is that of the live tensor")
+            elif _plain(saved) != _plain(live):
+                self._notes.mismatches.append(
+                    f"{path}: the context{name} of its {entry.obj_type} was {_shown(saved)}, and is {_shown(live)}"
+                )
+        self.wrappers[path] = held
+
+    def expect_filled(self, values: dict[str, Any]) -> None:
+        """Note as mismatches what could not be restored into the inner tensors of a live one; and give that one as the
+        value of its path."""
+        for path, held in self.wrappers.items():
+            for name in compound.inner_tensors(held)[0]:
+                below = f"{path}/{component(name)}"
+                if below not in self.wrappers and values.get(below) is not self._live.get(below):
+                    self._notes.mismatches.append(f"{below}: does not fit the inner tensor of the application's {path}")
+            values[path] = held
+
+    # Classes
+
+    def _class(self, form: str, name: str) -> type | None:
+        return self._classes().get((form, name))
+
+    def _classes(self) -> dict[tuple[str, str], type]:
+        """The classes of what is there, and those that were allowed, by their names."""
+        if self._known is None:
+            nested = getattr(sys.modules.get("torch.nested._internal.nested_tensor"), "NestedTensor", None)
+            allowed = [each for each in (nested, *torch.serialization.get_safe_globals()) if isinstance(each, type)]
+            held = [type(each) for each in self._compounds.values()]
+            for each in self._compounds.values():
+                held += _in_context(each)
+            in_sets = (type(each) for found in self._live.values() if type(found) in _SETS for each in found)
+            self._known = {
+                (form, class_name(kind)): kind
+                for kind in (*allowed, *in_sets, *held)
+                if (form := form_of(kind)) is not None
+            }
+        return self._known
+
+    def _unknown(self, path: str, name: str) -> None:
+        self._notes.add("replaced", path, f"there is no {name} here, so it is a SavedObject")
+
+    def _renamed(self, path: str, saved: str, kind: type) -> None:
+        if saved != class_name(kind):
+            self._notes.add("replaced", path, f"was a {saved}, and is a {class_name(kind)}")
+
+
+_SETS = (set, frozenset)
+_NAMING = (e.RecordEntry, e.SubclassEntry, EnumEntry)
+
+
+def _above(path: str) -> Iterator[str]:
+    """A path, and those of the containers that it is in."""
+    while path:
+        yield path
+        path = path.rpartition("/")[0]
+
+
+def _in_context(value: Any) -> list[type]:
+    """The classes that a wrapped tensor's class knows of besides."""
+    found: dict[str, Any] = {}
+    if form_of(type(value)) is compound.WRAPPER:
+        live_leaves("", compound.inner_tensors(value)[1], found)
+    return [type(each) for each in found.values()]
+
+
+def _fields_of(kind: Any) -> list[str]:
+    return [each.name for each in dataclasses.fields(kind)]
+
+
+def _plain(entry: Any) -> Any:
+    """What two entries of a context have in common if they say the same: classes may have moved."""
+    if isinstance(entry, EnumEntry):
+        return "Enum", entry.held, entry.serialized_value if entry.held is not None else entry.name
+    if isinstance(entry, Scalar):
+        return type(entry), entry.identity
+    return type(entry), getattr(entry, "keys", None), getattr(entry, "length", None), getattr(entry, "maxlen", None)
+
+
+def _shown(entry: Any) -> str:
+    if entry is None:
+        return "not there"
+    if isinstance(entry, Scalar):
+        return entry.readable or entry.serialized_value[:60]
+    return str(type(entry).__struct_config__.tag)
+
+
+def _text(value: Any) -> str:
+    return str(list(value) if isinstance(value, tuple) else value)

@@ -1,0 +1,44 @@
+"""Wants are read, all of them, or it is said what of them is not what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from snapshot.errors import CorruptSnapshotError
+from snapshot.events import Meter
+from snapshot.load.reader import Reader, ReadResult
+from snapshot.load.requests import Want
+from snapshot.reports import listed
+from snapshot.runtime.loop import run
+from snapshot.runtime.session import Operation
+
+
+def fetch(
+    operation: Operation, wants: Sequence[Want], verify: bool, meter: Meter, touched: set[str] | None = None
+) -> ReadResult:
+    """Read wants, and raise for what does not verify. The names of live tensors that are written to go to `touched`."""
+    touched = set() if touched is None else touched
+    if not wants:
+        return ReadResult(touched=touched)
+    reader = Reader(
+        operation.storage, operation.budget, verify=verify, wanted_part=operation.settings.part_bytes, touched=touched
+    )
+    result = run(reader.read(wants, meter.wrote))
+    expect_good(operation, result)
+    return result
+
+
+def expect_good(operation: Operation, result: ReadResult) -> None:
+    """Raise for what did not verify."""
+    if result.faults:
+        touched = sorted(result.touched)
+        raise CorruptSnapshotError(
+            f"{operation.url}: {len(result.faults)} damaged:{listed(result.faults)}"
+            + (
+                f"\nlive tensors that have been written to, and may hold wrong data now:{listed(touched)}"
+                if touched
+                else ""
+            ),
+            faults=result.faults,
+            touched=touched,
+        )

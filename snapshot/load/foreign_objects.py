@@ -1,0 +1,74 @@
+"""Objects that others stored as archives, and that are nothing but numbers, texts and containers, as entries of their
+own: an optimizer is restored by what its groups hold, not by opaque objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from snapshot.errors import SnapshotError
+from snapshot.formats import safe_pickle
+from snapshot.formats.foreign import ForeignDocument
+from snapshot.formats.from_pickle import content_of
+from snapshot.formats.to_entries import Rebuilt, Tree
+from snapshot.load.fetch import expect_good
+from snapshot.load.read_plan import Gather
+from snapshot.load.reader import Reader
+from snapshot.manifest import entries as e
+from snapshot.manifest.document import Document
+from snapshot.manifest.validate import locations_of
+from snapshot.runtime.session import Operation
+from snapshot.state.stateful_kinds import Kind
+
+LONGEST = 1 << 20
+"""Longer objects stay what they are."""
+
+
+async def unfold(
+    operation: Operation,
+    document: Document,
+    entries: dict[str, Any],
+    wanted: Callable[[str], bool],
+    kind: type[Kind],
+) -> None:
+    """Put plain values in the place of the objects that hold them, where they are `wanted`, if that is for statefuls of
+    this kind. What is not plain stays as it is."""
+    if not isinstance(document, ForeignDocument) or not kind.unfolds:
+        return
+    chosen = {
+        path: msgspec.structs.replace(entry, serializer="bytearray")
+        for path, entry in entries.items()
+        if isinstance(entry, e.ObjectEntry)
+        and entry.serializer == "torch_save"
+        and entry.nbytes <= LONGEST
+        and wanted(path)
+    }
+    if not chosen:
+        return
+    await operation.expect_files(document, locations_of(chosen, document.files))
+    gather = Gather(document.files)
+    for path, entry in chosen.items():
+        gather.new(path, entry)
+    expect_good(
+        operation, await Reader(operation.storage, operation.budget, verify=False).read(gather.objects, _unseen)
+    )
+    gather.finish_objects()
+    for path in chosen:
+        try:
+            content = content_of(gather.values[path])
+            tree = Tree(path, _refused, len(content))
+            tree.add(path, safe_pickle.load(content, path))
+        except (SnapshotError, ValueError, KeyError):
+            continue  # whoever reads it is told
+        if not tree.inline and not any(isinstance(each, e.ObjectEntry) for each in tree.entries.values()):
+            entries.update(tree.entries)
+
+
+def _refused(path: str, found: Rebuilt) -> e.TensorEntry:
+    raise ValueError("a tensor in an object")
+
+
+def _unseen(nbytes: int) -> None:
+    """Nobody waits for so little."""

@@ -1,0 +1,264 @@
+"""Reading single objects and whole state dicts, without a live application to put them into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from snapshot.errors import RestoreError
+from snapshot.events import Meter
+from snapshot.formats.foreign import root_over
+from snapshot.load.aliasing import writable
+from snapshot.load.class_binding import Binding
+from snapshot.load.fetch import fetch
+from snapshot.load.read_plan import Gather
+from snapshot.manifest import entries as e
+from snapshot.manifest.document import Document
+from snapshot.manifest.paths import component
+from snapshot.manifest.rank_view import is_rank, nearest, rank_view, resolve_path
+from snapshot.manifest.typed import EnumEntry
+from snapshot.manifest.validate import check_tensor, check_tree, locations_of
+from snapshot.reports import Notes, counted, listed, with_article
+from snapshot.runtime.loop import run
+from snapshot.runtime.session import Operation
+from snapshot.state import numpy_arrays
+from snapshot.state.sharded import Shards, sharded
+from snapshot.state.state_tree import inflate, live_leaves
+from snapshot.tensors.dtypes import BY_NAME
+from snapshot.tensors.geometry import Box
+
+
+def read_object(
+    operation: Operation,
+    document: Document,
+    path: str,
+    obj_out: Any,
+    box: Sequence[slice | int] | None,
+    *,
+    verify: bool,
+    allow_pickle: bool,
+) -> Any:
+    """The object at a path of the manifest."""
+    path, tree = _found(operation, document, path)
+    entry = tree[path]
+    if box is None:
+        run(operation.expect_files(document, locations_of({path: entry}, document.files)))
+    gather = Gather(document.files, allow_pickle=allow_pickle)
+    if box is not None:
+        return _read_box(operation, document, gather, path, entry, obj_out, box, verify)
+    if isinstance(entry, (e.Container, EnumEntry)):
+        return _read_tree(operation, document, gather, path, tree, verify, obj_out)
+    target = sharded(path, obj_out) if isinstance(entry, e.TENSORS) and obj_out is not None else None
+    if target is not None:
+        _fill_shards(gather, path, entry, target, document)
+        gather.values[path] = obj_out
+    elif isinstance(obj_out, torch.Tensor) and isinstance(entry, e.TENSORS):
+        _fits(path, entry.shape, entry.dtype, obj_out)
+        check_tensor(path, entry, document.files)
+        gather.into(path, entry, obj_out, live=True)
+        gather.values[path] = obj_out
+    elif isinstance(obj_out, np.ndarray) and type(entry) is e.NDArrayEntry and obj_out.flags.c_contiguous:
+        if not obj_out.flags.writeable:
+            raise RestoreError(f"{path}: obj_out is an array that must not be written to", [path])
+        if obj_out.shape != entry.shape or numpy_arrays.numpy_dtype(path, entry.dtype) != obj_out.dtype:
+            raise RestoreError(
+                f"{path}: is {entry.dtype}{list(entry.shape)}, and obj_out {obj_out.dtype.str}{list(obj_out.shape)}",
+                [path],
+            )
+        gather.into_array(path, entry, obj_out)
+    elif isinstance(obj_out, torch.Generator) and type(entry) is e.TensorPartsEntry:
+        if not gather.into_generator(path, entry, obj_out):
+            raise RestoreError(
+                f"{path}: is {with_article(entry.kind)} {entry.params}, and obj_out is on {obj_out.device}", [path]
+            )
+    else:
+        gather.new(path, entry)
+    _fetch(operation, document, gather, verify)
+    return gather.values[path]
+
+
+def read_state_dict(operation: Operation, document: Document, key: str, rank: int, *, allow_pickle: bool) -> Any:
+    """All that a rank saved under one key of the app state; for a rank that was not there, what all ranks shared."""
+    saved = document.world_size
+    if rank >= saved:
+        view = rank_view(document.manifest, rank, saved, rank + 1)
+        for below, why in view.withheld.items():
+            if below.startswith(component(key) + "/"):
+                raise RestoreError(
+                    f"{operation.url}: {below} {why}, and rank {rank} was not there; replicate_from_rank0=True gives "
+                    "what rank 0 had",
+                    [below],
+                )
+        rank = 0
+    path = f"{rank}/{component(key)}"
+    keys = (each.split("/") for each in document.manifest if each.count("/") == 1)
+    known = [name for number, name in keys if number == str(rank)]
+    try:
+        tree = _tree(operation, document, path)
+    except RestoreError:
+        raise RestoreError(f"{operation.url}: holds no key {key!r}; {nearest(key, known)}", [key]) from None
+    return _read_tree(operation, document, Gather(document.files, allow_pickle=allow_pickle), path, tree, True)
+
+
+def _found(operation: Operation, document: Document, path: str) -> tuple[str, dict[str, Any]]:
+    """The manifest's path of what is named with a rank or without, and the entries there."""
+    if is_rank(path.partition("/")[0], document.world_size):
+        try:
+            return path, _tree(operation, document, path)
+        except RestoreError:  # the number may be a key of the app state
+            pass
+    path = resolve_path(document.manifest, document.world_size, path, str(operation.url))
+    return path, _tree(operation, document, path)
+
+
+def _tree(operation: Operation, document: Document, path: str) -> dict[str, Any]:
+    """The entries at a path and beneath it, as the path's rank sees them: what all share may stand under another."""
+    manifest: Mapping[str, Any] = document.manifest
+    number, _, logical = path.partition("/")
+    entry = manifest.get(path)
+    if entry is not None and not isinstance(entry, e.Container):
+        return {path: entry}
+    if document.world_size > 1 and number.isdecimal() and int(number) < document.world_size:
+        view = rank_view(manifest, int(number), document.world_size, document.world_size)
+        entries = {**view.elsewhere, **view.entries} if logical not in view.entries else view.entries
+        manifest = {f"{number}/{below}": each for below, each in entries.items()}
+    prefix = path + "/"
+    if path not in manifest and is_rank(path, document.world_size):
+        return _all(path, manifest, document)
+    if path not in manifest:
+        raise RestoreError(f"{operation.url}: holds no {path!r}; {nearest(path, manifest)}", [path])
+    return {below: each for below, each in manifest.items() if below == path or below.startswith(prefix)}
+
+
+def _all(number: str, manifest: Mapping[str, Any], document: Document) -> dict[str, Any]:
+    """All that a rank has, under its number."""
+    below = {path: entry for path, entry in manifest.items() if path.startswith(f"{number}/")}
+    names = dict.fromkeys(path.split("/", 2)[1] for path in below)
+    return {number: root_over(document, names), **below}
+
+
+def _read_tree(
+    operation: Operation, document: Document, gather: Gather, path: str, tree: dict[str, Any], verify: bool,
+    out: Any = None,
+) -> Any:  # fmt: skip
+    check_tree(path, tree)
+    run(operation.expect_files(document, locations_of(tree, document.files)))
+    places = _bind(path, tree, out, gather)
+    for below, entry in tree.items():
+        if isinstance(entry, e.Container) or below in gather.values:
+            continue
+        held = places.get(below)
+        if isinstance(entry, e.TENSORS) and isinstance(held, torch.Tensor):
+            check_tensor(below, entry, document.files)
+            gather.into(below, entry, held, live=True)
+            gather.values[below] = held
+        else:
+            gather.new(below, entry)
+    _fetch(operation, document, gather, verify)
+    return inflate(path, tree, gather.values)
+
+
+def _bind(path: str, tree: dict[str, Any], out: Any, gather: Gather) -> dict[str, Any]:
+    """Give what only names a class that of what `out` holds in its place; the tensors of `out` that are filled: those
+    that objects hold which have a class of their own."""
+    compounds: dict[str, Any] = {}
+    live = live_leaves(path, out, compounds) if out is not None else {}
+    notes = Notes()
+    binding = Binding(live, compounds, notes, exact=False, fill=path)
+    binding.bind(tree)
+    above = tuple(f"{each}/" for each in compounds)
+    places = {}
+    for below, held in live.items():
+        entry = tree.get(below)
+        if isinstance(held, torch.Tensor) and isinstance(entry, e.TENSORS) and below.startswith(above):
+            fits = writable(held) and tuple(held.shape) == tuple(entry.shape)
+            if fits and held.dtype == BY_NAME.get(entry.dtype):
+                places[below] = held
+    values = dict(places)
+    binding.expect_filled(values)
+    if notes.mismatches:
+        raise RestoreError(f"{path}: does not fit obj_out:{listed(notes.mismatches)}", notes.mismatches)
+    gather.values.update({below: values[below] for below in binding.wrappers})
+    return places
+
+
+def _fill_shards(gather: Gather, path: str, entry: Any, target: Shards, document: Document) -> None:
+    """Fill what this rank holds of a sharded tensor; of what is stored only that is read."""
+    if target.shape != tuple(entry.shape) or target.dtype != BY_NAME.get(entry.dtype):
+        raise RestoreError(
+            f"{path}: is {entry.dtype}{list(entry.shape)}, and obj_out {target.dtype}{list(target.shape)}", [path]
+        )
+    if not all(writable(piece.tensor) for piece in target.pieces):
+        raise RestoreError(f"{path}: obj_out has elements that share memory, or is of another layout", [path])
+    check_tensor(path, entry, document.files)
+    for piece in target.pieces:
+        gather.into_box(path, entry, piece.box, piece.tensor, live=True)
+
+
+def _read_box(
+    operation: Operation,
+    document: Document,
+    gather: Gather,
+    path: str,
+    entry: Any,
+    obj_out: Any,
+    box: Sequence[slice | int],
+    verify: bool,
+) -> Any:
+    if not isinstance(entry, e.TENSORS):
+        raise RestoreError(f"{path}: only a tensor can be read by a box, and this is {type(entry).__name__}", [path])
+    check_tensor(path, entry, document.files)
+    wanted, dropped = _box(path, entry.shape, box)
+    made = torch.empty(wanted.sizes, dtype=BY_NAME[entry.dtype], device="cpu")
+    shape = [size for axis, size in enumerate(wanted.sizes) if axis not in dropped]
+    if isinstance(obj_out, torch.Tensor):
+        _fits(path, tuple(shape), entry.dtype, obj_out)
+        target = obj_out
+        for axis in sorted(dropped):
+            target = target.unsqueeze(axis)
+        gather.into_box(path, entry, wanted, target, live=True)
+    else:
+        gather.into_box(path, entry, wanted, made)
+    _fetch(operation, document, gather, verify)
+    return obj_out if isinstance(obj_out, torch.Tensor) else made.view(shape)
+
+
+def _box(path: str, shape: tuple[int, ...], box: Sequence[slice | int]) -> tuple[Box, set[int]]:
+    """The box that slices and ints name, and the dimensions that ints drop."""
+    if len(box) > len(shape):
+        raise ValueError(f"{path}: a box of {counted(len(box), 'dimension')} in a tensor of shape {list(shape)}")
+    offsets, sizes, dropped = list((0,) * len(shape)), list(shape), set()
+    for axis, part in enumerate(box):
+        if isinstance(part, slice):
+            begin, stop, step = part.indices(shape[axis])
+            if step != 1:
+                raise ValueError(f"{path}: a box has no steps, and {part} has")
+            offsets[axis], sizes[axis] = begin, max(0, stop - begin)
+        else:
+            index = part + shape[axis] if part < 0 else part
+            if not 0 <= index < shape[axis]:
+                raise IndexError(f"{path}: index {part} in a dimension of {shape[axis]}")
+            offsets[axis], sizes[axis] = index, 1
+            dropped.add(axis)
+    return Box(tuple(offsets), tuple(sizes)), dropped
+
+
+def _fits(path: str, shape: tuple[int, ...], dtype: str, out: torch.Tensor) -> None:
+    if not writable(out):
+        raise RestoreError(f"{path}: obj_out has elements that share memory, or is of another layout", [path])
+    if tuple(out.shape) != shape or out.dtype != BY_NAME.get(dtype):
+        raise RestoreError(f"{path}: is {dtype}{list(shape)}, and obj_out {out.dtype}{list(out.shape)}", [path])
+
+
+def _fetch(operation: Operation, document: Document, gather: Gather, verify: bool) -> None:
+    meter = Meter("read_object", None)
+    partial = [want for want in gather.wants if (want.begin, want.end) != tuple(want.stored.byte_range)]
+    needed = {want.location for want in partial} | {want.stored.blocks[0] for want in partial if want.stored.blocks}
+    run(operation.expect_files(document, needed & document.files.keys()))
+    fetch(operation, gather.objects, verify, meter)
+    gather.finish_objects()
+    fetch(operation, gather.wants, verify, meter)
+    gather.finish()

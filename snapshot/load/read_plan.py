@@ -1,0 +1,371 @@
+"""Gathering: entries of a manifest become wants of the reader, and the values that they stand for.
+
+It knows where each byte belongs: straight into a tensor's own memory where that is contiguous host memory of the
+same dtype, else by way of a slot and a copy that strides, casts, or crosses to a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from snapshot.errors import CorruptSnapshotError, UnsafeObjectError
+from snapshot.formats.embedded_tensors import Layout, archived, object_bytes
+from snapshot.formats.foreign import is_packed
+from snapshot.formats.from_pickle import NotPlainError, plain_value
+from snapshot.formats.unpickling import Saved, is_refused, object_at
+from snapshot.load.requests import Want, want_all
+from snapshot.load.scatter import copy_into, place_of, unpacked, wanted
+from snapshot.manifest import entries as e
+from snapshot.manifest.document import ForeignFile
+from snapshot.manifest.entry import Entry
+from snapshot.manifest.scalars import Scalar
+from snapshot.manifest.validate import Files, check_range, check_tensor
+from snapshot.state import numpy_arrays
+from snapshot.tensors import composite, generators
+from snapshot.tensors.digest import BLOCK
+from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, NAMES
+from snapshot.tensors.geometry import Box, intersect, whole
+from snapshot.tensors.memory import address_of, is_plain
+from snapshot.tensors.objects import load_object, run_pickle
+
+ROOM = 1 << 30
+MOST_TIMES = 4
+"""What others' files hold may be compressed, or views of a few bytes: new values that are made of it take at most ROOM
+bytes, and so many times the files' length. (In tensors that are there already anything is restored.)"""
+
+
+class Uncovered(Exception):
+    """Raised where shards are wanted that stand in parts of the manifest which were not read yet."""
+
+
+class Gather:
+    """Collects what is to be read, for one operation."""
+
+    def __init__(self, files: Files, *, allow_pickle: bool = False, partial: bool = False) -> None:
+        self.files = files
+        self.partial = partial
+        """Whether entries may lack shards, which stand in parts of the manifest that were not read yet."""
+        self.wants: list[Want] = []
+        self.objects: list[Want] = []
+        """Wants of objects' bytes: read before any live tensor is touched, since reading one may be refused."""
+        self.values: dict[str, Any] = {}
+        """Path -> value, complete after `finish`."""
+        self._allow_pickle = allow_pickle
+        self._finish: list[Callable[[], None]] = []
+        self._finish_objects: list[Callable[[], None]] = []
+        self._made: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.targets: list[tuple[str, torch.Tensor, tuple[str, int]]] = []
+        """Live tensors that are filled by way of a slot, with where from: others' addresses are in their wants."""
+        self._whole: dict[str, bytearray | Saved] = {}
+        """Files whose pickles are run: their bytes, then what they hold."""
+        self._boxes: set[tuple[Any, ...]] = set()
+        self._filled: dict[tuple[str, int], tuple[Any, torch.Tensor]] = {}
+        self._claimed: dict[tuple[str, tuple[int, int]], tuple[Any, ...]] = {}
+        self._unclaimed = sum(file.size for file in files.values())
+        """Bytes of the files that no new value was made of yet."""
+        self._room = ROOM + MOST_TIMES * self._unclaimed
+        """Bytes that new values may take which are made of packed ones, or are views."""
+
+    # Values made anew
+
+    def new(
+        self, path: str, entry: Entry, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> None:
+        """Make a new value for an entry: a tensor in the saved dtype, or in another one. Entries that share their bytes
+        (tied weights) share the tensor."""
+        kind = type(entry)
+        if isinstance(entry, Scalar):
+            self.values[path] = entry.value()
+        elif isinstance(entry, e.TENSORS):
+            self._new_tensor(path, entry, device, dtype)
+        elif kind is e.NDArrayEntry:
+            self._new_array(path, entry)  # type: ignore[arg-type]
+        elif kind is e.TensorPartsEntry:
+            self._new_parts(path, entry)  # type: ignore[arg-type]
+        elif kind is e.ObjectEntry and self._allow_pickle and is_refused(entry):
+            self._new_pickled(path, entry)  # type: ignore[arg-type]
+        elif kind is e.ObjectEntry:
+            self._new_object(path, entry)  # type: ignore[arg-type]
+
+    def _new_tensor(self, path: str, entry: Any, device: torch.device | str, dtype: torch.dtype | None) -> None:
+        extra = getattr(entry, "extra", None) or e.PLAIN
+        subclass, requires_grad = extra.subclass, extra.requires_grad
+        first = entry.pieces()[0][1] if entry.nbytes else None
+        key = first and (
+            *place_of(first),
+            first.byte_range,
+            entry.dtype,
+            entry.shape,
+            subclass,
+            requires_grad,
+            str(device),
+            dtype,
+        )
+        if key and key in self._made:
+            self.values[path] = self._made[key]
+            return
+        tensor = self._plain(path, entry, device, dtype)
+        if subclass is None and not requires_grad:
+            self._keep(path, key, tensor)
+            return
+        self._keep(path, key, composite.dress(path, tensor, subclass, requires_grad))
+
+    def _keep(self, path: str, key: Any, tensor: torch.Tensor) -> None:
+        self.values[path] = tensor
+        if key:
+            self._made[key] = tensor
+
+    def _plain(
+        self, path: str, entry: Any, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        check_tensor(path, entry, self.files, partial=self.partial)
+        for _, stored in entry.pieces():
+            self._claim(path, stored, stored.dtype, stored.shape)
+        order = (getattr(entry, "extra", None) or e.PLAIN).stride_order
+        tensor = composite.empty(entry.shape, dtype or BY_NAME[entry.dtype], order, device)
+        self.into(path, entry, tensor)
+        return tensor
+
+    def _new_array(self, path: str, entry: e.NDArrayEntry) -> None:
+        tensor = self._plain(path, entry.data)
+
+        def finish() -> None:
+            self.values[path] = numpy_arrays.rebuild(path, tensor, entry.dtype, entry.shape, entry.order, entry.scalar)
+
+        numpy_arrays.numpy_dtype(path, entry.dtype)
+        self._finish.append(finish)
+
+    def _new_parts(self, path: str, entry: e.TensorPartsEntry) -> None:
+        if entry.kind == generators.KIND:
+            state = self._generator_state(path, entry)
+            self._finish.append(lambda: self.values.update({path: generators.made(path, entry.params, state)}))
+            return
+        parts = {name: self._plain(f"{path}[{name}]", part) for name, part in entry.parts.items()}
+
+        def finish() -> None:
+            self.values[path] = composite.put_together(path, entry.kind, parts, entry.params)
+
+        self._finish.append(finish)
+
+    def _new_object(self, path: str, entry: e.ObjectEntry) -> None:
+        check_range(path, entry, self.files)
+        self._claim(path, entry, entry.serializer)
+        data = bytearray(entry.nbytes)
+        self.objects.append(want_all(path, entry, address_of(memoryview(data))))
+
+        def finish() -> None:
+            held, serializer = data, entry.serializer
+            if isinstance(self.files[entry.location], ForeignFile) and archived(entry):
+                held, serializer = object_bytes(path, entry, data, self._room), "torch_save"
+                self._room -= len(held)
+            try:
+                self.values[path] = load_object(
+                    path, held, serializer, entry.obj_type, allow_pickle=self._allow_pickle, stored=entry.nbytes
+                )
+            except UnsafeObjectError as error:
+                if serializer != "torch_save" or not isinstance(self.files[entry.location], ForeignFile):
+                    raise
+                try:
+                    self.values[path] = plain_value(path, held, entry.nbytes)
+                except NotPlainError:
+                    raise error from None
+
+        self._finish_objects.append(finish)
+
+    def _new_pickled(self, path: str, entry: e.ObjectEntry) -> None:
+        """Make an object by running its file's pickle: all of the file is read, once for all objects in it."""
+        where = entry.location
+        check_range(path, entry, self.files)
+        if where not in self._whole:
+            data = bytearray(self.files[where].size)
+            whole = e.ObjectEntry(where, (0, len(data)), "torch_save", entry.obj_type)
+            self.objects.append(want_all(path, whole, address_of(memoryview(data))))
+            self._whole[where] = data
+
+        def finish() -> None:
+            held = self._whole[where]
+            if isinstance(held, bytearray):
+                held = self._whole[where] = Saved(run_pickle(path, held, entry.obj_type))
+            self.values[path] = object_at(path, held.value, entry)
+
+        self._finish_objects.append(finish)
+
+    def _claim(self, path: str, stored: e.TensorEntry | e.ObjectEntry, *what: Any) -> None:
+        """Raise where new values would take more memory than there are bytes to fill it: a few bytes of a manifest may
+        name the same range of a file many times, each time as something else."""
+        place = stored.location, stored.byte_range
+        if not stored.nbytes:
+            return
+        if isinstance(stored, e.TensorEntry) and is_packed(stored):
+            self._room -= math.prod(stored.shape) * ITEMSIZE[stored.dtype]
+            if self._room < 0:
+                raise CorruptSnapshotError(f"{path}: would take far more memory than its files have bytes")
+            return
+        if place not in self._claimed:
+            self._claimed[place] = what
+            self._unclaimed -= stored.nbytes
+        if self._claimed[place] != what or self._unclaimed < 0:
+            raise CorruptSnapshotError(f"{path}: its bytes are those of other values, too")
+
+    # Places that are there already
+
+    def in_place(self, path: str, entry: e.TensorEntry, held: Any, exact: bool) -> bool:
+        """Want a range straight in a live tensor's memory, if that is plain and everything agrees: the common case, in
+        the fewest steps. False where more is to be looked at."""
+        kind = type(held)
+        if kind is not torch.Tensor and not (exact and kind is torch.nn.Parameter):
+            return False
+        if held.is_nested or held.shape != entry.shape:
+            return False
+        location, (begin, end) = entry.location, entry.byte_range
+        file = self.files.get(location)
+        if (
+            NAMES.get(held.dtype) != entry.dtype
+            or entry.serializer != "raw"
+            or entry.extra is not None
+            or file is None
+            or held.layout is not torch.strided
+            or held.nbytes != end - begin
+            or not is_plain(held)
+            or not file.header <= begin <= end <= file.size
+            or end - begin > BLOCK
+            or begin == end
+            or (location, begin) in self._filled
+            or not (address := held.data_ptr())
+        ):
+            return False
+        self._filled[location, begin] = entry, held
+        self.wants.append(Want(path, entry, location, begin, end, address, None, True))
+        self.values[path] = held
+        return True
+
+    def into(self, path: str, entry: Any, target: torch.Tensor, *, live: bool = False) -> None:
+        """Fill a tensor of the entry's shape (any dtype, strides, device) with all of it. The entry has been
+        checked."""
+        if not math.prod(entry.shape):
+            return
+        pieces = entry.pieces()
+        if not pieces:
+            raise Uncovered
+        first = pieces[0][1]
+        place = place_of(first)
+        if live and (not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype) or is_packed(first)):
+            self.targets.append((path, target, place))
+        if place in self._filled:
+            if self._again(entry, pieces, target, *self._filled[place]):
+                return
+        else:
+            self._filled[place] = entry, target
+        self._pieces(path, pieces, target, whole(entry.shape), live)
+
+    def into_box(self, path: str, entry: Any, box: Box, target: torch.Tensor, *, live: bool = False) -> None:
+        """Fill a tensor of the box's shape with that part of the entry's tensor."""
+        if not box.numel:
+            return
+        if live:
+            place = path, box, target.data_ptr()
+            packed = any(is_packed(stored) for _, stored in entry.pieces())
+            if not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype) or packed:
+                self.targets.append((path, target, (f"{path}[{box}]", 0)))
+            if place in self._boxes:
+                return
+            self._boxes.add(place)
+        self._pieces(path, entry.pieces(), target, box, live)
+
+    def _pieces(
+        self, path: str, pieces: list[tuple[Box, e.TensorEntry]], target: torch.Tensor, box: Box, live: bool
+    ) -> None:
+        found = 0
+        for piece, stored in pieces:
+            found += self._piece(path, stored, piece, target, box, live)
+        if found != box.numel and self.partial:
+            raise Uncovered
+
+    def into_array(self, path: str, entry: e.NDArrayEntry, array: np.ndarray[Any, Any]) -> None:
+        """Fill a C-ordered array of the entry's dtype and shape."""
+        check_tensor(path, entry.data, self.files)
+        self.into(path, entry.data, numpy_arrays.tensor_over(array).view(BY_NAME[entry.data.dtype]), live=True)
+        self.values[path] = array
+
+    def into_generator(self, path: str, entry: e.TensorPartsEntry, generator: torch.Generator) -> bool:
+        """Set a generator's state; False, and nothing done, where it is one of another kind of device."""
+        if entry.kind != generators.KIND or generators.device_of(path, entry.params).type != generator.device.type:
+            return False
+        state = self._generator_state(path, entry)
+
+        def finish() -> None:
+            self.values[path] = generators.filled(path, generator, state)
+
+        self.values[path] = generator
+        self._finish.append(finish)
+        return True
+
+    def _generator_state(self, path: str, entry: e.TensorPartsEntry) -> torch.Tensor:
+        stored = entry.parts.get("state")
+        if stored is None or stored.dtype != "uint8":
+            raise CorruptSnapshotError(f"{path}: a generator without a state")
+        return self._plain(f"{path}[state]", stored)
+
+    def _again(
+        self,
+        entry: Any,
+        pieces: list[tuple[Box, e.TensorEntry]],
+        target: torch.Tensor,
+        other: Any,
+        source: torch.Tensor,
+    ) -> bool:
+        """A range that is wanted twice is read once: the second place is filled from the first. False where it
+        cannot be."""
+        if other.shape != entry.shape or other.dtype != entry.dtype:
+            return False
+        alike = [(box, stored.byte_range, place_of(stored)) for box, stored in other.pieces()]
+        if alike != [(box, stored.byte_range, place_of(stored)) for box, stored in pieces]:
+            return False
+        if source.device == target.device and source.data_ptr() == target.data_ptr():
+            return source.stride() == target.stride() and source.dtype == target.dtype
+        if source.dtype != BY_NAME[entry.dtype]:
+            return False  # the first place lost precision in a cast
+        self._finish.append(lambda: copy_into(target, source))
+        return True
+
+    def _piece(self, path: str, stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box, live: bool) -> int:
+        """What a stored piece of a tensor shares with a box of it, into a tensor of that box's shape; how much that
+        is."""
+        if not is_packed(stored):
+            return wanted(self.wants, path, stored, piece, target, box, live)
+        shared = intersect(piece, box)
+        if shared is None:
+            return 0
+        part = target.detach()[shared.relative_to(box.offsets).slices()]
+        inner = shared.relative_to(piece.offsets)
+        finish = self._finish  # and not this gathering, which holds the want
+
+        def opens(layout: Layout) -> list[Want]:
+            return unpacked(path, stored, layout, inner, part, live, finish)
+
+        want = want_all(path, stored, 0, None, live)
+        want.opens = opens
+        self.wants.append(want)
+        return shared.numel
+
+    # Afterwards
+
+    def finish_objects(self, *, all_or_none: bool = True) -> None:
+        """Decode the objects, whose bytes have been read and verified; or those that can be, without running a
+        pickle."""
+        for each in self._finish_objects:
+            try:
+                each()
+            except UnsafeObjectError:
+                if all_or_none:
+                    raise
+
+    def finish(self) -> None:
+        """Make the values that are made of several reads; all bytes have been read and verified."""
+        for each in self._finish:
+            each()

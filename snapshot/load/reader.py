@@ -1,0 +1,382 @@
+"""Reading: wanted ranges straight into the memory where they belong, verified on the way.
+
+A want that names an address is read into it; one that does not goes through a slot, and is handed over when it has been
+verified as far as it can be. Every byte of storage is fetched once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
+from snapshot.events import emit
+from snapshot.formats.embedded_tensors import HEAD, LONGEST_HEAD, Layout, Short, archived, layout_of, streamed
+from snapshot.load.requests import BlockCheck, Want
+from snapshot.load.unpack import Unpack, arrived, opened
+from snapshot.manifest.entries import TensorEntry
+from snapshot.plan.coalesce import ReadPart, plan_reads
+from snapshot.runtime.arena import Slot
+from snapshot.runtime.budget import MemoryBudget
+from snapshot.runtime.loop import cancelled
+from snapshot.storage import Buffer, Storage, drive, in_thread, uninterrupted
+from snapshot.tensors.digest import BLOCK, of_range, of_table
+from snapshot.tensors.memory import buffer
+
+_counting = threading.Lock()
+# no fork while another thread holds it: nobody in the child would ever give it back
+os.register_at_fork(before=_counting.acquire, after_in_parent=_counting.release, after_in_child=_counting.release)
+HOT = 4 << 20
+"""What a thread reads, and then digests, before the next: short enough to be in a cache still."""
+
+LOOK = 1 << 20
+"""How much is read at once of what must be followed byte by byte."""
+
+Followed = tuple[Want, Layout | None]
+"""A range that is followed from its first byte on, or from where its tensor's storage begins, if that is known."""
+TRIES = 4
+"""How often more is read of the beginning and the end of a packed tensor."""
+
+
+class _Table(msgspec.Struct, gc=False):
+    """Where a table of digests lies, and what was read of it."""
+
+    location: str
+    begin: int
+    end: int
+    held: bytearray
+
+
+@dataclass
+class ReadResult:
+    """What a read met."""
+
+    bytes_read: int = 0
+    requests: int = 0
+    faults: list[str] = field(default_factory=list)
+    touched: set[str] = field(default_factory=set)
+
+
+class Reader:
+    """Fetches wants from one storage."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        budget: MemoryBudget,
+        *,
+        verify: bool,
+        wanted_part: int = 0,
+        touched: set[str] | None = None,
+    ) -> None:
+        self._storage = storage
+        self._budget = budget
+        self._verify = verify
+        limits = storage.limits
+        self._gap = limits.merge_gap
+        self._blocking = storage.capabilities.blocking
+        self._lanes = limits.parallel_parts
+        part = wanted_part or (HOT if self._blocking else min(limits.preferred_part, limits.largest_part))
+        # Threads take their slots one after the other; requests that need none should not be short for those that do.
+        self._part = max(BLOCK, min(part, budget.limit // (max(2, limits.parallel_parts) if self._blocking else 2)))
+        self._stopped = False
+        self._bad: list[Want] = []
+        self.result = ReadResult(touched=set() if touched is None else touched)
+
+    async def read(self, wants: Sequence[Want], progress: Callable[[int], None]) -> ReadResult:
+        """Fetch all wants. What does not verify is in the result's `faults`; anything else that goes wrong is
+        raised."""
+        await self._all(wants, progress)
+        await self.again()
+        return self.result
+
+    async def again(self) -> None:
+        """Read once more what did not verify: over a network, bytes may be damaged on their way only."""
+        bad = list({id(want): want for want in self._bad}.values())
+        if not bad or self._blocking:
+            return
+        emit("retry", "read", str(self._storage.url), attempt=1, error="; ".join(self.result.faults), pause=0.0)
+        self._bad, self.result.faults = [], []
+        await self._all(bad, lambda _: None)
+
+    async def _all(self, wants: Sequence[Want], progress: Callable[[int], None]) -> None:
+        lanes: list[asyncio.Task[None]] = []
+        followed: Iterator[Followed] = iter(())
+        parts: Iterator[ReadPart] = iter(())
+
+        async def lane() -> None:
+            for each in followed:
+                if self._stopped:
+                    return
+                await self._follow(*each)
+                progress(each[0].end - each[0].begin)
+            for part in parts:
+                if self._stopped:
+                    return
+                await self._fetch(part, wants)
+                progress(part.end - part.begin)
+
+        try:
+            if any(want.opens is not None for want in wants):
+                wants, more = await self._opened(wants)
+                followed = iter(more)
+            parts = iter(plan_reads(wants, self._part, self._gap))
+            if self._verify:
+                await self.prepare_checks(wants)
+            if self._blocking:
+                lanes += [asyncio.create_task(in_thread(drive, lane)) for _ in range(self._lanes)]
+            else:
+                lanes += [asyncio.create_task(lane()) for _ in range(self._lanes)]
+            await asyncio.gather(*lanes)
+        except BaseException as error:
+            self._stopped = True
+            await uninterrupted(cancelled(lanes))
+            if isinstance(error, (CorruptSnapshotError, StorageNotFoundError)):
+                raise CorruptSnapshotError(
+                    f"{error}{_touched(self.result.touched)}", faults=[str(error)], touched=sorted(self.result.touched)
+                ) from error
+            if self.result.touched:
+                error.add_note(f"live tensors that have been written to: {', '.join(sorted(self.result.touched))}")
+            raise
+
+    async def _opened(self, wants: Sequence[Want]) -> tuple[list[Want], list[Followed]]:
+        """Find out where long packed tensors are, and want them there; what has to be followed from its first byte on.
+        Short ones are looked into when they arrive."""
+        found: list[Want] = []
+        long: list[Want] = []
+        followed: list[Followed] = []
+        for want in wants:
+            if want.opens is None or want.end - want.begin <= BLOCK:
+                found.append(want)
+            elif streamed(want.stored):
+                followed.append((want, None))
+            else:
+                long.append(want)
+        heads = await self._heads(long, [(HEAD, HEAD if archived(want.stored) else 0) for want in long])
+        for want, held in zip(long, heads, strict=True):
+            stored = want.stored
+            assert isinstance(stored, TensorEntry)
+            for _ in range(TRIES):
+                try:
+                    layout = layout_of(want.name, stored, *held)
+                    break
+                except Short as short:
+                    most = min(want.end - want.begin, LONGEST_HEAD)
+                    lengths = [(min(most, max(HEAD, short.args[0])), min(most, max(HEAD, short.args[1])))]
+                    held = (await self._heads([want], lengths))[0]  # noqa: PLW2901 - the same, longer
+            else:
+                raise CorruptSnapshotError(f"{want.name}: it cannot be found in {want.location}[{want.begin}:...]")
+            if layout.plain:
+                found += opened(want, layout)
+            else:
+                followed.append((want, layout))
+        return found, followed
+
+    async def _heads(self, wants: Sequence[Want], lengths: Sequence[tuple[int, int]]) -> list[tuple[bytearray, ...]]:
+        """The first and the last bytes of ranges."""
+        ranges: list[_Table] = []
+        for want, (first, last) in zip(wants, lengths, strict=True):
+            begin, end = want.begin, want.end
+            low, high = min(begin + first, end), max(begin, end - last)
+            ranges.append(_Table(want.location, begin, low, bytearray(low - begin)))
+            ranges.append(_Table(want.location, high, end, bytearray(end - high)))
+        await self._read_ranges(ranges)
+        return [(first.held, last.held) for first, last in zip(ranges[::2], ranges[1::2], strict=True)]
+
+    async def _follow(self, want: Want, layout: Layout | None) -> None:
+        """Read a range from its first byte on, and hand over what it holds."""
+        unpack = Unpack(want, layout)
+        begin = want.begin if layout is None else layout.begin
+        async with self._budget.slot(LOOK) as slot:
+
+            async def through(step: Callable[[memoryview], object]) -> None:
+                for at in range(begin, want.end, LOOK):
+                    if self._stopped:
+                        return
+                    piece = slot.view[: min(LOOK, want.end - at)]
+                    await self._storage.read_into(want.location, at, [piece])
+                    self.result.bytes_read += len(piece)
+                    self.result.requests += 1
+                    if await in_thread(step, piece) is False:
+                        return
+
+            if unpack.looks:
+                await through(unpack.look)
+                await in_thread(unpack.looked)
+            if want.live:
+                self.result.touched.add(want.name)
+            await through(unpack.take)
+            if not self._stopped:
+                await in_thread(unpack.taken)
+
+    async def prepare_checks(self, wants: Sequence[Want]) -> None:
+        """Partly wanted ranges are checked block by block, against a table that is read, and checked, first."""
+        tables: dict[tuple[str, int, int], list[Want]] = defaultdict(list)
+        for want in wants:
+            stored = want.stored
+            begin, end = stored.byte_range
+            if end - begin <= BLOCK or stored.digest is None:
+                continue
+            if (want.begin, want.end) == (begin, end):
+                want.check = BlockCheck(end - begin, None)
+            elif stored.blocks is not None:
+                tables[stored.blocks].append(want)
+        bad = await self._read_tables(tables)
+        if bad and not self._blocking:  # as in `again`
+            bad = await self._read_tables(bad)
+        for (location, begin, end), whose in bad.items():
+            raise CorruptSnapshotError(
+                f"{whose[0].name}: its table of digests in {location}[{begin}:{end}] is not {whose[0].stored.digest}, "
+                "which was written"
+            )
+
+    async def _read_tables(
+        self, tables: Mapping[tuple[str, int, int], list[Want]]
+    ) -> dict[tuple[str, int, int], list[Want]]:
+        """Read tables, several in one request where they lie close; those that are not what was written."""
+        ranges = [_Table(*where, bytearray(where[2] - where[1])) for where in tables]
+        await self._read_ranges(ranges)
+        bad = {}
+        for (where, wants), table in zip(tables.items(), ranges, strict=True):
+            digest, held = of_table(table.held), bytes(table.held)
+            for want in wants:
+                want.check = BlockCheck(want.stored.nbytes, held)
+                if digest != want.stored.digest:
+                    bad[where] = wants
+        return bad
+
+    async def _read_ranges(self, ranges: Sequence[_Table]) -> None:
+        """Read short ranges into memory, several in one request where they lie close."""
+        at_once = asyncio.Semaphore(self._lanes)
+
+        async def read(part: ReadPart) -> None:
+            buffers: list[Buffer] = []
+            position = part.begin
+            for segment in part.segments:
+                table = ranges[segment.want]
+                buffers.append(bytearray(segment.begin - position))
+                buffers.append(memoryview(table.held)[segment.begin - table.begin : segment.end - table.begin])
+                position = segment.end
+            async with at_once:
+                await self._storage.read_into(part.location, part.begin, buffers)
+            self.result.bytes_read += part.end - part.begin
+            self.result.requests += 1
+
+        reads = [asyncio.create_task(read(part)) for part in plan_reads(ranges, self._part, self._gap)]
+        try:
+            await asyncio.gather(*reads)
+        except BaseException:
+            await uninterrupted(cancelled(reads))
+            raise
+
+    async def _fetch(self, part: ReadPart, wants: Sequence[Want]) -> None:
+        scratch = _scratch(part, wants)
+        if scratch:
+            async with self._budget.slot(scratch) as slot:
+                await self._read(part, wants, slot)
+        else:
+            await self._read(part, wants, None)
+
+    async def _read(self, part: ReadPart, wants: Sequence[Want], slot: Slot | None) -> None:
+        buffers: list[Buffer] = []
+        shares: list[Buffer] = []
+        places: list[int] = []
+        position, used = part.begin, 0
+        touched = self.result.touched
+        for segment in part.segments:
+            begin, length = segment.begin, segment.end - segment.begin
+            if begin > position:
+                assert slot is not None
+                buffers.append(slot.view[used : used + begin - position])
+                used += begin - position
+            want = wants[segment.want]
+            share: Buffer
+            if want.address:
+                share = buffer(want.address + begin - want.begin, length)
+                if want.live:
+                    touched.add(want.name)
+            else:
+                assert slot is not None
+                used = -(-used // 16) * 16
+                share = slot.view[used : used + length]
+                places.append(used)
+                used += length
+            buffers.append(share)
+            shares.append(share)
+            position = segment.end
+        await self._storage.read_into(part.location, part.begin, buffers)
+        self.result.bytes_read += part.end - part.begin
+        self.result.requests += 1
+        if self._verify or slot is not None:
+            await in_thread(self._arrived, part, wants, shares, slot, places)
+
+    def _arrived(
+        self, part: ReadPart, wants: Sequence[Want], shares: list[Buffer], slot: Slot | None, places: list[int]
+    ) -> None:
+        """Verify what came, and hand over what is to be placed."""
+        verify, placed = self._verify, iter(places)
+        for segment, share in zip(part.segments, shares, strict=True):
+            want = wants[segment.want]
+            stored = want.stored
+            good = not verify or self.good(want, segment.begin, share)
+            if not want.address:
+                at = next(placed)
+                if want.opens is not None and slot is not None:
+                    if want.live:
+                        self.result.touched.add(want.name)
+                    arrived(want, share, slot.tensor[at : at + segment.end - segment.begin])
+                elif good and want.place is not None and slot is not None:
+                    if want.live:
+                        self.result.touched.add(want.name)
+                    want.place(segment.begin - stored.byte_range[0], slot, at, segment.end - segment.begin)
+
+    def good(self, want: Want, begin: int, share: Buffer) -> bool:
+        """Whether a want's bytes from `begin` on are what was written, as far as that can be told by now."""
+        if not self._verify or want.stored.digest is None:
+            return True
+        if want.check is not None:
+            return self._check(want, begin, memoryview(share).cast("B"))
+        actual = of_range(share)
+        return actual == want.stored.digest or self._refuse(want, f"is {actual}, and {want.stored.digest} was written")
+
+    def _check(self, want: Want, begin: int, data: memoryview) -> bool:
+        check = want.check
+        assert check is not None
+        check.update(begin - want.stored.byte_range[0], data)
+        if check.table is not None:
+            return check.bad is None or self._refuse(want, check.bad)
+        with _counting:
+            check.left -= len(data)
+            complete = check.left == 0
+        if complete:
+            actual = of_table(check.digests)
+            if actual != want.stored.digest:
+                return self._refuse(want, f"is {actual}, and {want.stored.digest} was written")
+        return True
+
+    def _refuse(self, want: Want, what: str) -> bool:
+        begin, end = want.stored.byte_range
+        self.result.faults.append(f"{want.name}: {want.location}[{begin}:{end}] {what}")
+        self._bad.append(want)
+        return False
+
+
+def _touched(names: set[str]) -> str:
+    return f"; live tensors that have been written to: {', '.join(sorted(names))}" if names else ""
+
+
+def _scratch(part: ReadPart, wants: Sequence[Want]) -> int:
+    """How much of a slot a part needs: what is to be placed (each at a multiple of 16), and gaps."""
+    used, position = 0, part.begin
+    for segment in part.segments:
+        used += max(0, segment.begin - position)
+        if not wants[segment.want].address:
+            used = -(-used // 16) * 16 + segment.end - segment.begin
+        position = segment.end
+    return used

@@ -1,0 +1,205 @@
+"""Names: the entries of a snapshot under the names that the application has for them.
+
+Names are changed in this order: a checkpoint that knows no statefuls goes below the only one of the application, then
+`rename` is followed, then wrappers of models are matched.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace as changed
+from typing import Any
+
+from msgspec.structs import replace
+
+from snapshot.errors import RestoreError
+from snapshot.formats.foreign import root_of, root_over
+from snapshot.load.flat_optimizer import is_flat, nested_view
+from snapshot.manifest.document import Document
+from snapshot.manifest.entries import Container, DictEntry
+from snapshot.manifest.paths import component, uncomponent
+from snapshot.manifest.rank_view import View, by_key, leave_out, nearest, renamed_view
+from snapshot.manifest.scalars import StrEntry
+from snapshot.plan.renaming import Change, Rename, compile_rename
+from snapshot.plan.wrappers import OWN, match_names
+from snapshot.reports import Notes, listed
+from snapshot.state.kind_of import kind_of, kind_type
+from snapshot.state.model_state import ModelState
+from snapshot.state.model_state_kind import ModelStateKind
+from snapshot.state.stateful_kinds import Kind, names_beneath
+
+
+def below_only_key(document: Document, view: View, app_state: Mapping[str, Any]) -> View:
+    """Put a checkpoint that names no statefuls below the key of the application's only one."""
+    if root_of(document) is None or len(app_state) != 1:
+        return view
+    key = component(*app_state)
+    grouped = by_key(view.entries)
+    if key in grouped:
+        return view
+    entries = {key: root_over(document, grouped)} | {f"{key}/{path}": entry for path, entry in view.entries.items()}
+    return changed(view, entries=entries, elsewhere={f"{key}/{path}": each for path, each in view.elsewhere.items()})
+
+
+def follow_rename(view: View, rename: Rename, app_state: Mapping[str, Any]) -> View:
+    """A view under the names that the user gave. A model's new names are its optimizer's, too, in a `ModelState`."""
+    known = {**view.elsewhere, **view.entries}
+    change, unmatched = compile_rename(rename, known)
+    wrong = _wrong_names(known, change, {component(key) for key in app_state})
+    if wrong:
+        raise RestoreError(f"rename does not fit the application, and nothing was touched:{listed(wrong, 10)}", wrong)
+    inner: dict[str, tuple[Change, dict[str, str]]] = {}
+    for key in [component(key) for key, stateful in app_state.items() if isinstance(stateful, ModelState)]:
+        names: dict[str, str] = {}
+        for old in known:
+            new = change(old)
+            if new != old and new.startswith(f"{key}/model/"):
+                names[_third(old)] = _third(new)
+        if names:
+            inner[f"{key}/optim/"] = optimizer_change(f"{key}/optim/", names), names
+
+    def with_optimizers(path: str) -> str:
+        new = change(path)
+        for base, (follow, _) in inner.items():
+            if new.startswith(base) and path.endswith(f"/optim/{new[len(base) :]}"):  # else it is renamed already
+                return follow(new)
+        return new
+
+    made = renamed_view(view, with_optimizers)
+    made.unknown += [f"rename: {name} is not in the snapshot; {nearest(name, known)}" for name in unmatched]
+    for base, (_, names) in inner.items():
+        _rename_params(made, base, names)
+    return made
+
+
+def _wrong_names(known: Mapping[str, Any], change: Callable[[str], str], keys: set[str]) -> list[str]:
+    """A line for each new name that cannot be one, or that no stateful of the application has."""
+    lines = []
+    new = {path: change(path) for path in known}
+    made = {name: known[path] for path, name in new.items()}
+    taken = {name.partition("/")[0] for path, name in new.items() if name != path}
+    for path, name in new.items():
+        if name == path:
+            continue
+        above, _, last = name.rpartition("/")
+        parent, was = made.get(above), known.get(path.rpartition("/")[0])
+        moved = new.get(path.rpartition("/")[0]) != above or path.rpartition("/")[2] != last
+        if not name or "" in name.split("/"):
+            lines.append(f"{path}: rename gives it the name {name!r}, which is not a path")
+        elif path.partition("/")[0] in keys - taken and name.partition("/")[0] not in keys:
+            lines.append(
+                f"{path}: rename moves it to {name}, and the application has no key {name.partition('/')[0]!r}"
+            )
+        elif parent is not None and not isinstance(parent, Container):
+            lines.append(f"{path}: rename moves it below {above}, which holds a value")
+        elif moved and (_is_sequence(parent) or _is_sequence(was)):
+            lines.append(f"{path}: rename moves it to {name}; elements of a sequence cannot be moved")
+    return lines
+
+
+def _is_sequence(entry: Any) -> bool:
+    return isinstance(entry, Container) and not isinstance(entry, DictEntry)
+
+
+def _third(path: str) -> str:
+    return path.split("/", 3)[2] if path.count("/") > 1 else ""
+
+
+def match_wrappers(
+    view: View, ordered: Sequence[tuple[str, Any]], kinds: dict[str, Kind], notes: Notes, asked: Callable[[str], bool]
+) -> View:
+    """A view in which models have the names of the application, where only wrappers make the difference.
+
+    Adds the kinds of models to `kinds`, since their names have to be known. `asked` says of which keys anything is
+    restored."""
+    saved = by_key(view.entries)
+    for path in view.elsewhere:
+        saved.setdefault(path.partition("/")[0], {})
+    for key, stateful in ordered:
+        below = kind_type(stateful).models
+        if below is None or key not in saved or not asked(key):
+            continue
+        if key not in kinds:
+            kinds[key] = kind_of(key, stateful)
+        view = _match_model(view, kinds[key], f"{key}{below}", notes)
+        kind = kinds[key]
+        if isinstance(kind, ModelStateKind) and is_flat(view.entries.get(kind.base)):
+            view = nested_view(view, kind.base)
+            kind.groups_known = False
+    return view
+
+
+def _match_model(view: View, kind: Kind, base: str, notes: Notes) -> View:
+    prefix = f"{base}/"
+    there = [path.removeprefix(prefix) for path in names_beneath(base, view.entries) or ()]
+    there += [path[len(prefix) :].partition("/")[0] for path in view.elsewhere if path.startswith(prefix)]
+    found = match_names(there, kind.model_names())
+    for live, saved in found.ambiguous:
+        names, candidates = (
+            sep.join(prefix + each for each in names) for sep, names in ((" and ", live), (" or ", saved))
+        )
+        notes.mismatches.append(f"{names}: may be {candidates} of the snapshot; say which with rename={{...}}")
+    for name in found.left_out:
+        notes.add("skipped", prefix + name, f"belongs to a wrapper ({_owner(name)}) that this model does not have")
+        view.elsewhere.pop(prefix + name, None)
+        if prefix + name in view.entries:
+            leave_out(view.entries, prefix + name)
+    if not found.names:
+        return view
+    texts = " and ".join(f"'{wrapper}.'" for wrapper in found.wrappers)
+    notes.add("renamed", kind.key, f"names matched without {texts}")
+
+    def change(path: str) -> str:
+        if not path.startswith(prefix):
+            return path
+        name, slash, rest = path[len(prefix) :].partition("/")
+        return f"{prefix}{found.names.get(name, name)}{slash}{rest}"
+
+    view = renamed_view(view, change)
+    return _rename_optimizer(view, kind.key, found.names) if isinstance(kind.stateful, ModelState) else view
+
+
+def _owner(name: str) -> str:
+    return next(wrapper for wrapper, own in OWN.items() if name.rpartition(".")[2] == own)
+
+
+def _rename_optimizer(view: View, key: str, names: Mapping[str, str]) -> View:
+    """A view in which the optimizer of a `ModelState` has the names of its model's parameters."""
+    base = f"{key}/optim/"
+    made = renamed_view(view, optimizer_change(base, names))
+    _rename_params(made, base, names)
+    return made
+
+
+def optimizer_change(base: str, names: Mapping[str, str]) -> Change:
+    """Return the function that gives paths of an optimizer's state the new names of its parameters."""
+
+    def change(path: str) -> str:
+        if not path.startswith(base):
+            return path
+        head, _, rest = path[len(base) :].partition("/")
+        if head == "state":
+            name, slash, below = rest.partition("/")
+            return f"{base}state/{names.get(name, name)}{slash}{below}" if rest else path
+        what, dot, flat = head.partition(".")  # torch's flattened form: state.<name>.<what>
+        for end in _ends(flat) if dot and what in ("state", "param_groups") else ():
+            if flat[:end] in names:
+                return f"{base}{what}.{names[flat[:end]]}{flat[end:]}" + (f"/{rest}" if rest else "")
+        return path
+
+    return change
+
+
+def _rename_params(view: View, base: str, names: Mapping[str, str]) -> None:
+    """Give the parameters that are listed in groups their new names."""
+    params = re.compile(re.escape(base) + r"param_groups/\d+/params/\d+\Z")
+    for path, entry in view.entries.items():
+        if isinstance(entry, StrEntry) and params.match(path):
+            name = component(entry.value())
+            if name in names:
+                view.entries[path] = replace(entry, serialized_value=uncomponent(names[name]), escaped=False)
+
+
+def _ends(text: str) -> Iterable[int]:
+    return [found.start() for found in re.finditer(r"\.", text)]

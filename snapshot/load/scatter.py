@@ -1,0 +1,129 @@
+"""Where the bytes of a stored range belong in a tensor: in its own memory where they can, else copied box by box."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+import torch
+
+from snapshot.formats.embedded_tensors import Layout
+from snapshot.load.requests import Place, Want, want_all
+from snapshot.manifest import entries as e
+from snapshot.runtime.arena import Slot
+from snapshot.tensors.digest import BLOCK
+from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
+from snapshot.tensors.geometry import Box, boxes_of_range, intersect, is_run, runs, whole
+from snapshot.tensors.memory import is_plain
+from snapshot.tensors.strides import around, contiguous, span
+
+_BITS = {
+    dtype: torch.int16 if dtype.itemsize == 2 else torch.uint8
+    for name, dtype in BY_NAME.items()
+    if re.fullmatch(r"u?int[1-7]|bits.*|float4.*", name)
+}
+"""Dtypes that torch cannot copy, and as what it can."""
+_GAP = 64 << 10
+"""Bytes of a partly wanted range that are rather read than asked around."""
+
+
+def wanted(
+    wants: list[Want], path: str, stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box, live: bool
+) -> int:
+    """What a stored piece of a tensor shares with a box of it, into a tensor of that box's shape; how much that
+    is."""
+    shared = intersect(piece, box)
+    if shared is None:
+        return 0
+    itemsize = ITEMSIZE[stored.dtype]
+    same = BY_NAME[stored.dtype] == target.dtype and is_plain(target)
+    within = shared.relative_to(box.offsets)
+    if shared == piece and same and is_run(box.sizes, within):
+        first = runs(box.sizes, within, 0)[0][0]
+        wants.append(want_all(path, stored, target.data_ptr() + first * itemsize, None, live))
+        return shared.numel
+    place = _placer(stored, piece, target, box)
+    if shared == piece:
+        wants.append(want_all(path, stored, 0, place, live))
+        return shared.numel
+    begin, end = stored.byte_range
+    last = -1
+    for first, stop in runs(piece.sizes, shared.relative_to(piece.offsets), _GAP // itemsize):
+        low = begin + first * itemsize // BLOCK * BLOCK
+        high = min(end, begin + -(-stop * itemsize // BLOCK) * BLOCK)
+        low = max(low, last)
+        if low < high:
+            wants.append(Want(path, stored, stored.location, low, high, 0, place, live))
+            last = high
+    return shared.numel
+
+
+def unpacked(
+    path: str, stored: e.TensorEntry, layout: Layout, box: Box, target: torch.Tensor, live: bool,
+    finish: list[Callable[[], None]],
+) -> list[Want]:  # fmt: skip
+    """What a box of a packed tensor wants of the file, into a tensor of the box's shape."""
+    itemsize = ITEMSIZE[stored.dtype]
+    begin = layout.begin + layout.offset * itemsize
+    wants: list[Want] = []
+    if layout.strides == contiguous(stored.shape):
+        end = begin + math.prod(stored.shape) * itemsize
+        raw = e.TensorEntry(stored.location, (begin, end), stored.dtype, stored.shape)
+        wanted(wants, path, raw, whole(stored.shape), target, box, live)
+        return wants
+    found = around(stored.shape, layout.strides)
+    if found is None:  # elements that overlap, or are repeated: they are read as they lie, and copied from there
+        count = span(stored.shape, layout.strides)
+        held = torch.empty(count, dtype=BY_NAME[stored.dtype])
+        raw = e.TensorEntry(stored.location, (begin, begin + count * itemsize), stored.dtype, (count,))
+        wants.append(want_all(path, raw, held.data_ptr(), None, live))
+        finish.append(lambda: copy_into(target, held.as_strided(stored.shape, layout.strides)[box.slices()]))
+        return wants
+    end = min(begin + math.prod(found.sizes) * itemsize, layout.begin + layout.nbytes)
+    raw = e.TensorEntry(stored.location, (begin, end), stored.dtype, found.sizes)
+    offsets = tuple(box.offsets[axis] for axis in found.order) + (0,) * found.padded
+    sizes = tuple(box.sizes[axis] for axis in found.order) + (1,) * found.padded
+    target = target.permute(found.order)
+    target = target.unsqueeze(-1) if found.padded else target
+    wanted(wants, path, raw, whole(found.sizes), target, Box(offsets, sizes), live)
+    return wants
+
+
+def place_of(stored: e.TensorEntry) -> tuple[str, int]:
+    """What tells the memory of a stored tensor from that of others."""
+    extra = stored.extra
+    view = f" {extra.strides} {extra.storage_offset}" if extra is not None and extra.strides is not None else ""
+    packed = f" {stored.serializer}" if stored.serializer != "raw" else ""
+    return stored.location + view + packed, stored.byte_range[0]
+
+
+def _placer(stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box) -> Place:
+    """Copies what arrives of a stored piece to where it belongs in a tensor that stands for `box`."""
+    dtype, itemsize = BY_NAME[stored.dtype], ITEMSIZE[stored.dtype]
+    target = target.detach()
+
+    def place(start: int, slot: Slot, at: int, length: int) -> None:
+        first = start // itemsize
+        arrived = slot.tensor[at : at + length].view(dtype)
+        for position, part in boxes_of_range(piece.sizes, first, first + length // itemsize):
+            there = part.within(piece.offsets)
+            shared = intersect(there, box)
+            if shared is None:
+                continue
+            source = arrived[position - first : position - first + math.prod(part.sizes)].view(part.sizes)
+            copy_into(
+                target[shared.relative_to(box.offsets).slices()], source[shared.relative_to(there.offsets).slices()]
+            )
+
+    return place
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy elements, whatever `requires_grad` says."""
+    target, source = target.detach(), source.detach()
+    bits = _BITS.get(target.dtype)
+    if bits is not None and source.dtype == target.dtype:
+        target, source = target.view(bits), source.view(bits)
+    with torch.no_grad():
+        target.copy_(source)

@@ -1,0 +1,115 @@
+"""What a manifest says that its files hold: every stored range, as something that can be read and compared."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
+from snapshot.formats.foreign import is_packed
+from snapshot.formats.unpickling import INLINE
+from snapshot.load.requests import Want, want_all
+from snapshot.manifest import entries as e
+from snapshot.manifest.document import ForeignFile
+from snapshot.manifest.scalars import Scalar
+from snapshot.manifest.validate import Files, check_range, check_tensor
+
+Place = tuple[str, int, int]
+"""A file, and where in it a range begins and ends."""
+
+
+def tensors_of(entry: Any) -> list[e.AnyTensor]:
+    """The tensors that an entry is, or is made of."""
+    if isinstance(entry, e.TENSORS):
+        return [entry]
+    if isinstance(entry, e.NDArrayEntry):
+        return [entry.data]
+    if isinstance(entry, e.TensorPartsEntry):
+        return list(entry.parts.values())
+    return []
+
+
+def stored_of(entry: Any) -> list[e.TensorEntry | e.ObjectEntry]:
+    """The stored ranges of an entry."""
+    if isinstance(entry, e.ObjectEntry):
+        return [entry]
+    return [piece for tensor in tensors_of(entry) for _, piece in tensor.pieces()]
+
+
+def stored_in(manifest: Mapping[str, Any]) -> Iterator[e.TensorEntry | e.ObjectEntry]:
+    """All stored ranges; those that several names share, as often."""
+    for entry in manifest.values():
+        yield from stored_of(entry)
+
+
+def wants_of(
+    manifests: Sequence[Mapping[str, Any]], files: Files, faults: list[str],
+    bare: dict[str, list[Place]] | None = None,
+) -> list[Want]:  # fmt: skip
+    """A want for each stored range, and for each table of digests; entries that cannot be read become faults.
+
+    `manifests`: one that is whole, or one and its parts. `bare`: gets the entries of which ranges carry no digest.
+    """
+    wants: dict[Place, Want] = {}
+    partial = len(manifests) > 1
+    for manifest in manifests:
+        for path, entry in manifest.items():
+            try:
+                for held in tensors_of(entry):
+                    check_tensor(path, held, files, partial=partial)
+                if isinstance(entry, e.ObjectEntry):
+                    check_range(path, entry, files)
+                elif isinstance(entry, Scalar):
+                    with suppress(UnsupportedFormatError):  # a time zone may be unknown to this machine alone
+                        entry.value()
+            except CorruptSnapshotError as error:
+                faults.append(str(error))
+                continue
+            for each in stored_of(entry):
+                place = (each.location, *each.byte_range)
+                if bare is not None and each.digest is None and each.location != INLINE:
+                    bare.setdefault(path, []).append(place)
+                wants.setdefault(place, _want(path, each))
+                if each.blocks is not None and each.digest is not None:
+                    wants.setdefault(each.blocks, _table_want(path, each.blocks, each.digest))
+    return list(wants.values())
+
+
+def _want(path: str, stored: e.TensorEntry | e.ObjectEntry) -> Want:
+    """All of a stored range; of a packed tensor it is looked at whether it is the one that its entry says."""
+    want = want_all(path, stored)
+    if isinstance(stored, e.TensorEntry) and is_packed(stored):
+        want.opens = lambda layout: []
+    return want
+
+
+TABLE = "digests"
+"""The serializer, so to speak, of tables of digests."""
+
+
+def _table_want(path: str, blocks: Place, digest: str) -> Want:
+    location, begin, end = blocks
+    table = e.ObjectEntry(location, (begin, end), TABLE, "", digest)
+    return Want(f"{path} (digests)", table, location, begin, end)
+
+
+def uncovered(files: Files, wants: Iterable[Want]) -> list[str]:
+    """A line for each part of a file that has no digest, or two: what is written fills its files, and nothing twice."""
+    ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for want in wants:
+        if want.begin < want.end:
+            ranges[want.location].append((want.begin, want.end))
+    faults = []
+    for location, file in files.items():
+        if isinstance(file, ForeignFile):  # there is more in it than our entries say
+            continue
+        position = file.header
+        for begin, end in [*sorted(ranges[location]), (file.size, file.size)]:
+            if begin != position:
+                what = "belong to nothing" if begin > position else "belong to two things"
+                low, high = sorted((begin, position))
+                faults.append(f"{location}[{low}:{high}]: the manifest says that these bytes {what}")
+            position = max(position, end)
+    return faults

@@ -1,0 +1,191 @@
+"""Packed tensors, on their way from what others' files hold of them to where their elements belong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from snapshot.errors import CorruptSnapshotError
+from snapshot.formats.embedded_tensors import HEAD, PIECE, Layout, Short, decoder_of, layout_of, streamed
+from snapshot.manifest.entries import TensorEntry
+from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
+from snapshot.tensors.memory import copy
+
+if TYPE_CHECKING:
+    from snapshot.load.requests import Want
+
+ALIGNED = 16
+"""No element is longer; so at multiples of it, counted from where a storage begins, none is cut."""
+ENOUGH = 64 << 10
+"""Decompressed bytes that are handed on at once."""
+MORE = 64 << 20
+"""Bytes by which a compressed archive may be longer than its tensor's elements."""
+
+
+class Bytes:
+    """A tensor of bytes where a place expects a slot."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def serve(wants: Sequence[Want], layout: Layout, dtype: str, begin: int, held: torch.Tensor) -> None:
+    """Give wants what they want of the bytes that begin at `begin`: in the file, or in what was decompressed."""
+    if not layout.plain:
+        held = _turned(held, layout.begin - begin, dtype, layout)
+    end = begin + held.numel()
+    for want in wants:
+        low, high = max(want.begin, begin), min(want.end, end)
+        if low >= high:
+            continue
+        if want.address:
+            copy(want.address + low - want.begin, held.data_ptr() + low - begin, high - low)
+        elif want.place is not None:
+            part = held[low - begin : high - begin]
+            if part.storage_offset() % ALIGNED:
+                part = part.clone()
+            want.place(low - want.stored.byte_range[0], Bytes(part), 0, high - low)  # type: ignore[arg-type]
+
+
+def _turned(held: torch.Tensor, at: int, dtype: str, layout: Layout) -> torch.Tensor:
+    """Return the tensor's own bytes: in this machine's order, conjugated, negated. Elements begin at `at`."""
+    whole = ITEMSIZE[dtype]
+    size = whole // (2 if BY_NAME[dtype].is_complex else 1)
+    held = held.clone()
+    at = at % whole
+    count = max(0, held.numel() - at) // whole * whole
+    middle = held[at : at + count]
+    if layout.swapped and size > 1:
+        middle.copy_(middle.clone().view(-1, size).flip(1).reshape(-1))
+    if layout.neg:  # the last byte has the sign
+        middle.view(-1, size)[:, -1] ^= 0x80
+    if layout.conj:
+        middle.view(-1, whole)[:, -1] ^= 0x80
+    return held
+
+
+def arrived(want: Want, share: Any, tensor: torch.Tensor) -> None:
+    """A short packed range is here, all of it."""
+    stored = want.stored
+    assert isinstance(stored, TensorEntry)
+    if streamed(stored):
+        unpack = Unpack(want)
+        view = memoryview(share).cast("B")
+        for step in unpack.steps():
+            step(view)
+        return
+    try:
+        layout = layout_of(want.name, stored, share, share)
+    except Short as short:
+        raise CorruptSnapshotError(f"{want.name}: its archive names bytes that it does not have") from short
+    serve(opened(want, layout), layout, stored.dtype, want.begin, tensor)
+
+
+def opened(want: Want, layout: Layout) -> list[Want]:
+    """What is wanted of the file itself, now that it is known where a packed tensor is."""
+    assert want.opens is not None
+    return want.opens(layout)
+
+
+class Unpack:
+    """A range that is followed from its first byte on; twice, if what says where things are stands at its end."""
+
+    def __init__(self, want: Want, layout: Layout | None = None) -> None:
+        """With a layout that is known already, from the first byte of the storage on."""
+        assert isinstance(want.stored, TensorEntry)
+        self._want = want
+        self._stored = want.stored
+        self._decode = decoder_of(want.name, want.stored) if layout is None else bytes
+        self._layout: Layout | None = None
+        self._wants: list[Want] = []
+        self._head, self._tail = bytearray(), bytearray()
+        self._position = 0
+        """Where `_held` begins."""
+        self._held = bytearray()
+        self._end = 0
+        self._most = math.prod(want.stored.shape) * ITEMSIZE[want.stored.dtype] + MORE
+        self.looks = layout is None and want.stored.serializer.endswith("+torch_save")
+        """Whether all has to be looked at before anything can be taken."""
+        if layout is not None:
+            self._begin(layout, layout.begin)
+
+    def steps(self) -> list[Callable[[memoryview], None]]:
+        """What is to be done with all of the range's bytes, in this order."""
+        return [self._look_all, self._take_all] if self.looks else [self._take_all]
+
+    def _look_all(self, data: memoryview) -> None:
+        self.look(data)
+        self.looked()
+
+    def _take_all(self, data: memoryview) -> None:
+        self.take(data)
+        self.taken()
+
+    def look(self, data: memoryview) -> None:
+        """Go through bytes of the range without taking any."""
+        for at in range(0, len(data), PIECE):
+            made = self._decode(bytes(data[at : at + PIECE]))
+            if len(self._head) < HEAD:
+                self._head += made[: HEAD - len(self._head)]
+            self._tail += made
+            del self._tail[:-HEAD]
+            self._position += len(made)
+            if self._position > self._most:
+                raise CorruptSnapshotError(f"{self._want.name}: decompresses to far more bytes than it has elements")
+
+    def looked(self) -> None:
+        """All has been looked at."""
+        head, tail, length = self._head, self._tail, self._position
+        if length <= HEAD:
+            tail = head
+        stored = self._stored
+        packed = TensorEntry(stored.location, (0, length), stored.dtype, stored.shape, serializer="torch_save")
+        try:
+            found = layout_of(self._want.name, packed, head, tail)
+        except Short as short:
+            raise CorruptSnapshotError(f"{self._want.name}: its archive is none that torch writes") from short
+        self._decode = decoder_of(self._want.name, stored)
+        self._begin(found)
+
+    def _begin(self, layout: Layout, position: int = 0) -> None:
+        self._layout = layout
+        self._wants = opened(self._want, layout)
+        self._end = max((want.end for want in self._wants), default=0)
+        self._position = position
+
+    def take(self, data: memoryview) -> bool:
+        """Take what is wanted of the bytes; whether more of them are needed."""
+        for at in range(0, len(data), PIECE):
+            if self._layout is None:
+                head = bytes(data[: max(PIECE, HEAD)])
+                self._begin(layout_of(self._want.name, self._stored, head, b""))
+            if self._position >= self._end:
+                return False
+            self._held += self._decode(bytes(data[at : at + PIECE]))
+            if len(self._held) >= ENOUGH:
+                self._hand_on(len(self._held))
+        return self._position < self._end
+
+    def taken(self) -> None:
+        """There are no more bytes."""
+        self._hand_on(len(self._held), last=True)
+        if self._position < self._end:
+            raise CorruptSnapshotError(f"{self._want.name}: its bytes end too early")
+
+    def _hand_on(self, count: int, *, last: bool = False) -> None:
+        layout = self._layout
+        if layout is None or not count:
+            return
+        if not last:
+            count -= (self._position + count - layout.begin) % ALIGNED
+        if count <= 0:
+            return
+        held = torch.frombuffer(self._held[:count], dtype=torch.uint8)
+        serve(self._wants, layout, self._stored.dtype, self._position, held)
+        del self._held[:count]
+        self._position += count

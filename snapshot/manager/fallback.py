@@ -1,0 +1,166 @@
+"""Restoring the newest snapshot that is whole: all ranks try one, and if any finds it damaged, all try the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from snapshot.distributed.exchange import Call
+from snapshot.errors import CorruptSnapshotError, RankError, SnapshotNotFoundError, StorageError, StorageNotFoundError
+from snapshot.events import emit, log
+from snapshot.formats.detect import UnknownFormatError
+from snapshot.load.options import RestoreOptions
+from snapshot.manager.root import Root
+from snapshot.runtime.loop import run
+from snapshot.snapshot import AppState, Snapshot
+
+DAMAGE = (CorruptSnapshotError, SnapshotNotFoundError, StorageNotFoundError)
+"""What says that a snapshot is not whole. (One that is removed while it is read loses its files.)"""
+_KINDS = {kind.__name__ for kind in (*DAMAGE, UnknownFormatError)}
+
+
+class Tried(msgspec.Struct, array_like=True):
+    """What a rank says of the step that was tried; the first time there was none."""
+
+    fault: str = ""
+
+
+class Chosen(msgspec.Struct, array_like=True):
+    """What all do next."""
+
+    step: int | None
+    """The one to try; or that was restored, if `over`; None if there is none."""
+    over: bool
+    passed: list[tuple[int, str, bool]]
+    """The steps that are damaged, why, and whether they are this library's, and may be replaced."""
+
+
+class FallingBack:
+    """One restore of the newest that is whole.
+
+    `begin` begins a call of all ranks; in `using` stand the steps that are being read.
+    """
+
+    def __init__(
+        self, root: Root, snapshot_of: Callable[[int], Snapshot], begin: Callable[[], Call], using: set[int]
+    ) -> None:
+        self._root = root
+        self._snapshot_of = snapshot_of
+        self._begin = begin
+        self._using = using
+        self._candidates: list[tuple[int, str]] | None = None
+        self._tried: set[tuple[int, str]] = set()
+        """Steps with their manifests' tokens: what another process puts in the place of one is another candidate."""
+        self._passed: dict[int, tuple[str, bool]] = {}
+        """The leader's knowledge, as are the two above."""
+        self._unreadable: dict[int, StorageError] = {}
+        self._token = ""
+        """Of the candidate that is tried, which is the leader's to know."""
+        self._current: int | None = None
+        """The step that was tried last."""
+        self._touched: set[str] = set()
+        """Names of the live tensors that a damaged step was read into."""
+        self._notes: list[str] = []
+
+    def restore(self, app_state: AppState, options: RestoreOptions) -> tuple[int | None, list[int]]:
+        """The step that was restored, or None where there is none; and those of this library that are damaged."""
+        mine = Tried()
+        error: BaseException | None = None
+        try:
+            while True:
+                with self._begin() as call:
+                    if error is not None:
+                        raise error  # here, so that the other ranks are told
+                    chosen = call.exchange(mine, self._lead, Tried, Chosen)
+                    call.close()
+                self._now_at(chosen.step)
+                if chosen.over or chosen.step is None:
+                    break
+                mine, error = self._try(chosen.step, app_state, options)
+        finally:
+            self._now_at(None)
+        return self._outcome(chosen, call.rank)
+
+    def _lead(self, tried: list[Tried]) -> Chosen:
+        """Rank 0 chooses: the next one of which nothing is missing, as far as that is seen without reading data."""
+        fault = next((each.fault for each in tried if each.fault), "")
+        if self._current is not None and not fault:
+            self._passed.pop(self._current, None)
+            return Chosen(self._current, over=True, passed=self._told())
+        if self._current is not None:
+            self._pass(self._current, fault)
+        while candidate := self._next():
+            step = candidate[0]
+            self._tried.add(candidate)
+            self._now_at(step)
+            self._token = candidate[1]
+            fault = run(self._root.fault(step)) or ""
+            if not fault:
+                return Chosen(step, over=False, passed=self._told())
+            self._pass(step, fault)
+        return Chosen(None, over=True, passed=self._told())
+
+    def _next(self) -> tuple[int, str] | None:
+        if self._candidates is None:
+            folders = run(self._root.folders())
+            if folders.others and not folders.committed:
+                some = ", ".join(f"step-{step}" for step in folders.others[-5:])
+                log.warning("%s: nothing to restore: there is no finished snapshot in %s", self._root.url, some)
+            there = {(step, stat.token) for step, stat in folders.committed.items()} - self._tried
+            self._unreadable = folders.unreadable
+            self._candidates = sorted(there)
+        candidate = self._candidates.pop() if self._candidates else None
+        newer = [step for step in self._unreadable if candidate is None or step > candidate[0]]
+        if newer:  # it may be a better one
+            raise self._unreadable[max(newer)]
+        return candidate
+
+    def _pass(self, step: int, fault: str) -> None:
+        """It is damaged; unless it was removed or replaced meanwhile: then all that is there is looked at again."""
+        if run(self._root.token(step)) == self._token:
+            self._passed[step] = fault, run(self._root.is_replaceable(step))
+        else:
+            self._candidates = None
+
+    def _told(self) -> list[tuple[int, str, bool]]:
+        return [(step, *told) for step, told in self._passed.items()]
+
+    def _now_at(self, step: int | None) -> None:
+        """From now on this step is in use, and the one before is not."""
+        if self._current is not None:
+            self._using.discard(self._current)
+        self._current = step
+        if step is not None:
+            self._using.add(step)
+
+    def _try(self, step: int, app_state: AppState, options: RestoreOptions) -> tuple[Tried, BaseException | None]:
+        """Restore one; what this rank says of it, and what is no word about the snapshot and to be raised."""
+        try:
+            self._snapshot_of(step)._restore(app_state, options, self._touched)
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            if not isinstance(error, DAMAGE) and not (isinstance(error, RankError) and error.kind in _KINDS):
+                return Tried(), error
+            self._notes += getattr(error, "__notes__", ())
+            return Tried(str(error) or type(error).__name__), None
+        return Tried(), None
+
+    def _outcome(self, chosen: Chosen, rank: int) -> tuple[int | None, list[int]]:
+        """Say what was passed over; raise if nothing is left."""
+        lines = [f"step-{step}: {why}" for step, why, _ in chosen.passed]
+        if chosen.step is None and lines:
+            touched = sorted(self._touched)
+            also = f"; live tensors that have been written to: {', '.join(touched)}" if touched else ""
+            error = CorruptSnapshotError(
+                f"{self._root.url}: no step can be restored: {'; '.join(lines)}{also}", faults=lines, touched=touched
+            )
+            for each in dict.fromkeys(self._notes):
+                error.add_note(each)
+            raise error
+        if lines:
+            passed = {step: why for step, why, _ in chosen.passed}
+            emit("fell_back", "restore_latest", str(self._root.url), step=chosen.step, passed=passed)
+            for step, why in passed.items() if rank == 0 else ():
+                url = self._root.step_url(step)
+                log.warning("%s: is damaged, and step-%s is restored in its place: %s", url, chosen.step, why)
+        return chosen.step, [step for step, _, ours in chosen.passed if ours]

@@ -1,0 +1,155 @@
+"""Whether an entry can be read: lengths, ranges and boxes that agree with each other, before a byte is fetched or a
+buffer is made. A hostile or damaged manifest ends here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
+from snapshot.manifest.document import FileEntry, ForeignFile
+from snapshot.manifest.entries import (
+    TENSORS,
+    AnyTensor,
+    Compound,
+    Container,
+    FrozensetEntry,
+    NDArrayEntry,
+    ObjectEntry,
+    SetEntry,
+    SliceEntry,
+    TensorEntry,
+    TensorPartsEntry,
+    TupleEntry,
+)
+from snapshot.manifest.rank_view import DEEPEST
+from snapshot.manifest.scalars import Scalar
+from snapshot.reports import counted
+from snapshot.tensors.digest import SIZE, block_count
+from snapshot.tensors.dtypes import ITEMSIZE
+from snapshot.tensors.geometry import inside, overlap
+
+Files = Mapping[str, FileEntry]
+
+_HASHABLE = (Scalar, TupleEntry, SliceEntry, FrozensetEntry, Compound, *TENSORS, TensorPartsEntry, ObjectEntry)
+
+
+def check_tree(path: str, entries: Mapping[str, Any]) -> None:
+    """Raise unless the entries at and beneath a path are one tree: as many as its containers say that they hold."""
+    expected = 1
+    for below, entry in entries.items():
+        if isinstance(entry, Container):
+            entry.check(below)
+            expected += entry.width
+            if below.count("/") > DEEPEST + 1:
+                raise CorruptSnapshotError(f"{path}: nested more than {DEEPEST} deep")
+        if not isinstance(entry, _HASHABLE):
+            holder = entries.get(above := below.rpartition("/")[0])
+            while isinstance(holder, (TupleEntry, SliceEntry)) and above:
+                holder = entries.get(above := above.rpartition("/")[0])
+            if isinstance(holder, (SetEntry, FrozensetEntry)):
+                raise CorruptSnapshotError(f"{above}: no set can hold {below}")
+    if path not in entries or expected != len(entries):
+        raise CorruptSnapshotError(
+            f"{path}: its containers name {counted(expected, 'entry', 'entries')}, and there are {len(entries)}"
+        )
+
+
+def check_tensor(path: str, entry: AnyTensor, files: Files, *, partial: bool = False) -> None:
+    """Raise unless all of a tensor can be read from where its entry says; `partial`: all that the entry has of it."""
+    if type(entry) is TensorEntry:
+        check_stored(path, entry, files)
+        return
+    _check_shape(path, entry)
+    pieces = entry.pieces()
+    for box, stored in pieces:
+        if stored.dtype != entry.dtype or stored.shape != box.sizes or not inside(box, entry.shape):
+            raise CorruptSnapshotError(
+                f"{path}: its part at {list(box.offsets)} does not fit {entry.dtype}{list(entry.shape)}"
+            )
+        check_stored(path, stored, files)
+    if sum(box.numel for box, _ in pieces) != math.prod(entry.shape) and not partial:
+        raise CorruptSnapshotError(f"{path}: its parts do not fill {list(entry.shape)}")
+    try:
+        overlapping = overlap([box for box, _ in pieces])
+    except ValueError as error:
+        raise CorruptSnapshotError(f"{path}: {error}") from error
+    if overlapping:
+        raise CorruptSnapshotError(f"{path}: its parts overlap")
+    _check_layout(path, entry)
+
+
+def check_stored(path: str, entry: TensorEntry, files: Files) -> None:
+    """Raise unless one range of a tensor can be read."""
+    extra = entry.extra
+    packed = entry.serializer != "raw" and isinstance(files.get(entry.location), ForeignFile)
+    if not packed and (
+        entry.serializer != "raw" or (extra and (extra.strides is not None or extra.storage_offset is not None))
+    ):
+        raise UnsupportedFormatError(f"{path}: is stored in a way that this version does not know ({entry.serializer})")
+    itemsize = ITEMSIZE.get(entry.dtype)
+    if itemsize is None:
+        raise UnsupportedFormatError(
+            f"{path}: has the dtype {entry.dtype!r}, which this version of torch does not know"
+        )
+    _check_shape(path, entry)
+    begin, end = entry.byte_range
+    lengths_differ = end - begin != math.prod(entry.shape) * itemsize and not packed
+    if lengths_differ or (entry.shape and min(entry.shape) < 0):
+        raise CorruptSnapshotError(
+            f"{path}: {entry.dtype}{list(entry.shape)} does not take the {counted(end - begin, 'byte')} that its "
+            "entry names"
+        )
+    check_range(path, entry, files)
+    if extra is not None:
+        _check_layout(path, entry)
+
+
+def _check_shape(path: str, entry: AnyTensor) -> None:
+    """Raise for a shape that torch cannot have, also if one of its sizes is 0."""
+    if math.prod(max(1, size) for size in entry.shape) >= 1 << 60:
+        raise CorruptSnapshotError(f"{path}: {entry.dtype}{list(entry.shape)} is no shape that can be")
+
+
+def check_range(path: str, entry: TensorEntry | ObjectEntry, files: Files) -> None:
+    """Raise unless an entry's range, and that of its digests' table, lie in files of this snapshot, behind their
+    headers."""
+    begin, end = entry.byte_range
+    file = files.get(entry.location)
+    if file is None or not 0 <= file.header <= begin <= end <= file.size:
+        raise _outside(path, entry.location, begin, end)
+    count = block_count(end - begin)
+    if count and entry.digest is not None:
+        if entry.blocks is None:
+            raise CorruptSnapshotError(f"{path}: has no table of digests")
+        location, begin, end = entry.blocks
+        table = files.get(location)
+        if table is None or not 0 <= table.header <= begin <= end <= table.size or end - begin != count * SIZE:
+            raise _outside(path, location, begin, end)
+
+
+def _check_layout(path: str, entry: AnyTensor) -> None:
+    extra = getattr(entry, "extra", None)
+    order = extra and extra.stride_order
+    if order is not None and sorted(order) != list(range(len(entry.shape))):
+        raise CorruptSnapshotError(f"{path}: {order} is no order of {counted(len(entry.shape), 'dimension')}")
+
+
+def _outside(path: str, location: str, begin: int, end: int) -> CorruptSnapshotError:
+    return CorruptSnapshotError(f"{path}: the range {begin}-{end} does not lie in the data of {location[:200]}")
+
+
+def locations_of(entries: Mapping[str, Any], files: Files) -> set[str]:
+    """The files that entries lie in: looked at before memory for them is taken. Unknown ones are found out later."""
+    found = set()
+    for entry in entries.values():
+        if type(entry) is TensorEntry or type(entry) is ObjectEntry:
+            found.add(entry.location)
+        elif isinstance(entry, TENSORS):
+            found |= {stored.location for _, stored in entry.pieces()}
+        elif type(entry) is NDArrayEntry:
+            found |= {stored.location for _, stored in entry.data.pieces()}
+        elif type(entry) is TensorPartsEntry:
+            found |= {stored.location for part in entry.parts.values() for _, stored in part.pieces()}
+    return found & files.keys()

@@ -1,0 +1,214 @@
+"""What ranks tell each other before the bytes flow, and what follows from it.
+
+Each rank sends a small record of digests. Where those agree, every rank can make its plan alone, since it knows what
+the others have; only where they differ more is asked for, once for each different rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from snapshot.errors import SnapshotError
+from snapshot.manifest import document
+from snapshot.reports import listed
+from snapshot.tensors.digest import digests, of_range
+from snapshot.tensors.geometry import Box, inside, overlap
+
+FIRST = ""
+"""The basis of a rank that knows nothing: all that may be shared is."""
+ASKED = "asked"
+"""The basis after details were asked for: what the leader said."""
+_MODULUS = 1 << 128
+
+
+class Record(msgspec.Struct, array_like=True):
+    """What a rank says of itself: 200 bytes, however much it holds."""
+
+    structure: str
+    """A digest of its names, dtypes, shapes and layouts."""
+    basis: str
+    """What it goes by in what is shared: FIRST, ASKED, or the structure of a plan that it knows."""
+    agreed: str
+    """A digest of what is shared by that."""
+    candidates: str
+    """A digest of all that may be shared."""
+    have: bytes
+    """The sum, over the sharded tensors that it holds, of their layouts' digests."""
+    expected: bytes
+    """The same sum over all of their holders, from the first of these."""
+    load: int
+    """Bytes that it alone can write."""
+    entries: int
+    boxes: bool
+    """Whether it holds boxes of which nobody knows who has the others, and asks about them."""
+    left: bytes = b""
+    """Digests of some of what is not shared by its basis, and may be by now."""
+
+
+class Agreement(msgspec.Struct, array_like=True):
+    """The leader's answer to the records."""
+
+    structure: str
+    """A digest of all ranks' structures."""
+    settled: bool
+    loads: list[int]
+    """Bytes that each rank writes anyway; empty while nothing is settled."""
+    cut: bool
+    """Whether the manifest is so large that each rank's own entries stay in a part of their own."""
+    speakers: list[int]
+    """The ranks that are to say what they could share: one of each kind."""
+    boxes: bool
+    """Whether all are to say which boxes they hold."""
+    layouts: bool
+    """Whether layouts contradict each other, and all are to say theirs."""
+
+
+def agree(records: Sequence[Record]) -> Agreement:
+    """What follows from all ranks' records."""
+    structure = of_range(b"".join(record.structure.encode() for record in records))
+    first = records[0]
+    known = first.basis in (FIRST, ASKED) or first.basis == structure
+    shared = known and all(each.agreed == first.agreed and each.basis == first.basis for each in records)
+    again = set.intersection(*(set(digests(record.left)) for record in records))  # not shared before, and equal now
+    layouts = total(each.have for each in records) != total(each.expected for each in records)
+    boxes = any(record.boxes for record in records)
+    settled = shared and not layouts and not boxes and not again
+    seen: dict[str, int] = {}
+    for rank, record in enumerate(records):
+        seen.setdefault(record.candidates, rank)
+    return Agreement(
+        structure,
+        settled,
+        [record.load for record in records] if settled else [],
+        sum(record.entries for record in records) > document.IN_ONE,
+        [] if settled else sorted(seen.values()),
+        boxes or not settled,
+        layouts,
+    )
+
+
+def layout_digest(path: str, layout: str) -> int:
+    """A sharded tensor's part in the sums."""
+    return int(of_range(f"{path}\0{layout}".encode()).removeprefix("xxh3:"), 16)
+
+
+def as_sum(digests: Iterable[int]) -> bytes:
+    """Digests, added up."""
+    return (sum(digests) % _MODULUS).to_bytes(16, "little")
+
+
+def total(sums: Iterable[bytes]) -> bytes:
+    """All ranks' sums, added up."""
+    return as_sum(int.from_bytes(each, "little") for each in sums)
+
+
+class Boxes(msgspec.Struct, array_like=True):
+    """The boxes of one tensor that a rank holds, and of which it does not know who has the others."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...], int]]
+    """Offsets, sizes, and which replica it is."""
+
+
+class Details(msgspec.Struct, array_like=True):
+    """What a rank says when it is asked."""
+
+    items: bytes = b""
+    """Digests of what it could share, one after the other."""
+    boxes: list[Boxes] = msgspec.field(default_factory=list)
+    layouts: dict[str, tuple[str, list[int]]] = msgspec.field(default_factory=dict)
+    """Path -> layout, and the ranks that hold it."""
+
+
+class Settlement(msgspec.Struct, array_like=True):
+    """The leader's answer to the details."""
+
+    items: bytes
+    """Digests of what all ranks have."""
+    spare: list[tuple[int, str, int]]
+    """(Rank, path, number of the box) that another rank writes."""
+
+
+def settle(details: Sequence[Details], speakers: Sequence[int]) -> Settlement:
+    """What all have, and who writes which box. Raises where boxes or layouts contradict each other."""
+    _check_layouts(details)
+    common: set[bytes] | None = None
+    for rank in speakers:
+        found = set(digests(details[rank].items))
+        common = found if common is None else common & found
+    return Settlement(b"".join(sorted(common or ())), _spare(details))
+
+
+def _check_layouts(details: Sequence[Details]) -> None:
+    seen: dict[tuple[str, tuple[int, ...]], dict[int, str]] = defaultdict(dict)
+    for rank, each in enumerate(details):
+        for path, (layout, holders) in each.layouts.items():
+            seen[path, tuple(holders)][rank] = layout
+    faults = []
+    for (path, ranks), layouts in seen.items():
+        absent = [rank for rank in ranks if rank not in layouts]
+        if absent:
+            faults.append(f"{path}: rank {min(layouts)} holds a part of it, and rank {absent[0]}, which holds another, "
+                          "has no such tensor, or another layout of it")  # fmt: skip
+        elif len(set(layouts.values())) > 1:
+            other = next(rank for rank in layouts if layouts[rank] != layouts[min(layouts)])
+            faults.append(f"{path}: {layouts[min(layouts)]} on rank {min(layouts)}, {layouts[other]} on rank {other}")
+    if faults:
+        raise SnapshotError(f"ranks hold parts of the same tensors, and do not agree on them:{listed(faults)}")
+
+
+def _spare(details: Sequence[Details]) -> list[tuple[int, str, int]]:
+    """The boxes that are held twice, and which of them nobody needs to write; raises where some overlap, or lack."""
+    held: dict[str, list[tuple[int, int, Boxes]]] = defaultdict(list)
+    for rank, each in enumerate(details):
+        for tensor in each.boxes:
+            held[tensor.path] += [(rank, number, tensor) for number in range(len(tensor.boxes))]
+    spare: list[tuple[int, str, int]] = []
+    faults: list[str] = []
+    checked: dict[tuple[object, ...], str | None] = {}
+    for path, found in held.items():
+        first = found[0][2]
+        writers: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
+        for rank, number, tensor in found:
+            if (tensor.dtype, tensor.shape) != (first.dtype, first.shape):
+                faults.append(
+                    f"{path}: {first.dtype}{list(first.shape)} on rank {found[0][0]}, "
+                    f"{tensor.dtype}{list(tensor.shape)} on rank {rank}"
+                )
+                break
+            offsets, sizes, replica = tensor.boxes[number]
+            if replica:
+                continue
+            if writers.setdefault((offsets, sizes), (rank, number)) != (rank, number):
+                spare.append((rank, path, number))
+        else:
+            boxes = tuple(sorted(writers))
+            signature = first.shape, boxes
+            if signature not in checked:
+                checked[signature] = _fault(first.shape, [Box(*box) for box in boxes])
+            fault = checked[signature]
+            faults += [f"{path}: {fault}"] if fault else []
+    if faults:
+        raise SnapshotError(f"the parts that ranks hold do not make whole tensors:{listed(faults)}")
+    return spare
+
+
+def _fault(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
+    outside = [box for box in boxes if not inside(box, shape)]
+    if outside:
+        return f"the part [{outside[0]}] does not lie in {list(shape)}"
+    if overlap(boxes):
+        return "its parts overlap"
+    filled = sum(box.numel for box in boxes)
+    if filled != math.prod(shape):
+        return (
+            f"the parts that are replica 0 on some rank hold {filled:,} of its {math.prod(shape):,} elements; "
+            "if others hold them, give those replica=0"
+        )
+    return None

@@ -1,0 +1,199 @@
+"""The arena: staging memory that is kept between snapshots, since faulting in fresh pages costs more than copying to
+them.
+
+What a writer process is to see lies in a few shared segments; all else is this process's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from snapshot.errors import system_limits
+from snapshot.options import Settings
+from snapshot.runtime.shared_memory import Segment
+from snapshot.tensors.memory import address_of, populate
+
+GRAIN = 1 << 20
+"""Slots are multiples of this long, so that parts of about one size find each other's slots."""
+SEGMENT = 256 << 20
+"""How long the first shared segment is."""
+
+
+class Slot:
+    """Page-aligned host memory; pinned where an accelerator's copies are to go through it, or a range of a segment that
+    another process sees, too."""
+
+    __slots__ = ("_owner", "address", "offset", "pinned", "segment", "size", "tensor", "view")
+
+    def __init__(self, size: int, pinned: bool, segment: Segment | None = None, offset: int = 0) -> None:
+        self.size = size
+        self.pinned = pinned
+        self.segment = segment
+        self.offset = offset
+        """Where it begins in its segment."""
+        self._owner: Any = None
+        if segment is not None:
+            self.view = segment.view[offset : offset + size]
+            self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
+        elif pinned:
+            self.tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self.view = memoryview(self.tensor.numpy().data)
+        else:
+            self._owner = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.view = memoryview(self._owner)
+            self.tensor = torch.frombuffer(self._owner, dtype=torch.uint8)
+            populate(address_of(self.view), size)
+            if hasattr(mmap, "MADV_HUGEPAGE"):  # in time: to look for huge pages now may take seconds
+                with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
+                    self._owner.madvise(mmap.MADV_HUGEPAGE)
+        self.address = address_of(self.view)
+
+    def __repr__(self) -> str:
+        where = f" at {self.offset:,} of {self.segment}" if self.segment else ", pinned" if self.pinned else ""
+        return f"Slot({self.size:,} bytes{where})"
+
+
+class Arena:
+    """Slots that were used before, by size. What is kept is bounded; the rest goes back to the system."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._kept = self._out = 0
+        self._free: defaultdict[tuple[int, bool], list[Slot]] = defaultdict(list)
+        self._segments: list[Segment] = []
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int, *, pinned: bool = False, shared: bool = False) -> Slot:
+        """A slot of at least so many bytes; its content is anything. `shared`: another process can be shown it; such
+        a slot is never pinned."""
+        size = max(1, -(-nbytes // GRAIN)) * GRAIN
+        with system_limits(f"{size:,} bytes of staging memory cannot be had; a smaller memory_budget_bytes needs less"):
+            return self._take_shared(size) if shared else self._take_own(size, pinned)
+
+    def _take_own(self, size: int, pinned: bool) -> Slot:
+        with self._lock:
+            self._out += size
+            free = self._free[size, pinned]
+            if free:
+                self._kept -= size
+                return free.pop()
+        try:
+            return Slot(size, pinned)
+        except BaseException:
+            with self._lock:
+                self._out -= size
+            raise
+
+    def _take_shared(self, size: int) -> Slot:
+        count = size // GRAIN
+        with self._lock:
+            segment, first = self._room(count)
+            warm = segment.take(first, count)
+            self._kept -= warm * GRAIN
+            self._out += size
+        slot = Slot(size, False, segment, first * GRAIN)
+        try:
+            if warm < count:
+                segment.populate(first * GRAIN, size)
+        except BaseException:
+            self.give(slot)
+            raise
+        return slot
+
+    def _room(self, count: int) -> tuple[Segment, int]:
+        """Where so many grains are free: rather where they were used before."""
+        for find in (Segment.find_warm, Segment.find):
+            for segment in self._segments:
+                if (first := find(segment, count)) >= 0:
+                    return segment, first
+        held = sum(segment.size for segment in self._segments)  # each as long as all before: so there are few
+        segment = Segment(max(SEGMENT, held, count * GRAIN), GRAIN)
+        self._segments.append(segment)
+        return segment, 0
+
+    def give(self, slot: Slot) -> None:
+        """Take a slot back, to be used again."""
+        if slot.segment is not None:
+            self._give_shared(slot, slot.segment)
+            return
+        with self._lock:
+            self._out -= slot.size
+            if self._kept + slot.size <= self._keep:
+                self._kept += slot.size
+                self._free[slot.size, slot.pinned].append(slot)
+
+    def _give_shared(self, slot: Slot, segment: Segment) -> None:
+        with self._lock:
+            if segment not in self._segments:
+                return  # of the process that this one was forked from
+            self._out -= slot.size
+            keep = self._kept + slot.size <= self._keep
+            self._kept += slot.size if keep else 0
+            segment.give(slot.offset // GRAIN, slot.size // GRAIN, keep=keep)
+            if not keep:
+                self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        for segment in [each for each in self._segments if each.is_unused]:
+            self._segments.remove(segment)
+            segment.close()
+
+    @property
+    def kept(self) -> int:
+        """Bytes that are kept and not in use."""
+        return self._kept
+
+    def release(self) -> int:
+        """Give all that is kept and not in use back to the system; how many bytes that was."""
+        with self._lock:
+            kept, self._kept = self._kept, 0
+            self._free.clear()
+            for segment in self._segments:
+                segment.trim()
+            self._drop_unused()
+            return kept
+
+    def __repr__(self) -> str:
+        shared = f", {len(self._segments)} shared segments" if self._segments else ""
+        return f"Arena({self._kept:,} bytes kept, {self._out:,} in use{shared})"
+
+
+_arena: Arena | None = None
+_lock = threading.Lock()
+
+
+def arena() -> Arena:
+    """This process's arena."""
+    global _arena  # noqa: PLW0603 - one arena a process is the point
+    with _lock:
+        if _arena is None:
+            from snapshot.runtime.budget import total_memory
+
+            wanted = Settings.current().arena_bytes
+            _arena = Arena(total_memory() // 4 // Settings.processes() if wanted < 0 else wanted)
+        return _arena
+
+
+def release_memory() -> int:
+    """Give the staging memory back that is kept for the next snapshot, and not in use; how many bytes that was.
+
+    >>> from snapshot import release_memory
+    >>> release_memory() >= 0
+    True
+    """
+    return arena().release()
+
+
+def _after_fork() -> None:
+    global _arena, _lock
+    _arena, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

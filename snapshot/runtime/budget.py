@@ -1,0 +1,258 @@
+"""The memory budget of one operation: whoever needs a buffer takes its bytes here first, in order of asking."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from snapshot.runtime.arena import Slot, arena
+from snapshot.runtime.latch import Gate
+from snapshot.storage import inline
+
+
+class Statistics(NamedTuple):
+    """What a budget has seen."""
+
+    limit: int
+    used: int
+    peak: int
+    waits: int
+    seconds_blocked: float
+
+
+RESERVE = 32 << 20
+"""At most so much of a budget is kept for what storages bounce."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """Somebody asks for bytes."""
+
+    nbytes: int
+    budget: MemoryBudget
+    wake: Callable[[], object]
+    granted: bool = False
+
+
+class Pool:
+    """Bytes that one operation, or several together, may hold at once; whoever waits longest is served first.
+
+    What a storage bounces while it fills or empties a slot comes from a reserve of its own: were it to queue behind
+    requests for slots, those who hold slots could wait for each other for ever. Its methods want its lock to be held.
+    """
+
+    def __init__(self, limit: int, *, reserve: bool = True) -> None:
+        self.lock = threading.Lock()
+        self.waiting: deque[Request] = deque()
+        self.used = 0
+        self.reserve = Pool(0, reserve=False) if reserve else None
+        self.limit = 0
+        """What slots may take."""
+        self.resize(limit)
+
+    def resize(self, limit: int) -> None:
+        """Change the limit. What is held already may be more; then nothing is granted until it is less."""
+        kept = 0
+        if self.reserve is not None:
+            kept = min(limit // 2, RESERVE)
+            with self.reserve.lock:
+                self.reserve.resize(kept)
+        self.limit = limit - kept
+        self.serve()
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether there is room. A request larger than all of it fits when nothing else is held."""
+        return self.used + nbytes <= self.limit or self.used == 0
+
+    def serve(self) -> None:
+        """Serve who waits, as far as there is room."""
+        while self.waiting and self.fits(self.waiting[0].nbytes):
+            request = self.waiting.popleft()
+            request.budget.took(request.nbytes)
+            request.granted = True
+            request.wake()
+
+
+class MemoryBudget:
+    """Bytes that an operation may hold at once: of a pool of its own, or of one that it shares with others."""
+
+    def __init__(self, limit: int, pool: Pool | None = None) -> None:
+        self._pool = pool or Pool(limit)
+        self.total = limit
+        self.limit = self._pool.limit
+        self._reserve = MemoryBudget(self._pool.reserve.limit, self._pool.reserve) if self._pool.reserve else None
+        self._used = self._peak = self._waits = 0
+        self._blocked = 0.0
+        self._error: BaseException | None = None
+
+    def took(self, nbytes: int) -> None:
+        """Count bytes as held. With the pool's lock."""
+        self._pool.used += nbytes
+        self._used += nbytes
+        self._peak = max(self._peak, self._used)
+
+    def try_acquire(self, nbytes: int) -> bool:
+        """Take bytes if they are there now, and nobody has asked before."""
+        with self._pool.lock:
+            return self._at_once(nbytes)
+
+    def _at_once(self, nbytes: int) -> bool:
+        if self._error is not None:
+            raise self._error
+        if self._pool.waiting or not self._pool.fits(nbytes):
+            return False
+        self.took(nbytes)
+        return True
+
+    async def acquire(self, nbytes: int) -> None:
+        """Take bytes, waiting for others to give theirs back."""
+        if inline():
+            self.acquire_blocking(nbytes)
+            return
+        loop = asyncio.get_running_loop()
+        granted = asyncio.Event()
+        request = Request(nbytes, self, lambda: loop.call_soon_threadsafe(granted.set))
+        if self._enqueue(request):
+            return
+        began = time.perf_counter()
+        try:
+            await granted.wait()
+        except BaseException:
+            self._withdraw(request)
+            raise
+        self._waited(request, began)
+
+    def acquire_blocking(self, nbytes: int) -> None:
+        """The same for a thread that is not the loop's."""
+        granted = Gate()
+        request = Request(nbytes, self, granted.open)
+        if self._enqueue(request):
+            return
+        began = time.perf_counter()
+        try:
+            granted.wait()
+        except BaseException:
+            self._withdraw(request)
+            raise
+        self._waited(request, began)
+
+    def _enqueue(self, request: Request) -> bool:
+        """Serve a request at once, or let it wait; whether it was served."""
+        with self._pool.lock:
+            if self._at_once(request.nbytes):
+                return True
+            self._waits += 1
+            self._pool.waiting.append(request)
+            return False
+
+    def _withdraw(self, request: Request) -> None:
+        """It is not wanted any more, whether it was granted meanwhile or not."""
+        with self._pool.lock:
+            if request.granted:
+                self._give_back(request.nbytes)
+            elif request in self._pool.waiting:
+                self._pool.waiting.remove(request)
+                self._pool.serve()
+
+    def _waited(self, request: Request, began: float) -> None:
+        with self._pool.lock:
+            self._blocked += time.perf_counter() - began
+            if self._error is not None:
+                if request.granted:
+                    self._give_back(request.nbytes)
+                raise self._error
+
+    def release(self, nbytes: int) -> None:
+        """Give bytes back; whoever waits longest is served first."""
+        with self._pool.lock:
+            self._give_back(nbytes)
+
+    def _give_back(self, nbytes: int) -> None:
+        self._used -= nbytes
+        self._pool.used -= nbytes
+        self._pool.serve()
+
+    def fail(self, error: BaseException) -> None:
+        """Let everybody who waits for this operation, or will ask, see this error."""
+        with self._pool.lock:
+            self._error = error
+            mine = [request for request in self._pool.waiting if request.budget is self]
+            for request in mine:
+                self._pool.waiting.remove(request)
+                request.wake()
+            self._pool.serve()
+
+    @asynccontextmanager
+    async def borrow(self, nbytes: int) -> AsyncIterator[memoryview]:
+        """Page-aligned scratch memory out of this budget: what a storage plugin sees of it."""
+        async with (self._reserve or self).slot(nbytes) as slot:
+            yield slot.view
+
+    @asynccontextmanager
+    async def count(self, nbytes: int) -> AsyncIterator[None]:
+        """The same for memory that a client makes itself."""
+        held = self._reserve or self
+        await held.acquire(nbytes)
+        try:
+            yield
+        finally:
+            held.release(nbytes)
+
+    @asynccontextmanager
+    async def slot(self, nbytes: int) -> AsyncIterator[Slot]:
+        """A slot of the arena out of this budget."""
+        await self.acquire(nbytes)
+        try:
+            slot = arena().take(nbytes)
+            try:
+                yield slot
+            finally:
+                arena().give(slot)
+        finally:
+            self.release(nbytes)
+
+    def statistics(self) -> Statistics:
+        with self._pool.lock:
+            seen = Statistics(self.total, self._used, self._peak, self._waits, self._blocked)
+        if self._reserve is None:
+            return seen
+        more = self._reserve.statistics()
+        return Statistics(self.total, *(a + b for a, b in zip(seen[1:], more[1:], strict=True)))  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        seen = self.statistics()
+        return f"MemoryBudget({seen.used:,} of {seen.limit:,} bytes used, peak {seen.peak:,}, {seen.waits} waits)"
+
+
+def available_memory() -> int:
+    """How much memory this process may still use: the host's, or its control group's if that is less."""
+    free = _meminfo("MemAvailable")
+    for limit, usage in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            with open(limit) as most, open(usage) as used:
+                free = min(free, int(most.read()) - int(used.read()))
+        except (OSError, ValueError):
+            continue
+    return max(free, 0)
+
+
+def _meminfo(name: str) -> int:
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+    except (OSError, StopIteration):
+        return 8 << 30
+
+
+def total_memory() -> int:
+    """The host's memory."""
+    return _meminfo("MemTotal")

@@ -1,0 +1,169 @@
+"""Collecting: what the application holds, flattened, and what of it is known to be the same on all ranks."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+
+from snapshot.distributed.group import Ranks
+from snapshot.events import log
+from snapshot.manifest.entries import DictEntry, Extra
+from snapshot.manifest.paths import component
+from snapshot.plan.globs import matcher, unmatched
+from snapshot.reports import listed
+from snapshot.state.flatten import Flattened
+from snapshot.state.leaves import Leaf
+from snapshot.state.model_state import ModelState
+from snapshot.state.optimizers import record_of
+from snapshot.state.prepared import Prepare
+from snapshot.state.rng import RNGState
+from snapshot.tensors.composite import stride_order
+
+
+def collect(
+    app_state: Mapping[str, Any], prepare: Prepare | None, exclude: Sequence[str], replicated: Sequence[str]
+) -> Flattened:
+    """Call each `state_dict()` and flatten what it gives. The RNG state is captured first, and put back after all."""
+    flat = Flattened(prepare, matcher(exclude) if exclude else None)
+    rng = {key: value.state_dict() for key, value in app_state.items() if isinstance(value, RNGState)}
+    try:
+        for key in sorted(app_state):
+            state = rng[key] if key in rng else app_state[key].state_dict()
+            flat.add(component(key), state)
+            _record_optimizer(flat, component(key), app_state[key], state)
+    finally:
+        for key, state in rng.items():
+            app_state[key].load_state_dict(state)
+    for glob in unmatched(replicated, flat.entries) if replicated else ():
+        warnings.warn(f"replicated: the glob {glob!r} matches nothing in the app state", stacklevel=4)
+    for glob in unmatched(exclude, [*flat.entries, *flat.excluded]) if exclude else ():
+        warnings.warn(f"exclude: the glob {glob!r} matches nothing in the app state", stacklevel=4)
+    if flat.pickled:
+        warnings.warn(
+            f"stored as pickles, since nothing else can hold them; reading them back may need allow_pickle=True:"
+            f"{listed(flat.pickled)}",
+            stacklevel=4,
+        )
+    if flat.lossy:
+        warnings.warn(
+            f"stored without the attributes that Python code gave them; only data and class come back:"
+            f"{listed(flat.lossy)}",
+            stacklevel=4,
+        )
+    apart = shared_apart(flat.leaves)
+    for leaf, owner in apart:
+        leaf.extra = replace(leaf.extra or Extra(), shares=owner.path)
+    lines = [f"{leaf.path} shares memory with {owner.path}" for leaf, owner in apart]
+    if lines and (text := listed(lines)) not in _logged:
+        _logged.add(text)
+        log.warning("stored apart, and restored as separate tensors where they are made anew:%s", text)
+    return flat
+
+
+_logged: set[str] = set()
+"""Messages about shared memory that were logged already: a run logs each once, not at every take."""
+
+
+def shared_apart(leaves: Sequence[Leaf]) -> list[tuple[Leaf, Leaf]]:
+    """Return each tensor that begins within the memory of another one, which has no gaps, and that one."""
+    found: list[tuple[Leaf, Leaf]] = []
+    order = sorted(range(len(leaves)), key=[leaf.address for leaf in leaves].__getitem__)
+    reach = 0
+    owner: Leaf | None = None
+    for leaf in map(leaves.__getitem__, order):
+        if owner is not None and leaf.address < reach and leaf.tensor.device == owner.tensor.device:
+            found.append((leaf, owner))
+        if leaf.address and leaf.address + leaf.nbytes > reach and (leaf.plain or _is_dense(leaf.tensor)):
+            reach, owner = leaf.address + leaf.nbytes, leaf
+    return found
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return stride_order(tensor) is not None
+
+
+class Alike:
+    """What is said, or known, to be the same on all ranks, by path."""
+
+    def __init__(self, app_state: Mapping[str, Any], globs: Sequence[str], ranks: Ranks) -> None:
+        self._globs: Callable[[str], bool] = matcher(globs) if globs else lambda path: False
+        self._inferred: dict[str, bool] = {}
+        for key, stateful in app_state.items():
+            self._inferred |= _of_ddp(component(key), stateful, ranks)
+        self._any = bool(globs or self._inferred)
+        self.own = tuple(component(key) for key, stateful in app_state.items() if isinstance(stateful, RNGState))
+        """The keys of which nothing is shared: every rank has a random state of its own."""
+
+    def among(self, paths: Iterable[str]) -> frozenset[str]:
+        """Those of the paths that count as the same without looking at their bytes."""
+        return frozenset(filter(self.forced, paths)) if self._any else frozenset()
+
+    def private(self, path: str) -> bool:
+        """Whether it is never shared."""
+        return path.partition("/")[0] in self.own
+
+    def said(self, path: str) -> bool:
+        """Whether a glob covers it."""
+        return self._globs(path)
+
+    def forced(self, path: str) -> bool:
+        """Whether it counts as the same without looking at its bytes."""
+        return path in self._inferred or self._globs(path)
+
+    def leading(self, path: str) -> bool:
+        """Whether the leader's is the one that counts."""
+        return self._inferred.get(path, False)
+
+
+def _of_ddp(key: str, stateful: Any, ranks: Ranks) -> dict[str, bool]:
+    """What `DistributedDataParallel` keeps the same on all ranks of this group: parameters; and buffers, which it
+    copies from its first rank before each forward pass, so that those of the first rank are the ones that count."""
+    parallel = sys.modules.get("torch.nn.parallel.distributed")
+    named = isinstance(stateful, ModelState)
+    model = stateful.model if named else stateful
+    if parallel is None or not isinstance(model, torch.nn.Module):
+        return {}
+    found: dict[str, bool] = {}
+    below = f"{key}/model" if named else key
+    for prefix, module in model.named_modules():
+        if not isinstance(module, parallel.DistributedDataParallel):
+            continue
+        members = torch.distributed.get_process_group_ranks(module.process_group)
+        if tuple(members) != ranks.members:
+            continue  # several groups, each with a model of its own, or a group that not all who call are in
+        start = f"{prefix}.module." if prefix else "module."
+        if named:  # the names are those of the model that is wrapped
+            start = f"{prefix}." if prefix else ""
+        ignored = set(module.parameters_to_ignore)
+        for name, _ in module.module.named_parameters(remove_duplicate=False):
+            if name not in ignored:
+                found[f"{below}/{component(start + name)}"] = False
+        for name, _ in module.module.named_buffers(remove_duplicate=False):
+            if module.broadcast_buffers and name not in ignored:
+                found[f"{below}/{component(start + name)}"] = True
+    return found
+
+
+def _record_optimizer(flat: Flattened, key: str, stateful: Any, state: Any) -> None:
+    """Record whose state an optimizer's state dict is."""
+    if isinstance(stateful, ModelState):
+        optimizers, path = stateful.optimizers, f"{key}/optim"
+        held = state["optim"] if optimizers else {}
+        names = [name for group in held.get("param_groups", ()) for name in group["params"]]
+        if "param_groups" not in held:  # flat
+            flat_names = (name for name in held if isinstance(name, str) and name.startswith("param_groups."))
+            names = list(dict.fromkeys(name.partition(".")[2].rpartition(".")[0] for name in flat_names))
+        parameters = [state["model"].get(name) for name in names]
+    elif isinstance(stateful, torch.optim.Optimizer):
+        optimizers, path = [stateful], key
+        parameters = [parameter for group in stateful.param_groups for parameter in group["params"]]
+    else:
+        return
+    entry = flat.entries.get(path)
+    if optimizers and isinstance(entry, DictEntry):
+        flat.entries[path] = replace(entry, optimizer=record_of(optimizers, parameters))

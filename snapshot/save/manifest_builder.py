@@ -1,0 +1,198 @@
+"""What was written becomes entries, entries become a rank's part, and all parts the manifest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from snapshot.errors import CorruptSnapshotError
+from snapshot.manifest import document as d
+from snapshot.manifest import entries as e
+from snapshot.manifest.document import FORMAT, Document, FileEntry, Part, PartEntry, encode
+from snapshot.manifest.merge import expect_whole, merge
+from snapshot.plan.consensus import as_sum, layout_digest
+from snapshot.plan.layout import placed
+from snapshot.reports import listed
+from snapshot.save.rank_share import Portion
+from snapshot.save.writer import Written
+from snapshot.state.leaves import Blob, Leaf
+from snapshot.tensors.digest import RunningDigest, of_bytes, of_range
+from snapshot.version import VERSION
+
+
+@dataclass(frozen=True)
+class Described:
+    """What one rank has written."""
+
+    own: dict[str, Any]
+    """The entries of this rank alone, and the shards that it wrote."""
+    shared: dict[str, Any]
+    """What it wrote of that which is the same on all ranks."""
+    files: dict[str, FileEntry]
+    chunks: list[bytes | bytearray]
+    """The content of the `.bin` file that entries point into."""
+    structure: str
+    world: int
+    cut: bool
+    """Whether each rank's own entries stay in a part of their own."""
+    expected: frozenset[str]
+    """The paths of what is the same on all ranks."""
+
+
+class _Binary:
+    """The content of the `.bin` file that entries point into."""
+
+    def __init__(self, location: str) -> None:
+        self.location = location
+        self.chunks: list[bytes | bytearray] = []
+        self.size = 0
+
+    def append(self, data: bytes | bytearray) -> tuple[int, int]:
+        """Where it lies."""
+        self.chunks.append(data)
+        self.size += len(data)
+        return self.size - len(data), self.size
+
+
+def describe(portion: Portion, written: Sequence[Written], where: str) -> Described:
+    """One rank's entries, and the content of its `.bin` file."""
+    entries = portion.flat.entries
+    binary = _Binary(where)
+    for blob in portion.blobs:
+        entries[blob.path] = _object(blob, binary)
+    pieces: dict[int, list[e.Shard]] = {}
+    leaves = portion.leaves
+    for each in written:
+        where = each.location
+        for index, (extent, digest) in enumerate(zip(each.file.extents, each.digests, strict=True)):
+            leaf = leaves[extent.leaf]
+            table = each.tables.get(index, b"")
+            stored = e.TensorEntry(
+                where,
+                (extent.begin, extent.end),
+                leaf.dtype,
+                leaf.shape if extent.box is None else extent.box.sizes,
+                digest,
+                (binary.location, *binary.append(table)) if table else None,
+            )
+            if extent.box is not None or leaf.whole is not None:
+                box = placed(leaf, extent.box)
+                pieces.setdefault(id(leaf.whole or leaf), []).append(e.Shard(box.offsets, box.sizes, stored))
+            elif leaf.wrap is not None:
+                leaf.wrap(leaf.path, stored)
+            else:
+                if leaf.extra is not None:
+                    stored.extra = leaf.extra
+                entries[leaf.path] = stored
+    if pieces:
+        _gather(leaves, pieces, entries)
+    for path, owner in portion.flat.ties.items():
+        entries[path] = _twin(entries[owner])
+    own, shared = portion.entries(entries)
+    files = {
+        each.location: FileEntry(each.file.size, len(each.file.header), of_range(each.file.header)) for each in written
+    }
+    if binary.chunks:
+        files[binary.location] = FileEntry(binary.size)
+    cut = portion.shared.cut or (portion.world == 1 and len(entries) > d.IN_ONE)
+    return Described(
+        own, shared, files, binary.chunks, portion.shared.structure, portion.world, cut, portion.shared.paths
+    )
+
+
+def _twin(entry: Any) -> Any:
+    """The entry of another name for the same tensor. Its list of parts is its own: the leader adds to it."""
+    if isinstance(entry, e.ChunkedTensorEntry):
+        return msgspec.structs.replace(entry, chunks=list(entry.chunks))
+    if isinstance(entry, e.ShardedTensorEntry):
+        return msgspec.structs.replace(entry, shards=list(entry.shards))
+    return entry
+
+
+def _object(blob: Blob, binary: _Binary) -> e.ObjectEntry:
+    data_range = binary.append(blob.data)
+    table = _table(blob.data)
+    blocks = (binary.location, *binary.append(table)) if table else None
+    digest = of_range(table) if table else of_bytes(blob.data)
+    return e.ObjectEntry(binary.location, data_range, blob.serializer, blob.obj_type, digest, blocks)
+
+
+def _gather(leaves: Sequence[Leaf], pieces: Mapping[int, list[e.Shard]], entries: dict[str, Any]) -> None:
+    """The entries of tensors that were stored in pieces."""
+    for whole in {id(leaf.whole or leaf): leaf.whole or leaf for leaf in leaves}.values():
+        shards = pieces.get(id(whole))
+        if shards is None:
+            continue
+        shards.sort(key=lambda shard: shard.offsets)
+        chunked = e.ChunkedTensorEntry(whole.dtype, whole.shape, shards)
+        if whole.wrap is not None:
+            whole.wrap(whole.path, chunked)
+        else:
+            chunked.extra = whole.extra
+            entries[whole.path] = chunked
+
+
+def _table(data: bytes | bytearray) -> bytes:
+    """The digests of a blob's blocks; nothing where one is enough."""
+    running = RunningDigest()
+    running.update(memoryview(data))
+    return running.finish()[1]
+
+
+def filled(described: Described) -> tuple[bytes, bytes]:
+    """This rank's part in two sums that are equal over all ranks if all shards were written: of what it wrote of each
+    tensor, and, for those of which it wrote the first element, of all of them."""
+    have, expected = [], []
+    for path, entry in described.own.items():
+        if isinstance(entry, e.ShardedTensorEntry):
+            digest = layout_digest(path, "")
+            have += [digest * math.prod(shard.sizes) for shard in entry.shards]
+            if any(not any(shard.offsets) for shard in entry.shards):
+                expected.append(digest * math.prod(entry.shape))
+    return as_sum(have), as_sum(expected)
+
+
+def told(described: Described) -> bytes:
+    """What a rank tells the leader: all that goes into the manifest itself."""
+    own = {} if described.cut else described.own
+    return encode(Part(own, described.shared, described.files))
+
+
+def kept(described: Described) -> bytes:
+    """Of a large manifest, what stays in a part of the rank's own."""
+    return encode(Part(described.own)) if described.cut else b""
+
+
+def join(
+    described: Described, save_id: str, metadata: msgspec.Raw, structure: str, parts: Sequence[PartEntry],
+    others: Iterable[Part]
+) -> Document:  # fmt: skip
+    """The manifest, from the leader's own entries and what the other ranks told."""
+    manifest = dict(described.shared) if described.cut else {**described.own, **described.shared}
+    files = dict(described.files)
+    for rank, part in enumerate(others, 1):
+        merge(manifest, part.manifest, f"rank {rank}")
+        merge(manifest, part.shared, f"rank {rank}")
+        files.update(part.files)
+    expect_whole(manifest)
+    lost = [path for path in described.expected if f"0/{path}" not in manifest]
+    if lost:
+        raise CorruptSnapshotError(f"no rank wrote what all share:{listed(sorted(lost))}")
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return Document(
+        FORMAT,
+        VERSION,
+        save_id,
+        described.world,
+        created,
+        described.structure or structure,
+        metadata,
+        files,
+        [part for part in parts if part.count] if described.cut else [],
+        manifest,
+    )

@@ -1,0 +1,135 @@
+"""Staging ahead of writing, as an asynchronous take does it: what the application may change next is copied first.
+
+What is staged by the call itself is staged before the first byte is written, so that writing does not compete with the
+caller for memory bandwidth; what does not fit into the budget is staged as writes give memory back. What only an
+optimizer's `step()` changes may be staged later, by a thread of its own, while the application goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+
+from snapshot.plan.layout import FilePlan, Part
+from snapshot.runtime.arena import arena
+from snapshot.runtime.budget import MemoryBudget
+from snapshot.save.staging import Staged
+from snapshot.save.writer import Writer, arena_size
+
+
+class Staging:
+    """Parts that are staged by one thread, and written by others."""
+
+    def __init__(
+        self,
+        writer: Writer,
+        budget: MemoryBudget,
+        files: Sequence[FilePlan],
+        progress: Callable[[int], None],
+        *,
+        shared: bool = False,
+    ) -> None:
+        self._source = writer.source
+        self._budget = budget
+        self._files = files
+        self.parts = [writer.parts(file) for file in files]
+        self._progress = progress
+        self._shared = shared
+        """Whether another process is to see the slots."""
+        self._staged: dict[tuple[int, int], Staged] = {}
+        self._lock = threading.Lock()
+        self._waiting: dict[tuple[int, int], Callable[[], object]] = {}
+        self._error: BaseException | None = None
+        self._closed = False
+        self.begin: Callable[[], None] | None = None
+        """Called once, when writing has to begin so that staging can go on."""
+
+    def stage(self, numbers: range) -> None:
+        """Stage every part of some files, in turns; returns when the last one is in host memory."""
+        deepest = max((len(self.parts[number]) for number in numbers), default=0)
+        for position in range(deepest):
+            if self._closed and 2 * position >= deepest:
+                self.open()
+            for number in numbers:
+                if position < len(self.parts[number]):
+                    self._stage(number, position, self.parts[number][position])
+
+    def _stage(self, number: int, position: int, part: Part) -> None:
+        size = arena_size(part.end - part.begin)
+        slot, granted = None, False
+        try:
+            granted = self._budget.try_acquire(size)
+            if not granted:
+                if self.begin is not None:
+                    self.begin()
+                self.open()
+                self._budget.acquire_blocking(size)
+                granted = True
+            slot = arena().take(part.end - part.begin, pinned=self._source.pinned, shared=self._shared)
+            staged = self._source.stage(self._files[number], part, slot, self._budget)
+        except BaseException:
+            if slot is not None:
+                arena().give(slot)
+            if granted:
+                self._budget.release(size)
+            raise
+        with self._lock:
+            if self._error is None:
+                self._staged[number, position] = staged
+                wake = None if self._closed else self._waiting.pop((number, position), None)
+            else:
+                staged.release()
+                raise self._error
+        if wake is not None:
+            wake()
+        self._progress(part.end - part.begin)
+
+    def close(self) -> None:
+        """Hand out nothing from now on, until half of it is staged, or `open`: copying comes first, for which a step
+        may wait; but all of it would make the snapshot late."""
+        with self._lock:
+            self._closed = True
+
+    def open(self) -> None:
+        """Hand out what is staged, as it is wanted."""
+        with self._lock:
+            self._closed = False
+            ready = [self._waiting.pop(part) for part in list(self._waiting) if part in self._staged]
+        for wake in ready:
+            wake()
+
+    async def get(self, number: int, position: int) -> Staged:
+        """The staged part, as soon as it is there."""
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Event()
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            there = (number, position) in self._staged and not self._closed
+            if not there:
+                self._waiting[number, position] = lambda: loop.call_soon_threadsafe(arrived.set)
+        if not there:
+            await arrived.wait()
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            return self._staged.pop((number, position))
+
+    def stop(self, error: BaseException) -> None:
+        """Let the staging thread, and whoever waits for a part, see that it is over."""
+        with self._lock:
+            if not isinstance(error, Exception | asyncio.CancelledError):  # of this thread; in a task, it ends the loop
+                error = asyncio.CancelledError(f"staging was interrupted: {error!r}")
+            self._error = self._error or error
+            waiting, self._waiting = self._waiting, {}
+        self._budget.fail(error)
+        for wake in waiting.values():
+            wake()
+
+    def release(self) -> None:
+        """Give back what was staged and not written."""
+        with self._lock:
+            left, self._staged = self._staged, {}
+        for staged in left.values():
+            staged.release()

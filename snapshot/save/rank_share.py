@@ -1,0 +1,188 @@
+"""One rank's portion of a take: the leaves that it writes, of its own and of what it shares, and its entries.
+
+The portions of all ranks make the snapshot; no two of them write the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+from msgspec.structs import replace
+
+from snapshot.distributed.exchange import Call
+from snapshot.manifest import entries as e
+from snapshot.manifest.scalars import Scalar
+from snapshot.plan.partition import Dealt, Item, deal
+from snapshot.save.collect import Alike, collect
+from snapshot.save.rendezvous import Opening
+from snapshot.save.replication import Shared, agree_on, check_alike, holders
+from snapshot.state.flatten import Flattened
+from snapshot.state.leaves import Blob, Leaf
+from snapshot.state.prepared import Prepare
+from snapshot.state.sharded import Piece, Shards
+from snapshot.tensors.dtypes import ITEMSIZE, NAMES
+
+_nbytes = attrgetter("nbytes")
+
+
+class Portion:
+    """What this rank writes."""
+
+    def __init__(self, call: Call, flat: Flattened, shared: Shared) -> None:
+        self._call = call
+        self.world = call.world
+        self.flat = flat
+        self.shared = shared
+        self.leaves: list[Leaf] = []
+        self.loads = list(shared.loads)
+        """Bytes that each rank writes."""
+        self._choose_plain()
+        self._meshes: dict[int, tuple[Any, Any]] = {}
+        for path, shards in flat.shards.items():
+            self._header(path, shards)
+        self._choose_pieces()
+        writes_shared = call.rank == 0
+        self.blobs: list[Blob] = [blob for blob in flat.blobs if writes_shared or blob.path not in shared.paths]
+
+    def _choose_plain(self) -> None:
+        """Leaves that are this rank's own, and its share of those that all have."""
+        flat, paths = self.flat, self.shared.paths
+        if self._call.alone:
+            self.leaves = list(flat.leaves)
+            self.loads = [self.nbytes]
+            return
+        common: dict[str, list[Leaf]] = {}
+        by_path = {leaf.path: leaf for leaf in flat.leaves}
+        for leaf in flat.leaves:
+            if leaf.entry in paths:
+                common.setdefault(leaf.entry, []).append(leaf)
+            else:
+                self.leaves.append(leaf)
+        for path, owner in list(flat.ties.items()):
+            if (path in paths) != (owner in paths):  # one of two names is shared: the other gets bytes of its own
+                del flat.ties[path]
+                again = by_path[owner].copy_for(path)
+                if path in paths:
+                    common[path] = [again]
+                else:
+                    self.leaves.append(again)
+        for path in self.shared.leading & common.keys():
+            group = common.pop(path)
+            self.loads[0] += sum(leaf.nbytes for leaf in group)
+            self.leaves += group if self._call.rank == 0 else []
+        groups = [common[path] for path in sorted(common)]
+        items = [_item(group) for group in groups]
+        for rank, share in enumerate(deal(items, self.loads)):
+            for dealt in share:
+                size = items[dealt.item].nbytes if dealt.box is None else dealt.box.numel * items[dealt.item].itemsize
+                self.loads[rank] += size
+                if rank == self._call.rank:
+                    group = groups[dealt.item]
+                    self.leaves += group if dealt.box is None else [group[0].part(dealt.box)]
+
+    def _header(self, path: str, shards: Shards) -> None:
+        """The entry of a sharded tensor, as yet without any shard; every holder has one."""
+        shape, dtype, mesh = shards.shape, NAMES[shards.dtype], None
+        if not shards.open:
+            held = shards.mesh if shards.mesh is not None else shards.ranks
+            if id(held) not in self._meshes:  # tensors of one mesh share it
+                self._meshes[id(held)] = held, e.Mesh.of(self._numbered(held))
+            mesh = self._meshes[id(held)][1]
+        if shards.kind == "DTensor":
+            self.flat.entries[path] = e.DTensorEntry(dtype, shape, [], mesh, shards.placements)
+        else:
+            self.flat.entries[path] = e.ShardedTensorEntry(dtype, shape, [], mesh)
+
+    def _choose_pieces(self) -> None:
+        """This rank's share of the boxes that it holds: each box is written by one of its holders."""
+        groups: dict[tuple[int, ...], list[tuple[str, Piece]]] = {}
+        for path in sorted(self.flat.shards):
+            for number, piece in enumerate(self.flat.shards[path].pieces):
+                if not piece.replica and (path, number) not in self.shared.spare and path not in self.flat.ties:
+                    groups.setdefault(holders(self._call, piece), []).append((path, piece))
+        for ranks, pieces in groups.items():
+            share: Sequence[Dealt] = [Dealt(index, None) for index in range(len(pieces))]
+            if len(ranks) > 1:
+                items = [Item(piece.box.sizes, piece.tensor.element_size()) for _, piece in pieces]
+                share = deal(items, [0] * len(ranks))[ranks.index(self._call.rank)]
+            for dealt in share:
+                path, piece = pieces[dealt.item]
+                leaf = self._leaf(path, piece)
+                self.leaves.append(leaf if dealt.box is None else leaf.part(dealt.box))
+
+    def _leaf(self, path: str, piece: Piece) -> Leaf:
+        entries = self.flat.entries  # a leaf that led back here would never be collected
+
+        def wrap(path: str, stored: e.TensorEntry | e.ChunkedTensorEntry) -> None:
+            entry: Any = entries[path]
+            entry.shards += [e.Shard(box.offsets, box.sizes, tensor) for box, tensor in stored.pieces()]
+
+        whole = Leaf(path, piece.tensor, NAMES[piece.tensor.dtype], self.flat.shards[path].shape, 0, wrap=wrap)
+        return Leaf.of(whole, piece.box, piece.tensor)
+
+    def _numbered(self, mesh: Any) -> Any:
+        """A mesh, in this call's numbers."""
+        if isinstance(mesh, (list, tuple)):
+            return [self._numbered(each) for each in mesh]
+        return mesh if self._call.alone else self._call.ranks.number(mesh)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that this rank writes."""
+        return sum(map(_nbytes, self.leaves))
+
+    # The manifest
+
+    def entries(self, written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """This rank's entries as they stand in the manifest: its own and shards, and what all share."""
+        rank, paths, shards = self._call.rank, self.shared.paths, self.flat.shards
+        if self._call.alone and not shards and not paths:
+            return {f"0/{path}": entry for path, entry in written.items()}, {}
+        own: dict[str, Any] = {}
+        common: dict[str, Any] = {}
+        for path, made in written.items():
+            entry = made
+            if entry is None or (isinstance(entry, e.TensorPartsEntry) and not entry.parts):
+                continue  # another rank writes it
+            if path in shards:
+                own[f"{self._lowest(shards[path])}/{path}"] = entry
+            elif path in self.flat.once and path not in paths and not self._call.alone:
+                common[f"0/{path}"] = replace(entry, replicated=True)
+            elif path not in paths:
+                own[f"{rank}/{path}"] = entry
+            elif rank == 0 or not isinstance(entry, (Scalar, e.Container)):
+                if not (self._call.alone and isinstance(entry, e.Container)):
+                    entry = replace(entry, replicated=True)  # flattening may use it again
+                common[f"0/{path}"] = entry
+        return own, common
+
+    def _lowest(self, shards: Shards) -> int:
+        """The rank under which a sharded tensor stands: the first of its holders, or 0 where they are not known."""
+        if shards.open or self._call.alone:
+            return 0
+        return self._call.ranks.numbers(shards.ranks or ())[0]
+
+
+def _item(leaves: Sequence[Leaf]) -> Item:
+    first = leaves[0]
+    if len(leaves) == 1 and first.splits:
+        return Item(first.shape, ITEMSIZE[first.dtype])
+    return Item((sum(leaf.nbytes for leaf in leaves),), 1, splits=False)
+
+
+def portion_of(
+    call: Call,
+    app_state: Mapping[str, Any],
+    prepare: Prepare | None,
+    exclude: Sequence[str],
+    opening: Opening,
+    check: bool,
+) -> Portion:
+    """What this rank writes: its own, and its share of what several ranks have."""
+    flat = collect(app_state, prepare, exclude, opening.globs)
+    shared = agree_on(call, flat, Alike(app_state, opening.globs, call.ranks))
+    if check:
+        check_alike(call, flat, shared)
+    return Portion(call, flat, shared)

@@ -1,0 +1,383 @@
+"""What ranks share: found out with the others before the bytes flow, and remembered while the structure is the same.
+
+A rank's candidates are what the globs name, what `DistributedDataParallel` keeps equal, and small values that are equal
+to the bit. What all ranks have counts, is recorded once, and written once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+
+from snapshot.distributed.exchange import Call
+from snapshot.errors import SnapshotError
+from snapshot.manifest import entries as e
+from snapshot.manifest.document import Document
+from snapshot.manifest.scalars import Scalar
+from snapshot.plan import consensus as a
+from snapshot.reports import listed
+from snapshot.save.collect import Alike
+from snapshot.state.flatten import Flattened
+from snapshot.state.leaves import Leaf
+from snapshot.state.sharded import Piece, Shards
+from snapshot.tensors.digest import digests, of_range
+from snapshot.tensors.dtypes import ITEMSIZE, NAMES
+from snapshot.tensors.geometry import split
+from snapshot.tensors.memory import buffer, is_plain
+
+SMALL = 1024
+"""Up to so many bytes a tensor that is equal on all ranks counts as replicated without being asked."""
+_digest = xxhash.xxh3_128_digest
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What this rank shares with the others, and who writes it."""
+
+    structure: str
+    """A digest of all ranks' structures; empty where there is one rank alone."""
+    paths: frozenset[str]
+    """The entries that are the same on all ranks."""
+    loads: tuple[int, ...]
+    """Bytes that each rank writes of its own, and of shards."""
+    cut: bool = False
+    spare: frozenset[tuple[str, int]] = frozenset()
+    """(Path, number of the piece) of the boxes that another rank writes."""
+    leading: frozenset[str] = frozenset()
+    """Those of `paths` that the leader writes, since its are the ones that count."""
+    own: str = ""
+    """This rank's own structure."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A plan that was agreed on before."""
+
+    structure: str
+    paths: frozenset[str]
+    spare: frozenset[tuple[str, int]] = frozenset()
+
+
+@dataclass
+class Candidates:
+    """What this rank could share, with a digest for each, and what it is made of as a whole."""
+
+    items: dict[str, bytes] = field(default_factory=dict)
+    """Path -> a digest of what must be equal."""
+    names: dict[str, bytes] = field(default_factory=dict)
+    """Path of a value that was said to be replicated -> a digest of its name alone."""
+    structure: str = ""
+
+    def sketch(self, paths: frozenset[str]) -> bytes:
+        """Digests of what is not shared: if all ranks have one of them now, that is found out."""
+        left = sorted(path for path in self.items if path not in paths)[:SKETCH]
+        return b"".join(self.items[path] for path in left)
+
+    def digest(self, paths: frozenset[str] | None = None) -> str:
+        """A digest of all of it, or of some."""
+        items = self.items
+        chosen = items.values() if paths is None else (items[path] for path in paths if path in items)
+        return of_range(b"".join(sorted(chosen)))
+
+
+def candidates(flat: Flattened, alike: Alike) -> Candidates:
+    """Look at what a rank holds."""
+    found = Candidates()
+    structure: list[str] = []
+    leaves = _by_path(flat)
+    blobs = {blob.path: blob for blob in flat.blobs}
+    for path, entry in flat.entries.items():
+        if path in flat.shards or alike.private(path):
+            structure.append(path)
+            continue
+        wanted = alike.forced(path)
+        if isinstance(entry, Scalar):
+            kind = type(entry).__name__
+            found.items[path] = _digest(f"{path}\0{kind}\0{entry.identity}".encode())
+            if alike.said(path):
+                found.names[path] = _digest(f"{path}\0value".encode())
+            structure.append(f"{path}\0{kind}\0{wanted}")
+        elif path in blobs:
+            blob = blobs[path]
+            if wanted or len(blob.data) <= SMALL:
+                found.items[path] = _digest(f"{path}\0{blob.serializer}\0".encode() + _digest(blob.data))
+            structure.append(f"{path}\0{blob.serializer}\0{wanted}")
+        elif isinstance(entry, e.Container):
+            text = f"{path}\0{msgspec.json.encode(entry).decode()}"
+            found.items[path] = _digest(text.encode())
+            structure.append(text)
+        else:
+            held = leaves.get(flat.ties.get(path, path), [])
+            text = f"{_text(path, flat.ties.get(path, path), held)}\0{alike.leading(path)}"
+            structure.append(f"{text}\0{wanted}")
+            if wanted:
+                found.items[path] = _digest(text.encode())
+            elif all(leaf.nbytes <= SMALL for leaf in held):
+                found.items[path] = _digest(text.encode() + b"".join(map(bytes_of, held)))
+    for path, shards in flat.shards.items():
+        boxes = [(piece.box, piece.replica) for piece in shards.pieces]
+        structure.append(f"{path}\0{shards.layout}\0{shards.dtype}\0{shards.shape}\0{boxes}")
+    found.structure = of_range("\n".join(structure).encode("utf-8", "surrogatepass"))
+    return found
+
+
+def _by_path(flat: Flattened) -> dict[str, list[Leaf]]:
+    """The leaves of each entry: several where a tensor is made of tensors."""
+    leaves: dict[str, list[Leaf]] = {}
+    for leaf in flat.leaves:
+        leaves.setdefault(leaf.entry, []).append(leaf)
+    return leaves
+
+
+def _text(path: str, owner: str, leaves: Sequence[Leaf]) -> str:
+    """What must be equal for tensors to be the same, but for their bytes."""
+    return "\0".join(
+        f"{path}\0{owner}\0{leaf.path[len(owner) :]}\0{leaf.dtype}\0{leaf.shape}\0{leaf.note}" for leaf in leaves
+    )
+
+
+def bytes_of(leaf: Leaf) -> bytes:
+    """The bytes of a short tensor."""
+    tensor = leaf.tensor.detach()
+    if not leaf.nbytes:
+        return b""
+    if leaf.plain:
+        return bytes(buffer(tensor.data_ptr(), leaf.nbytes))
+    made = torch.empty(leaf.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+    return bytes(buffer(made.data_ptr(), leaf.nbytes))
+
+
+def agree_on(call: Call, flat: Flattened, alike: Alike) -> Shared:
+    """Find out with the other ranks what is shared."""
+    if call.alone:
+        return Shared("", alike.among(flat.entries), (0,))
+    ranks = call.ranks
+    found = candidates(flat, alike)
+    asks = any(piece.holders is None and not piece.replica for held in flat.shards.values() for piece in held.pieces)
+    known = ranks.plans.get(found.structure) or (None if asks else ranks.restored)
+    basis = known.structure if known else a.FIRST
+    paths = frozenset(found.items) if known is None else known.paths & found.items.keys()
+    spare = known.spare if known else frozenset()
+    have, expected = _sums(call, flat)
+    for _ in range(MOST_ASKED):
+        record = a.Record(
+            found.structure,
+            basis,
+            found.digest(paths),
+            found.digest(),
+            have,
+            expected,
+            own_bytes(call, flat, paths, spare),
+            _entries(flat, paths, leader=call.rank == 0),
+            asks and basis == a.FIRST,
+            found.sketch(paths) if basis not in (a.FIRST, a.ASKED) else b"",
+        )
+        answer = call.exchange(record, a.agree, a.Record, a.Agreement)
+        if answer.settled:
+            break
+        paths, spare = _ask(call, flat, found, answer)
+        basis = a.ASKED
+    else:
+        raise SnapshotError("the ranks cannot agree on what they share: their states change while they are saved")
+    if basis != answer.structure:
+        _warn(flat, alike, paths)
+    return Shared(
+        answer.structure,
+        paths,
+        tuple(answer.loads),
+        answer.cut,
+        spare,
+        frozenset(filter(alike.leading, paths)),
+        found.structure,
+    )
+
+
+MOST_PLANS = 8
+MOST_ASKED = 4
+SKETCH = 64
+"""So many of the values that were not shared last time are looked at again."""
+
+
+def keep(call: Call, shared: Shared) -> None:
+    """What was agreed on has led to a snapshot: the next take of the same structure goes by it."""
+    if not call.alone:
+        plans = call.ranks.plans
+        plans.pop(shared.own, None)
+        plans[shared.own] = Known(shared.structure, shared.paths, shared.spare)
+        while len(plans) > MOST_PLANS:
+            plans.pop(next(iter(plans)))
+
+
+def remember(call: Call, document: Document) -> None:
+    """Take note of what the ranks of a snapshot that was restored had agreed on: the next take may go by it."""
+    if call.alone or document.world_size != call.world:
+        return
+    paths = frozenset(
+        path.partition("/")[2] for path, entry in document.manifest.items() if getattr(entry, "replicated", False)
+    )
+    call.ranks.restored = Known(document.structure, paths)
+
+
+def _ask(
+    call: Call, flat: Flattened, found: Candidates, answer: a.Agreement
+) -> tuple[frozenset[str], frozenset[tuple[str, int]]]:
+    """Say what this rank is asked for; what is shared, and which boxes others write."""
+    details = a.Details()
+    if call.rank in answer.speakers:
+        details.items = b"".join([*found.items.values(), *found.names.values()])
+    for path, shards in flat.shards.items() if answer.boxes else ():
+        boxes = [(piece.box.offsets, piece.box.sizes, piece.replica) for piece in shards.pieces]
+        if shards.open:
+            details.boxes.append(a.Boxes(path, str(shards.dtype), shards.shape, boxes))
+    for path, shards in flat.shards.items() if answer.layouts else ():
+        if not shards.open and call.ranks.among(shards.ranks or ()):
+            details.layouts[path] = _layout(flat, path, shards), list(_numbers(call, path, shards))
+    settlement = call.exchange(details, lambda all_: a.settle(all_, answer.speakers), a.Details, a.Settlement)
+    common = set(digests(settlement.items))
+    differ = [path for path, name in found.names.items() if name in common and found.items[path] not in common]
+    if differ:
+        raise SnapshotError(
+            "said to be replicated, and not the same on all ranks:"
+            + listed([f"{path} (here {_shown(flat.entries[path])})" for path in differ])
+        )
+    paths = frozenset(path for path, item in found.items.items() if item in common)
+    spare = frozenset((path, number) for rank, path, number in settlement.spare if rank == call.rank)
+    return paths, spare
+
+
+def _shown(entry: Any) -> str:
+    return str(entry.readable or entry.serialized_value)[:80]
+
+
+def _sums(call: Call, flat: Flattened) -> tuple[bytes, bytes]:
+    """This rank's part in the check that all holders of a sharded tensor have it, in one layout."""
+    have, expected = [], []
+    for path, shards in flat.shards.items():
+        if shards.open:
+            continue
+        numbers = _numbers(call, path, shards)
+        if not call.ranks.among(shards.ranks or ()):
+            continue  # torch gives a DTensor to ranks outside of its mesh as well
+        digest = a.layout_digest(path, _layout(flat, path, shards))
+        have.append(digest)
+        if numbers[0] == call.rank:
+            expected.append(digest * len(numbers))
+    return a.as_sum(have), a.as_sum(expected)
+
+
+def _layout(flat: Flattened, path: str, shards: Shards) -> str:
+    """What all holders must agree on: a tie as well, since they share the work by it."""
+    return f"{shards.layout}, the same as {flat.ties[path]}" if path in flat.ties else shards.layout
+
+
+def _numbers(call: Call, path: str, shards: Shards) -> tuple[int, ...]:
+    """The ranks that hold a sharded tensor, as this call numbers them."""
+    numbers = call.ranks.numbers(shards.ranks or ())
+    if len(numbers) != len(shards.ranks or ()):
+        gone = [rank for rank in shards.ranks or () if call.ranks.number(rank) is None]
+        raise SnapshotError(
+            f"{path}: rank {gone[0]} holds a part of it, and is not in the process group that was given"
+        )
+    return numbers
+
+
+def holders(call: Call, piece: Piece) -> tuple[int, ...]:
+    """Who holds the same box, as this call numbers them."""
+    if piece.holders is None or len(piece.holders) == 1 or call.alone:
+        return (call.rank,)
+    return call.ranks.numbers(piece.holders)
+
+
+def own_bytes(call: Call, flat: Flattened, paths: frozenset[str], spare: frozenset[tuple[str, int]]) -> int:
+    """Bytes that only this rank can write, and its share of what some others could."""
+    total = sum(leaf.nbytes for leaf in flat.leaves if leaf.entry not in paths)
+    total += sum(len(blob.data) for blob in flat.blobs if blob.path not in paths)
+    for path, shards in flat.shards.items():
+        for number, piece in enumerate(shards.pieces):
+            if not piece.replica and (path, number) not in spare:
+                total += piece.tensor.nbytes // len(holders(call, piece))
+    return total
+
+
+def _entries(flat: Flattened, paths: frozenset[str], *, leader: bool) -> int:
+    pieces = sum(len(shards.pieces) for shards in flat.shards.values())
+    return pieces + len(flat.entries) - (0 if leader else len(paths))
+
+
+def _warn(flat: Flattened, alike: Alike, paths: frozenset[str]) -> None:
+    left = [
+        path
+        for path, entry in flat.entries.items()
+        if path not in paths
+        and alike.forced(path)
+        and not alike.private(path)
+        and path not in flat.shards
+        and not isinstance(entry, e.Container)
+    ]
+    sharded = [path for path in flat.shards if alike.said(path)]
+    if left:
+        warnings.warn(
+            "replicated: does not count, since not all ranks hold it with the same dtype and shape, so each rank's own "
+            f"is saved:{listed(sorted(left))}",
+            stacklevel=6,
+        )
+    if sharded:
+        warnings.warn(
+            f"replicated: does not count for what is sharded, which says itself what is the same:{listed(sharded)}",
+            stacklevel=6,
+        )
+
+
+def check_alike(call: Call, flat: Flattened, shared: Shared) -> None:
+    """Compare over the ranks, by digests of all bytes, what is replicated, and the boxes that several hold; raise where
+    it differs."""
+    if call.alone:
+        return
+    mine: dict[str, str] = {}
+    leaves = _by_path(flat)
+    for path in shared.paths - shared.leading:
+        for leaf in leaves.get(flat.ties.get(path, path), ()):
+            mine[path + leaf.path.removeprefix(leaf.entry).replace("%[", "[")] = leaf_digest(leaf)
+    for path, shards in flat.shards.items():
+        for piece in shards.pieces:
+            if len(holders(call, piece)) > 1:
+                among = ", ".join(map(str, holders(call, piece)))
+                name, dtype = f"{path}[{piece.box}] (on the ranks {among})", NAMES[piece.tensor.dtype]
+                plain = is_plain(piece.tensor)
+                mine[name] = leaf_digest(
+                    Leaf(name, piece.tensor, dtype, piece.box.sizes, piece.tensor.nbytes, 0, plain)
+                )
+
+    def lead(all_: list[dict[str, str]]) -> bool:
+        seen: dict[str, tuple[int, str]] = {}
+        faults = {
+            name: f"{name}: rank {rank} has other values than rank {seen[name][0]}"
+            for rank, digests in enumerate(all_)
+            for name, digest in digests.items()
+            if seen.setdefault(name, (rank, digest))[1] != digest
+        }
+        if faults:
+            raise SnapshotError(
+                f"said to be replicated, and not the same on all ranks:{listed(sorted(faults.values()))}"
+            )
+        return True
+
+    call.exchange(mine, lead, dict[str, str], bool)
+
+
+def leaf_digest(leaf: Leaf) -> str:
+    """A digest of all of a tensor's bytes, made piece by piece."""
+    running = xxhash.xxh3_128()
+    for box in split(leaf.shape, max(1, PIECE // ITEMSIZE[leaf.dtype])):
+        running.update(bytes_of(leaf.part(box)) if box.sizes else bytes_of(leaf))
+    return running.hexdigest()
+
+
+PIECE = 8 << 20
+"""Bytes that are looked at together when replicas are compared."""

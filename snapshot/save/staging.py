@@ -1,0 +1,277 @@
+"""Staging: the bytes of one planned part, as buffers that a storage can be given.
+
+A CPU tensor's own memory is the buffer wherever it may be (`slot` is None); else the part is put together in a slot of
+the arena. Tensors that are strided, or on an accelerator, always go through a slot, box by box, so nothing is ever
+made whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+from typing import Any
+
+import torch
+
+from snapshot.errors import SnapshotError
+from snapshot.plan.layout import Extent, FilePlan, Part
+from snapshot.runtime.arena import Slot, arena
+from snapshot.runtime.budget import MemoryBudget
+from snapshot.state.leaves import Leaf
+from snapshot.storage import Buffer, in_thread
+from snapshot.tensors.digest import BLOCK, RunningDigest, of_range
+from snapshot.tensors.geometry import boxes_of_range
+from snapshot.tensors.memory import SHORT, buffer, copy, copy_short, view
+from snapshot.trace import span
+
+
+class Staged:
+    """A part's bytes in host memory, and what has to be given back when they are written."""
+
+    __slots__ = ("_budget", "_shares", "buffers", "slot")
+
+    def __init__(
+        self, buffers: list[Buffer], shares: list[Buffer] | None, slot: Slot | None, budget: MemoryBudget | None
+    ) -> None:
+        self.buffers = buffers
+        """What is written, one after the other."""
+        self._shares = shares
+        self.slot = slot
+        self._budget = budget
+
+    def shares(self, file: FilePlan, part: Part) -> Sequence[Buffer]:
+        """The bytes of each extent in this part, in order: what is digested."""
+        if self._shares is not None:
+            return self._shares
+        (whole,), begin, end = self.buffers, part.begin, part.end
+        return [
+            whole[max(each.begin - begin, 0) : min(each.end, end) - begin]
+            for each in file.extents[part.first : part.last]
+        ]
+
+    def release(self) -> None:
+        """Give the memory back. Once only: later calls do nothing."""
+        slot, self.slot = self.slot, None
+        self.buffers, self._shares = [], []
+        if slot is not None and self._budget is not None:
+            arena().give(slot)
+            self._budget.release(slot.size)
+
+
+class Source:
+    """The tensors of one take, as a source of parts."""
+
+    fetches = False
+    """Whether a part is read from elsewhere, by `fetch`, rather than staged."""
+    waits = False
+    """Whether that waits for a loop, so that no thread can do it alone."""
+
+    def __init__(self, leaves: Sequence[Leaf], *, copies: bool, parallel: bool = False) -> None:
+        self.leaves: Sequence[Leaf] = leaves
+        self.copies = copies
+        """Whether every part is put together in a slot: it must be aligned, or outlive the call."""
+        self.parallel = parallel
+        """Whether the thread that stages may use torch's others to copy."""
+        self._watched: dict[int, tuple[torch.Tensor, int]] = {}
+        self.plain = [leaf.plain for leaf in leaves]
+        self.streams = _Streams([leaf.tensor for leaf in leaves if not leaf.plain])
+
+    def needs_slot(self, file: FilePlan, part: Part) -> int:
+        """How many bytes of a slot staging a part will take; 0 where its tensors' own memory will do."""
+        if self.copies:
+            return part.end - part.begin
+        plain = self.plain
+        return sum(
+            min(each.end, part.end) - max(each.begin, part.begin)
+            for each in file.extents[part.first : part.last]
+            if not plain[each.leaf]
+        )
+
+    def stage(self, file: FilePlan, part: Part, slot: Slot | None, budget: MemoryBudget | None) -> Staged:
+        """Bring a part into host memory. With a slot for all of it, everything is copied, else only what must be."""
+        header = file.header[part.begin : part.end] if part.begin < len(file.header) else b""
+        with span("stage", bytes=part.end - part.begin, copied=slot is not None):
+            if self.copies and slot is not None:
+                staged = self._copy(file, part, slot, budget, header)
+            else:
+                staged = self._borrow(file, part, slot, budget, header)
+            self.streams.synchronize()
+            if self._watched:
+                self._check(file, part)
+        return staged
+
+    async def fetch(self, file: FilePlan, part: Part, slot: Slot, budget: MemoryBudget) -> Staged:
+        """The same, where that waits for another storage."""
+        return await in_thread(self.stage, file, part, slot, budget)
+
+    def digests(self, file: FilePlan) -> FileDigests:
+        """What digests a file's parts as they come by."""
+        return FileDigests(file)
+
+    def watch(self, late: bytes, owners: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+        """To be staged, the leaves that are marked must be then as they are now: with these versions of these."""
+        watched = zip(owners, versions, strict=True)
+        self._watched = dict(zip(compress(range(len(late)), late), watched, strict=True))
+
+    def forget(self) -> None:
+        """Let go of all tensors. Another thread may be staging still: what it does comes to nothing."""
+        self._watched = {}
+        self.leaves = ()
+
+    def _check(self, file: FilePlan, part: Part) -> None:
+        leaves = self.leaves  # before the others, which `forget` clears first
+        watched = self._watched
+        for extent in file.extents[part.first : part.last]:
+            if extent.leaf not in watched:
+                continue
+            leaf = leaves[extent.leaf]
+            owner, version = watched[extent.leaf]
+            if owner._version != version or leaf.tensor.data_ptr() != leaf.address:
+                path = leaf.path
+                del leaf, leaves, owner, watched  # who keeps the error is not to keep the tensors
+                raise SnapshotError(
+                    f"{path}: was changed, not by an optimizer's step(), before the snapshot had "
+                    "copied it, so nothing is committed; call wait_staged() before what changes it, or take with "
+                    'staging="blocking"'
+                )
+
+    def _copy(self, file: FilePlan, part: Part, slot: Slot, budget: MemoryBudget | None, header: bytes) -> Staged:
+        if header:
+            slot.view[: len(header)] = header
+        base, whole = slot.address - part.begin, slot.view
+        leaves, plain = self.leaves, self.plain
+        part_begin, part_end = part.begin, part.end
+        for extent in file.extents[part.first : part.last]:
+            begin, end = extent.begin, extent.end
+            if begin >= part_begin and end <= part_end and plain[extent.leaf]:
+                length = end - begin
+                if length <= SHORT:
+                    copy_short(base + begin, leaves[extent.leaf].address + extent.start, length)
+                    continue
+            begin, end = max(begin, part_begin), min(end, part_end)
+            self._fill(leaves[extent.leaf], extent, begin, end, slot, begin - part_begin)
+        return Staged([whole[: part_end - part_begin]], None, slot, budget)
+
+    def _borrow(
+        self, file: FilePlan, part: Part, slot: Slot | None, budget: MemoryBudget | None, header: bytes
+    ) -> Staged:
+        shares: list[Buffer] = []
+        used = 0
+        leaves, plain = self.leaves, self.plain
+        for extent in file.extents[part.first : part.last]:
+            begin, end = max(extent.begin, part.begin), min(extent.end, part.end)
+            if plain[extent.leaf]:
+                address = leaves[extent.leaf].address + extent.start + begin - extent.begin
+                shares.append(buffer(address, end - begin))
+                continue
+            assert slot is not None
+            self._fill(leaves[extent.leaf], extent, begin, end, slot, used)
+            shares.append(slot.view[used : used + end - begin])
+            used += end - begin
+        return Staged([header, *shares] if header else list(shares), shares, slot, budget)
+
+    def _fill(self, leaf: Leaf, extent: Extent, begin: int, end: int, slot: Slot, at: int) -> None:
+        """Copy the file's bytes [begin, end), which are an extent's, to a slot."""
+        if begin == end:
+            return
+        tensor = leaf.tensor.detach()
+        start = extent.start + begin - extent.begin
+        if self.plain[extent.leaf]:
+            source = leaf.address + start
+            if not self.parallel or end - begin < 1 << 20:
+                copy(slot.address + at, source, end - begin)
+            else:  # torch copies with all its threads
+                slot.tensor[at : at + end - begin].copy_(torch.frombuffer(view(source, end - begin), dtype=torch.uint8))
+            return
+        itemsize = leaf.nbytes // max(1, tensor.numel())
+        first = start // itemsize
+        length = (end - begin) // itemsize
+        if at % itemsize:  # a slot that holds only what must be copied packs dtypes of all sizes
+            staged = torch.empty(length, dtype=leaf.tensor.dtype)
+        else:
+            staged = slot.tensor[at : at + end - begin].view(tensor.dtype)
+        with torch.no_grad(), self.streams.copying(tensor.device):
+            for position, box in boxes_of_range(leaf.shape, first, first + length):
+                target = staged[position - first : position - first + box.numel].view(box.sizes)
+                target.copy_(tensor[box.slices()], non_blocking=slot.pinned)
+        if at % itemsize:
+            self.streams.synchronize()
+            copy(slot.address + at, staged.data_ptr(), end - begin)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether slots should be pinned: some tensors are on an accelerator that copies faster from such memory."""
+        return self.streams.pinned
+
+
+class _Streams:
+    """Accelerators' tensors are copied on a side stream, behind what the caller's stream had been given before."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._streams: dict[torch.device, tuple[Any, Any]] = {}
+        self._dirty = False
+        devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+        for device in devices:
+            try:
+                current = torch.accelerator.current_stream(device)
+                side = torch.Stream(device=device)
+                side.wait_stream(current)
+            except (RuntimeError, NotImplementedError, AttributeError):
+                continue  # an accelerator without streams copies in order
+            self._streams[device] = (side, current)
+        self.pinned = bool(self._streams) and _can_pin()
+
+    def copying(self, device: torch.device) -> Any:
+        """The context in which a device's tensors are copied."""
+        if device not in self._streams:
+            return torch.no_grad()
+        self._dirty = True
+        return self._streams[device][0]
+
+    def synchronize(self) -> None:
+        """Wait until all copies that were begun have arrived."""
+        if self._dirty:
+            for side, _ in self._streams.values():
+                side.synchronize()
+
+
+def _can_pin() -> bool:
+    try:
+        torch.empty(1, pin_memory=True)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+class FileDigests:
+    """The digests of a file's extents, made as its parts come by, in order."""
+
+    def __init__(self, file: FilePlan) -> None:
+        self._file = file
+        self.digests: list[str] = [""] * len(file.extents)
+        self.tables: dict[int, bytes] = {}
+        self._running: RunningDigest | None = None
+        self._next = 0
+
+    def update(self, part: Part, shares: Sequence[Buffer]) -> None:
+        """Take the shares that the part's extents have in it."""
+        extents, digests, part_end = self._file.extents, self.digests, part.end
+        for index, share in zip(range(part.first, part.last), shares, strict=True):
+            extent = extents[index]
+            length = extent.end - extent.begin
+            if self._running is None and length <= BLOCK and extent.begin >= part.begin and extent.end <= part_end:
+                digests[index] = of_range(share)
+                continue
+            if self._running is None:
+                self._running = RunningDigest()
+            self._running.update(memoryview(share).cast("B"))
+            if extent.end <= part_end:
+                digests[index], table = self._running.finish()
+                self._running = None
+                if table:
+                    self.tables[index] = table
+
+    def finish(self) -> None:
+        """Empty extents touch no part."""
+        for index, digest in enumerate(self.digests):
+            if not digest:
+                self.digests[index] = of_range(b"")

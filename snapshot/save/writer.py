@@ -1,0 +1,271 @@
+"""Writing: every file is a lane; a lane stages and digests its parts in order, and writes several at once.
+
+The digests of a lane come in order, so a block that straddles two parts is no trouble; lanes run side by side, so
+all cores are used. Nothing here knows what a manifest is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from snapshot.plan.layout import FilePlan, Part, part_size
+from snapshot.plan.plan_cache import parts_of
+from snapshot.runtime.arena import GRAIN, arena
+from snapshot.runtime.budget import MemoryBudget
+from snapshot.runtime.loop import cancelled
+from snapshot.save.staging import FileDigests, Source, Staged
+from snapshot.storage import FileWriter, Storage, drive, in_thread, uninterrupted
+from snapshot.trace import span
+
+Progress = Callable[[int], None]
+
+
+class Staging(Protocol):
+    """What has parts staged ahead of the writer; see `engine.ahead`."""
+
+    async def get(self, number: int, position: int) -> Staged:
+        """A part of a file, as soon as it is there. Whoever got it releases it."""
+        ...
+
+    def stop(self, error: BaseException) -> None:
+        """Stage no more."""
+        ...
+
+    def release(self) -> None:
+        """Give back what nobody got."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A data file that is whole on storage."""
+
+    file: FilePlan
+    location: str
+    digests: list[str]
+    tables: dict[int, bytes]
+
+
+class Writer:
+    """Writes the data files of one take."""
+
+    def __init__(
+        self, storage: Storage, source: Source, budget: MemoryBudget, progress: Progress, wanted_part: int = 0,
+        most_files: int = 1 << 30,
+    ) -> None:  # fmt: skip
+        """`most_files`: so many are written side by side; with `staging` ahead of it, that has to know."""
+        self._storage = storage
+        self.source = source
+        self._budget = budget
+        self._progress = progress
+        self._wanted_part = wanted_part
+        self._slots = asyncio.Semaphore(storage.limits.parallel_parts)
+        self._files = asyncio.Semaphore(most_files)
+        self._open: list[FileWriter] = []
+        self._stopped = False
+
+    def parts(self, file: FilePlan) -> list[Part]:
+        """How a file is cut."""
+        limits = self._storage.limits
+        return parts_of(file, part_size(limits, self._budget.limit, file.size, self._wanted_part))
+
+    @property
+    def serial(self) -> bool:
+        """Whether a thread alone does a whole file, part after part, where nothing is staged ahead."""
+        blocking = self._storage.capabilities.blocking and not getattr(self.source, "waits", False)
+        return blocking and self._storage.limits.parts_per_file == 1
+
+    def _digests(self, file: FilePlan) -> FileDigests:
+        made: FileDigests = getattr(self.source, "digests", FileDigests)(file)
+        return made
+
+    async def write(
+        self, files: Sequence[FilePlan], locations: Sequence[str], staging: Staging | None = None
+    ) -> list[Written]:
+        """Write all files. If one fails, all are aborted, and nothing of them is left."""
+        if staging is None and self.serial:
+            work = [partial(in_thread, drive, self._serial, *each) for each in zip(files, locations, strict=True)]
+        else:
+            work = [
+                partial(self._lane, number, file, where, staging)
+                for number, (file, where) in enumerate(zip(files, locations, strict=True))
+            ]
+        lanes = [asyncio.create_task(self._in_turn(each)) for each in work]
+        try:
+            return list(await asyncio.gather(*lanes))
+        except BaseException as error:
+            if staging is not None:
+                staging.stop(error)
+            await uninterrupted(self._abort(lanes))
+            raise
+        finally:
+            if staging is not None:
+                staging.release()
+
+    async def _in_turn(self, lane: Callable[[], Coroutine[Any, Any, Written]]) -> Written:
+        async with self._files:
+            return await lane()
+
+    async def _abort(self, lanes: Sequence[asyncio.Task[Written]]) -> None:
+        self._stopped = True
+        await cancelled(lanes)
+        # the first error is the one that counts
+        await asyncio.gather(*(writer.abort() for writer in self._open), return_exceptions=True)
+
+    async def _serial(self, file: FilePlan, location: str) -> Written:
+        """A lane that one thread does alone, part by part: each is digested, and written, while it is in a cache."""
+        writer = await self._storage.create(location, file.size)
+        self._open.append(writer)
+        digests = self._digests(file)
+        for part in self.parts(file):
+            if self._stopped:
+                raise asyncio.CancelledError
+            staged = await self._next(file, part, digests)
+            try:
+                with span("write", file=location, begin=part.begin, bytes=part.end - part.begin):
+                    await writer.write(part.begin, staged.buffers)
+            finally:
+                staged.release()
+            self._progress(part.end - part.begin)
+        await writer.finish()
+        digests.finish()
+        return Written(file, location, digests.digests, digests.tables)
+
+    async def _lane(self, number: int, file: FilePlan, location: str, staging: Staging | None) -> Written:
+        writer = await uninterrupted(self._storage.create(location, file.size))
+        self._open.append(writer)
+        this = asyncio.current_task()
+        if this is not None and this.cancelling():  # meanwhile, where it was not heard
+            raise asyncio.CancelledError
+        digests = self._digests(file)
+        writes: set[asyncio.Task[None]] = set()
+        limits = self._storage.limits
+        at_once = limits.parts_per_file
+        try:
+            for position, part in enumerate(self.parts(file)):
+                ahead = await staging.get(number, position) if staging is not None else None
+                staged = await self._with_slot(file, part, digests, ahead)
+                try:
+                    while len(writes) >= at_once:
+                        done, writes = await asyncio.wait(writes, return_when=asyncio.FIRST_COMPLETED)
+                        for each in done:
+                            each.result()
+                except BaseException:
+                    staged.release()
+                    self._slots.release()
+                    raise
+                write = asyncio.create_task(self._write(writer, location, part, staged))
+                write.add_done_callback(partial(self._release, staged))  # also where it is cancelled before it begins
+                writes.add(write)
+            await asyncio.gather(*writes)
+        except BaseException:
+            await uninterrupted(cancelled(writes))
+            raise
+        await writer.finish()
+        digests.finish()
+        return Written(file, location, digests.digests, digests.tables)
+
+    async def _with_slot(self, file: FilePlan, part: Part, digests: FileDigests, ahead: Staged | None) -> Staged:
+        """One of the parts that are digested and written at once: staged ahead, or now. Those that wait to be staged
+        are not among them: they might keep out the ones for whose memory staging waits."""
+        try:
+            await self._slots.acquire()
+        except BaseException:
+            if ahead is not None:
+                ahead.release()
+            raise
+        try:
+            if ahead is None:
+                return await self._next(file, part, digests)
+            await in_thread(_digest, digests, file, part, ahead)
+            return ahead
+        except BaseException:
+            if ahead is not None:
+                ahead.release()
+            self._slots.release()
+            raise
+
+    async def _next(self, file: FilePlan, part: Part, digests: FileDigests) -> Staged:
+        needed = self.source.needs_slot(file, part)
+        if not needed:
+            return await in_thread(self._stage, file, part, 0, digests)
+        size = arena_size(needed)
+        await self._budget.acquire(size)
+        try:
+            if self.source.fetches:
+                return await self._fetch(file, part, needed, digests)
+            return await in_thread(self._stage, file, part, needed, digests)
+        except BaseException:
+            self._budget.release(size)
+            raise
+
+    async def _fetch(self, file: FilePlan, part: Part, needed: int, digests: FileDigests) -> Staged:
+        slot = arena().take(needed)  # not in a thread: a cancellation would lose it
+        try:
+            staged = await self.source.fetch(file, part, slot, self._budget)
+            await in_thread(_digest, digests, file, part, staged)
+        except BaseException:
+            arena().give(slot)
+            raise
+        return staged
+
+    def _stage(self, file: FilePlan, part: Part, needed: int, digests: FileDigests) -> Staged:
+        slot = arena().take(needed, pinned=self.source.pinned) if needed else None
+        try:
+            staged = self.source.stage(file, part, slot, self._budget)
+            _digest(digests, file, part, staged)
+        except BaseException:
+            if slot is not None:
+                arena().give(slot)
+            raise
+        return staged
+
+    async def _write(self, writer: FileWriter, location: str, part: Part, staged: Staged) -> None:
+        with span("write", file=location, begin=part.begin, bytes=part.end - part.begin):
+            await writer.write(part.begin, staged.buffers)
+        self._progress(part.end - part.begin)
+
+    def _release(self, staged: Staged, _: asyncio.Task[None]) -> None:
+        staged.release()
+        self._slots.release()
+
+
+def _digest(digests: FileDigests, file: FilePlan, part: Part, staged: Staged) -> None:
+    with span("digest", bytes=part.end - part.begin):
+        digests.update(part, staged.shares(file, part))
+
+
+def arena_size(nbytes: int) -> int:
+    """What a slot of the arena for so many bytes takes of the budget."""
+    return -(-nbytes // GRAIN) * GRAIN
+
+
+async def write_small(storage: Storage, path: str, chunks: Sequence[bytes | bytearray], progress: Progress) -> None:
+    """Write a file of a few chunks, which lie in memory anyway, respecting what the storage wants of parts."""
+    data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    writer = await storage.create(path, len(data))
+    limits = storage.limits
+    try:
+        step = max(limits.smallest_part, min(limits.preferred_part, limits.largest_part))
+        step = -(-step // limits.multiple) * limits.multiple
+        view = memoryview(data)
+        for begin in range(0, len(data), step):
+            piece = view[begin : begin + step]
+            if limits.alignment > 1:
+                slot = arena().take(len(piece))
+                try:
+                    slot.view[: len(piece)] = piece
+                    await writer.write(begin, [slot.view[: len(piece)]])
+                finally:
+                    arena().give(slot)
+            else:
+                await writer.write(begin, [piece])
+            progress(len(piece))
+        await writer.finish()
+    except BaseException:
+        await uninterrupted(writer.abort())
+        raise

@@ -1,0 +1,227 @@
+"""Which tensors of an application only an optimizer's `step()` changes: they may be copied until the next one.
+
+What is not known to be so is not: an error here is a snapshot of two moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from snapshot.manifest.paths import component
+from snapshot.state.leaves import Leaf
+from snapshot.state.model_state import ModelState
+from snapshot.state.sharded import Shards
+
+ONE_ELEMENT = 16
+"""No element is longer. A state of one element is often a count, which other code may change."""
+_MAX_NORM = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+_address, _nbytes, _on_host = attrgetter("address"), attrgetter("nbytes"), attrgetter("is_cpu")
+_WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+"""Names under which modules hold what they wrap."""
+
+
+def local(tensor: Any) -> Any:
+    """The memory of a tensor in this process: that of a `DTensor` is inside."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def base_of(tensor: torch.Tensor) -> int:
+    """Where the storage begins that a tensor lies in."""
+    return int(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size())
+
+
+class Owned:
+    """What the optimizers of an app state own: the parameters of its modules, and the state of each."""
+
+    def __init__(self, app_state: Mapping[str, Any]) -> None:
+        self.optimizers: list[torch.optim.Optimizer] = []
+        """Those whose steps can be waited for."""
+        self._changing: list[torch.Tensor] = []
+        """What may change at any time, whoever else owns it."""
+        self._parameters: dict[str, torch.Tensor] = {}
+        """By the path that a module's state has in the snapshot."""
+        of_state: list[str] = []
+        for key, stateful in app_state.items():
+            named = isinstance(stateful, ModelState)
+            below = f"{component(key)}/"
+            optimizers = stateful.optimizers if named else [stateful]
+            if named or isinstance(stateful, torch.optim.Optimizer):
+                usual = [self._take_in(each) for each in optimizers]
+                of_state += [f"{below}optim/state/" if named else f"{below}state/"] if all(usual) else []
+        self._of_state = tuple(of_state)
+        held = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
+        stepped = {id(each) for group in held for each in group}
+        for key, stateful in app_state.items():
+            below = f"{component(key)}/"
+            if isinstance(stateful, ModelState):
+                self._look_into(f"{below}model/", stateful.model, stepped, unwrapped=True)
+            elif isinstance(stateful, torch.nn.Module):
+                self._look_into(below, stateful, stepped, unwrapped=False)
+
+    def _take_in(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Take an optimizer for one whose steps can be waited for; whether its state is where torch has it."""
+        if not _is_hooked(optimizer):
+            for group in optimizer.param_groups:
+                self._changing += map(local, group["params"])
+            for state in optimizer.state.values():
+                values = state.values() if isinstance(state, Mapping) else [state]
+                self._changing += [local(each) for each in values if isinstance(each, torch.Tensor)]
+            return False
+        self.optimizers.append(optimizer)
+        return _has_usual_state(optimizer)
+
+    def _look_into(self, below: str, module: torch.nn.Module, stepped: set[int], *, unwrapped: bool) -> None:
+        """Name the parameters of a module that an optimizer steps; those that a forward pass changes are changing.
+
+        `unwrapped`: under the names that they have without what wraps modules.
+        """
+        parameters = self._parameters
+        left: list[tuple[str, torch.nn.Module, tuple[int, ...]]] = [("", module, ())]
+        while left:
+            prefix, module, above = left.pop()
+            above = (*above, id(module))
+            for name, parameter in module._parameters.items():
+                if (
+                    parameter is not None and id(parameter) in stepped and parameter.requires_grad
+                ):  # others it is not the step that changes
+                    parameters[below + component(prefix + name)] = parameter
+            if isinstance(module, _MAX_NORM) and module.max_norm is not None:
+                self._changing.append(local(module.weight))
+            for name, child in module._modules.items():
+                if child is not None and id(child) not in above:
+                    hidden = unwrapped and (
+                        name in _WRAPPERS or (name == "module" and isinstance(module, DistributedDataParallel))
+                    )
+                    left.append((prefix if hidden else f"{prefix}{name}.", child, above))
+
+    def __bool__(self) -> bool:
+        return bool(self.optimizers)
+
+    def late(
+        self, leaves: Sequence[Leaf], flat: Sequence[Leaf], shards: Mapping[str, Shards], ties: Mapping[str, str]
+    ) -> tuple[bytes, list[torch.Tensor]]:
+        """A byte for each leaf: 1 where it may be copied later; and, of those, the tensors whose versions tell of
+        changes.
+
+        `flat`, `shards` and `ties` are all that the application has given: of memory that also holds something else,
+        nothing may.
+        """
+        mine = self._owners(leaves)
+        if not any(owner is not None for owner in mine):
+            return b"", []
+        everything = mine if flat is leaves else self._owners(flat)
+        others = [leaf for leaf, owner in zip(flat, everything, strict=True) if owner is None]
+        if flat is not leaves:  # what has two names on some ranks only is a leaf of its own here
+            others += [leaf for leaf, owner in zip(leaves, mine, strict=True) if owner is None]
+        elsewhere = list(self._changing)
+        for path, each in shards.items():
+            elsewhere += [piece.tensor for piece in each.pieces if self._owner(path, piece.tensor) is None]
+        shared = {owner for path, owner in ties.items() if not self._names(path)}  # two names, and not both an owner's
+        if shared:
+            elsewhere += [leaf.tensor for leaf in flat if leaf.path in shared]
+            elsewhere += [piece.tensor for path in shared & shards.keys() for piece in shards[path].pieces]
+        spoilt = _meeting(leaves, others, elsewhere)
+        marks = bytes(owner is not None and not bad for owner, bad in zip(mine, spoilt, strict=True))
+        return marks, list(compress(mine, marks))  # type: ignore[arg-type]  # there are owners where there are marks
+
+    def _names(self, path: str) -> bool:
+        """Whether what is an optimizer's would have such a name."""
+        return path.startswith(self._of_state) or path in self._parameters
+
+    def _owners(self, leaves: Sequence[Leaf]) -> list[torch.Tensor | None]:
+        """For each leaf the tensor of an optimizer that it is, or is a part of."""
+        of_state, parameters = self._of_state, self._parameters
+        found: list[torch.Tensor | None] = []
+        for leaf in leaves:
+            owner = None
+            if leaf.nbytes > ONE_ELEMENT and (leaf.wrap is None or leaf.whole is not None):
+                if leaf.path.startswith(of_state):
+                    owner = leaf.tensor
+                elif (parameter := parameters.get(leaf.path)) is not None:
+                    whole = (
+                        leaf.whole is None
+                        and leaf.plain
+                        and parameter.data_ptr() == leaf.address
+                        and parameter.nbytes == leaf.nbytes
+                        and parameter.is_contiguous()
+                    )
+                    owner = parameter if whole else self._owner(leaf.path, leaf.tensor)
+            found.append(owner)
+        return found
+
+    def _owner(self, path: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        if path.startswith(self._of_state):
+            return tensor
+        parameter = self._parameters.get(path)
+        if parameter is None:
+            return None
+        here = local(parameter)
+        begin, end = _span(here)
+        first, last = _span(tensor)
+        return parameter if begin <= first and last <= end and base_of(here) == base_of(tensor) else None
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's memory begins and ends, with the gaps that it may have."""
+    begin = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
+    if not tensor.numel():
+        return begin, begin
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + int(last + 1) * tensor.element_size()
+
+
+def _meeting(leaves: Sequence[Leaf], others: Sequence[Leaf], elsewhere: Sequence[torch.Tensor]) -> list[bool]:
+    """Which leaves lie in a storage in which something else lies, too, or in the same bytes: NumPy's arrays of one
+    memory are storages of their own."""
+    bases = {*_bases(others), *map(base_of, elsewhere)}
+    spoilt = [base in bases for base in _bases(leaves)]
+    spans = np.concatenate([_extents(others), np.array([*map(_span, elsewhere)], np.int64).reshape(-1, 2)])
+    spans = spans[spans[:, 0] < spans[:, 1]]
+    if not len(spans):
+        return spoilt
+    spans = spans[np.argsort(spans[:, 0])]
+    ends = np.maximum.accumulate(spans[:, 1])
+    mine = _extents(leaves)
+    before = np.searchsorted(spans[:, 0], mine[:, 1], side="left")  # so many of them begin before its end
+    met = (before > 0) & (ends[np.maximum(before - 1, 0)] > mine[:, 0])
+    return [base or meets for base, meets in zip(spoilt, met.tolist(), strict=True)]
+
+
+def _bases(leaves: Sequence[Leaf]) -> list[int]:
+    """`base_of` of leaves, most of which begin where their storage does."""
+    offsets = map(torch.Tensor.storage_offset, [leaf.tensor for leaf in leaves])
+    return [base_of(leaf.tensor) if offset else leaf.address for leaf, offset in zip(leaves, offsets, strict=True)]
+
+
+def _extents(leaves: Sequence[Leaf]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """`_span` of leaves, most of which have no gaps."""
+    begins = np.fromiter(map(_address, leaves), np.int64, len(leaves))
+    ends = begins + np.fromiter(map(_nbytes, leaves), np.int64, len(leaves))
+    for index, leaf in enumerate(leaves):
+        if not leaf.plain:
+            begins[index], ends[index] = _span(leaf.tensor)
+    return np.stack([begins, ends], axis=1)
+
+
+def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each of its steps runs torch's hooks: not one of another make, and not one that a graph replays."""
+    for group in optimizer.param_groups:  # of those that do not say whether a graph may hold them, on a device any may
+        if group.get("capturable", not all(map(_on_host, group["params"]))):
+            return False
+    return bool(getattr(optimizer.step, "hooked", False))
+
+
+def _has_usual_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether what its state dict holds below `state` is the state of its parameters, and nothing else."""
+    plain = type(optimizer).state_dict is torch.optim.Optimizer.state_dict and "state_dict" not in vars(optimizer)
+    hooks = (*optimizer._optimizer_state_dict_pre_hooks, *optimizer._optimizer_state_dict_post_hooks)
+    return plain and not hooks and all(isinstance(key, torch.Tensor) for key in optimizer.state)

@@ -1,0 +1,149 @@
+"""Kinds of statefuls: how each wants its state back. What depends on the kind lives here, and is looked up once.
+
+Modules are matched by name and filled in place, a `StateDict` key by key; everything else gets back exactly what it
+gave, whole. Optimizers have a module of their own.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from snapshot.manifest.entries import DictEntry
+from snapshot.manifest.paths import component, decode_key
+from snapshot.state.rng import RNGState
+from snapshot.state.state_tree import live_leaves
+
+
+class Kind:
+    """A stateful that gets back exactly what it gave."""
+
+    by_name = False
+    """Whether names are matched one by one, and what does not match is an error or left out."""
+    needs: frozenset[str] = frozenset()
+    """Paths without which `mismatches` has nothing to say."""
+    exact = False
+    """Whether a shape or dtype that differs is an error; else the leaf is replaced by a new object."""
+    models: str | None = None
+    """Where below the key a model's names are; None where there is no model, whose wrappers would change them."""
+    unfolds = True
+    """Whether plain values that others pickled become entries of their own, and are no objects any more."""
+
+    def __init__(self, key: str, stateful: Any) -> None:
+        self.key = key
+        self.stateful = stateful
+        self.state = self.read_state()
+        self.compounds: dict[str, Any] = {}
+        """Path -> an object that is held there and has a class of its own: a dataclass, an Enum, a wrapped tensor."""
+        self.live = live_leaves(key, self.state, self.compounds)
+
+    def read_state(self) -> Any:
+        """What the stateful holds now."""
+        return self.stateful.state_dict()
+
+    def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
+        """Why the stateful cannot take this state, as far as only it knows."""
+        return []
+
+    def adopts(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
+        """Which of the entries that other ranks had belong here as well."""
+        return []
+
+    def unexpected(self, entries: Mapping[str, Any]) -> list[str]:
+        """Which entries have names that mean nothing here, though names matter."""
+        return []
+
+    def missing(self, entries: Mapping[str, Any]) -> list[str]:
+        """Which names of the application the snapshot lacks, though names matter."""
+        return []
+
+    def asks_for(self, path: str) -> bool:
+        """Return True if what another rank alone had is missed here, since the application has it."""
+        return False
+
+    def kept(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """What the application has, the snapshot lacks, and keeps its value: path -> key."""
+        return {}
+
+    def drop(self, keys: Iterable[Any]) -> None:
+        """Remove what `kept` gave."""
+
+    def model_names(self) -> list[str]:
+        """The model's names, as components of paths."""
+        return []
+
+    def like(self, path: str, shape: tuple[int, ...]) -> Any | None:
+        """A live tensor of the layout that a new one of this shape should have."""
+        return None
+
+    def device(self, path: str, shape: tuple[int, ...]) -> torch.device | str:
+        """Where a new tensor belongs."""
+        return "cpu"
+
+    def hand_back(self, state: Any, strict: bool) -> list[str]:
+        """Give the state back; what had no place there."""
+        self.stateful.load_state_dict(state)
+        return []
+
+
+class StateDictKind(Kind):
+    """A `StateDict`: its own keys are set one by one; what they hold comes back as it was saved."""
+
+    def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
+        if isinstance(entries.get(self.key), DictEntry):
+            return []
+        return [f"{self.key}: the snapshot holds no dictionary under this key"]
+
+    def adopts(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
+        return [path for path in self.live if path not in entries and path in elsewhere] if elsewhere else []
+
+    def asks_for(self, path: str) -> bool:
+        return path in self.live
+
+    def kept(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        top = entries.get(self.key)
+        saved = set(map(decode_key, top.keys)) if isinstance(top, DictEntry) else set()
+        return {f"{self.key}/{component(str(key))}": key for key in self.state if key not in saved}
+
+    def drop(self, keys: Iterable[Any]) -> None:
+        for key in keys:
+            del self.stateful[key]
+
+
+class RNGKind(Kind):
+    """The RNG state: what it gives are copies, not places to fill; generators that are not here are reported."""
+
+    def __init__(self, key: str, stateful: RNGState) -> None:
+        super().__init__(key, stateful)
+        self.live = {}
+
+    def hand_back(self, state: Any, strict: bool) -> list[str]:
+        return [f"{self.key}/{name}" for name in self.stateful.load_state_dict(state)]
+
+
+class ModuleKind(Kind):
+    """A module."""
+
+    by_name = True
+    exact = True
+    models = ""
+
+    def model_names(self) -> list[str]:
+        return [component(name) for name in self.state] if isinstance(self.state, Mapping) else []
+
+    def hand_back(self, state: Any, strict: bool) -> list[str]:
+        if type(state) is dict:
+            state = OrderedDict(state)
+        if not hasattr(state, "_metadata") and hasattr(self.state, "_metadata"):
+            state._metadata = self.state._metadata  # names were changed: the versions stand under names of its own
+        self.stateful.load_state_dict(state, strict=strict)
+        return []
+
+
+def names_beneath(key: str, entries: Mapping[str, Any]) -> list[str] | None:
+    """The paths of what a state dict holds at its first level; None where the state is no dict."""
+    top = entries.get(key)
+    return [f"{key}/{name}" for name in top.components()] if isinstance(top, DictEntry) else None

@@ -1,0 +1,282 @@
+"""A checkpoint once more, elsewhere: a snapshot of ours by a commit of its own, those of others file by file.
+
+A whole snapshot passes byte for byte. Its files get names of their own at the new place, as those of a take do: so two
+copies, or a copy and what an interrupted one left, never meet each other's files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from snapshot.errors import CommitUnknown, CorruptSnapshotError, SnapshotError, StorageError, UnsupportedFormatError
+from snapshot.events import Meter, emit
+from snapshot.formats.foreign import ForeignDocument
+from snapshot.load.checksums import expect_sums
+from snapshot.load.stored_ranges import TABLE, stored_in, uncovered, wants_of
+from snapshot.manifest.counting import count_entries
+from snapshot.manifest.document import Document, Part, PartEntry, encode
+from snapshot.manifest.validate import locations_of
+from snapshot.options import Settings
+from snapshot.reports import CopyReport, listed
+from snapshot.runtime.loop import run
+from snapshot.runtime.session import Operation
+from snapshot.save import cleanup
+from snapshot.save.rendezvous import expectation
+from snapshot.save.transaction import Ending
+from snapshot.save.writer import write_small
+from snapshot.storage import URL, in_thread, uninterrupted
+from snapshot.tensors.digest import of_range
+from snapshot.verbs.copy_foreign import copy_files
+from snapshot.verbs.copy_stream import Passed, Range, pass_files, tokens
+from snapshot.verbs.to_snapshot import Choice, alone, as_snapshot
+
+WHERE = re.compile(
+    r"endpoint|account_(name|host)|profile|connection_string|host|(^|_)port$|url|protocol|project|(^|_)fo$",
+    re.IGNORECASE,
+)
+"""What options of storages are called that lead to another place."""
+
+
+def copied(
+    origin: URL, options: Mapping[str, Any] | None, url: URL, target_options: Mapping[str, Any] | None, choice: Choice,
+    meter: Meter, *, overwrite: bool, durable: bool, budget: int | None,
+) -> CopyReport:  # fmt: skip
+    """Copy what stands at `origin` to `url`, whatever storages these are on."""
+    if budget is not None and budget <= 0:
+        raise ValueError(f"memory_budget_bytes is {budget}, and must be more than 0")
+    began = time.perf_counter()
+    half = None if budget is None else max(1, budget // 2)
+    source = Operation(origin, options, budget=half)
+
+    def opener(place: URL) -> Operation:
+        return Operation(place, target_options, durable=durable, budget=half)
+
+    try:
+        document = run(source.open_main())
+        if _servers(options) == _servers(target_options):
+            _expect_apart(origin, url)
+        if isinstance(document, ForeignDocument):
+            if choice.select or choice.exclude:
+                raise UnsupportedFormatError(
+                    f"{origin}: is a checkpoint of {document.format}, whose files are copied as they are; to have a "
+                    "part of it, convert it (Snapshot.convert, or `snapshot convert`) with the same globs"
+                )
+            report = copy_files(source, document, url, opener, meter, overwrite=overwrite, verify=choice.verify)
+        elif choice.select or choice.exclude:
+            report = _part(source, document, choice, url, opener, meter, overwrite=overwrite)
+        else:
+            report = _whole(source, document, opener(url), meter, overwrite=overwrite, verify=choice.verify)
+    except BaseException as error:
+        emit("failed", "copy", str(url), error=error)
+        raise
+    finally:
+        run(source.close())
+        meter.close()
+    report = replace(report, seconds=time.perf_counter() - began)
+    emit("copied", "copy", str(url), bytes=report.nbytes, seconds=round(report.seconds, 3))
+    return report
+
+
+def _servers(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Those of a storage's options that say which server, and whose account, is meant; not how to use it, nor as
+    whom."""
+    made: dict[str, Any] = {}
+    for name, value in dict(options or {}).items():
+        if isinstance(value, Mapping):
+            made |= {f"{name}.{below}": each for below, each in _servers(value).items()}
+        elif WHERE.search(name):
+            made[name] = value
+    return made
+
+
+def _expect_apart(origin: URL, url: URL) -> None:
+    """Raise where a copy would be its own source, or lie within it."""
+    if origin.scheme != url.scheme:
+        return
+    here, there = (
+        os.path.realpath(each.location) if each.scheme == "file" else each.location.rstrip("/")
+        for each in (origin, url)
+    )
+    if here == there:
+        raise ValueError(f"{url}: is where it is copied from; copy to another place")
+    if there.startswith(f"{here}/"):
+        raise ValueError(f"{url}: lies within {origin}, which is copied; copy to another place")
+
+
+def _part(
+    source: Operation, document: Document, choice: Choice, url: URL, opener: Any, meter: Meter, *, overwrite: bool
+) -> CopyReport:
+    """What of a snapshot was selected, as a snapshot: the files hold other things, too, and are written anew."""
+    run(source.load(document, list(document.parts)))
+    run(source.expect_files(document, locations_of(document.manifest, document.files)))
+    if choice.verify:
+        expect_sums(source, stored_in(document.manifest), document.files)
+    as_snapshot(source, document, choice, url, opener, meter, overwrite=overwrite, timeout=Settings.current().timeout)
+    made = opener(url)
+    try:
+        written = run(made.open())
+    finally:
+        run(made.close())
+    nbytes = sum(file.size for file in written.files.values())
+    checked = "digests" if choice.verify else "sizes"
+    return CopyReport("snapshot", count_entries(written.manifest), len(written.files), nbytes, checked)
+
+
+def _whole(
+    source: Operation, document: Document, target: Operation, meter: Meter, *, overwrite: bool, verify: bool
+) -> CopyReport:
+    try:
+        copy = _Copy(source, document, target, meter, verify=verify)
+        return run(copy.make(overwrite=overwrite))
+    finally:
+        run(target.close())
+
+
+class _Copy:
+    """One whole snapshot of ours, on the way to another storage."""
+
+    def __init__(self, source: Operation, document: Document, target: Operation, meter: Meter, *, verify: bool) -> None:
+        self._source = source
+        self._document = document
+        self._target = target
+        self._meter = meter
+        self._verify = verify
+
+    async def make(self, *, overwrite: bool) -> CopyReport:
+        """Copy it. Over a network bytes may be damaged on their way only: then once more, from the beginning."""
+        document, url = self._document, str(self._target.url)
+        expect = await expectation(self._target, overwrite=overwrite)
+        parts = await self._source.read_parts(document.parts)
+        names = [each.location for each in document.parts]
+        await self._source.expect_files(document, set(document.files))
+        files = await in_thread(self._files, parts, await tokens(self._source.storage, document.files))
+        nbytes = sum(file.size for file in files)
+        for again in (False, True):
+            save_id = secrets.token_hex(6)
+            ending = Ending(alone("copy", Settings.current().timeout), self._target, save_id, document.metadata)
+            ending.expect = expect
+            self._meter.wrote(-self._meter.now().done)
+            self._meter.begin(nbytes)
+            emit("start", "copy", url, bytes=nbytes)
+            try:
+                await self._write(ending, save_id, files, dict(zip(names, parts, strict=True)))
+                break
+            except CommitUnknown:
+                raise
+            except (CorruptSnapshotError, StorageError) as error:
+                await self._expect_unchanged(error)
+                if not isinstance(error, CorruptSnapshotError):
+                    raise
+                if again or self._source.storage.capabilities.blocking:
+                    raise CorruptSnapshotError(
+                        f"{self._source.url}: is damaged, and nothing of the copy is left: {error}", faults=error.faults
+                    ) from error
+                emit("retry", "copy", url, attempt=1, error=str(error), pause=0.0)
+        count = count_entries(document.manifest) + sum(count_entries(each.manifest) for each in parts)
+        return CopyReport("snapshot", count, len(files), nbytes, "digests" if self._verify else "sizes")
+
+    def _files(self, parts: Sequence[Part], held: Mapping[str, tuple[int, str | None]]) -> list[Passed]:
+        """The files, longest first, with what is to be compared of each."""
+        document = self._document
+        ranges: dict[str, list[Range]] = {location: [] for location in document.files}
+        if self._verify:
+            faults: list[str] = []
+            wants = wants_of([document.manifest, *(part.manifest for part in parts)], document.files, faults)
+            faults += uncovered(document.files, wants)
+            if faults:
+                raise CorruptSnapshotError(
+                    f"{self._source.url}: its manifest does not say what its files hold:{listed(faults)}", faults=faults
+                )
+            for location, file in document.files.items():
+                if file.header:
+                    ranges[location].append(Range(f"{location} (header)", 0, file.header, file.header_digest, True))
+            for want in wants:
+                if want.begin < want.end:
+                    plain = getattr(want.stored, "serializer", "") == TABLE
+                    ranges[want.location].append(Range(want.name, want.begin, want.end, want.stored.digest, plain))
+        return [
+            Passed(location, file.size, held[location][1], tuple(sorted(ranges[location], key=lambda each: each.begin)))
+            for location, file in sorted(document.files.items(), key=lambda item: (-item[1].size, item[0]))
+        ]
+
+    async def _write(self, ending: Ending, save_id: str, files: Sequence[Passed], parts: Mapping[str, Part]) -> None:
+        """Claim, write, commit, clean, as a take does it; if anything fails, leave nothing."""
+        storage = self._target.storage
+        places = _places(save_id, [*self._document.files, *parts])
+        ending.names = list(places.values())
+        try:
+            await cleanup.lay_claim(storage, save_id)
+            names = [places[each.location] for each in files]
+            await pass_files(
+                self._source, self._target, files, self._meter.wrote,
+                lambda writer, plans, ahead: writer.write(plans, names, ahead),
+            )  # fmt: skip
+            entries = []
+            for kept, (location, part) in zip(self._document.parts, parts.items(), strict=True):
+                data = await in_thread(_moved_part, part, places)
+                await write_small(storage, places[location], [data], lambda _: None)
+                entries.append(PartEntry(places[location], len(data), of_range(data), kept.ranks, kept.count))
+            data = await in_thread(_moved, self._document, save_id, places, entries)
+            await uninterrupted(ending.commit(data))
+        except CommitUnknown:
+            raise
+        except BaseException as error:
+            note = await uninterrupted(ending.abort(gone=True))
+            if note:
+                error.add_note(note)
+            raise
+        finally:
+            cleanup.leave(save_id)
+
+    async def _expect_unchanged(self, cause: BaseException) -> None:
+        """Say so where what was read was replaced meanwhile: that, and no damage, is what was met."""
+        try:
+            now = await cleanup.standing(self._source.storage)
+        except SnapshotError:
+            return
+        if now != self._document.save_id:
+            what = "was deleted" if now is None else "was replaced"
+            raise SnapshotError(
+                f"{self._source.url}: {what} while it was copied, and nothing of the copy is left; copy again ({cause})"
+            ) from cause
+
+
+def _places(save_id: str, locations: Sequence[str]) -> dict[str, str]:
+    """Each file's name under another save id: its rank and number stay."""
+    places = {each: f"data/{save_id}{each[each.index('-') :]}" for each in locations}
+    if len(set(places.values())) < len(places):
+        raise CorruptSnapshotError("the manifest names two files that differ in nothing but whose they are")
+    return places
+
+
+def _moved(document: Document, save_id: str, places: Mapping[str, str], parts: list[PartEntry]) -> bytes:
+    """A manifest that says the same of files under other names."""
+    files = {places[name]: file for name, file in document.files.items()}
+    _move(document.manifest, places)
+    data = encode(msgspec.structs.replace(document, save_id=save_id, files=files, parts=parts))
+    _move(document.manifest, {there: here for here, there in places.items()})
+    return data
+
+
+def _moved_part(part: Part, places: Mapping[str, str]) -> bytes:
+    _move(part.manifest, places)
+    data = encode(part)
+    _move(part.manifest, {there: here for here, there in places.items()})
+    return data
+
+
+def _move(manifest: Mapping[str, Any], places: Mapping[str, str]) -> None:
+    """Have entries point at other files. In place, since there may be millions."""
+    for stored in stored_in(manifest):
+        stored.location = places.get(stored.location, stored.location)
+        if stored.blocks is not None:
+            location, begin, end = stored.blocks
+            stored.blocks = places.get(location, location), begin, end

@@ -1,0 +1,218 @@
+"""Files of another storage as a source of parts for the writer: byte for byte, and digested as they pass.
+
+A file is cut as its new place wants it, which has nothing to do with what is in it. So what is stored in it is followed
+over the parts, and compared as soon as its last byte has come by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from snapshot.errors import CorruptSnapshotError
+from snapshot.load.reader import HOT
+from snapshot.plan.layout import Extent, FilePlan, Part
+from snapshot.runtime.arena import Slot, arena
+from snapshot.runtime.budget import MemoryBudget
+from snapshot.runtime.loop import cancelled
+from snapshot.runtime.session import Operation
+from snapshot.save.staging import FileDigests, Source, Staged
+from snapshot.save.writer import Writer, arena_size
+from snapshot.storage import Buffer, Storage, uninterrupted
+from snapshot.tensors.digest import BLOCK, RunningDigest, of_range
+
+FILES = 16
+"""How many files are written side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What is stored in a range of a file."""
+
+    name: str
+    begin: int
+    end: int
+    digest: str | None
+    plain: bool = False
+    """Whether the digest is of the bytes themselves, however many there are: of a header, or a table of digests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A file that is copied."""
+
+    location: str
+    size: int
+    token: str | None
+    """What it was when it was looked at: if it is replaced meanwhile, reading it fails."""
+    ranges: tuple[Range, ...] = ()
+    """What is compared as it passes: in order, and without holes; or nothing."""
+
+    def plan(self) -> FilePlan:
+        """The file as the writer wants it."""
+        return FilePlan(b"", tuple(Extent(0, each.begin, each.end) for each in self.ranges), self.size)
+
+
+class Passing(Source):
+    """The bytes of files on another storage."""
+
+    fetches = True
+
+    def __init__(self, storage: Storage, files: Sequence[Passed]) -> None:
+        super().__init__([], copies=True)
+        self._storage = storage
+        self.waits = not storage.capabilities.blocking
+        self.plans = [file.plan() for file in files]
+        self._files = {id(plan): file for plan, file in zip(self.plans, files, strict=True)}
+
+    def needs_slot(self, file: FilePlan, part: Part) -> int:
+        return part.end - part.begin
+
+    async def fetch(self, file: FilePlan, part: Part, slot: Slot, budget: MemoryBudget) -> Staged:
+        """Read a part into a slot."""
+        passed = self._files[id(file)]
+        view = slot.view[: part.end - part.begin]
+        await self._storage.read_into(passed.location, part.begin, [view], token=passed.token)
+        return Staged([view], None, slot, budget)
+
+    def digests(self, file: FilePlan) -> FileDigests:
+        return Checked(file, self._files[id(file)])
+
+
+class _PlainDigest:
+    """The digest of a range's bytes themselves."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+
+    def update(self, data: memoryview) -> None:
+        self._digest.update(data)
+
+    def finish(self) -> tuple[str, bytes]:
+        return "xxh3:" + self._digest.hexdigest(), b""
+
+
+class Checked(FileDigests):
+    """Digests a file's ranges, and raises as soon as one is not what was written."""
+
+    def __init__(self, file: FilePlan, passed: Passed) -> None:
+        super().__init__(file)
+        self._passed = passed
+        self._open: RunningDigest | _PlainDigest | None = None
+
+    def update(self, part: Part, shares: Sequence[Buffer]) -> None:
+        """Take the shares that the part's extents have in it."""
+        for index, share in zip(range(part.first, part.last), shares, strict=True):
+            each = self._passed.ranges[index]
+            if each.digest is None:
+                continue
+            if each.begin >= part.begin and each.end <= part.end and (each.plain or each.end - each.begin <= BLOCK):
+                self._compare(each, of_range(share))
+                continue
+            if self._open is None:
+                self._open = _PlainDigest() if each.plain else RunningDigest()
+            self._open.update(memoryview(share).cast("B"))
+            if each.end <= part.end:
+                self._compare(each, self._open.finish()[0])
+                self._open = None
+
+    def _compare(self, each: Range, actual: str) -> None:
+        if actual != each.digest:
+            where = f"{self._passed.location}[{each.begin}:{each.end}]"
+            line = f"{each.name}: {where} is {actual}, and {each.digest} was written"
+            raise CorruptSnapshotError(line, faults=[line])
+
+
+class Ahead:
+    """Reads parts before it is their turn, so that several requests are under way; each file's in their order, so that
+    whoever has memory is not waiting for it behind those who have none."""
+
+    def __init__(self, writer: Writer, source: Passing, budget: MemoryBudget, at_once: int) -> None:
+        self._writer = writer
+        self._source = source
+        self._budget = budget
+        self._at_once = max(2, at_once // max(1, min(FILES, len(source.plans))))
+        self._reads: dict[tuple[int, int], asyncio.Task[Staged]] = {}
+        self._stopped = False
+
+    async def get(self, number: int, position: int) -> Staged:
+        """A part of a file. Whoever got it releases it."""
+        parts = self._writer.parts(self._source.plans[number])
+        for ahead in range(position, min(position + self._at_once, len(parts))):
+            if (number, ahead) not in self._reads and not self._stopped:
+                self._reads[number, ahead] = asyncio.create_task(self._read(number, parts[ahead]))
+        staged = await self._reads[number, position]
+        del self._reads[number, position]
+        return staged
+
+    async def _read(self, number: int, part: Part) -> Staged:
+        nbytes = part.end - part.begin
+        size = arena_size(nbytes)
+        await self._budget.acquire(size)
+        try:
+            slot = arena().take(nbytes)  # not in a thread: a cancellation would lose it
+            try:
+                return await self._source.fetch(self._source.plans[number], part, slot, self._budget)
+            except BaseException:
+                arena().give(slot)
+                raise
+        except BaseException:
+            self._budget.release(size)
+            raise
+
+    def stop(self, error: BaseException) -> None:
+        """Read no more."""
+        self._stopped = True
+        for read in self._reads.values():
+            read.cancel()
+
+    def release(self) -> None:
+        """What nobody got is given back by `close`, which waits for what is still being read."""
+
+    async def close(self) -> None:
+        """Wait until nothing is read any more, and give back what nobody got."""
+        self._stopped = True
+        await uninterrupted(cancelled(list(self._reads.values())))
+        for read in self._reads.values():
+            if not read.cancelled() and read.exception() is None:
+                read.result().release()
+        self._reads.clear()
+
+
+Write = Callable[[Writer, Sequence[FilePlan], Ahead | None], Coroutine[Any, Any, object]]
+
+
+async def pass_files(
+    source: Operation, target: Operation, files: Sequence[Passed], progress: Callable[[int], None], write: Write
+) -> None:
+    """Have files pass from one storage to another, several parts of several files at once. `write` has the writer write
+    them, under the names that they get."""
+    passing = Passing(source.storage, files)
+    part = target.settings.part_bytes
+    writer = Writer(target.storage, passing, target.budget, progress, part, FILES)
+    if writer.serial:
+        writer = Writer(target.storage, passing, target.budget, progress, part or HOT, FILES)
+        await write(writer, passing.plans, None)
+        return
+    ahead = Ahead(writer, passing, target.budget, source.storage.limits.parallel_parts)
+    try:
+        await write(writer, passing.plans, ahead)
+    finally:
+        await ahead.close()
+
+
+async def tokens(storage: Storage, locations: Iterable[str]) -> dict[str, tuple[int, str | None]]:
+    """How long each file is, and what it is now, by which it is seen if another one comes to have its name."""
+    at_once = asyncio.Semaphore(FILES)
+    names = list(locations)
+
+    async def look(location: str) -> tuple[int, str | None]:
+        async with at_once:
+            found = await storage.stat(location)
+        return found.size, found.token or None
+
+    return dict(zip(names, await asyncio.gather(*map(look, names)), strict=True))

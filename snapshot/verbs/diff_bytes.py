@@ -1,0 +1,144 @@
+"""Two checkpoints' tensors, read side by side and compared, part by part in the budget: however each of them is cut,
+packed or sharded."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from snapshot.events import Meter
+from snapshot.manifest import entries as e
+from snapshot.manifest.document import Document
+from snapshot.manifest.validate import check_tensor, locations_of
+from snapshot.plan.layout import PAGE, Extent, FilePlan, Part, cut_file
+from snapshot.runtime.arena import Slot, arena
+from snapshot.runtime.budget import MemoryBudget
+from snapshot.runtime.loop import cancelled
+from snapshot.runtime.session import Operation
+from snapshot.save.writer import arena_size
+from snapshot.state.leaves import Leaf
+from snapshot.storage import in_thread, uninterrupted
+from snapshot.tensors.dtypes import ITEMSIZE
+from snapshot.verbs.checkpoint_source import Fetched
+from snapshot.verbs.diff_stats import Numbers
+
+LANES = 2
+"""Parts that are read, and compared, at once."""
+LARGEST_PART = 32 << 20
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of two checkpoints."""
+
+    operation: Operation
+    document: Document
+
+
+@dataclass
+class Pair:
+    """Two tensors of one shape; or the bytes of two objects."""
+
+    name: str
+    a: Any
+    b: Any
+    dtype: str
+    """In which they are compared."""
+    numbers: Numbers | None = None
+    differs: bool = False
+    cast: bool = False
+    """Whether they are of two dtypes, and so differ whatever their bytes are."""
+
+    @property
+    def nbytes(self) -> int:
+        return int(math.prod(self.a.shape)) * ITEMSIZE[self.dtype]
+
+
+def as_bytes(stored: e.ObjectEntry) -> e.TensorEntry:
+    """The bytes of an object as a tensor of them."""
+    return e.TensorEntry(
+        stored.location, stored.byte_range, "uint8", (stored.nbytes,), stored.digest, stored.blocks
+    )  # fmt: skip
+
+
+async def compare(a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryBudget, meter: Meter) -> int:
+    """Compare pairs; how many bytes were read for that."""
+    for side, of in ((a, "a"), (b, "b")):
+        entries = {pair.name: getattr(pair, of) for pair in pairs}
+        for name, entry in entries.items():
+            check_tensor(name, entry, side.document.files)
+        await side.operation.expect_files(side.document, locations_of(entries, side.document.files))
+    meter.begin(2 * sum(pair.nbytes for pair in pairs))
+    file = _file(pairs)
+    here, there = (_fetched(side, pairs, of) for side, of in ((a, "a"), (b, "b")))
+    wanted = min(LARGEST_PART, budget.limit // (2 * LANES))
+    parts = iter(cut_file(file, max(PAGE * 16, wanted // PAGE * PAGE)))
+
+    async def lane() -> None:
+        for part in parts:
+            size = arena_size(part.end - part.begin)
+            await budget.acquire(2 * size)
+            slots: list[Slot] = []
+            try:
+                for _ in range(2):
+                    slots.append(arena().take(part.end - part.begin))
+                reads = [
+                    asyncio.create_task(fetched.fetch(file, part, slot, budget))
+                    for fetched, slot in zip((here, there), slots, strict=True)
+                ]
+                try:
+                    await asyncio.gather(*reads)
+                finally:
+                    await uninterrupted(cancelled(reads))
+                await in_thread(_look, file, part, pairs, *slots)
+                meter.wrote(2 * sum(high - low for _, low, high in _shares(file, part)))
+            finally:
+                for slot in slots:
+                    arena().give(slot)
+                budget.release(2 * size)
+
+    lanes = [asyncio.create_task(lane()) for _ in range(LANES)]
+    try:
+        await asyncio.gather(*lanes)
+    finally:
+        await uninterrupted(cancelled(lanes))
+    return here.bytes_read + there.bytes_read
+
+
+def _file(pairs: Sequence[Pair]) -> FilePlan:
+    """The tensors one after the other, as if they were in a file, such that no element is cut in two."""
+    extents = []
+    position = 0
+    for index, pair in enumerate(pairs):
+        extents.append(Extent(index, position, position + pair.nbytes))
+        position += -(-pair.nbytes // 16) * 16
+    return FilePlan(b"", tuple(extents), position)
+
+
+def _fetched(side: Side, pairs: Sequence[Pair], of: str) -> Fetched:
+    nothing = torch.empty(0, device="meta")
+    leaves = [Leaf(pair.name, nothing, pair.dtype, tuple(pair.a.shape), pair.nbytes) for pair in pairs]
+    return Fetched(side.operation, side.document, leaves, [getattr(pair, of) for pair in pairs], verify=True)
+
+
+def _look(file: FilePlan, part: Part, pairs: Sequence[Pair], here: Slot, there: Slot) -> None:
+    for index, low, high in _shares(file, part):
+        pair = pairs[index]
+        a, b = here.tensor[low:high], there.tensor[low:high]
+        equal = torch.equal(a, b)
+        pair.differs |= not equal
+        if pair.numbers is not None:
+            pair.numbers.update(a, b)
+
+
+def _shares(file: FilePlan, part: Part) -> Iterator[tuple[int, int, int]]:
+    """What of a part is whose: which pair's, from where in it, to where."""
+    for extent in file.extents[part.first : part.last]:
+        low, high = max(extent.begin, part.begin), min(extent.end, part.end)
+        if low < high:
+            yield extent.leaf, low - part.begin, high - part.begin

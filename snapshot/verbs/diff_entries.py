@@ -1,0 +1,243 @@
+"""Two entries side by side: what of them differs by what the manifests say, and what has to be read to know it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from snapshot.formats.foreign import is_packed
+from snapshot.formats.unpickling import is_refused
+from snapshot.manifest import entries as e
+from snapshot.manifest.counting import is_leaf
+from snapshot.manifest.scalars import Scalar
+from snapshot.reports import counted
+from snapshot.verbs.diff_bytes import Pair, as_bytes
+from snapshot.verbs.diff_stats import Numbers, comparable
+from snapshot.verbs.select import clean
+
+LONGEST = 60
+"""Characters of a value that are shown."""
+NO_NUMBERS = "no numbers for this kind"
+"""What is said where it was asked by how much something differs."""
+
+
+@dataclass
+class Found:
+    """What of an entry differs."""
+
+    what: list[str] = field(default_factory=list)
+    details: list[str] = field(default_factory=list)
+    counts: int = 1
+    """Whether it counts as an entry: containers that hold others do not."""
+    numberless: bool = False
+    """Whether it was asked by how much it differs, and that is not known of such a thing."""
+
+    def add(self, what: str, detail: str) -> None:
+        """Something differs."""
+        self.what.append(what)
+        self.details.append(detail)
+
+
+def kind_of(entry: Any) -> str:
+    """What a person calls an entry's type: of a tensor the same, however it was cut."""
+    if isinstance(entry, e.TENSORS):
+        return "Tensor"
+    return entry.kind if isinstance(entry, e.TensorPartsEntry) else str(type(entry).__struct_config__.tag)
+
+
+def shown(entry: Any) -> str:
+    """An entry in a few words."""
+    if isinstance(entry, Scalar):
+        text = entry.readable or entry.serialized_value
+        return f"{kind_of(entry)} {text[:LONGEST]}{'...' if len(text) > LONGEST else ''}"
+    if isinstance(entry, (*e.TENSORS, e.NDArrayEntry)):
+        return f"{entry.dtype}{list(entry.shape)}"
+    if isinstance(entry, e.ObjectEntry):
+        return f"{entry.obj_type}, {counted(entry.nbytes, 'byte')}"
+    return kind_of(entry)
+
+
+def compared(path: str, a: Any, b: Any, values: bool, *, same_format: bool) -> tuple[Found, list[Pair]]:
+    """What differs between two entries, and the pairs of tensors that have to be read to know the rest."""
+    found = Found(counts=int(is_leaf(b)))
+    pairs: list[Pair] = []
+    if kind_of(a) != kind_of(b):
+        found.add("kind", f"{shown(a)} -> {shown(b)}")
+    elif isinstance(a, e.Container):
+        _containers(found, a, b, same_format)
+    elif isinstance(a, Scalar):
+        if a.identity != b.identity:
+            found.add("value", _apart(a, b))
+    elif isinstance(a, e.TENSORS):
+        _tensors(found, pairs, path, a, b, values)
+    elif isinstance(a, e.NDArrayEntry):
+        _arrays(found, pairs, path, a, b, values)
+    elif isinstance(a, e.TensorPartsEntry):
+        _parts(found, pairs, path, a, b, values)
+    else:
+        _objects(found, pairs, path, a, b)
+    return found, pairs
+
+
+def _apart(a: Scalar, b: Scalar) -> str:
+    """Two values in a few words; of long ones what is around the first character that differs."""
+    here, there = (each.readable or each.serialized_value for each in (a, b))
+    if here == there:  # a person sees no difference: what is stored does
+        here, there = (each.serialized_value for each in (a, b))
+    if max(len(here), len(there)) <= LONGEST:
+        return f"{kind_of(a)} {here} -> {kind_of(b)} {there}"
+    alike = (x == y for x, y in zip(here, there, strict=False))
+    first = next((i for i, same in enumerate(alike) if not same), min(len(here), len(there)))
+    begin = max(0, first - LONGEST // 3)
+    texts = []
+    for text in (here, there):
+        cut = text[begin : begin + LONGEST]
+        texts.append(f"{'...' * (begin > 0)}{cut}{'...' * (begin + LONGEST < len(text))} ({len(text):,} characters)")
+    return f"{kind_of(a)} {texts[0]} -> {texts[1]}, from character {first:,} on"
+
+
+def _containers(found: Found, a: e.Container, b: e.Container, same_format: bool) -> None:
+    """What a container's children do not say themselves: their order and number, keys' types, its own settings."""
+    if isinstance(a, e.DictEntry) and isinstance(b, e.DictEntry):
+        here, there = (dict(zip(each.components(), each.keys, strict=True)) for each in (a, b))
+        both = [name for name in here if name in there]
+        if any(here[name] != there[name] for name in both):
+            found.add("keys", "keys of other types")
+        if both != [name for name in there if name in here]:
+            found.add("order", "keys in another order")
+    elif a.width != b.width:
+        found.add("length", f"{a.width} -> {b.width} elements")
+    long = ("context", *(("module_versions",) if same_format else ()))
+    for name in ("maxlen", "factory", "obj_type", "dtype", "shape", "requires_grad", *long):
+        before, after = getattr(a, name, None), getattr(b, name, None)
+        if before != after:
+            what = "class" if name == "obj_type" else name
+            found.add(what, what if name in long else f"{what} {before} -> {after}")
+
+
+def _tensors(found: Found, pairs: list[Pair], path: str, a: Any, b: Any, values: bool) -> None:
+    if (a.dtype, tuple(a.shape)) != (b.dtype, tuple(b.shape)):
+        found.what += [name for name in ("dtype", "shape") if getattr(a, name) != getattr(b, name)]
+        found.details.append(f"{shown(a)} -> {shown(b)}")
+    here, there = (clean(each) or e.PLAIN for each in (a, b))
+    for name in ("stride_order", "subclass", "requires_grad"):
+        before, after = getattr(here, name), getattr(there, name)
+        if before != after:
+            found.add(name, f"{name} {before} -> {after}")
+    if tuple(a.shape) == tuple(b.shape):
+        _bytes(found, pairs, path, a, b, values)
+
+
+def _bytes(found: Found, pairs: list[Pair], path: str, a: Any, b: Any, values: bool) -> None:
+    """Whether two tensors of one shape have the same bytes, if that is known; what has to be read, if not."""
+    differs = True if a.dtype != b.dtype else by_digests(a, b)
+    if differs and a.dtype == b.dtype:
+        found.add("bytes", "")
+    if not math.prod(a.shape):
+        return
+    numbers = values and comparable(a.dtype) and comparable(b.dtype)
+    if differs is None or (differs and numbers):
+        made = Numbers(a.dtype, b.dtype) if numbers else None
+        pairs.append(Pair(path, a, b, a.dtype if made is None else made.dtype, made, cast=a.dtype != b.dtype))
+    found.numberless |= values and not numbers
+
+
+def by_digests(a: Any, b: Any) -> bool | None:
+    """Whether two tensors of one dtype and shape differ, by their digests; None where these do not say it: one has
+    none, or it was cut otherwise."""
+    before, after = _digests(a), _digests(b)
+    if before is None or after is None or before.keys() != after.keys():
+        return None
+    return before != after
+
+
+def _digests(entry: Any) -> dict[Any, str] | None:
+    made = {}
+    for box, stored in entry.pieces():
+        if not box.numel:
+            continue
+        if stored.digest is None or is_packed(stored):
+            return None
+        made[box] = stored.digest
+    return made
+
+
+def _arrays(found: Found, pairs: list[Pair], path: str, a: e.NDArrayEntry, b: e.NDArrayEntry, values: bool) -> None:
+    for name in ("dtype", "shape", "order", "scalar"):
+        before, after = getattr(a, name), getattr(b, name)
+        if before != after:
+            found.add(name, f"{name} {before} -> {after}")
+    if (a.data.dtype, tuple(a.data.shape)) == (b.data.dtype, tuple(b.data.shape)):
+        plain = isinstance(a.dtype, str) and a.dtype[1:2] in "biufc" and a.data.shape == a.shape
+        numbers = plain and a.dtype == b.dtype
+        _bytes(found, pairs, path, a.data, b.data, values and numbers)
+        found.numberless |= values and not numbers
+
+
+def _parts(
+    found: Found, pairs: list[Pair], path: str, a: e.TensorPartsEntry, b: e.TensorPartsEntry, values: bool
+) -> None:
+    if a.params != b.params or a.parts.keys() != b.parts.keys():
+        found.add("kind", _params(a.params, b.params))
+    both = [name for name in a.parts if name in b.parts]
+    where = [name for name in both if name.endswith("indices")]
+    numbers = values and bool(where) and a.params == b.params
+    numbers = numbers and not any(_known_to_differ(a.parts[name], b.parts[name]) for name in where)
+    inner = Found()
+    for name in both:
+        own = numbers and name == "values"
+        _tensors(inner, pairs, f"{path}[{name}]", a.parts[name], b.parts[name], own)
+    for what in dict.fromkeys(inner.what):
+        found.add(what, "")
+    found.details += [each for each in inner.details if each]
+    found.numberless = values and (not numbers or inner.numberless)
+
+
+def _known_to_differ(a: Any, b: Any) -> bool:
+    return (a.dtype, tuple(a.shape)) != (b.dtype, tuple(b.shape)) or by_digests(a, b) is True
+
+
+def _params(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """The parameters that differ."""
+    lines = []
+    for name in [*a, *(name for name in b if name not in a)]:
+        if a.get(name) != b.get(name):
+            here, there = (_short(each.get(name)) for each in (a, b))
+            lines.append(f"{name} {here} -> {there}" if here != there else f"{name} differs")
+    return ", ".join(lines) or "other parts"
+
+
+def _short(value: Any) -> str:
+    text = str(float.fromhex(value)) if isinstance(value, str) and value.lstrip("-").startswith("0x") else str(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def _objects(found: Found, pairs: list[Pair], path: str, a: e.ObjectEntry, b: e.ObjectEntry) -> None:
+    if (a.serializer, a.obj_type) != (b.serializer, b.obj_type) and a.obj_type != b.obj_type:
+        found.add("kind", f"{a.obj_type} -> {b.obj_type}")
+    if a.nbytes != b.nbytes or is_refused(a) or is_refused(b):
+        found.add("bytes", f"{shown(a)} -> {shown(b)}" if a.nbytes != b.nbytes else "cannot be read without a pickle")
+    elif a.digest is not None and b.digest is not None:
+        if a.digest != b.digest:
+            found.add("bytes", "")
+    elif a.nbytes:
+        pairs.append(Pair(path, as_bytes(a), as_bytes(b), "uint8"))
+
+
+def content_of(entry: Any) -> Any:
+    """What tells an entry by its bytes; None for what has none, or none that are known without reading."""
+    if isinstance(entry, e.TENSORS):
+        held = _digests(entry)
+        return ("Tensor", entry.dtype, tuple(entry.shape), repr(clean(entry)), _frozen(held)) if held else None
+    if isinstance(entry, e.NDArrayEntry):
+        held = _digests(entry.data)
+        return ("ndarray", str(entry.dtype), tuple(entry.shape), entry.order, _frozen(held)) if held else None
+    if isinstance(entry, e.ObjectEntry) and entry.digest is not None and entry.nbytes:
+        return "object", entry.serializer, entry.obj_type, entry.nbytes, entry.digest
+    return None
+
+
+def _frozen(held: dict[Any, str]) -> Iterable[Any]:
+    return tuple(sorted(held.items()))

@@ -1,0 +1,406 @@
+"""A checkpoint in the formats of others: one file of safetensors or several with an index, torch.save's, or DCP's.
+
+Each is planned first, then written by the writer of snapshots, part by part; what makes it whole comes last.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from snapshot.errors import (
+    RestoreError,
+    UnsupportedFormatError,
+)
+from snapshot.events import Meter
+from snapshot.formats import dcp, safetensors, torch_archive
+from snapshot.formats.dcp_export import archived, flattened, metadata
+from snapshot.formats.foreign import root_of, root_over
+from snapshot.formats.torch_save import VALUE
+from snapshot.manifest import document
+from snapshot.manifest import entries as e
+from snapshot.manifest.document import Document
+from snapshot.manifest.paths import uncomponent
+from snapshot.plan.layout import Extent, FilePlan, exact_file
+from snapshot.reports import ConvertReport, listed, with_article
+from snapshot.runtime.session import Operation
+from snapshot.save.writer import Writer
+from snapshot.state.leaves import Leaf
+from snapshot.state.state_tree import inflate
+from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, SAFETENSORS
+from snapshot.verbs import losses
+from snapshot.verbs.checkpoint_source import Fetched, expect_room
+from snapshot.verbs.classless import without_classes
+from snapshot.verbs.select import Objects, clean, expect_sound, is_leaf_value, places_of, seen
+from snapshot.verbs.staged_files import Outputs
+from snapshot.verbs.to_snapshot import Choice
+
+_KEPT_BY_TORCH = frozenset({"parameter", "requires_grad", "order"})
+DCP_ALIGNMENT = 64
+_NARROW = re.compile("u?int[1-7]")
+"""Dtypes of less than a byte, which torch cannot copy to where DCP loads them."""
+
+
+class Plan(msgspec.Struct):
+    """What is written where."""
+
+    kind: str
+    leaves: list[Leaf] = []
+    origins: list[Any] = []
+    orders: dict[int, tuple[int, ...]] = {}
+    files: list[tuple[str, FilePlan]] = []
+    last: Callable[[], list[tuple[str, bytes]]] = list
+    """The small files that make it whole, in order."""
+    markers: tuple[str, ...] = ()
+    """The files without which there is no such checkpoint: gone before anything is replaced."""
+    more: str = ""
+    """A pattern of names that a checkpoint of this kind, which is replaced, may have more of."""
+    others: tuple[str, ...] = ()
+    """The files of other formats for which this one would not be seen."""
+    left_out: list[str] = []
+    changed: list[str] = []
+    sums: dict[int, int] | None = None
+    """The checksum of each leaf's bytes, where the format has any."""
+
+    def leaf(self, name: str, dtype: str, shape: tuple[int, ...], origin: Any) -> int:
+        """Add something to be written; its number."""
+        nbytes = math.prod(shape) * ITEMSIZE[dtype]
+        self.leaves.append(Leaf(name, torch.empty(0, device="meta"), dtype, shape, nbytes))
+        self.origins.append(origin)
+        return len(self.leaves) - 1
+
+
+class _Nested(msgspec.Struct):
+    """An object with tensors in it, as one archive of DCP's: its pickle, and the numbers of its leaves."""
+
+    content: bytes
+    held: dict[str, bytes]
+    numbers: range
+
+
+class Export:
+    """What rank 0 sees of a checkpoint, on the way to another format."""
+
+    def __init__(self, source: Operation, document: Document, choice: Choice) -> None:
+        self._source = source
+        self._document = document
+        self._choice = choice
+        view = seen(document, choice.select, choice.exclude, choice.rename)
+        self._entries = view.entries
+        expect_sound(self._entries, document)
+        self._gone = [f"{path}: of a rank other than 0" for path in view.gone]
+
+    def _dtype(self, entry: Any) -> str:
+        known, wanted = BY_NAME[entry.dtype], self._choice.dtype
+        if wanted is None or not (known.is_floating_point and wanted.is_floating_point):
+            return str(entry.dtype)
+        return str(wanted).removeprefix("torch.")
+
+    # Safetensors
+
+    def safetensors(self, name: str | None, shard: int) -> Plan:
+        """One file of this name, or a folder in Hugging Face's layout."""
+        plan = Plan("safetensors")
+        names: dict[str, str] = {}
+        tops = {path.partition("/")[0] for path, entry in self._entries.items() if not isinstance(entry, e.Container)}
+        one = len(tops) == 1 and all(path.count("/") for path in self._entries if path not in tops)
+        refused = []
+        sizes = []
+        for path, entry in self._entries.items():
+            if not isinstance(entry, e.TENSORS):
+                if isinstance(entry, (e.TensorPartsEntry, e.NDArrayEntry)) or self._is_odd(entry):
+                    plan.left_out.append(f"{path}: {with_article(_tag(entry))}")
+                continue
+            plan.changed += losses.tensor_changes(path, entry)
+            dtype = self._dtype(entry)
+            if dtype not in SAFETENSORS:
+                refused.append(f"{path}: {dtype}")
+            components = [uncomponent(each) for each in path.split("/")]
+            text = ".".join(components[1:] if one and len(components) > 1 else components)
+            if text in names or text == "__metadata__":
+                raise RestoreError(f"{path} and {names.get(text)} would both be named {text!r}: rename one of them")
+            names[text] = path
+            sizes.append(plan.leaves[plan.leaf(text, dtype, tuple(entry.shape), entry)].nbytes)
+        plan.changed += losses.memory_changes(self._entries, lambda *_: False)
+        if refused:
+            raise UnsupportedFormatError(
+                f"{self._source.url}: safetensors has no such dtypes; cast them, or exclude them:{listed(refused)}"
+            )
+        if name is not None:
+            plan.files.append((name, exact_file(plan.leaves, range(len(sizes)))))
+            return plan
+        groups = _in_order(sizes, shard)
+        plan.markers = (safetensors.INDEX, safetensors.ALONE)
+        plan.others = (document.METADATA, dcp.METADATA)
+        plan.more = r"model-\d{5}-of-\d{5}\.safetensors"
+        if len(groups) == 1:
+            plan.files.append((safetensors.ALONE, exact_file(plan.leaves, groups[0])))
+            return plan
+        located = {}
+        for number, group in enumerate(groups, 1):
+            where = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            plan.files.append((where, exact_file(plan.leaves, group)))
+            located.update({plan.leaves[index].path: where for index in group})
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": located}
+        plan.last = lambda: [(safetensors.INDEX, json.dumps(index, indent=2).encode())]
+        return plan
+
+    def _is_odd(self, entry: Any) -> bool:
+        return not isinstance(entry, e.Container) or entry.width == 0
+
+    # torch.save
+
+    def torch_file(self, name: str) -> Plan:
+        """One file as torch.save writes it."""
+        plan = Plan("torch", sums={})
+        for path, entry in self._entries.items():
+            plan.changed += losses.array_changes(path, entry)
+            if isinstance(entry, e.TENSORS):
+                plan.changed += losses.tensor_changes(path, entry, _KEPT_BY_TORCH)
+        plan.changed += losses.memory_changes(self._entries, lambda *_: True)
+        plan.left_out += self._lose_classes()
+        state = self._state(lambda path, entry: self._absent(plan, path, entry))
+        content, held = torch_archive.pickled(state)
+        root = name.rpartition("/")[2].partition(".")[0] or "archive"
+        extents: list[Extent] = []
+        size = self._archive(plan, root, content, held, range(len(plan.leaves)), 0, extents)
+        plan.files.append((name, FilePlan(b"", tuple(extents), size)))
+        return plan
+
+    def _archive(
+        self, plan: Plan, root: str, content: bytes, held: dict[str, bytes], numbers: Sequence[int], base: int,
+        extents: list[Extent],
+    ) -> int:  # fmt: skip
+        """Lay out an archive of torch's at `base` in a file: a pickle, and the leaves of these numbers; its length."""
+        members = [_member(plan, str(number), plan.leaves[number].nbytes, number) for number in numbers]
+        members += [torch_archive.Member(key, len(data), data) for key, data in held.items()]
+        found, size = torch_archive.laid_out(torch_archive.around(root, content, members, _identity()), zlib.crc32)
+        self._extents(plan, found, base, extents, (number for number in numbers if plan.leaves[number].nbytes))
+        return size
+
+    def _absent(self, plan: Plan, path: str, entry: Any) -> Any:
+        extra = clean(entry) or e.PLAIN
+        key = repr(places_of(entry))
+        dtype, shape, order = self._dtype(entry), tuple(entry.shape), extra.stride_order
+        tied = f"{key} {dtype} {shape} {extra}" if math.prod(shape) else path
+        known = self._tied.get(tied)
+        if known is None:
+            permuted = tuple(shape[axis] for axis in order) if order else shape
+            number = plan.leaf(path, dtype, permuted, entry)
+            if order:
+                plan.orders[number] = order
+            known = self._tied[tied] = torch_archive.Absent(
+                str(number), dtype, shape, order, extra.requires_grad, extra.subclass == losses.PARAMETER
+            )
+        return known
+
+    def _lose_classes(self) -> list[str]:
+        """Make plain values of what has a class of its own; what is lost by that."""
+        self._entries, lines = without_classes(self._entries)
+        return lines
+
+    def _state(self, tensor: Callable[[str, Any], Any]) -> Any:
+        """What was saved, nested as it was, with stand-ins for its tensors."""
+        self._tied: dict[str, Any] = {}
+        choice = self._choice
+        objects = Objects(self._source, self._document, allow_pickle=choice.allow_pickle, verify=choice.verify)
+        values = objects.read({path: entry for path, entry in self._entries.items() if is_leaf_value(entry)})
+        values |= {path: tensor(path, entry) for path, entry in self._entries.items() if isinstance(entry, e.TENSORS)}
+        bare = root_of(self._document) is None and self._document.format == "torch.save"
+        if bare and self._entries.keys() == {VALUE}:
+            return values[VALUE]  # it was saved bare
+        root = root_over(self._document, dict.fromkeys(path.partition("/")[0] for path in self._entries))
+        below = {f"0/{path}": entry for path, entry in self._entries.items()}
+        return inflate("0", {"0": root, **below}, {f"0/{path}": value for path, value in values.items()})
+
+    def _extents(
+        self, plan: Plan, found: Sequence[torch_archive.Frame | int], base: int, extents: list[Extent], sized: Any
+    ) -> None:
+        """The ranges of a file: frames, and between them the leaves that have bytes."""
+        position = base
+        for each in found:
+            if isinstance(each, torch_archive.Frame):
+                number = plan.leaf("", "uint8", (each.size,), each.make)
+                size = each.size
+            else:
+                number = next(sized)
+                size = plan.leaves[number].nbytes
+            extents.append(Extent(number, position, position + size))
+            position += size
+
+    # DCP
+
+    def dcp(self, lanes: int) -> Plan:
+        """A folder as torch.distributed.checkpoint writes it."""
+        plan = Plan("dcp", sums={}, markers=(dcp.METADATA,), others=(document.METADATA,), more=r"__\d+_\d+\.distcp")
+        plan.left_out += self._lose_classes()
+        entries: dict[int, Any] = {}
+
+        def stand(path: str, entry: Any) -> torch.Tensor:
+            made = torch.empty(entry.shape, dtype=BY_NAME[self._dtype(entry)], device="meta")
+            entries[id(made)] = made, path, entry
+            return made
+
+        parts = [path for path, entry in self._entries.items() if isinstance(entry, e.TensorPartsEntry)]
+        if parts:
+            raise UnsupportedFormatError(
+                f"{self._source.url}: DCP holds no tensors that are made of several; exclude them:{listed(parts)}"
+            )
+        narrow = [
+            f"{path}: {entry.dtype}"
+            for path, entry in self._entries.items()
+            if isinstance(entry, e.TENSORS) and _NARROW.fullmatch(entry.dtype)
+        ]
+        if narrow:
+            raise UnsupportedFormatError(
+                f"{self._source.url}: DCP cannot load such dtypes; exclude them:{listed(narrow)}"
+            )
+        state = self._state(stand)
+        if not isinstance(state, dict):
+            plan.changed.append(f"the state: the {type(state).__name__} becomes the value of a dict, under {VALUE!r}")
+            state = {VALUE: state}
+        flat, paths = flattened(state)
+        left_out, changed = losses.container_changes(state, paths)
+        plan.left_out += left_out
+        plan.changed += changed
+        for path, entry in self._entries.items():
+            plan.changed += losses.array_changes(path, entry)
+        items: list[tuple[str, int, Any]] = []
+        objects: dict[str, str] = {}
+        for name, value in flat.items():
+            if isinstance(value, torch.Tensor) and id(value) in entries:
+                _, path, entry = entries[id(value)]
+                plan.changed += losses.tensor_changes(path, entry)
+                items.append((name, value.nbytes, entry))
+            else:
+                items.append((name, *self._nested(plan, value, entries)))
+                objects.update(dict.fromkeys(self._within, name))
+        plan.changed += losses.memory_changes(
+            self._entries, lambda path, other: path in objects and objects[path] == objects.get(other)
+        )
+        lanes = max(1, min(lanes, sum(size for _, size, _ in items) // (16 << 20)))
+        loads = [0] * lanes
+        dealt: list[list[tuple[str, Any]]] = [[] for _ in range(lanes)]
+        for name, size, what in items:
+            lane = loads.index(min(loads))
+            loads[lane] += size
+            dealt[lane].append((name, what))
+        placed: dict[str, tuple[str, int, int]] = {}
+        for number, lane_items in enumerate(dealt):
+            where = f"__0_{number}.distcp"
+            plan.files.append((where, self._dcp_file(plan, where, lane_items, placed)))
+        plan.last = lambda: [(dcp.METADATA, metadata(flat, paths, placed))]
+        return plan
+
+    def _nested(self, plan: Plan, value: Any, entries: Mapping[int, Any]) -> tuple[int, bytes | _Nested]:
+        """Return an object that DCP stores as one archive, and the bytes of its tensors: those within tuples, which
+        DCP does not take apart, are written part by part like all others."""
+        self._tied = {}
+        self._within: list[str] = []
+        first = len(plan.leaves)
+
+        def absent(tensor: torch.Tensor) -> torch_archive.Absent | None:
+            if id(tensor) not in entries:
+                return None
+            _, path, entry = entries[id(tensor)]
+            plan.changed += losses.tensor_changes(path, entry, _KEPT_BY_TORCH)
+            self._within.append(path)
+            return self._absent(plan, path, entry)  # type: ignore[no-any-return]
+
+        content, held = torch_archive.pickled(value, absent)
+        numbers = range(first, len(plan.leaves))
+        if not self._tied:
+            return 0, archived(value)
+        return sum(plan.leaves[number].nbytes for number in numbers), _Nested(content, held, numbers)
+
+    def _dcp_file(
+        self, plan: Plan, where: str, items: list[tuple[str, Any]], placed: dict[str, tuple[str, int, int]]
+    ) -> FilePlan:
+        extents: list[Extent] = []
+        position = 0
+        for name, what in items:
+            padding = -position % DCP_ALIGNMENT
+            if padding:
+                extents.append(
+                    Extent(plan.leaf("", "uint8", (padding,), bytes(padding)), position, position + padding)
+                )  # fmt: skip
+                position += padding
+            if isinstance(what, bytes):
+                extents.append(Extent(plan.leaf(name, "uint8", (len(what),), what), position, position + len(what)))
+                size = len(what)
+            elif isinstance(what, _Nested):
+                size = self._archive(plan, "archive", what.content, what.held, what.numbers, position, extents)
+            else:
+                dtype, shape = self._dtype(what), tuple(what.shape)
+                number = plan.leaf(name, dtype, shape, what)
+                member = _member(plan, "0", plan.leaves[number].nbytes, number)
+                content = torch_archive.pickled_tensor(dtype, shape)
+                found, size = torch_archive.laid_out(
+                    torch_archive.around("archive", content, [member], _identity()), zlib.crc32
+                )  # fmt: skip
+                self._extents(plan, found, position, extents, iter([number]))
+            placed[name] = where, position, size
+            position += size
+        return FilePlan(b"", tuple(extents), position)
+
+    # All
+
+    async def write(self, plan: Plan, target: Operation, meter: Meter, *, overwrite: bool) -> ConvertReport:
+        """Write what was planned."""
+        outputs = Outputs(target.storage, [name for name, _ in plan.files], plan.markers, plan.others, plan.more)
+        read = self._document.files.keys() & {*outputs.names, *plan.markers}
+        if read and not target.storage.capabilities.renames and self._source.storage.url == target.storage.url:
+            raise ValueError(f"{target.url}: holds {min(read)}, which is read; convert to another place")
+        expect_room(self._document, plan.leaves, plan.origins)
+        await outputs.expect(overwrite=overwrite)
+        source = Fetched(
+            self._source, self._document, plan.leaves, plan.origins, verify=self._choice.verify, orders=plan.orders,
+            sums=plan.sums,
+        )  # fmt: skip
+        meter.begin(sum(file.size for _, file in plan.files))
+        writer = Writer(target.storage, source, target.budget, meter.wrote, target.settings.part_bytes)
+        await outputs.write(writer, [file for _, file in plan.files], plan.last)
+        tensors = [
+            leaf for leaf, origin in zip(plan.leaves, plan.origins, strict=True) if isinstance(origin, e.TENSORS)
+        ]
+        names = (*outputs.names, *(name for name, _ in plan.last()))
+        nbytes = sum(leaf.nbytes for leaf in tensors)
+        left_out = (*plan.left_out, *self._gone)
+        return ConvertReport(plan.kind, len(tensors), nbytes, left_out, names, changed=tuple(plan.changed))
+
+
+def _member(plan: Plan, name: str, size: int, number: int) -> torch_archive.Member:
+    """A member whose bytes are a leaf's."""
+    sums = plan.sums
+    assert sums is not None
+    return torch_archive.Member(name, size, sum=lambda: sums.get(number, 0))
+
+
+def _in_order(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Numbers of tensors, in files that are as long as they may be."""
+    groups: list[list[int]] = [[]]
+    held = 0
+    for number, size in enumerate(sizes):
+        if groups[-1] and held + size > most:
+            groups.append([])
+            held = 0
+        groups[-1].append(number)
+        held += size
+    return groups
+
+
+def _identity() -> str:
+    """What torch writes to tell archives apart: forty digits."""
+    return f"{secrets.randbelow(10**40):040d}"
+
+
+def _tag(entry: Any) -> str:
+    return str(type(entry).__struct_config__.tag)

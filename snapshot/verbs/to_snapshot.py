@@ -1,0 +1,230 @@
+"""Any checkpoint that can be read becomes a snapshot: a take whose tensors are read from there, part by part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import msgspec
+import torch
+
+from snapshot.distributed.exchange import Call
+from snapshot.distributed.group import SOLO
+from snapshot.errors import UnsafeObjectError
+from snapshot.events import Meter, log
+from snapshot.formats.foreign import with_root
+from snapshot.manifest import entries as e
+from snapshot.manifest.document import Document
+from snapshot.plan.renaming import Rename
+from snapshot.reports import ConvertReport, with_article
+from snapshot.runtime.loop import run
+from snapshot.runtime.session import Operation
+from snapshot.save.rank_share import Portion
+from snapshot.save.rendezvous import expectation, open_take
+from snapshot.save.replication import Shared
+from snapshot.save.take import Take
+from snapshot.state.flatten import Flattened
+from snapshot.state.leaves import Blob, Leaf
+from snapshot.storage import URL
+from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
+from snapshot.verbs import losses
+from snapshot.verbs.checkpoint_source import Fetched, expect_room
+from snapshot.verbs.select import (
+    Objects,
+    chosen_of_ranks,
+    clean,
+    expect_matches,
+    expect_something,
+    expect_sound,
+    is_foreign_object,
+    places_of,
+)
+
+
+def alone(verb: str, timeout: float) -> Call:
+    """A call of this process alone, whatever group it is in."""
+    return Call(SOLO, verb, timeout)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What of a checkpoint is converted, and how."""
+
+    select: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    rename: Rename | None = None
+    dtype: torch.dtype | None = None
+    verify: bool = True
+    allow_pickle: bool = False
+
+    def __post_init__(self) -> None:
+        for name, globs in (("select", self.select), ("exclude", self.exclude)):
+            if isinstance(globs, str):
+                raise TypeError(f"{name}: a list of globs is wanted, and {globs!r} is one string: [{globs!r}]")
+
+
+class Recorded(Portion):
+    """What a checkpoint holds, as if it had been flattened here."""
+
+    def __init__(self, call: Call, flat: Flattened, world: int, replicated: set[str]) -> None:
+        super().__init__(call, flat, Shared("", frozenset(), (0,)))
+        self.world = world
+        self._replicated = replicated
+
+    def entries(self, written: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The entries, which stand under their ranks already."""
+        own = {}
+        for path, entry in written.items():
+            shared = path in self._replicated and not getattr(entry, "replicated", True)
+            own[path] = msgspec.structs.replace(entry, replicated=True) if shared else entry
+        return own, {}
+
+
+class Recording:
+    """A checkpoint's entries, on the way into a snapshot."""
+
+    def __init__(self, operation: Operation, document: Document, choice: Choice) -> None:
+        self.flat = Flattened()
+        self.origins: list[Any] = []
+        """Of each leaf that is read, its entry; the tensors of objects are here already."""
+        self.replicated: set[str] = set()
+        self._document = document
+        self._dtype = choice.dtype
+        self._objects = Objects(operation, document, allow_pickle=choice.allow_pickle, verify=choice.verify)
+        self._seen: dict[Any, str] = {}
+        self.tensors = 0
+        self.uncast: list[str] = []
+        """What stays in its dtype, though another one was asked for."""
+
+    def add(self, path: str, entry: Any) -> None:
+        """Record an entry under its path in the manifest; objects come all at once."""
+        if getattr(entry, "replicated", False):
+            self.replicated.add(path)
+        if isinstance(entry, e.TENSORS):
+            self._tensor(path, entry)
+        elif isinstance(entry, e.NDArrayEntry):
+            self.flat.entries[path] = None
+            self._part(path, entry.data, lambda stored: msgspec.structs.replace(entry, data=stored))
+        elif isinstance(entry, e.TensorPartsEntry):
+            made = msgspec.structs.replace(entry, parts={})
+            self.tensors += 1
+            if self._dtype is not None:
+                self.uncast.append(f"{path}: the dtype stays, of {with_article(entry.kind)} tensor")
+            self.flat.entries[path] = made
+            for name, part in entry.parts.items():
+                self._named(path, name, part, made)
+        elif not isinstance(entry, e.ObjectEntry):
+            self.flat.entries[path] = self._cast_record(entry)
+
+    def _cast_record(self, entry: Any) -> Any:
+        """An optimizer's record says the dtypes that its parameters have now."""
+        record = getattr(entry, "optimizer", None)
+        if record is None or self._dtype is None:
+            return entry
+        dtypes = tuple(map(self._cast, record.dtypes))
+        return msgspec.structs.replace(entry, optimizer=msgspec.structs.replace(record, dtypes=dtypes))
+
+    def _tensor(self, path: str, entry: Any) -> None:
+        self.tensors += 1
+        self.flat.entries[path] = None
+        extra = clean(entry)
+        dtype = self._cast(entry.dtype)
+        if math.prod(entry.shape):
+            key = repr((places_of(entry), entry.dtype, entry.shape, extra, type(entry)))
+            if (owner := self._seen.setdefault(key, path)) != path:
+                self.flat.ties[path] = owner
+                return
+        wrap = None
+        if isinstance(entry, e.ShardedTensorEntry) and self._document.world_size > 1:
+            entries = self.flat.entries  # and not this recording, which holds the leaf
+
+            def wrap(path: str, stored: Any) -> None:
+                shards = [e.Shard(box.offsets, box.sizes, tensor) for box, tensor in stored.pieces()]
+                entries[path] = msgspec.structs.replace(entry, dtype=dtype, shards=shards)
+
+        self._leaf(path, entry, dtype, extra, wrap)
+
+    def _cast(self, dtype: str) -> str:
+        wanted = self._dtype
+        known = BY_NAME.get(dtype)
+        if wanted is None or known is None or not (known.is_floating_point and wanted.is_floating_point):
+            return dtype
+        return str(wanted).removeprefix("torch.")
+
+    def _part(self, path: str, stored: Any, made: Any) -> None:
+        entries = self.flat.entries
+
+        def wrap(path: str, written: Any) -> None:
+            entries[path] = made(written)
+
+        self._leaf(path, stored, stored.dtype, None, wrap)
+
+    def _named(self, path: str, name: str, part: Any, made: e.TensorPartsEntry) -> None:
+        def wrap(_: str, written: Any) -> None:
+            made.parts[name] = written
+
+        self._leaf(f"{path}%[{name}]", part, part.dtype, clean(part), wrap)
+
+    def _leaf(self, path: str, entry: Any, dtype: str, extra: Any, wrap: Any) -> None:
+        nbytes = math.prod(entry.shape) * ITEMSIZE[dtype]
+        tensor = torch.empty(0, dtype=BY_NAME[dtype], device="meta")
+        self.flat.leaves.append(Leaf(path, tensor, dtype, tuple(entry.shape), nbytes, extra=extra, wrap=wrap))
+        self.origins.append(entry)
+
+    def objects(self, entries: Mapping[str, Any]) -> None:
+        """Record objects as what they are, where that is plain; else their bytes, as they are. All are read at once."""
+        chosen = {path: entry for path, entry in entries.items() if isinstance(entry, e.ObjectEntry)}
+        foreign = {path: entry for path, entry in chosen.items() if is_foreign_object(self._document, entry)}
+        values = self._objects.read(foreign, all_or_none=False)
+        for path, value in values.items():
+            before, known = len(self.flat.leaves), len(self.flat.entries)
+            self.flat.add(path, value)
+            self.origins += [_bytes_of(leaf) for leaf in self.flat.leaves[before:]]
+            if chosen[path].replicated:
+                self.replicated.update(islice(self.flat.entries, known, None))
+        others = {path: entry for path, entry in chosen.items() if path not in values}
+        for path, data in self._objects.bytes_of(others).items():
+            entry = others[path]
+            if entry.serializer == "torch_save":
+                self.flat.pickled.append(path)
+            elif path in foreign:
+                raise UnsafeObjectError(f"{path}: {entry.obj_type} is compressed, and only a pickle would make it")
+            self.flat.entries[path] = None
+            self.flat.blobs.append(Blob(path, bytes(data), entry.serializer, entry.obj_type))
+
+
+def as_snapshot(
+    source: Operation, document: Document, choice: Choice, url: URL, opener: Callable[[URL], Operation], meter: Meter,
+    *, overwrite: bool, timeout: float,
+) -> ConvertReport:  # fmt: skip
+    """Write a checkpoint as a snapshot of ours; its ranks stay what they were."""
+    expect_matches(document, choice.select, choice.exclude)
+    recording = Recording(source, document, choice)
+    entries = chosen_of_ranks(document.manifest, choice.select, choice.exclude, choice.rename)
+    if choice.select or choice.exclude:
+        expect_something(entries)
+    expect_sound(entries, document)
+    for path, entry in entries.items():
+        recording.add(path, entry)
+    expect_room(document, recording.flat.leaves, recording.origins)
+    recording.objects(entries)
+    if recording.flat.pickled:
+        log.warning("%s: stored as pickles, as they were: %s", url, ", ".join(sorted(recording.flat.pickled)[:20]))
+    with alone("convert", timeout) as call:
+        operation, opening = open_take(call, url, "convert", (), opener, claim=True)
+        with Take(call, operation, opening, with_root(document), meter) as take:
+            take.ending.expect = run(expectation(operation, overwrite=overwrite))
+            portion = Recorded(call, recording.flat, document.world_size, recording.replicated)
+            take.prepare(portion, None, stage=False)
+            take.fetch_from(Fetched(source, document, portion.leaves, recording.origins, verify=choice.verify))
+            run(take.write())
+    changed = tuple(losses.memory_changes(entries, lambda *_: True))
+    return ConvertReport("snapshot", recording.tensors, portion.nbytes, tuple(recording.uncast), changed=changed)
+
+
+def _bytes_of(leaf: Leaf) -> bytes:
+    tensor = leaf.tensor.detach().contiguous().cpu()
+    return bytes(tensor.view(-1).view(torch.uint8).numpy().tobytes()) if leaf.nbytes else b""

@@ -1,0 +1,322 @@
+"""Verification: every byte of a snapshot against what was written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from snapshot.errors import CorruptSnapshotError, StorageError
+from snapshot.events import Meter
+from snapshot.formats import zip_checksums
+from snapshot.formats.unpickling import INLINE
+from snapshot.load.reader import Reader
+from snapshot.load.requests import Want
+from snapshot.load.stored_ranges import TABLE, Place, stored_of, uncovered, wants_of
+from snapshot.manifest import entries as e
+from snapshot.manifest.counting import count_entries
+from snapshot.manifest.document import Document
+from snapshot.manifest.rank_view import by_key, is_rank, rank_view
+from snapshot.manifest.validate import check_tree
+from snapshot.reports import VerifyReport, counted
+from snapshot.runtime.session import Operation
+from snapshot.storage import in_thread
+from snapshot.tensors.digest import BLOCK, of_range
+from snapshot.verbs.copy_stream import tokens
+from snapshot.verbs.verify_journal import Key, VerifyNotes
+
+AGAIN = 10
+"""How often a snapshot is looked at that others keep replacing."""
+MOST_VIEWS = 2_000_000
+"""Entries that are looked at to see each rank's tree; of very many ranks only the first."""
+STRETCH = 64 << 20
+"""Bytes that are verified between two notes: so much is read again, at most, after an interruption."""
+
+
+async def verify_files(
+    operation: Operation, meter: Meter, *, quick: bool = False, resume: str | os.PathLike[str] | None = None
+) -> VerifyReport:
+    """Read everything; faults are listed, not raised, but for a manifest that cannot be read at all.
+
+    What another take replaces meanwhile loses its files: then what stands there now is looked at instead.
+    """
+    document = await operation.open()
+    for _ in range(AGAIN):
+        report = await Verification(operation, document, meter).run(quick, resume)
+        if report.ok:
+            break
+        now = await operation.open()
+        if now.save_id == document.save_id:
+            break
+        document = now
+    return report
+
+
+def _tree_faults(document: Document) -> list[str]:
+    """What no restore would accept of the containers, rank by rank."""
+    world = document.world_size
+    own: dict[str, dict[str, Any]] = defaultdict(dict)
+    shared = {}
+    for path, entry in document.manifest.items():
+        if world == 1 or getattr(entry, "replicated", False) or isinstance(entry, e.ShardedTensorEntry):
+            shared[path] = entry
+        else:
+            own[path.partition("/")[0]][path] = entry
+    faults = [
+        f"{counted(len(own[number]), 'entry', 'entries')} of no rank: {number[:80]!r}"
+        for number in own
+        if not is_rank(number, world)
+    ]
+    for rank in range(min(world, max(1, MOST_VIEWS // max(1, len(shared))))):
+        try:
+            view = rank_view({**shared, **own.get(str(rank), {})}, rank, world, world)
+            for key, entries in by_key(view.entries).items():
+                check_tree(key, entries)
+        except CorruptSnapshotError as error:
+            faults.append(str(error))
+    return faults
+
+
+@dataclass
+class Stretch:
+    """What is verified between two notes."""
+
+    plain: list[Want] = field(default_factory=list)
+    """Headers, and long tables: digested as they are, however long."""
+    wants: list[Want] = field(default_factory=list)
+    sums: list[Place] = field(default_factory=list)
+    """Archives of others, which carry checksums."""
+    nbytes: int = 0
+
+    def add(self, want: Want) -> None:
+        """One more range."""
+        plain = want.stored.serializer == TABLE and (not want.name or want.end - want.begin > BLOCK)
+        (self.plain if plain else self.wants).append(want)
+        self.nbytes += want.end - want.begin
+
+    def keys(self) -> list[Key]:
+        """What is noted when all of it has been looked at."""
+        ranges = [("range", each.location, each.begin, each.end) for each in (*self.plain, *self.wants)]
+        return [*ranges, *(("sum", *place) for place in self.sums)]
+
+
+class Verification:
+    """One look at one snapshot."""
+
+    def __init__(self, operation: Operation, document: Document, meter: Meter) -> None:
+        self._operation = operation
+        self._document = document
+        self._meter = meter
+        self.faults: list[str] = []
+        self._without: set[Place] = set()
+        """Archives without checksums."""
+        self._heads = self._read = self._summed = 0
+
+    async def run(self, quick: bool, resume: str | os.PathLike[str] | None) -> VerifyReport:
+        """Look at all of it; `quick`: at what there is, and not into it."""
+        began = time.perf_counter()
+        operation, document = self._operation, self._document
+        missing = await operation.missing_files(document, set(document.files), errno.EIO)
+        self.faults += _held_by(missing, document.manifest)
+        bare: dict[str, list[Place]] = {}
+        wants = wants_of([document.manifest], document.files, self.faults, bare)
+        self.faults += uncovered(document.files, wants) + await in_thread(_tree_faults, document)
+        wants = [want for want in wants if want.location not in missing]
+        sums = zip_checksums.archives((want.stored for want in wants), document.files)
+        before = 0
+        if not quick:
+            stretch = self.everything(wants, sums, missing)
+            if resume is None:
+                self._meter.begin(stretch.nbytes)
+                await self.look(stretch, self._meter.wrote)
+            else:
+                before = await self._resumed(stretch, resume)
+        unverifiable = sum(
+            any(place not in sums or sums[place] in self._without for place in places) for places in bare.values()
+        )
+        return VerifyReport(
+            count_entries(document.manifest), self._heads + max(self._read, self._summed), time.perf_counter() - began,
+            tuple(dict.fromkeys(self.faults)), unverifiable, quick, len(document.files.keys() - {INLINE}), before,
+        )  # fmt: skip
+
+    def everything(self, wants: list[Want], sums: Mapping[Place, Place], missing: Mapping[str, str]) -> Stretch:
+        """All that is to be read: what `wants` asks for, and the headers of files."""
+        plain = []
+        for location, file in self._document.files.items():
+            if file.header and location not in missing:
+                held = e.ObjectEntry(location, (0, file.header), TABLE, "", file.header_digest)
+                plain.append(Want("", held, location, 0, file.header))
+        wants = [*plain, *wants]
+        made = Stretch(sums=sorted(set(sums.values())))
+        for want in wants:
+            made.add(want)
+        made.nbytes += sum(end - begin for _, begin, end in made.sums)
+        return made
+
+    async def _resumed(self, everything: Stretch, resume: str | os.PathLike[str]) -> int:
+        """Go on where a verification of the same was interrupted, and note how far this one comes; how many bytes
+        were verified before."""
+        operation, document = self._operation, self._document
+        known = sorted(each for each in document.files if each != INLINE and each in _locations(everything))
+        held = await tokens(operation.storage, known)
+        notes = await in_thread(VerifyNotes.open, resume, str(operation.url), document.save_id, held)
+        try:
+            self.faults += notes.faults
+            self._without |= notes.without
+            self._meter.begin(everything.nbytes)
+            self._meter.wrote(notes.before)
+            for stretch in _stretches(everything, notes.done):
+                if not stretch.nbytes:
+                    continue
+                met = len(self.faults)
+                await self.look(stretch, self._meter.wrote)
+                bare = self._without.intersection(stretch.sums)
+                await in_thread(notes.add, stretch.keys(), self.faults[met:], bare)
+        finally:
+            await in_thread(notes.close)
+        if not self.faults:
+            await in_thread(notes.remove)
+        return notes.before
+
+    async def look(self, stretch: Stretch, progress: Callable[[int], None]) -> None:
+        """Verify a stretch."""
+        for want in stretch.plain:
+            self.faults += await self._plain_faults(want)
+            progress(want.end - want.begin)
+        found, read = await self._data_faults(stretch.wants, progress)
+        self.faults += found
+        self._read += read
+        if stretch.sums:
+            self.faults += await self._sum_faults(stretch.sums, progress)
+
+    async def _plain_faults(self, want: Want) -> list[str]:
+        """Whether a header, or a long table, is what was written."""
+        where = f"{want.location}[{want.begin}:{want.end}]"
+        name = f"{want.name}: " if want.name else ""
+        held = bytearray(want.end - want.begin)
+
+        async def actual() -> str:
+            await self._operation.storage.read_into(want.location, want.begin, [held])
+            self._heads += len(held)
+            return of_range(held)
+
+        try:
+            found = await actual()
+            if found != want.stored.digest and not self._operation.storage.capabilities.blocking:
+                found = await actual()
+        except (CorruptSnapshotError, StorageError) as error:
+            return [f"{name}{where}: {each}" for each in _damage(error)]
+        if found == want.stored.digest:
+            return []
+        return [f"{name}{where} is {found}, and {want.stored.digest} was written"]
+
+    async def _data_faults(self, wants: Sequence[Want], progress: Callable[[int], None]) -> tuple[list[str], int]:
+        """What does not verify, and how many bytes were read. What cannot be read does not keep the rest from being
+        looked at: it is narrowed down to the entries that it is of."""
+        if not wants:
+            return [], 0
+        operation = self._operation
+        reader = Reader(operation.storage, operation.budget, verify=True, wanted_part=operation.settings.part_bytes)
+        try:
+            await reader.read(wants, progress)
+        except (CorruptSnapshotError, StorageError) as error:
+            damage = _damage(error)
+            if len(wants) == 1:
+                (want,) = wants
+                where = f"{want.name}: {want.location}[{want.begin}:{want.end}]"
+                lines = [line if want.name in line else f"{where}: {line}" for line in damage]
+                return lines + reader.result.faults, reader.result.bytes_read
+            files = sorted({want.location for want in wants})
+            if len(files) > 1:
+                halves = [[want for want in wants if want.location == each] for each in files]
+            else:
+                ordered = sorted(wants, key=lambda want: want.begin)
+                halves = [ordered[: len(wants) // 2], ordered[len(wants) // 2 :]]
+            faults, nbytes = [], 0
+            for half in halves:
+                found, read = await self._data_faults(half, _unseen)
+                faults += found
+                nbytes += read
+            return faults, nbytes
+        return reader.result.faults, reader.result.bytes_read
+
+    async def _sum_faults(self, archives: Sequence[Place], progress: Callable[[int], None]) -> list[str]:
+        """What does not have the checksum that others' archives carry."""
+        operation = self._operation
+        self._summed += sum(end - begin for _, begin, end in archives)
+        try:
+            found, without = await zip_checksums.faults(operation.storage, operation.budget, archives, progress)
+        except (CorruptSnapshotError, StorageError) as error:
+            return _damage(error)
+        self._without |= without
+        return found
+
+
+def _held_by(missing: Mapping[str, str], manifest: Mapping[str, Any]) -> list[str]:
+    """A line for each file that is not what it was, with what it held."""
+    if not missing:
+        return []
+    held: dict[str, list[str]] = {location: [] for location in missing}
+    for path, entry in manifest.items():
+        files = {each.location for each in stored_of(entry)} | {
+            each.blocks[0] for each in stored_of(entry) if each.blocks is not None
+        }
+        for location in files & held.keys():
+            held[location].append(path)
+    lines = []
+    for location, line in missing.items():
+        first, more = held[location][:1], len(held[location]) - 1
+        what = f" (holds {first[0]}{f' and {more:,} more' if more else ''})" if first else ""
+        lines.append(line + what)
+    return lines
+
+
+def _locations(stretch: Stretch) -> set[str]:
+    return {each.location for each in (*stretch.plain, *stretch.wants)} | {place[0] for place in stretch.sums}
+
+
+def _stretches(everything: Stretch, done: set[Key]) -> Iterator[Stretch]:
+    """All that is not done, in pieces."""
+    made = Stretch()
+    for want in cut_wants((*everything.plain, *everything.wants)):
+        if ("range", want.location, want.begin, want.end) in done:
+            continue
+        made.add(want)
+        if made.nbytes >= STRETCH:
+            yield made
+            made = Stretch()
+    for place in everything.sums:
+        if ("sum", *place) not in done:
+            made.sums.append(place)
+            made.nbytes += place[2] - place[1]
+            if made.nbytes >= STRETCH:
+                yield made
+                made = Stretch()
+    yield made
+
+
+def cut_wants(wants: Iterable[Want], length: int = 0) -> Iterator[Want]:
+    """Yield wants in the order of their places on storage; the long ones, whose blocks have digests, in pieces."""
+    length = length or STRETCH
+    for want in sorted(wants, key=lambda want: (want.location, want.begin)):
+        if want.end - want.begin <= length or want.stored.blocks is None:
+            yield want
+            continue
+        for begin in range(want.begin, want.end, length):
+            end = min(begin + length, want.end)
+            yield Want(want.name, want.stored, want.location, begin, end)
+
+
+def _damage(error: CorruptSnapshotError | StorageError) -> list[str]:
+    """What an error says about the bytes; raises what says nothing about them, such as a server that is away."""
+    if isinstance(error, StorageError) and error.errno not in (errno.EIO, errno.ENOENT):
+        raise error
+    return list(getattr(error, "faults", ())) or [str(error)]
+
+
+def _unseen(nbytes: int) -> None:
+    """Nobody is told: these bytes were counted already."""

@@ -1,0 +1,397 @@
+"""The writer process: it digests and writes what an asynchronous take has staged, so that training's process has no
+thread that would want its GIL.
+
+This is the side of the process that takes snapshots. It hands over where parts lie in shared segments, and gives their
+memory back when the other side says so. A writer process is a fresh interpreter, made on first use and kept for the
+next take; it ends when its socket does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import pickletools
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing import spawn
+from typing import Any
+
+import snapshot
+from snapshot import registry
+from snapshot.errors import SnapshotError
+from snapshot.events import emit, log
+from snapshot.plan.layout import FilePlan, Part
+from snapshot.reports import counted
+from snapshot.runtime.loop import cancelled, in_own_thread
+from snapshot.runtime.shared_memory import Segment
+from snapshot.save.staging import Staged
+from snapshot.save.writer import Progress, Staging, Written
+from snapshot.storage import URL, Storage, uninterrupted
+from snapshot.worker.protocol import (
+    Begin,
+    Cancel,
+    Channel,
+    Failed,
+    Finished,
+    Free,
+    Give,
+    Happened,
+    Lane,
+    Map,
+    Moved,
+    Received,
+    Unmap,
+)
+
+PATIENCE = 60.0
+"""Seconds for which a take that is given up may clean up in the writer process, before that is killed."""
+LAST_WORDS = 10.0
+"""Seconds in which a process that was killed should be gone."""
+
+_BOOT = """
+import importlib.util, json, os, sys
+os.setpriority(os.PRIO_PROCESS, 0, max(10, os.getpriority(os.PRIO_PROCESS, 0)))
+descriptor, sys.path[:], where = json.loads(sys.argv[1])
+found = importlib.util.find_spec("snapshot")
+if found is None or found.origin != where:
+    sys.path.insert(0, os.path.dirname(os.path.dirname(where)))
+from snapshot.worker.server import main
+main(descriptor)
+"""
+"""What the fresh interpreter runs: nothing of the user's `__main__`, and the same library as here."""
+
+
+class _Take:
+    """A take that the process writes."""
+
+    def __init__(self, number: int, progress: Progress) -> None:
+        self.number = number
+        self.progress = progress
+        self.lent: dict[tuple[int, int], Staged] = {}
+        """Parts that the process may be reading."""
+        self.ended: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
+
+    def end(self, result: Finished | Exception) -> None:
+        """It ended in the process, and the memory is ours again."""
+        if not self.ended.done():
+            if isinstance(result, Exception):
+                self.ended.set_exception(result)
+            else:
+                self.ended.set_result(result)
+
+    def take_back(self) -> None:
+        """Release all parts that are lent."""
+        lent, self.lent = self.lent, {}
+        for staged in lent.values():
+            staged.release()
+
+
+class WriterProcess:
+    """A process that writes for this one. Made in any thread; everything else happens on the library's loop."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            where = [theirs.fileno(), _path(), snapshot.__file__]
+            try:
+                # A session of its own: Ctrl-C is for the whole foreground group, and not for what cleans up after it.
+                self._process = subprocess.Popen(  # noqa: S603 - this very interpreter
+                    [os.fsdecode(spawn.get_executable()), "-P", "-c", _BOOT, json.dumps(where)],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            except BaseException:
+                ours.close()
+                raise
+        self._channel = Channel(ours, self._received, self._closed)
+        self._numbers = itertools.count(1)
+        self._takes: dict[int, _Take] = {}
+        self._shown: dict[int, Segment] = {}
+        self._end: SnapshotError | None = None
+        self._burial: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs, as far as is known."""
+        return self._end is None and self._burial is None and self._process.poll() is None
+
+    async def write(
+        self,
+        url: URL,
+        options: Mapping[str, Any] | None,
+        *,
+        durable: bool,
+        budget: int,
+        files: Sequence[FilePlan],
+        locations: Sequence[str],
+        parts: Sequence[Sequence[Part]],
+        staging: Staging,
+        progress: Progress,
+    ) -> list[Written]:
+        """Write all files from what is staged, as `Writer.write` does it. If one fails, nothing of them is left.
+
+        `budget` is the operation's, `parts` how its writer cuts the files.
+        """
+        if not self._channel.open() and self._burial is None:
+            self._closed()
+        take = _Take(next(self._numbers), progress)
+        pumps: list[asyncio.Task[None]] = []
+        try:
+            if self._end is not None:
+                raise SnapshotError(*self._end.args)
+            lanes = [Lane.of(*each) for each in zip(files, locations, parts, strict=True)]
+            self._channel.send(
+                Begin(
+                    take.number, url.reveal(), pickle.dumps(dict(options or {})), durable, budget, lanes, _plugins(),
+                    list(os.environb.items()), list(map(os.fsencode, _path())), _umask(),
+                )
+            )  # fmt: skip
+            self._takes[take.number] = take
+            pumps = [
+                asyncio.create_task(self._pump(take, number, len(cut), staging)) for number, cut in enumerate(parts)
+            ]
+            under_way: list[asyncio.Future[Any]] = [take.ended, *pumps]
+            await asyncio.wait(under_way, return_when=asyncio.FIRST_EXCEPTION)
+            if not take.ended.done():
+                for pump in pumps:
+                    if pump.done():
+                        pump.result()
+            finished = await asyncio.shield(take.ended)
+            take.take_back()
+        except BaseException as error:
+            staging.stop(error)
+            await uninterrupted(self._give_up(take, pumps))
+            raise
+        finally:
+            self._takes.pop(take.number, None)
+            staging.release()
+        whole = zip(files, locations, finished.files, strict=True)
+        return [Written(file, location, *made) for file, location, made in whole]
+
+    async def _pump(self, take: _Take, file: int, count: int, staging: Staging) -> None:
+        """Hand over a file's parts, in order, as they are staged."""
+        for position in range(count):
+            try:
+                staged = await staging.get(file, position)
+            except (KeyboardInterrupt, SystemExit, asyncio.CancelledError) as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                # It is of the thread that stages: here it would end the loop, or be taken for a cancellation of ours.
+                raise SnapshotError(f"staging was interrupted: {error!r}") from error
+            slot = staged.slot
+            assert slot is not None
+            assert slot.segment is not None
+            take.lent[file, position] = staged
+            self._show(slot.segment)
+            nbytes = len(staged.buffers[0])
+            self._channel.send(Give(take.number, file, position, slot.segment.number, slot.offset, nbytes))
+
+    def _show(self, segment: Segment) -> None:
+        """Let the process see a segment, and those that are gone no more."""
+        for number in [number for number, each in self._shown.items() if each.closed]:
+            del self._shown[number]
+            self._channel.send(Unmap(number))
+        if segment.number not in self._shown:
+            self._shown[segment.number] = segment
+            self._channel.send(Map(segment.number, segment.size), segment.descriptor)
+
+    async def _give_up(self, take: _Take, pumps: Sequence[asyncio.Task[None]]) -> None:
+        """Have the process leave nothing of a take, and its memory alone."""
+        await cancelled(pumps)
+        if take.number in self._takes and not take.ended.done():
+            self._channel.send(Cancel(take.number))
+            await asyncio.wait([take.ended], timeout=PATIENCE)
+            if not take.ended.done():
+                log.warning("the writer process did not give a take up in %s s, and is killed", PATIENCE)
+                self._process.kill()
+                await asyncio.wait([take.ended], timeout=LAST_WORDS)
+        if take.ended.done():
+            take.ended.exception()  # it was seen, or comes of what was seen
+            take.take_back()
+        elif take.lent:
+            log.warning("the writer process cannot be ended; the memory that it was shown is not used again")
+
+    # What it says
+
+    def _received(self, message: Received) -> None:
+        match message:
+            case Moved() if message.take in self._takes:
+                self._takes[message.take].progress(message.nbytes)
+            case Free() if message.take in self._takes:
+                self._takes[message.take].lent.pop((message.file, message.position)).release()
+            case Happened():
+                emit(message.name, message.verb, message.path, **message.fields)
+            case Finished() if message.take in self._takes:
+                self._takes[message.take].end(message)
+            case Failed() if message.take in self._takes:
+                self._takes[message.take].end(message.error())
+
+    def _closed(self) -> None:
+        self._burial = asyncio.ensure_future(self._bury())
+
+    async def _bury(self) -> None:
+        """It ended: when it surely has, so have the takes that it wrote."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        status = await in_own_thread(self._process.wait)
+        self._end = SnapshotError(
+            f"the writer process ended with {_ending(status)}: nothing of this snapshot is left, and the next one "
+            "starts a new process"
+        )
+        for take in list(self._takes.values()):
+            take.end(SnapshotError(*self._end.args))  # one of its own: an error holds on to who raised it
+
+    # Its end
+
+    def leave(self) -> None:
+        """Another one takes its place: what it had under way ends on the loop, if there was anything."""
+        if not self._channel.is_open:
+            self._channel.forget()
+
+    def finish(self) -> None:
+        """End it, when this process ends and nothing is under way."""
+        self._channel.forget()
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)
+
+    def forget(self) -> None:
+        """In a fork: it is the parent's."""
+        self._channel.forget()
+        self._process.returncode = 0  # it is not this process's to wait for, nor to warn of
+
+    def __repr__(self) -> str:
+        return f"WriterProcess({self.pid}, {counted(len(self._takes), 'take')}{'' if self.alive else ', ended'})"
+
+
+def _ending(status: int) -> str:
+    if status >= 0:
+        return f"exit code {status}"
+    name = signal.Signals(-status).name if -status in set(signal.Signals) else str(-status)
+    return f"signal {name}" + (" (was there too little memory?)" if status == -signal.SIGKILL else "")
+
+
+_current: WriterProcess | None = None
+_lock = threading.Lock()
+
+
+def writer_process() -> WriterProcess:
+    """This process's writer process, started if there is none. It is not waited for: it comes up in the background."""
+    global _current  # noqa: PLW0603 - one a process is the point
+    with _lock:
+        if _current is None or not _current.alive:
+            if _current is not None:
+                _current.leave()
+            try:
+                _current = WriterProcess()
+            except OSError as error:
+                raise SnapshotError(f"the writer process cannot be started: {error}") from error
+        return _current
+
+
+def _at_exit() -> None:
+    if _current is not None:
+        _current.finish()
+
+
+def _after_fork() -> None:
+    """A forked child has no writer process yet, and must not keep the parent's from seeing the parent's end."""
+    global _current, _lock  # noqa: PLW0603 - as above
+    _lock = threading.Lock()
+    if _current is not None:
+        _current.forget()
+        _current = None
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_after_fork)
+
+
+# What it cannot do
+
+
+def check(url: URL, options: Mapping[str, Any] | None) -> None:
+    """`ValueError` for what another process cannot write to, or cannot be told."""
+    if "memory" in re.split(r"\+|::", url.scheme):
+        raise ValueError(f"{url}: lies in this process's memory, where a writer process cannot write; {_THREAD}")
+    for scheme in _schemes(url):
+        plugin = registry._registered.get(scheme)
+        if plugin is not None and not _importable(plugin):
+            raise ValueError(
+                f"{url}: {plugin.__module__}.{plugin.__qualname__} was registered in this process, and a writer "
+                f"process cannot import it; {_THREAD}"
+            )
+    try:
+        url.reveal().encode()
+        data = pickle.dumps(dict(options or {}))
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{url}: cannot be told to the writer process: {error}; {_THREAD}") from error
+    except Exception as error:
+        raise ValueError(
+            f"{url}: storage_options cannot be pickled for the writer process: {error}; {_THREAD}"
+        ) from error
+    if any(argument == "__main__" for _, argument, _ in pickletools.genops(data)):
+        raise ValueError(
+            f"{url}: storage_options hold something of __main__, which a writer process does not import; {_THREAD}"
+        )
+
+
+_THREAD = 'use worker="thread"'
+
+
+def _schemes(url: URL) -> list[str]:
+    """The names under which plugins may be registered that a URL is opened with."""
+    names = url.scheme.split("+")
+    inner = ["+".join(names[at:]) for at in range(len(names))]
+    return [*inner, *(f"{name}+" for name in names)]
+
+
+def _importable(plugin: type[Storage]) -> bool:
+    module = sys.modules.get(plugin.__module__)
+    if module is None or plugin.__module__ == "__main__" or "<locals>" in plugin.__qualname__:
+        return False
+    found: Any = module
+    for name in plugin.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is plugin
+
+
+def _path() -> list[str]:
+    return [path or os.getcwd() for path in sys.path if isinstance(path, str)]
+
+
+def _plugins() -> list[tuple[str, str, str]]:
+    return [
+        (scheme, plugin.__module__, plugin.__qualname__)
+        for scheme, plugin in registry._registered.items()
+        if _importable(plugin)
+    ]
+
+
+def _umask() -> int:
+    """This process's; Python itself can only tell by changing it, for all threads."""
+    with (
+        contextlib.suppress(OSError, ValueError),
+        open("/proc/self/status", encoding="ascii", errors="replace") as status,
+    ):
+        for line in status:
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return -1

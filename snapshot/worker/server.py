@@ -1,0 +1,241 @@
+"""The writer process's own side: it writes what it is told to, from memory that it is shown, until nobody listens.
+
+It is the writer of every other take: only the parts come from elsewhere. It ends when its parent does, and then leaves
+nothing of what was not whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib
+import mmap
+import os
+import pickle
+import platform
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from functools import partial, reduce
+from typing import TYPE_CHECKING
+
+import torch
+
+from snapshot import registry
+from snapshot.events import Event, add_handler
+from snapshot.plan.layout import FilePlan, Part, cut_file
+from snapshot.runtime.loop import cancelled, run
+from snapshot.runtime.session import Operation
+from snapshot.save.staging import Staged
+from snapshot.save.writer import Writer, Written
+from snapshot.storage import URL, uninterrupted
+from snapshot.worker.protocol import (
+    Begin,
+    Cancel,
+    Channel,
+    Failed,
+    Finished,
+    Free,
+    Give,
+    Happened,
+    Map,
+    Moved,
+    Received,
+    Unmap,
+)
+
+if TYPE_CHECKING:
+    from snapshot.runtime.budget import MemoryBudget
+    from snapshot.save.writer import Progress
+    from snapshot.storage import Storage
+
+NICE = 10
+PATIENCE = 60.0
+"""Seconds for which what is under way may clean up when the parent is gone."""
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
+_LOWEST_BEST_EFFORT = 2 << 13 | 7
+
+
+def lower_priority() -> None:
+    """Let training go first, for cores and for disks; where that cannot be had, go on without."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is not None:
+        with contextlib.suppress(AttributeError):
+            ctypes.CDLL(None).syscall(number, 1, 0, _LOWEST_BEST_EFFORT)
+
+
+class Lent(Staged):
+    """A part that lies in the parent's memory."""
+
+    __slots__ = ("_give_back",)
+
+    def __init__(self, view: memoryview, give_back: Free, channel: Channel) -> None:
+        super().__init__([view], None, None, None)
+        self._give_back: tuple[Channel, Free] | None = (channel, give_back)
+
+    def release(self) -> None:
+        """Tell the parent that it may use it for something else."""
+        back, self._give_back = self._give_back, None
+        super().release()
+        if back is not None:
+            back[0].send(back[1])
+
+
+class Arrivals:
+    """The parts of one take, as they arrive: what staging is to the writer of a thread."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, int], asyncio.Future[Staged]] = {}
+        self._error: BaseException | None = None
+
+    def _part(self, number: int, position: int) -> asyncio.Future[Staged]:
+        if (number, position) not in self._parts:
+            self._parts[number, position] = asyncio.get_running_loop().create_future()
+        return self._parts[number, position]
+
+    def arrived(self, number: int, position: int, part: Staged) -> None:
+        """Here is a part."""
+        if self._error is None:
+            waited = self._part(number, position)
+            if not waited.done():  # else nobody waits any more: it was cancelled
+                waited.set_result(part)
+
+    async def get(self, number: int, position: int) -> Staged:
+        """The part, as soon as it is there."""
+        if self._error is not None:
+            raise self._error
+        part = await self._part(number, position)
+        del self._parts[number, position]
+        return part
+
+    def stop(self, error: BaseException) -> None:
+        """It is over: nobody gets a part any more, and what comes now is let alone."""
+        self._error = self._error or error
+        for waited in self._parts.values():
+            waited.cancel()  # where it has come already, this does nothing
+
+    def release(self) -> None:
+        """What was not written is the parent's."""
+        self._parts.clear()
+
+
+class PartsGiven(Writer):
+    """A writer that cuts files as the parent did."""
+
+    def __init__(
+        self, storage: Storage, budget: MemoryBudget, progress: Progress, part_bytes: Sequence[tuple[FilePlan, int]]
+    ) -> None:
+        super().__init__(storage, None, budget, progress)  # type: ignore[arg-type]  # all parts are staged already
+        self._part_bytes = {id(file): nbytes for file, nbytes in part_bytes}
+
+    def parts(self, file: FilePlan) -> list[Part]:
+        return cut_file(file, self._part_bytes[id(file)])
+
+
+class Server:
+    """Serves one parent: all of its takes, several at once."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._ended = asyncio.Event()
+        self._channel = Channel(end, self._received, self._ended.set)
+        self._segments: dict[int, memoryview] = {}
+        self._takes: dict[int, tuple[asyncio.Task[list[Written]], Arrivals]] = {}
+
+    async def serve(self) -> None:
+        """Serve until the parent is gone; then give up what is under way."""
+        loop = asyncio.get_running_loop()
+
+        def happened(event: Event) -> None:
+            message = Happened(event.name, event.verb, event.path, event.fields)
+            loop.call_soon_threadsafe(self._channel.send, message)
+
+        add_handler(happened)
+        self._channel.open()
+        await self._ended.wait()
+        async with asyncio.timeout(PATIENCE):
+            await cancelled([task for task, _ in self._takes.values()])
+
+    def _received(self, message: Received) -> None:
+        match message:
+            case Begin():
+                arrivals = Arrivals()
+                task = asyncio.create_task(self._write(message, arrivals))
+                self._takes[message.take] = (task, arrivals)
+                task.add_done_callback(partial(self._answer, message.take))
+            case Map():
+                descriptor = self._channel.descriptors.popleft()
+                self._segments[message.segment] = memoryview(mmap.mmap(descriptor, message.size))
+                os.close(descriptor)
+            case Unmap():
+                self._segments.pop(message.segment, None)
+            case Give() if message.take in self._takes:
+                view = self._segments[message.segment][message.offset : message.offset + message.nbytes]
+                part = Lent(view, Free(message.take, message.file, message.position), self._channel)
+                self._takes[message.take][1].arrived(message.file, message.position, part)
+            case Cancel() if message.take in self._takes:
+                task, arrivals = self._takes[message.take]
+                arrivals.stop(asyncio.CancelledError())  # also for who could not be interrupted just now
+                task.cancel()
+
+    def _answer(self, take: int, task: asyncio.Task[list[Written]]) -> None:
+        del self._takes[take]
+        error = asyncio.CancelledError("it was cancelled") if task.cancelled() else task.exception()
+        if error is None:
+            self._channel.send(Finished(take, [(each.digests, each.tables) for each in task.result()]))
+        else:
+            self._channel.send(Failed.of(take, error))
+
+    async def _write(self, begin: Begin, arrivals: Arrivals) -> list[Written]:
+        _imitate(begin)
+        options = pickle.loads(begin.options)  # noqa: S301 - the parent's own
+        operation = Operation(URL.parse(begin.url), options, durable=begin.durable, budget=begin.budget)
+        try:
+            files = [lane.file() for lane in begin.lanes]
+            part_bytes = [(file, lane.part_bytes) for file, lane in zip(files, begin.lanes, strict=True)]
+
+            def progress(nbytes: int) -> None:
+                self._channel.send(Moved(begin.take, nbytes))
+
+            writer = PartsGiven(operation.storage, operation.budget, progress, part_bytes)
+            locations = [lane.location for lane in begin.lanes]
+            written = await writer.write(files, locations, arrivals)
+            await operation.storage.settle()
+            return written
+        finally:
+            await uninterrupted(operation.close())
+
+
+def _imitate(begin: Begin) -> None:
+    """Have the parent's environment, and its plugins, as they are now."""
+    theirs = dict(begin.environment)
+    for name in os.environb.keys() - theirs.keys():
+        del os.environb[name]
+    for name, value in theirs.items():
+        if os.environb.get(name) != value:
+            os.environb[name] = value
+    if begin.umask >= 0:
+        os.umask(begin.umask)
+    sys.path[:] = map(os.fsdecode, begin.path)
+    for scheme in list(registry._registered):
+        registry.unregister(scheme)
+    for scheme, module, qualified in begin.plugins:
+        registry.register(scheme, reduce(getattr, qualified.split("."), importlib.import_module(module)))  # type: ignore[arg-type]
+
+
+def main(descriptor: int) -> None:
+    """The whole life of a writer process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lower_priority()
+    torch.set_num_threads(1)
+
+    async def serve() -> None:
+        await Server(socket.socket(fileno=descriptor)).serve()
+
+    with contextlib.suppress(TimeoutError):
+        run(serve())
+        return
+    os._exit(1)  # something hangs, and nobody is left to wait for it

@@ -1,0 +1,121 @@
+"""Benchmarks that prove claims about this library itself: `python -m tests.benchmarks NAME`, from a checkout.
+
+`snapshot bench` is what users run. These compare ways of saving in the background, ranks, clients and formats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from snapshot.bench.command import Names, count, header, positive
+from snapshot.bench.competitors import PEERS
+from snapshot.bench.workspace import describe, place
+from snapshot.cli.arguments import add_storage, handed_on, options_of
+from snapshot.cli.cleanup_signals import unwinding
+from snapshot.errors import SnapshotError
+from tests.benchmarks import background, dcp, formats, multi_rank, object_store, planning_scale
+from tests.benchmarks.background_systems import TRAINED
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one benchmark and print its table. Return 1 if one of the measured ways failed."""
+    arguments = _parser().parse_args(argv)
+    failed = False
+    try:
+        with unwinding(), handed_on(options_of(arguments) if hasattr(arguments, "options") else {}):
+            for line in arguments.lines(arguments):
+                failed = failed or line.startswith("  FAILED")
+                print(line, flush=True)
+    except (SnapshotError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130  # what shells give for SIGINT
+    return int(failed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__, allow_abbrev=False)
+    verbs = parser.add_subparsers(metavar="NAME", required=True)
+
+    def add(name: str, what: str, lines: Any, url: bool = True) -> argparse.ArgumentParser:
+        made: argparse.ArgumentParser = verbs.add_parser(name, help=what, description=what, allow_abbrev=False)
+        made.set_defaults(lines=lines)
+        if url:
+            made.add_argument("url", nargs="?", default=".", metavar="URL", help="where to save (default: here)")
+            made.add_argument("--scale", type=positive, default=1.0, metavar="F", help="scale the bytes by F")
+            made.add_argument("--rounds", type=count, default=5, metavar="N", help="counted repetitions (default: 5)")
+            add_storage(made)
+        return made
+
+    made = add("background", "what saving in the background costs the training beside it", _background)
+    made.add_argument("--case", type=Names("case", TRAINED), default=tuple(TRAINED), metavar="LIST")
+    made.add_argument("--peers", type=Names("peer", PEERS), default=PEERS, metavar="LIST")
+    made.add_argument("--trace", metavar="FILE", help="a timeline of this library, to open at ui.perfetto.dev")
+    made.add_argument("--figure", metavar="FILE.svg", help="draw the time of each training step")
+    add("ranks", "N ranks that save and restore together, beside one alone", _ranks).add_argument(
+        "--world", type=_several, default=2, metavar="N"
+    )
+    add("planning", "what planning costs with up to thousands of simulated ranks", _planning, url=False).add_argument(
+        "--worlds", type=_worlds, default=planning_scale.WORLDS, metavar="LIST"
+    )
+    add("store", "S3's clients alone and this library over them, on loopback or at an s3:// URL", _store)
+    add("dcp", "torch.distributed.checkpoint with its own storage and with this library's", _dcp)
+    add("formats", "how checkpoints of other libraries are read and converted", _formats)
+    return parser
+
+
+def _background(arguments: argparse.Namespace) -> Iterable[str]:
+    trace, figure = (Path(name).absolute() if name else None for name in (arguments.trace, arguments.figure))
+    with place(arguments.url) as where:
+        yield header(describe(where), arguments.scale, arguments.rounds)
+        chosen, left_out = background.systems(arguments.peers, where.local)
+        yield from (f"left out: {line}" for line in left_out)
+        run = background.Run(where, arguments.scale, arguments.rounds, chosen, trace)
+        yield from background.compare(run, arguments.case, figure)
+
+
+def _ranks(arguments: argparse.Namespace) -> Iterable[str]:
+    with place(arguments.url) as where:
+        yield header(describe(where), arguments.scale, arguments.rounds)
+        yield from multi_rank.compare(where, arguments.world, arguments.scale, arguments.rounds)
+
+
+def _planning(arguments: argparse.Namespace) -> Iterable[str]:
+    return planning_scale.simulate(arguments.worlds)
+
+
+def _store(arguments: argparse.Namespace) -> Iterable[str]:
+    url = None if arguments.url == "." else arguments.url
+    return object_store.compare(url, options_of(arguments), arguments.scale, arguments.rounds)
+
+
+def _dcp(arguments: argparse.Namespace) -> Iterable[str]:
+    with place(arguments.url) as where:
+        yield header(describe(where), arguments.scale, arguments.rounds)
+        yield from dcp.compare(where, arguments.scale, arguments.rounds)
+
+
+def _formats(arguments: argparse.Namespace) -> Iterable[str]:
+    with place(arguments.url) as where:
+        yield header(describe(where), arguments.scale, arguments.rounds)
+        yield from formats.compare(where, arguments.scale, arguments.rounds)
+
+
+def _several(text: str) -> int:
+    value = int(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError(f"{text} is not above 1")
+    return value
+
+
+def _worlds(text: str) -> tuple[int, ...]:
+    return tuple(map(_several, text.split(",")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,266 @@
+"""What planning and merging cost with thousands of ranks: the very code that plans, run for one rank after the other in
+one process, without a byte of data.
+
+Of more than a thousand ranks only some are run; those between say what their neighbour said, and the leader has the
+same work with it. What several ranks share differs from rank to rank, so there all are run."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from snapshot.distributed.exchange import Call
+from snapshot.distributed.group import Ranks
+from snapshot.manifest.document import Part, PartEntry, decode_part, encode
+from snapshot.plan.consensus import Agreement, Record, agree, settle
+from snapshot.plan.layout import FilePlan, location, make_plan
+from snapshot.reports import size_text
+from snapshot.runtime.gc_pause import no_collection
+from snapshot.save.collect import Alike
+from snapshot.save.manifest_builder import Described, describe, join, kept, told
+from snapshot.save.rank_share import Portion
+from snapshot.save.replication import Shared, agree_on
+from snapshot.save.writer import Written
+from snapshot.state.flatten import Flattened
+from snapshot.state.leaves import Leaf
+from snapshot.state.sharded import Piece, Shards
+from snapshot.storage import Limits
+from snapshot.tensors.digest import BLOCK, SIZE, block_count, of_range
+from snapshot.tensors.geometry import Box
+
+ENTRIES = 2000
+WORLDS = (8, 128, 1024, 8192)
+DIGEST = "xxh3:" + "0" * 32
+SAVE = "0" * 12
+SAMPLE = 1024
+"""About so many ranks are run, where they do not depend on each other."""
+
+
+class Cost(NamedTuple):
+    """What one simulated take costs."""
+
+    kind: str
+    world: int
+    entries: int
+    """Of all ranks."""
+    leader: float
+    """Seconds on the leader in total: its own plan, all records and details, and merging what the ranks tell it."""
+    rank: float
+    """Seconds on any other rank to find out what it writes and where, on average."""
+    again: float
+    """The same when the last take had the same structure."""
+    document: int
+    """Bytes of the manifest that every rank reads."""
+    part: int
+    """Bytes of the part of it that only concerns one rank, on average."""
+
+
+class _Asked(Exception):
+    """Raised in the place of an exchange: what a rank says is known by then."""
+
+
+class _Simulated(Call):
+    """A call whose answers are worked out beforehand."""
+
+    def __init__(self, rank: int, world: int, ranks: Ranks) -> None:
+        self.ranks, self.rank, self.world = ranks, rank, world
+        self.answers: list[Any] = []
+        self.said: list[Any] = []
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+    def exchange(self, mine: Any, lead: Callable[[list[Any]], Any], kind: type[Any], answer: type[Any]) -> Any:
+        self.said.append(msgspec.msgpack.decode(msgspec.msgpack.encode(mine), type=kind))
+        if not self.answers:
+            raise _Asked
+        return self.answers.pop(0)
+
+
+def _weights() -> list[tuple[str, tuple[int, ...]]]:
+    """A transformer's tensors: the first ENTRIES of them."""
+    shapes = {"attention.qkv": (3072, 1024), "attention.out": (1024, 1024), "up": (4096, 1024), "down": (1024, 4096)}
+    named: list[tuple[str, tuple[int, ...]]] = [("embedding", (50_000, 1024))]
+    layer = 0
+    while len(named) < ENTRIES:
+        named += [(f"layers.{layer}.{name}.weight", shape) for name, shape in shapes.items()]
+        named += [(f"layers.{layer}.{name}.bias", shape[:1]) for name, shape in shapes.items()]
+        layer += 1
+    return named[:ENTRIES]
+
+
+def _leaf(flat: Flattened, path: str, shape: tuple[int, ...]) -> None:
+    tensor = torch.empty(shape, device="meta")
+    flat.entries[path] = None
+    flat.leaves.append(Leaf(path, tensor, "float32", shape, tensor.nbytes))
+
+
+def _replicated(rank: int, world: int) -> Flattened:
+    """The same on all ranks."""
+    flat = Flattened()
+    flat.add("model", {"step": 1})
+    for name, shape in _weights():
+        _leaf(flat, f"model/{name}", shape)
+    return flat
+
+
+def _sharded(rank: int, world: int) -> Flattened:
+    """Every tensor is cut by rows, over all ranks."""
+    flat = Flattened()
+    flat.add("model", {"step": 1})
+    ranks = tuple(range(world))
+    for name, shape in _weights():
+        rows = -(-shape[0] // world)
+        begin, end = min(rank * rows, shape[0]), min(rank * rows + rows, shape[0])
+        box = Box((begin, *(0,) * (len(shape) - 1)), (end - begin, *shape[1:]))
+        pieces = [Piece(box, torch.empty(box.sizes, device="meta"), (rank,))] if end > begin else []
+        path = f"model/{name}"
+        flat.entries[path] = None
+        layout = f"DTensor float32 {shape} {world} S(0)"
+        flat.shards[path] = Shards("DTensor", torch.float32, shape, pieces, ranks, None, ["S(0)"], layout, False)
+    return flat
+
+
+def _stages(rank: int, world: int) -> Flattened:
+    """A pipeline: every rank has a structure of its own."""
+    flat = Flattened()
+    flat.add("model", {"step": 1})
+    for name, shape in _weights():
+        _leaf(flat, f"model/stage{rank}.{name}", shape[-1:])
+    return flat
+
+
+KINDS: dict[str, tuple[Callable[[int, int], Flattened], list[str]]] = {
+    "replicated": (_replicated, ["**"]),
+    "sharded": (_sharded, []),
+    "stages": (_stages, []),
+}
+
+
+class _Simulation:
+    def __init__(self, kind: str, world: int) -> None:
+        self.make, self.globs = KINDS[kind]
+        self.kind, self.world = kind, world
+        self.step = 1 if kind == "replicated" else max(1, world // SAMPLE)
+        self.answers: list[Any] = []
+        self.leader = 0.0
+
+    def speak(self, rank: int, ranks: Ranks, answers: list[Any]) -> tuple[Any, Shared | None, Flattened, float]:
+        """What a rank says next, given the answers so far."""
+        flat = self.make(rank, self.world)
+        call = _Simulated(rank, self.world, ranks)
+        call.answers = list(answers)
+        shared = None
+        began = time.perf_counter()
+        with contextlib.suppress(_Asked):
+            shared = agree_on(call, flat, Alike({}, self.globs, ranks))
+        return call.said[-1], shared, flat, time.perf_counter() - began
+
+    def agree(self, members: tuple[int, ...]) -> None:
+        """All exchanges."""
+        while True:
+            said = []
+            for rank in members:
+                if rank % self.step == 0 or rank == 1:
+                    said.append(self.speak(rank, Ranks(rank, members), self.answers)[0])
+                elif isinstance(said[-1], Record) and self.kind == "stages":
+                    said.append(msgspec.structs.replace(said[-1], candidates=f"{said[-1].candidates}{rank}"))
+                else:
+                    said.append(said[-1])
+            began = time.perf_counter()
+            asked = isinstance(said[0], Record)
+            answer: Any = agree(said) if asked else settle(said, self.answers[-1].speakers)
+            self.leader += time.perf_counter() - began
+            self.answers.append(answer)
+            if isinstance(answer, Agreement) and answer.settled:
+                return
+
+    def plan(self, rank: int, ranks: Ranks, answers: list[Any]) -> tuple[Described, float]:
+        """What a rank writes; how long it took to find out."""
+        _, shared, flat, seconds = self.speak(rank, ranks, answers)
+        assert shared is not None
+        began = time.perf_counter()
+        portion = Portion(_Simulated(rank, self.world, ranks), flat, shared)
+        plan = make_plan(portion.leaves, 0, Limits(), 2, 0)
+        seconds += time.perf_counter() - began
+        written = [
+            Written(file, location(SAVE, rank, n, "safetensors"), [DIGEST] * len(file.extents), _tables(file))
+            for n, file in enumerate(plan.files)
+        ]
+        return describe(portion, written, location(SAVE, rank, len(written), "bin")), seconds
+
+    def hear(self, tells: bytes) -> Part:
+        """What the leader does with each rank's words."""
+        began = time.perf_counter()
+        part = decode_part(tells, PartEntry("", len(tells), of_range(tells), [0], -1), "")
+        self.leader += time.perf_counter() - began
+        return part
+
+    def run(self) -> Cost:
+        members = tuple(range(self.world))
+        self.agree(members)
+        seconds: list[float] = []
+        again: list[float] = []
+        heard: list[Part] = []
+        sizes: list[int] = []
+        entries = 0
+        first: Described | None = None
+        described: Described | None = None
+        tells = b""
+        for rank in members:
+            if rank % self.step and rank > 1:
+                assert described is not None
+                sizes.append(sizes[-1])
+                entries += len(described.own) + len(described.shared)
+                heard.append(self.hear(tells))
+                continue
+            ranks = Ranks(rank, members)
+            described, once = self.plan(rank, ranks, self.answers)
+            if rank % max(1, self.world // 8) == 0:
+                again.append(self.plan(rank, ranks, self.answers[-1:])[1])
+            part = kept(described)
+            sizes.append(len(part))
+            entries += len(described.own) + len(described.shared)
+            if first is None:
+                first = described
+                self.leader += once
+                continue
+            seconds.append(once)
+            tells = told(described)
+            heard.append(self.hear(tells))
+        assert first is not None
+        parts = [PartEntry(f"data/{SAVE}-{rank}.json", size, DIGEST, [rank], size) for rank, size in enumerate(sizes)]
+        began = time.perf_counter()
+        document = encode(join(first, SAVE, msgspec.Raw(b"{}"), "", parts, heard))
+        self.leader += time.perf_counter() - began
+        mean = sum(seconds) / len(seconds)
+        return Cost(
+            self.kind, self.world, entries, self.leader, mean, sum(again) / len(again), len(document),
+            sum(sizes) // len(sizes),
+        )  # fmt: skip
+
+
+def _tables(file: FilePlan) -> dict[int, bytes]:
+    sizes = enumerate(extent.end - extent.begin for extent in file.extents)
+    return {number: bytes(SIZE * block_count(size)) for number, size in sizes if size > BLOCK}
+
+
+def simulate(worlds: Sequence[int]) -> Iterator[str]:
+    """A table of what a take costs, line by line, as Markdown."""
+    head = "ranks | entries | leader, s | other ranks, ms | known structure, ms | manifest | part"
+    yield f"| {ENTRIES:,} entries a rank | {head} |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for kind in KINDS:
+        for world in worlds:
+            with no_collection():
+                cost = _Simulation(kind, world).run()
+            yield (
+                f"| {kind} | {world:,} | {cost.entries:,} | {cost.leader:.2f} | {cost.rank * 1e3:.0f} | "
+                f"{cost.again * 1e3:.0f} | {size_text(cost.document)} | {size_text(cost.part)} |"
+            )

@@ -1,0 +1,250 @@
+"""What saving in the background costs is measured against a real loop, and what was not measured is said."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from snapshot.bench.competitors import installed
+from snapshot.bench.rounds import ChildFailed
+from snapshot.bench.workloads import CASES
+from snapshot.bench.workspace import Place
+from snapshot.storage import URL
+from tests.benchmarks import background
+from tests.benchmarks.__main__ import main
+from tests.benchmarks.background_child import Training, family
+from tests.benchmarks.background_report import Row, Table, said, saving, training
+from tests.benchmarks.background_systems import HELD, WAYS, RawCopy
+from tests.benchmarks.figure import Panel, draw
+from tests.helpers.warm_interpreter import Failed, Warm
+
+ROOT = Path(__file__).parents[2]
+OURS = ["snapshot: blocking, thread", "snapshot: overlapped, thread", "snapshot: overlapped, process"]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_each_way_is_measured_alone_and_beside_training_traced_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(background, "BUDGETED", ("single",))
+    monkeypatch.delitem(WAYS, "raw copy")  # each process takes seconds to start
+    where, trace, figure = (str(tmp_path / name) for name in ("where", "trace.json", "steps.svg"))
+    Path(trace).write_text("an older one")
+    tiny = ["--case", "train", "--scale", "0.001", "--rounds", "1", "--peers", "none"]
+    status = main(["background", where, *tiny, "--trace", trace, "--figure", figure])
+    shown = capsys.readouterr()
+    assert status == 0, shown
+    assert not Path(where).exists()
+
+    head, alone, beside, budgets, _ = shown.out.split("\n\n")
+    assert "scale 0.001" in head
+    rows = {line[:32].strip(): line[32:].split() for line in alone.splitlines()[2:]}
+    assert list(rows) == ["Snapshot.take", *OURS]
+    for name in OURS:
+        first, blocked, _, staged, written, *_, peak, synced, too = rows[name]
+        assert 0 < float(blocked) <= float(staged) <= float(written) * 1000 + 0.5
+        assert float(first) > 0
+        assert float(peak) < 500
+        assert (synced, too) == ("files,", "folders")
+
+    rows = {line[:32].strip(): line[32:].split() for line in beside.splitlines()[2:]}
+    assert list(rows) == OURS
+    for name, (blocked, step, *_, first, costs, exact) in rows.items():
+        assert float(blocked) > 0
+        assert float(step) > 0
+        assert float(costs) > -1
+        assert (first == "-") == ("blocking" in name)
+        assert exact == "yes"
+
+    assert [line.split()[-6:-4] for line in budgets.splitlines()[2:]] == [["1.0", "MiB"]] * 3
+
+    text = Path(trace).read_text().rstrip()
+    assert text.endswith(",")
+    spans: list[dict[str, Any]] = json.loads(text[:-1] + "]")
+    assert {"stage", "write", "digest", "commit", "process_name"} <= {span["name"] for span in spans}
+    named = {span["args"]["name"] for span in spans if span["name"] == "process_name"}
+    assert {f"train: {name}" for name in OURS} <= named
+
+    drawn = ET.fromstring(Path(figure).read_text())
+    texts = [each.text for each in drawn.iter(f"{SVG}text")]
+    assert [text for text in texts if text in OURS] == OURS
+    assert len([each for each in drawn.iter(f"{SVG}rect") if each.get("class") == "call"]) == len(OURS) + 1  # a legend
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--case", "train,large"], "no case 'large'"),
+        (["--scale", "1e9"], "free; give a smaller --scale"),
+        (["--figure", "no/such/folder.svg"], "no/such/folder.svg"),
+    ],
+)
+def test_what_cannot_be_measured_is_status_2_with_its_reason(
+    arguments: list[str],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main(["background", *arguments])
+    except SystemExit as stop:  # argparse's
+        status = stop.code
+    assert status == 2
+    assert reason in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+IN_A_FORK = """
+import os, sys
+
+folder, *arguments = sys.argv[1:]
+os.chdir(folder)
+raise SystemExit(main(["background", *arguments]))
+"""
+
+
+def test_an_interruption_leaves_neither_files_nor_processes(tmp_path: Path, warm: Warm) -> None:
+    arguments = ["--case", "train", "--scale", "0.001", "--rounds", "100000", "--peers", "none"]
+    pid, printed = running = warm.start(IN_A_FORK, tmp_path, *arguments, PYTHONPATH=str(ROOT))
+    while not (started := psutil.Process(pid).children()):
+        assert psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        time.sleep(0.01)
+    assert "snapshot bench" in Path(printed).read_text()
+    os.kill(pid, signal.SIGINT)
+    with pytest.raises(Failed, match=r"^exit status 130:") as ended:
+        warm.finish(running)
+    assert "Traceback" not in str(ended.value)
+    assert list(tmp_path.iterdir()) == []
+    assert not any(child.is_running() for child in started)
+
+
+@pytest.mark.filterwarnings("ignore")  # peers' own
+@pytest.mark.parametrize("name", ["snapshot: blocking, thread", "DCP", "DCP, async staging", "torchsnapshot"])
+def test_what_a_system_saved_it_brings_back(name: str, tmp_path: Path) -> None:
+    if WAYS[name].peer and not installed(WAYS[name].peer):
+        pytest.skip("not installed")
+    payload = HELD["params"].make(0.002)
+    system = WAYS[name].make(payload)
+    ((row, start),) = system.rows(name).items()
+    before = payload.digest()
+    started = start(str(tmp_path / "saved"), None)
+    if started.staged:
+        started.staged()
+    started.wait()
+    Training(payload, 0.002).step()
+    assert row == name
+    assert payload.digest() != before
+    system.load(str(tmp_path / "saved"))
+    assert payload.digest() == before
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("case", ["train", "params"])
+def test_a_step_changes_what_is_saved_and_its_work_is_calibrated(case: str) -> None:
+    payload = HELD[case].make(0.001)
+    before = payload.digest()
+    loop = Training(payload, 0.001)
+    assert loop.calibrate() in {2**power for power in range(9)}
+    assert payload.digest() != before
+    waited = []
+    loop.step(lambda: waited.append(payload.digest()))
+    assert waited[0] != payload.digest()  # it was called before the optimizer changed anything
+
+
+def test_the_cases_are_as_large_as_they_say() -> None:
+    for case in HELD.values():
+        assert case.make(0.001).nbytes() == pytest.approx(case.nbytes(0.001), rel=0.1)
+    assert "params" not in CASES  # which other operations would measure
+    assert len(HELD["params"].make(0.01).tensors) == 400
+
+
+def repetition(blocked: float, staged: float, done: float, counts: bool = True) -> dict[str, Any]:
+    return {"blocked": blocked, "staged": staged, "done": done, "peak": 64 << 20, "counts": counts}
+
+
+def test_the_first_save_stands_apart_and_others_are_put_beside_the_bars() -> None:
+    ready = {"bytes": 1 << 20, "tensors": 1, "synced": "files"}
+    table = Table("train")
+    table.row("copy", "raw copy", ready | {"kind": "copy"}).saved = [repetition(0.1, 0.1, 0.1)]
+    table.row("take", "Snapshot.take", ready | {"kind": "bar"}).saved = [repetition(2.0, 2.0, 2.0)]
+    ours = table.row("ours", OURS[0], ready | {"kind": "ours"})
+    ours.saved = [repetition(9, 9, 9, counts=False), repetition(0.3, 0.4, 5), repetition(0.2, 0.5, 3)]
+    line = next(line for line in saving(table, 2) if line.startswith("  ours"))
+    assert line.split() == ["ours", "9000.0", "200.0", "2.00", "400.0", "3.000", "1.50", "2.00", "64", "files"]
+
+
+def test_steps_are_told_apart_by_when_they_were() -> None:
+    table = Table("train")
+    row = table.row("ours", OURS[1], {"bytes": 1, "tensors": 1, "synced": "files", "kind": "ours"})
+    quiet = [(-0.3, -0.2), (-0.2, -0.1), (-0.1, 0.0)]
+    first, beside, last, after = (0.05, 0.35), [(0.35, 0.55), (0.55, 0.75)], (0.75, 1.0), (1.0, 1.1)
+    measured = {"returned": 0.05, "done": 0.9, "steps": [*quiet, first, *beside, last, after], "exact": True}
+    row.trained = [measured | {"waited": True, "counts": True}]
+    line = next(line for line in training(table) if line.startswith("  ours"))
+    assert line.split() == ["ours", "50.0", "100.0", "200.0", "2.00", "2", "200.0", "0.600", "yes"]
+    row.trained = [measured | {"waited": False, "exact": False, "counts": True}]
+    line = next(line for line in training(table) if line.startswith("  ours"))
+    assert line.split() == ["ours", "50.0", "100.0", "200.0", "2.00", "3", "-", "0.600", "NO"]
+
+
+def test_a_failure_of_ours_is_a_fault_and_one_of_a_peer_is_a_line() -> None:
+    class Fails:
+        def ask(self, **question: Any) -> dict[str, Any]:
+            raise ChildFailed("no luck")
+
+    table = Table("train")
+    run = background.Run(Place(URL.parse("memory://x"), local=False), 1.0, 1, (), None)
+    for name in (OURS[0], "DCP", "DCP"):
+        seat = background._Seat(Fails(), Row(name, name))  # type: ignore[arg-type]
+        assert not background._repeat(run, table, seat, 1, "save")
+    assert list(said(table)) == ["  left out: DCP: no luck", f"  FAILED: {OURS[0]}: no luck"]
+
+
+def test_peers_that_were_not_asked_for_or_have_no_folder_take_no_part() -> None:
+    assert [name for name in background.systems((), local=True)[0] if WAYS[name].peer] == []
+    chosen, left_out = background.systems(("dcp",), local=False)
+    assert [name for name in chosen if WAYS[name].peer] == []
+    assert left_out == [f"{name}: needs a file system" for name in ("DCP", "DCP, process", "DCP, async staging")]
+
+
+def test_the_raw_copies_copy_everything(tmp_path: Path) -> None:
+    payload = HELD["single"].make(0.001)
+    copy = RawCopy(payload)
+    rows = copy.rows("raw copy")
+    assert "raw copy, 1 thread" in rows
+    for start in rows.values():
+        copy.copies[0].zero_()
+        start(str(tmp_path), None).wait()
+        assert torch.equal(copy.copies[0], payload.tensors["state.tensor"])
+
+
+def test_the_processes_of_a_process_are_found() -> None:
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout
+        child.stdout.readline()
+        grandchildren = family(child.pid)
+        assert len(grandchildren) == 1
+        assert {child.pid, *grandchildren} <= set(family(os.getpid()))
+        child.communicate(b"\n")
+
+
+def test_a_figure_is_valid_whatever_it_shows() -> None:
+    for panels in ([], [Panel("<&>", 0.0, 0.0, [])], [Panel("one", 0.5, 1.0, [(-1.0, 0.0), (0.5, 0.9), (1.0, 1.1)])]):
+        drawn = ET.fromstring(draw("1 < 2", panels))
+        assert "prefers-color-scheme: dark" in "".join(drawn.itertext())
+        assert "1 < 2" in [each.text for each in drawn.iter(f"{SVG}text")]
+    kinds = {each.get("class"): each.get("d", "").count("M") for each in drawn.iter(f"{SVG}path")}
+    assert kinds == {"step": 2, "under": 1}

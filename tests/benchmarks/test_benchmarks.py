@@ -1,0 +1,144 @@
+"""The benchmarks of ranks, planning and stores measure what they say, and leave nothing behind."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from snapshot.bench.workloads import CASES
+from tests.benchmarks import planning_scale
+from tests.benchmarks.__main__ import main
+from tests.helpers.warm_interpreter import Warm
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "tests.benchmarks", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+IN_A_FORK = """
+import os, sys
+
+from tests.benchmarks.__main__ import main
+
+folder, *arguments = sys.argv[1:]
+os.chdir(folder)
+raise SystemExit(main(arguments))
+"""
+
+
+@pytest.fixture
+def measured(tmp_path: Path, warm: Warm) -> Callable[..., str]:
+    """What a benchmark prints when it is run in the test's folder, from which nothing is imported by chance."""
+    return lambda *arguments: warm.run(IN_A_FORK, tmp_path, *arguments, PYTHONPATH=str(ROOT))
+
+
+def test_a_store_is_measured_beside_the_client_alone(tmp_path: Path, measured: Callable[..., str]) -> None:
+    shown = measured("store", "--scale", "0.02", "--rounds", "1")
+    rows = [line[:44].strip() for line in shown.splitlines() if line.startswith("  ")]
+    assert rows.count("the client alone") == rows.count("take") == rows.count("restore") == 2
+    assert "the client alone, whole objects" in rows
+    assert {"take, s3fs", "async_take, obstore", "restore, obstore"} <= set(rows)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_ranks_write_one_replica_together_and_read_it_once(
+    tmp_path: Path, measured: Callable[..., str]
+) -> None:
+    shown = measured("ranks", "--world", "2", "--scale", "0.01", "--rounds", "1")
+    rows = {line[:44].strip(): line[44:].split() for line in shown.splitlines() if line.startswith("  ")}
+    model = CASES["train"].nbytes(0.01) / 2**20
+    for name, copies in (
+        ("take, one rank alone", 1),
+        ("take, 2 ranks", 1),
+        ("restore, one rank alone", 1),
+        ("restore, 2 ranks, read_once=True", 1),
+        ("restore, 2 ranks, read_once=False", 2),
+    ):
+        seconds, ratio, size, unit, moved, *balance = rows[name]
+        assert float(seconds) > 0
+        assert float(ratio) == 1 or "alone" not in name
+        assert unit == "MiB"
+        assert float(size) == pytest.approx(copies * model, rel=0.05)
+        assert float(moved) == pytest.approx(copies, rel=0.02)
+        assert [float(each) for each in balance] == (
+            [] if "restore" in name else [pytest.approx(1, abs=0.05 if "2" in name else 0)]
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_ends_ends_the_measurement(tmp_path: Path) -> None:
+    arguments = ["ranks", "--world", "2", "--scale", "0.001", "--rounds", "100000"]
+    with subprocess.Popen(
+        command(*arguments), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        try:
+            assert running.stdout
+            assert "snapshot bench" in running.stdout.readline()
+            ranks: list[psutil.Process] = []
+            while len(ranks) < 2:  # of the processes that it starts, one watches over shared resources
+                assert running.poll() is None
+                children = psutil.Process(running.pid).children()
+                ranks = [child for child in children if "spawn_main" in " ".join(_command_line(child))]
+            ranks[1].kill()
+            _, errors = running.communicate(timeout=60)
+        finally:
+            running.kill()
+    assert running.returncode == 2, errors
+    assert "ended with exit status -9" in errors
+    assert not any(rank.is_running() for rank in ranks)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_costs_of_planning_are_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(planning_scale, "ENTRIES", 50)
+    assert main(["planning", "--worlds", "2,4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("|") and line.endswith("|") for line in lines)
+    assert len({line.count("|") for line in lines}) == 1
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    assert {row[1] for row in rows} == {"2", "4"}
+    assert len(rows) == 2 * len({row[0] for row in rows})
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it ended while we looked
+        return []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["ranks", "--world", "1"], "1 is not above 1"),
+        (["ranks", "--scale", "1e9"], "free; give a smaller --scale"),
+        (["ranks", "--world", "100000", "--scale", "0.1"], "of memory; give a smaller --scale"),
+        (["ranks", "memory://bench"], "ranks need a storage that all of them see"),
+        (["planning", "--worlds", "2,few"], "invalid _worlds value"),
+    ],
+)
+def test_what_cannot_run_is_status_2_with_its_reason(
+    arguments: list[str],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main(arguments)
+    except SystemExit as stop:  # argparse's
+        status = stop.code
+    assert status == 2
+    assert reason in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
