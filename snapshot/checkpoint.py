@@ -29,7 +29,7 @@ from snapshot.metadata import SnapshotMetadata
 from snapshot.plan.renaming import Rename
 from snapshot.reports import ConvertReport, CopyReport, VerifyReport
 from snapshot.runtime.loop import refuse_on_loop, run
-from snapshot.runtime.session import Operation
+from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.storage import URL
 from snapshot.verbs.verify import verify_files
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Stored:
+class Checkpoint:
     """What stands at a URL. Its users know it as a part of `Snapshot`."""
 
     def __init__(
@@ -91,8 +91,8 @@ class Stored:
         """
         return self._read(
             memory_budget_bytes,
-            lambda operation, document: read_object(
-                operation, document, path, obj_out, box, verify=verify, allow_pickle=self._allow_pickle
+            lambda session, document: read_object(
+                session, document, path, obj_out, box, verify=verify, allow_pickle=self._allow_pickle
             ),
         )
 
@@ -103,9 +103,7 @@ class Stored:
 
         return self._read(
             None,
-            lambda operation, document: read_state_dict(
-                operation, document, key, number, allow_pickle=self._allow_pickle
-            ),
+            lambda session, document: read_state_dict(session, document, key, number, allow_pickle=self._allow_pickle),
         )
 
     def get_manifest(self) -> dict[str, Entry]:
@@ -120,11 +118,11 @@ class Stored:
     def exists(self) -> bool:
         """Whether a committed snapshot is here, or a checkpoint of another library that can be opened; only that, not
         whether it is whole."""
-        operation = self._operation(None)
+        session = self._session(None)
         try:
-            return run(operation.exists())
+            return run(session.exists())
         finally:
-            run(operation.close())
+            run(session.close())
 
     def verify(
         self,
@@ -153,20 +151,20 @@ class Stored:
         >>> bool(snapshot.verify())
         True
         """
-        operation = self._operation(memory_budget_bytes)
+        session = self._session(memory_budget_bytes)
         meter = Meter("verify", progress)
         try:
-            report = run(verify_files(operation, meter, quick=quick, resume=resume))
+            report = run(verify_files(session, meter, quick=quick, resume=resume))
         finally:
-            run(operation.close())
+            run(session.close())
             meter.close()
         emit("verified", "verify", str(self._url), ok=report.ok, bytes=report.bytes_read)
         return report
 
     @staticmethod
     def diff(
-        a: Stored | str | os.PathLike[str],
-        b: Stored | str | os.PathLike[str],
+        a: Checkpoint | str | os.PathLike[str],
+        b: Checkpoint | str | os.PathLike[str],
         *,
         values: bool = False,
         select: Sequence[str] = (),
@@ -206,11 +204,16 @@ class Stored:
         from snapshot.verbs.diff import compare_snapshots  # who only trains need not wait for it
 
         refuse_on_loop()
-        sides = [each if isinstance(each, Stored) else Stored(each) for each in (a, b)]
+        sides = [each if isinstance(each, Checkpoint) else Checkpoint(each) for each in (a, b)]
         return compare_snapshots(
-            [each._operation for each in sides], values=values, select=select, exclude=exclude, rename=rename,
-            budget=memory_budget_bytes, meter=Meter("diff", progress),
-        )  # fmt: skip
+            [each._session for each in sides],
+            values=values,
+            select=select,
+            exclude=exclude,
+            rename=rename,
+            budget=memory_budget_bytes,
+            meter=Meter("diff", progress),
+        )
 
     # Convert
 
@@ -262,15 +265,23 @@ class Stored:
         1
         """
         from snapshot.verbs.convert import converted
-        from snapshot.verbs.to_snapshot import Choice  # who only trains need not wait for it
+        from snapshot.verbs.to_snapshot import Selection  # who only trains need not wait for it
 
         refuse_on_loop()
-        choice = Choice(select, exclude, rename, dtype, verify, self._allow_pickle)
+        choice = Selection(select, exclude, rename, dtype, verify, self._allow_pickle)
         return converted(
-            self._url, self._options, URL.parse(os.fspath(url)), storage_options, to, choice,
-            Meter("convert", progress), shard_bytes=shard_bytes, overwrite=overwrite, durable=durable,
+            self._url,
+            self._options,
+            URL.parse(os.fspath(url)),
+            storage_options,
+            to,
+            choice,
+            Meter("convert", progress),
+            shard_bytes=shard_bytes,
+            overwrite=overwrite,
+            durable=durable,
             budget=memory_budget_bytes,
-        )  # fmt: skip
+        )
 
     def copy(
         self,
@@ -314,28 +325,34 @@ class Stored:
         'digests'
         """
         from snapshot.verbs.copy import copied
-        from snapshot.verbs.to_snapshot import Choice  # who only trains need not wait for it
+        from snapshot.verbs.to_snapshot import Selection  # who only trains need not wait for it
 
         refuse_on_loop()
         return copied(
-            self._url, self._options, URL.parse(os.fspath(url)), storage_options,
-            Choice(select, exclude, verify=verify, allow_pickle=self._allow_pickle), Meter("copy", progress),
-            overwrite=overwrite, durable=durable, budget=memory_budget_bytes,
-        )  # fmt: skip
+            self._url,
+            self._options,
+            URL.parse(os.fspath(url)),
+            storage_options,
+            Selection(select, exclude, verify=verify, allow_pickle=self._allow_pickle),
+            Meter("copy", progress),
+            overwrite=overwrite,
+            durable=durable,
+            budget=memory_budget_bytes,
+        )
 
     # Remove
 
     def delete(self) -> None:
         """Remove the snapshot: the manifest first, so that what an interruption leaves is no snapshot. Also removes
         what interrupted takes left here; nothing else in the folder is touched."""
-        operation = self._operation(None)
+        session = self._session(None)
 
         try:
-            run(cleanup.remove(operation.storage))
+            run(cleanup.remove(session.storage))
         except (SnapshotNotFoundError, StorageError) as error:
             foreign = False
             with suppress(SnapshotError):
-                foreign = run(operation.is_foreign())
+                foreign = run(session.is_foreign())
             if not foreign and getattr(error, "errno", None) == errno.ENOTDIR:
                 raise SnapshotNotFoundError(f"{self._url}: there is no snapshot to delete") from error
             if not foreign:
@@ -345,39 +362,39 @@ class Stored:
                 "yourself"
             ) from error
         finally:
-            run(operation.close())
+            run(session.close())
         self._document = None
         emit("deleted", "delete", str(self._url))
 
-    def _operation(self, budget: int | None) -> Operation:
-        return Operation(self._url, self._options, budget=budget)
+    def _session(self, budget: int | None) -> Session:
+        return Session(self._url, self._options, budget=budget)
 
     def _open(self) -> Document:
         """The manifest. A snapshot never changes, so it is read once; `restore` reads it anew."""
         if self._document is None:
-            operation = self._operation(None)
+            session = self._session(None)
             try:
-                self._document = run(operation.open())
+                self._document = run(session.open())
             finally:
-                run(operation.close())
+                run(session.close())
         return self._document
 
-    def _read(self, budget: int | None, read: Callable[[Operation, Document], Any]) -> Any:
+    def _read(self, budget: int | None, read: Callable[[Session, Document], Any]) -> Any:
         """Read by the manifest that is known; if the snapshot was replaced since, by the new one."""
         known = self._open()
-        operation = self._operation(budget)
+        session = self._session(budget)
         try:
-            run(operation.use(known))
-            return read(operation, known)
+            run(session.use(known))
+            return read(session, known)
         except CorruptSnapshotError:
-            run(operation.close())
-            operation = self._operation(budget)
-            self._document = run(operation.open())
+            run(session.close())
+            session = self._session(budget)
+            self._document = run(session.open())
             if self._document.save_id == known.save_id:
                 raise
-            return read(operation, self._document)
+            return read(session, self._document)
         finally:
-            run(operation.close())
+            run(session.close())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self._url)!r})"

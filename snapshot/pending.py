@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from snapshot.errors import CancelledError, SnapshotError
 from snapshot.events import Meter, log
 from snapshot.reports import Progress
-from snapshot.runtime.loop import LIBRARY, Work, finish_before_exit
-from snapshot.save.optimizer_barrier import Held
+from snapshot.runtime.loop import LIBRARY, LoopFuture, finish_before_exit
+from snapshot.save.optimizer_barrier import PendingCopy
 
 if TYPE_CHECKING:
     from snapshot.snapshot import Snapshot
@@ -27,9 +27,14 @@ class PendingSnapshot:
     """
 
     def __init__(
-        self, path: str, work: Work[None], meter: Meter, snapshot: Snapshot, held: Held | None = None,
+        self,
+        path: str,
+        work: LoopFuture[None],
+        meter: Meter,
+        snapshot: Snapshot,
+        held: PendingCopy | None = None,
         save_id: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.path = path
         self._work = work
         self._meter = meter

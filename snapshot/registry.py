@@ -29,9 +29,22 @@ _BUILT_IN = {
 }
 """Scheme -> (class, the extra that brings what it needs)."""
 _BY_FSSPEC = {
-    "sftp", "ssh", "webdav", "hf", "ftp", "smb", "zip", "tar", "dir", "local", "simplecache", "filecache", "blockcache",
-    "github", "reference",
-}  # fmt: skip
+    "sftp",
+    "ssh",
+    "webdav",
+    "hf",
+    "ftp",
+    "smb",
+    "zip",
+    "tar",
+    "dir",
+    "local",
+    "simplecache",
+    "filecache",
+    "blockcache",
+    "github",
+    "reference",
+}
 """Schemes that the extra `fsspec` is known to bring; with it installed, it says itself which it knows."""
 
 _registered: dict[str, type[Storage]] = {}

@@ -270,7 +270,7 @@ class Progress:
 
 
 @dataclass(slots=True)
-class Notes:
+class RestoreIssues:
     """Lines, and mismatches, as they are gathered."""
 
     lines: list[Line] = field(default_factory=list)

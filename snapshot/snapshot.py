@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from snapshot.checkpoint import Stored
-from snapshot.distributed.exchange import Call
+from snapshot.checkpoint import Checkpoint
+from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
 from snapshot.events import Meter, ProgressArgument, emit
 from snapshot.load.options import RestoreOptions
@@ -18,15 +18,15 @@ from snapshot.pending import PendingSnapshot
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.renaming import Rename
 from snapshot.reports import RestoreReport
-from snapshot.runtime.gc_pause import no_collection
+from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import refuse_on_loop, run
-from snapshot.runtime.session import Operation
-from snapshot.save.concurrency import in_flight
-from snapshot.save.optimizer_barrier import wait_for_all
-from snapshot.save.rank_share import portion_of
+from snapshot.runtime.session import Session
+from snapshot.save.concurrency import take_slots
+from snapshot.save.optimizer_barrier import wait_for_copies
+from snapshot.save.rank_share import collect_rank_share
 from snapshot.save.rendezvous import expectation, open_restore, open_take, path_of
-from snapshot.save.take import begin, make
-from snapshot.state.overlap_eligible import Owned
+from snapshot.save.take import begin, plan_writes
+from snapshot.state.overlap_eligible import OverlapEligible
 from snapshot.state.prepared import Prepare
 from snapshot.state.stateful import Stateful, check_app_state
 from snapshot.storage import URL
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 AppState = Mapping[str, Stateful]
 
 
-class Snapshot(Stored):
+class Snapshot(Checkpoint):
     """A reference to a snapshot that exists, or that is about to.
 
     Args:
@@ -112,16 +112,24 @@ class Snapshot(Stored):
             CorruptSnapshotError: What was read back is not what was written; nothing was committed.
             TypeError: A value of `app_state` is not stateful; nothing was done.
         """
-        with Call(ranks_of(pg), "take", _timeout(timeout)) as call, no_collection():
+        with Exchange(ranks_of(pg), "take", _timeout(timeout)) as exchange, gc_paused():
             work, opening = begin(
-                call, path, app_state, Meter("take", _shown(progress, pg)), replicated, overwrite, metadata,
-                lambda url: Operation(url, storage_options, durable=durable, budget=memory_budget_bytes),
+                exchange,
+                path,
+                app_state,
+                Meter("take", _shown(progress, pg)),
+                replicated,
+                overwrite,
+                metadata,
+                lambda url: Session(url, storage_options, durable=durable, budget=memory_budget_bytes),
                 verify_writes,
-            )  # fmt: skip
+            )
             with work:
-                if call.alone:
-                    work.ending.expect = run(expectation(work.operation, overwrite=overwrite))
-                portion = portion_of(call, app_state, _custom_tensor_prepare_func, exclude, opening, check_replicated)
+                if exchange.alone:
+                    work.ending.expect = run(expectation(work.session, overwrite=overwrite))
+                portion = collect_rank_share(
+                    exchange, app_state, _custom_tensor_prepare_func, exclude, opening, check_replicated
+                )
                 work.prepare(portion, plan, stage=False)
                 run(work.write())
         return cls(path_of(path, opening), pg, storage_options)
@@ -177,7 +185,7 @@ class Snapshot(Stored):
         """
         refuse_on_loop()
         meter = Meter("async_take", _shown(progress, pg))
-        with Call(ranks_of(pg), "async_take", _timeout(timeout)) as call:
+        with Exchange(ranks_of(pg), "async_take", _timeout(timeout)) as exchange:
             _one_of("staging", staging, "blocking", "overlapped")
             _one_of("worker", worker, "thread", "process")
             _one_of("when_busy", when_busy, "wait", "raise")
@@ -185,24 +193,34 @@ class Snapshot(Stored):
             if worker == "process":
                 check(URL.parse(os.fspath(path)), storage_options)
                 process = writer_process()
-            with in_flight().place(when_busy) as place, no_collection():
-                default = in_flight().usual_limit()
+            with take_slots().place(when_busy) as place, gc_paused():
+                default = take_slots().usual_limit()
                 work, opening = begin(
-                    call, path, app_state, meter, replicated, overwrite, metadata,
-                    lambda url: Operation(
-                        url, storage_options, durable=durable, budget=memory_budget_bytes, default_budget=default,
+                    exchange,
+                    path,
+                    app_state,
+                    meter,
+                    replicated,
+                    overwrite,
+                    metadata,
+                    lambda url: Session(
+                        url,
+                        storage_options,
+                        durable=durable,
+                        budget=memory_budget_bytes,
+                        default_budget=default,
                         pool=place.pool,
                     ),
                     verify_writes,
-                )  # fmt: skip
+                )
                 with work:
-                    if call.alone:
+                    if exchange.alone:
                         work.check_path(overwrite=overwrite)
-                    portion = portion_of(
-                        call, app_state, _custom_tensor_prepare_func, exclude, opening, check_replicated
+                    portion = collect_rank_share(
+                        exchange, app_state, _custom_tensor_prepare_func, exclude, opening, check_replicated
                     )
                     overlapped = staging == "overlapped" and _custom_tensor_prepare_func is None
-                    work.prepare(portion, plan, stage=True, owned=Owned(app_state) if overlapped else None)
+                    work.prepare(portion, plan, stage=True, owned=OverlapEligible(app_state) if overlapped else None)
                     snapshot = cls(path_of(path, opening), pg, storage_options)  # a relative path is of this folder
                     future = work.stage_and_start(process)
                     place.leave_after(future)
@@ -231,19 +249,22 @@ class Snapshot(Stored):
         5.0 KiB in 1 file, 1 range, 0 B staged at most
           0.safetensors: 5.0 KiB, 1 range
         """
-        with Call(ranks_of(pg), "plan", _timeout(None)) as call:
+        with Exchange(ranks_of(pg), "plan", _timeout(None)) as exchange:
             check_app_state(app_state)
-            operation, opening = open_take(
-                call, URL.parse(os.fspath(path)), "plan", replicated or (),
-                lambda url: Operation(url, storage_options, durable=durable, budget=memory_budget_bytes),
+            session, opening = open_take(
+                exchange,
+                URL.parse(os.fspath(path)),
+                "plan",
+                replicated or (),
+                lambda url: Session(url, storage_options, durable=durable, budget=memory_budget_bytes),
                 claim=False,
-            )  # fmt: skip
+            )
             try:
-                portion = portion_of(call, app_state, _custom_tensor_prepare_func, exclude, opening, False)
-                made = make(portion, operation, staged=False)
+                portion = collect_rank_share(exchange, app_state, _custom_tensor_prepare_func, exclude, opening, False)
+                made = plan_writes(portion, session, staged=False)
             finally:
-                run(operation.close())
-            call.close()
+                run(session.close())
+            exchange.close()
         return made
 
     # Load
@@ -299,34 +320,52 @@ class Snapshot(Stored):
         return self._restore(
             app_state,
             RestoreOptions(
-                strict=strict, exact=exact, mismatched=mismatched, include=include, exclude=exclude, rename=rename,
-                cast=cast, verify=verify, atomic=atomic, memory_budget_bytes=memory_budget_bytes, read_once=read_once,
-                progress=progress, timeout=timeout,
+                strict=strict,
+                exact=exact,
+                mismatched=mismatched,
+                include=include,
+                exclude=exclude,
+                rename=rename,
+                cast=cast,
+                verify=verify,
+                atomic=atomic,
+                memory_budget_bytes=memory_budget_bytes,
+                read_once=read_once,
+                progress=progress,
+                timeout=timeout,
             ),
             set(),
-        )  # fmt: skip
+        )
 
     def _restore(self, app_state: AppState, options: RestoreOptions, touched: set[str]) -> RestoreReport:
         """Restore; see `Restore` for `touched`."""
         refuse_on_loop()
         meter = Meter("restore", _shown(options.progress, self.pg))
-        wait_for_all()
+        wait_for_copies()
         try:
-            with Call(ranks_of(self.pg), "restore", _timeout(options.timeout)) as call:
+            with Exchange(ranks_of(self.pg), "restore", _timeout(options.timeout)) as exchange:
                 check_app_state(app_state)
                 began = time.perf_counter()
-                operation, document = open_restore(
-                    call, self._url, "restore",
-                    lambda url: Operation(url, self._options, budget=options.memory_budget_bytes),
-                )  # fmt: skip
+                session, document = open_restore(
+                    exchange,
+                    self._url,
+                    "restore",
+                    lambda url: Session(url, self._options, budget=options.memory_budget_bytes),
+                )
                 try:
                     report = Restore(
-                        call, operation, document, options, opened=time.perf_counter() - began,
-                        allow_pickle=self._allow_pickle, meter=meter, touched=touched,
-                    ).run(app_state)  # fmt: skip
+                        exchange,
+                        session,
+                        document,
+                        options,
+                        opened=time.perf_counter() - began,
+                        allow_pickle=self._allow_pickle,
+                        meter=meter,
+                        touched=touched,
+                    ).run(app_state)
                 finally:
-                    run(operation.close())
-                call.close()
+                    run(session.close())
+                exchange.close()
         except BaseException as error:
             emit("failed", "restore", str(self._url), error=error)
             raise

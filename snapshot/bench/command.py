@@ -10,10 +10,10 @@ import json
 from typing import Any
 
 from snapshot.bench.competitors import PEERS, SYSTEMS, installed
-from snapshot.bench.report import OPERATIONS, READING, Table
+from snapshot.bench.report import OPERATIONS, READING, ResultTable
 from snapshot.bench.rounds import Step, measure
 from snapshot.bench.workloads import BULK, CASES, DEFAULT, Case
-from snapshot.bench.workspace import Place, describe, place
+from snapshot.bench.workspace import Workspace, describe, place
 from snapshot.cli.arguments import Verbs, add_storage, handed_on, options_of, verb
 from snapshot.cli.cleanup_signals import unwinding
 from snapshot.cli.screen import say
@@ -39,21 +39,21 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument(
         "--case",
-        type=Names("case", CASES),
+        type=NameList("case", CASES),
         default=DEFAULT,
         metavar="LIST",
         help=f"all, or some of {', '.join(CASES)} (default: {','.join(DEFAULT)})",
     )
     parser.add_argument(
         "--only",
-        type=Names("operation", OPERATIONS),
+        type=NameList("operation", OPERATIONS),
         default=tuple(OPERATIONS),
         metavar="LIST",
         help=f"all, or some of {', '.join(OPERATIONS)} (default: all)",
     )
     parser.add_argument(
         "--peers",
-        type=Names("peer", PEERS),
+        type=NameList("peer", PEERS),
         default=PEERS,
         metavar="LIST",
         help=f"all, none, or some of {', '.join(PEERS)} (default: all that are installed)",
@@ -96,7 +96,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return ExitStatus.FOUND if any(table.failed for table in tables) else ExitStatus.OK
 
 
-def _steps(arguments: argparse.Namespace, where: Place, cold: bool) -> list[Step]:
+def _steps(arguments: argparse.Namespace, where: Workspace, cold: bool) -> list[Step]:
     """What is measured; nothing is cold where there is no device below the page cache."""
     return [
         _step(CASES[name], operation, arguments.peers, where)
@@ -106,7 +106,7 @@ def _steps(arguments: argparse.Namespace, where: Place, cold: bool) -> list[Step
     ]
 
 
-def _step(case: Case, operation: str, peers: tuple[str, ...], where: Place) -> Step:
+def _step(case: Case, operation: str, peers: tuple[str, ...], where: Workspace) -> Step:
     """Who takes part, and why others do not."""
     if not where.local:
         return Step(case, operation, ("snapshot",), ("raw baselines and peers, which need a file system",))
@@ -137,12 +137,12 @@ def header(host: dict[str, Any], scale: float, rounds: int) -> str:
     )
 
 
-def _json(host: dict[str, Any], arguments: argparse.Namespace, tables: list[Table]) -> str:
+def _json(host: dict[str, Any], arguments: argparse.Namespace, tables: list[ResultTable]) -> str:
     settings = {"scale": arguments.scale, "rounds": arguments.rounds}
     return json.dumps({"host": host, "settings": settings, "tables": [table.as_json() for table in tables]}, indent=2)
 
 
-class Names:
+class NameList:
     """Reads a list of names: `all`, `none`, or names with commas between."""
 
     def __init__(self, what: str, known: Any) -> None:

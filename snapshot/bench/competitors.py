@@ -30,7 +30,7 @@ Way = Callable[[str], Wait | None]
 """One way to do an operation at a place. For `async` it returns what waits for the end."""
 
 
-class System(ABC):
+class Competitor(ABC):
     """Something that saves a state to a fresh place, and brings it back into the tensors that it came from."""
 
     kind: ClassVar[str] = "peer"
@@ -65,7 +65,7 @@ class System(ABC):
         return {name: table[operation]} if operation in table else {}
 
 
-class Ours(System):
+class Ours(Competitor):
     """`snapshot`, through its public API."""
 
     kind = "ours"
@@ -99,7 +99,7 @@ class Ours(System):
         return found
 
 
-class Raw(System):
+class Raw(Competitor):
     """Nothing but system calls: see `bench_raw`."""
 
     kind = "raw"
@@ -163,7 +163,7 @@ class Json(Ours):
         json.loads((Path(where) / ".snapshot_metadata").read_bytes())
 
 
-class TorchSave(System):
+class TorchSave(Competitor):
     """`torch.save`, and `torch.load` of a mapped file, which is its fastest way."""
 
     def save(self, where: str, durable: bool = False) -> None:
@@ -178,7 +178,7 @@ class TorchSave(System):
             _copy_nested(live, loaded[key])
 
 
-class SafeTensors(System):
+class SafeTensors(Competitor):
     """The safetensors library, with a flat dict of tensors: numbers and strings are left out."""
 
     module = "safetensors"
@@ -199,7 +199,7 @@ class SafeTensors(System):
             tensor.detach().copy_(loaded[name])
 
 
-class DCP(System):
+class DCP(Competitor):
     """`torch.distributed.checkpoint` in one process. It loads into the tensors that it is given, as ours does."""
 
     in_background = True
@@ -222,7 +222,7 @@ class DCP(System):
         return future.result
 
 
-class TorchSnapshot(System):
+class TorchSnapshot(Competitor):
     """torchsnapshot, which syncs nothing: for a durable save its files are synced as a user would."""
 
     module = "torchsnapshot"
@@ -250,7 +250,7 @@ class TorchSnapshot(System):
         return wait
 
 
-SYSTEMS: dict[str, type[System]] = {
+SYSTEMS: dict[str, type[Competitor]] = {
     "raw": Raw,
     "json": Json,
     "snapshot": Ours,

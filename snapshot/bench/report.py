@@ -49,7 +49,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Table:
+class ResultTable:
     """One operation of one case, over all systems."""
 
     case: str

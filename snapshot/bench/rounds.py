@@ -14,9 +14,9 @@ from typing import Any
 
 from snapshot.bench.child import Task
 from snapshot.bench.competitors import SYSTEMS
-from snapshot.bench.report import Row, Table
+from snapshot.bench.report import ResultTable, Row
 from snapshot.bench.workloads import Case
-from snapshot.bench.workspace import Place, available_memory
+from snapshot.bench.workspace import Workspace, available_memory
 from snapshot.cli.cleanup_signals import held
 
 LIBRARIES = 400 << 20
@@ -106,10 +106,10 @@ class Seat:
     row: Row
 
 
-def measure(step: Step, where: Place, scale: float, rounds: int) -> Table:
+def measure(step: Step, where: Workspace, scale: float, rounds: int) -> ResultTable:
     """Measure one operation of one case with all systems, in rounds."""
     case = step.case
-    table = Table(case.name, case.about, step.operation, left_out=list(step.left_out))
+    table = ResultTable(case.name, case.about, step.operation, left_out=list(step.left_out))
     groups = _groups(step.systems, case.nbytes(scale))
     if len(groups) > 1:
         table.notes.append("memory is short: systems ran in groups, each beside the raw baselines")
@@ -152,7 +152,7 @@ def _children(tasks: Sequence[Task]) -> Iterator[list[Child]]:
         yield children
 
 
-def _seats(child: Child, table: Table) -> list[Seat]:
+def _seats(child: Child, table: ResultTable) -> list[Seat]:
     """The rows that a child fills, once it is ready."""
     try:
         ready = child.ask()
@@ -171,7 +171,7 @@ def _seats(child: Child, table: Table) -> list[Seat]:
     return seats
 
 
-def _repeat(seat: Seat, table: Table, where: Place, check: bool) -> dict[str, Any] | None:
+def _repeat(seat: Seat, table: ResultTable, where: Workspace, check: bool) -> dict[str, Any] | None:
     """One repetition, begun on a quiet disk; None if it failed, which the table then says."""
     if where.local and (check or table.operation in ("take", "durable", "async")):
         os.sync()
@@ -182,7 +182,7 @@ def _repeat(seat: Seat, table: Table, where: Place, check: bool) -> dict[str, An
         return None
 
 
-def _note(table: Table, system: str, name: str, failed: ChildFailed) -> None:
+def _note(table: ResultTable, system: str, name: str, failed: ChildFailed) -> None:
     """A failure of ours is a fault; of a peer, or of O_DIRECT where a file system lacks it, a line."""
     excused = failed.excused or SYSTEMS[system].kind == "peer" or name.endswith("O_DIRECT")
     notes = table.left_out if excused else table.failed

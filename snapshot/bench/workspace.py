@@ -27,7 +27,7 @@ PACKAGES = ("snapshot-torch", "torch", "numpy", "safetensors", "torchsnapshot")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Workspace:
     """A fresh place, writable, and empty."""
 
     url: URL
@@ -58,17 +58,17 @@ class Place:
 
 
 @contextmanager
-def place(url: str) -> Iterator[Place]:
+def place(url: str) -> Iterator[Workspace]:
     """A place below `url`; whatever happens, nothing of it is left."""
     parsed = URL.parse(url)
     if parsed.scheme == "file":
         with _folder(parsed) as folder:
-            yield Place(URL.parse(str(folder)), local=True)
+            yield Workspace(URL.parse(str(folder)), local=True)
         return
     below = parsed.join(f"snapshot-bench-{uuid.uuid4().hex[:12]}")
     asyncio.run(_probe(below))
     try:
-        yield Place(below, local=False)
+        yield Workspace(below, local=False)
     finally:
         asyncio.run(_clear(below))
 
@@ -110,7 +110,7 @@ async def _clear(url: URL) -> None:
         await storage.close()
 
 
-def describe(where: Place) -> dict[str, Any]:
+def describe(where: Workspace) -> dict[str, Any]:
     """The machine, the file system and the versions: figures mean nothing without them."""
     return {
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -58,9 +58,7 @@ def add(verbs: Verbs) -> None:
 
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Compare, and say what differs."""
-    sides = [
-        (url, options_of(arguments, prefix)) for url, prefix in ((arguments.a, "src"), (arguments.b, "dst"))
-    ]  # fmt: skip
+    sides = [(url, options_of(arguments, prefix)) for url, prefix in ((arguments.a, "src"), (arguments.b, "dst"))]
     a, b = (Snapshot(url, storage_options=options) for url, options in sides)
     try:
         with torch_is_quiet(), bar("diff") as show:

@@ -18,7 +18,7 @@ from snapshot.cli.arguments import Verbs, add_json, add_storage, count, options_
 from snapshot.cli.doctor_findings import Findings, MiB
 from snapshot.cli.doctor_place import as_it_was, try_abilities
 from snapshot.cli.doctor_speed import measure_speeds, open_once
-from snapshot.cli.screen import Column, Table, as_json, paint, printable
+from snapshot.cli.screen import Column, ScreenTable, as_json, paint, printable
 from snapshot.cli.status import ExitStatus
 from snapshot.reports import size_text
 from snapshot.runtime.loop import run as wait
@@ -88,7 +88,7 @@ def _lines(findings: Findings) -> Iterator[str]:
         rows = [(each["settings"], _rate(each["write"]), _rate(each["read"])) for each in findings.speeds]
         columns = [Column("settings", shrinks=True), Column("write", right=True), Column("read", right=True)]
         yield ""
-        yield from Table(columns, rows).lines()
+        yield from ScreenTable(columns, rows).lines()
     for title, lines in (("What would help:", findings.advice), ("Settings to paste:", findings.settings)):
         if lines:
             yield f"\n{title}"

@@ -121,8 +121,12 @@ async def _delete(storage: Storage) -> str | None:
 
 
 _TRIALS: dict[str, Callable[[Storage], Any]] = {
-    "write": _write, "read": _read, "list": _list, "condition": _condition, "delete": _delete,
-}  # fmt: skip
+    "write": _write,
+    "read": _read,
+    "list": _list,
+    "condition": _condition,
+    "delete": _delete,
+}
 
 
 def _describe(url: URL, findings: Findings) -> None:

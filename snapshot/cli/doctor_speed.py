@@ -96,9 +96,14 @@ def measure_speeds(url: URL, options: Mapping[str, Any], nbytes: int, seconds: i
 
 
 def _measure_all(
-    trials: Sequence[Trial], url: URL, options: Mapping[str, Any], tensors: dict[str, torch.Tensor], ends: float,
-    matters: Sequence[str], findings: Findings,
-) -> bool:  # fmt: skip
+    trials: Sequence[Trial],
+    url: URL,
+    options: Mapping[str, Any],
+    tensors: dict[str, torch.Tensor],
+    ends: float,
+    matters: Sequence[str],
+    findings: Findings,
+) -> bool:
     """Measure in rounds, those again that do not agree yet; return False if the place failed. The first round is of
     the defaults, whatever the time; later ones of each setting that has been measured."""
     try:

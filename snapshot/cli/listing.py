@@ -24,7 +24,7 @@ SHARES = "shares the bytes of"
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ListedItem:
     """One object of a snapshot: anything but a container that holds something."""
 
     path: str
@@ -70,7 +70,7 @@ def shape_text(shape: Sequence[int] | None) -> str:
     return "" if shape is None else f"[{', '.join(map(str, shape))}]"
 
 
-def items(manifest: Mapping[str, Entry], world_size: int) -> Iterator[Item]:
+def items(manifest: Mapping[str, Entry], world_size: int) -> Iterator[ListedItem]:
     """The objects of a manifest, in its order."""
     seen: dict[Any, str] = {}
     ranks = Counter(path.partition("/")[2] for path in manifest) if world_size > 1 else {}
@@ -81,7 +81,7 @@ def items(manifest: Mapping[str, Entry], world_size: int) -> Iterator[Item]:
         nbytes, value = _nbytes(entry), ""
         if nbytes and (owner := seen.setdefault(_place(entry), logical)) != logical:
             nbytes, value = 0, f"{SHARES} {owner}"
-        yield Item(
+        yield ListedItem(
             logical,
             path if ranks.get(logical, 1) > 1 or logical in manifest or is_rank(logical, world_size) else logical,
             int(number) if number.isdecimal() else 0,
@@ -184,9 +184,9 @@ class Total:
         self.nbytes += nbytes
 
 
-def by_key(found: Iterable[Item]) -> dict[str, list[Item]]:
+def by_key(found: Iterable[ListedItem]) -> dict[str, list[ListedItem]]:
     """The items below each top-level key, in order; those that are below none, under the empty one."""
-    keys: dict[str, list[Item]] = {}
+    keys: dict[str, list[ListedItem]] = {}
     for item in found:
         key, below, _ = item.path.partition("/")
         keys.setdefault(key if below else "", []).append(item)
@@ -198,7 +198,7 @@ class Fold:
     """Items of one form whose names differ in numbers alone."""
 
     name: str
-    items: list[Item]
+    items: list[ListedItem]
 
     @property
     def nbytes(self) -> int:
@@ -214,9 +214,9 @@ class Fold:
 _NUMBERS = re.compile(r"\d+")
 
 
-def folded(found: Iterable[Item]) -> list[Fold]:
+def folded(found: Iterable[ListedItem]) -> list[Fold]:
     """Items in their order, those together whose names differ in numbers alone; and what ranks have each of its own."""
-    groups: dict[Any, list[Item]] = {}
+    groups: dict[Any, list[ListedItem]] = {}
     for item in found:
         kind, dtype, shape, placed = item.form
         own = "each rank" if placed.startswith("rank ") else placed
@@ -226,7 +226,7 @@ def folded(found: Iterable[Item]) -> list[Fold]:
     return [fold for group in groups.values() for fold in _folds(group)]
 
 
-def _folds(group: list[Item]) -> Iterator[Fold]:
+def _folds(group: list[ListedItem]) -> Iterator[Fold]:
     """Items whose names differ in numbers alone, in as few folds as hold every name that they stand for."""
     if len(group) == 1:
         yield Fold(group[0].name, group)
@@ -279,7 +279,7 @@ def _follows(one: str, other: str) -> bool:
     return one.isascii() and other.isascii() and int(one) + 1 == int(other)
 
 
-def heaviest(found: Iterable[Item], depth: int) -> list[tuple[str, Total]]:
+def heaviest(found: Iterable[ListedItem], depth: int) -> list[tuple[str, Total]]:
     """What takes the space: totals by the first so many parts of names, which `/` and `.` divide; largest first."""
     totals: dict[str, Total] = defaultdict(Total)
     for item in found:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from snapshot.checkpoint import Stored
+from snapshot.checkpoint import Checkpoint
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.registry import open_storage
 from snapshot.runtime.loop import run
@@ -25,11 +25,11 @@ ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".index.json")
 """How files are called that may be checkpoints by themselves."""
 
 
-def opened(url: str, options: Mapping[str, Any] | None = None, *, allow_pickle: bool = False) -> Stored:
+def opened(url: str, options: Mapping[str, Any] | None = None, *, allow_pickle: bool = False) -> Checkpoint:
     """The snapshot at a URL, its manifest read: to be looked at. Where there is none, the error says what is there
     instead."""
     options = hasty(URL.parse(url), options)
-    snapshot = Stored(url, storage_options=options, allow_pickle=allow_pickle)
+    snapshot = Checkpoint(url, storage_options=options, allow_pickle=allow_pickle)
     with explained(url, options):
         _ = snapshot.metadata
     return snapshot
@@ -75,7 +75,7 @@ def snapshots_below(url: URL, options: Mapping[str, Any] | None, names: Sequence
 
     def stands(name: str) -> bool:
         with suppress(SnapshotError, ValueError):
-            return Stored(url.join(name).reveal(), storage_options=options).exists()
+            return Checkpoint(url.join(name).reveal(), storage_options=options).exists()
         return False
 
     found = [name for name, here in zip(candidates, side_by_side(stands, candidates), strict=True) if here]

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snapshot.checkpoint import Stored
+from snapshot.checkpoint import Checkpoint
 from snapshot.cli.arguments import Verbs, add_json, add_storage, count, options_of, verb
-from snapshot.cli.listing import Fold, Item, Total, by_key, folded, heaviest, items, shape_text
+from snapshot.cli.listing import Fold, ListedItem, Total, by_key, folded, heaviest, items, shape_text
 from snapshot.cli.locate import explained, hasty, side_by_side, snapshots_below
-from snapshot.cli.screen import Column, Table, as_json, paint, printable, width, wrapped
+from snapshot.cli.screen import Column, ScreenTable, as_json, paint, printable, width, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.metadata import SnapshotMetadata
@@ -58,7 +58,7 @@ def add(verbs: Verbs) -> None:
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """List what stands at the URL."""
     options = hasty(URL.parse(arguments.url), options_of(arguments))
-    snapshot = Stored(arguments.url, storage_options=options)
+    snapshot = Checkpoint(arguments.url, storage_options=options)
     try:
         metadata = snapshot.metadata
     except SnapshotNotFoundError:
@@ -71,7 +71,9 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
         return ExitStatus.OK
     several = metadata.world_size > 1
     if arguments.flat:
-        lines: Iterable[str] = Table(_columns(several), [_row(item.name, [item], several) for item in found]).lines()
+        lines: Iterable[str] = ScreenTable(
+            _columns(several), [_row(item.name, [item], several) for item in found]
+        ).lines()
     else:
         print(_head(name, metadata, found))
         if arguments.du:
@@ -85,7 +87,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     return ExitStatus.OK
 
 
-def _selected(found: list[Item], globs: Sequence[str]) -> list[Item]:
+def _selected(found: list[ListedItem], globs: Sequence[str]) -> list[ListedItem]:
     if not globs:
         return found
     if missing := [glob for glob in globs if not any(_matches(glob, found))]:
@@ -94,7 +96,7 @@ def _selected(found: list[Item], globs: Sequence[str]) -> list[Item]:
     return [item for item, *matches in zip(found, *matching, strict=True) if any(matches)]
 
 
-def _matches(glob: str, found: Sequence[Item]) -> list[bool]:
+def _matches(glob: str, found: Sequence[ListedItem]) -> list[bool]:
     """Return for each item if a glob matches its name, with its rank or without."""
     wanted = matcher([glob])
     rank, _, below = glob.partition("/")
@@ -104,7 +106,7 @@ def _matches(glob: str, found: Sequence[Item]) -> list[bool]:
     return [wanted(item.path) or ((item.shared or str(item.rank) == rank) and of_rank(item.path)) for item in found]
 
 
-def summary(metadata: SnapshotMetadata, found: Sequence[Item]) -> dict[str, Any]:
+def summary(metadata: SnapshotMetadata, found: Sequence[ListedItem]) -> dict[str, Any]:
     """What a snapshot is as a whole, for programs."""
     totals = _totals(found)
     return {
@@ -122,11 +124,11 @@ def summary(metadata: SnapshotMetadata, found: Sequence[Item]) -> dict[str, Any]
     }
 
 
-def _totals(found: Sequence[Item]) -> dict[str, Total]:
+def _totals(found: Sequence[ListedItem]) -> dict[str, Total]:
     return {key: Total(len(each), sum(item.nbytes for item in each)) for key, each in by_key(found).items()}
 
 
-def _head(name: str, metadata: SnapshotMetadata, found: Sequence[Item]) -> str:
+def _head(name: str, metadata: SnapshotMetadata, found: Sequence[ListedItem]) -> str:
     held = f"{counted(len(metadata.files), 'file')} of {size_text(metadata.nbytes)}"
     parts = [entries_text(len(found)), f"{size_text(sum(item.nbytes for item in found))} in {held}"]
     if metadata.world_size > 1:
@@ -159,7 +161,7 @@ def _columns(several: bool) -> list[Column]:
     return [*made, Column("value", shrinks=True, optional=True, style="dim")]
 
 
-def _row(name: str, held: Sequence[Item], several: bool, value: str | None = None) -> list[str]:
+def _row(name: str, held: Sequence[ListedItem], several: bool, value: str | None = None) -> list[str]:
     first = held[0]
     nbytes = sum(item.nbytes for item in held)
     size = size_text(nbytes) if nbytes else ""
@@ -170,9 +172,9 @@ def _row(name: str, held: Sequence[Item], several: bool, value: str | None = Non
     return [*made, first.value if value is None else value]
 
 
-def _folded(found: Sequence[Item], several: bool, everything: bool) -> Iterator[str]:
+def _folded(found: Sequence[ListedItem], several: bool, everything: bool) -> Iterator[str]:
     """Each key with its total, and what is in it; of what is alike, one line."""
-    table = Table(_columns(several))
+    table = ScreenTable(_columns(several))
     for key, held in by_key(found).items():
         folds = folded(held)
         if key:
@@ -196,7 +198,7 @@ def _times(fold: Fold) -> str:
     return ", ".join(filter(None, (times, fold.value)))
 
 
-def _tree(found: Sequence[Item], several: bool, depth: int | None) -> Iterator[str]:
+def _tree(found: Sequence[ListedItem], several: bool, depth: int | None) -> Iterator[str]:
     """All objects below the containers that they are in."""
     totals: dict[str, Total] = {}
     for item in found:
@@ -204,7 +206,7 @@ def _tree(found: Sequence[Item], several: bool, depth: int | None) -> Iterator[s
         while "/" in above:
             above = above.rpartition("/")[0]
             totals.setdefault(above, Total()).add(item.nbytes)
-    table = Table(_columns(several))
+    table = ScreenTable(_columns(several))
     shown: set[str] = set()
     for item in found:
         parts = item.path.split("/")
@@ -225,10 +227,10 @@ def _tree(found: Sequence[Item], several: bool, depth: int | None) -> Iterator[s
     yield from table.lines()
 
 
-def _du(found: Sequence[Item], depth: int) -> Iterator[str]:
+def _du(found: Sequence[ListedItem], depth: int) -> Iterator[str]:
     """What takes the space, with a bar for its share."""
     whole = sum(item.nbytes for item in found)
-    table = Table(
+    table = ScreenTable(
         [
             Column("size", right=True),
             Column("share", right=True),
@@ -269,7 +271,7 @@ def _root(arguments: argparse.Namespace, options: Mapping[str, Any]) -> ExitStat
 
     def look(name: str) -> _Found:
         try:
-            return _Found(name, Stored(url.join(name).reveal(), storage_options=options).metadata)
+            return _Found(name, Checkpoint(url.join(name).reveal(), storage_options=options).metadata)
         except SnapshotError as error:
             return _Found(name, None, str(error))
 
@@ -298,7 +300,7 @@ def _as_json(found: _Found) -> dict[str, Any]:
 
 
 def _steps(found: Sequence[_Found]) -> Iterator[str]:
-    table = Table(
+    table = ScreenTable(
         [
             Column("name", shrinks=True, style="bold"),
             Column("taken (UTC)"),

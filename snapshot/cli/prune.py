@@ -11,7 +11,7 @@ from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_storage, count, duration, options_of, verb
 from snapshot.cli.locate import explained
-from snapshot.cli.screen import Column, Table, as_json, ask, printable, wrapped
+from snapshot.cli.screen import Column, ScreenTable, as_json, ask, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.manager.cleaning import Fate, Removed, remove, survey
@@ -109,15 +109,15 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 
 async def _expect_folder(root: Root) -> None:
     """Raise for what has no steps because it is something else."""
-    async with root.opened() as operation:
-        storage = operation.storage
+    async with root.opened() as session:
+        storage = session.storage
         if METADATA in await storage.list(METADATA):
             above = root.url.location.rstrip("/").rpartition("/")[0]
             raise SnapshotError(
                 f"{root.url}: is a snapshot itself; name the folder that it lies in"
                 + (f": {URL(root.url.scheme, above, root.url.query)}" if above else "")
             )
-        if await operation.is_foreign() or (root.url.scheme == "file" and os.path.isfile(root.url.location)):
+        if await session.is_foreign() or (root.url.scheme == "file" and os.path.isfile(root.url.location)):
             raise SnapshotError(f"{root.url}: is a file, or a checkpoint, and not a folder of steps")
 
 
@@ -133,8 +133,8 @@ def confirmed(arguments: argparse.Namespace, question: str) -> bool:
     return False
 
 
-def _table(fates: Sequence[Fate]) -> Table:
-    table = Table(
+def _table(fates: Sequence[Fate]) -> ScreenTable:
+    table = ScreenTable(
         [
             Column("step"),
             Column("size", right=True),

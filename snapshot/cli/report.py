@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_storage, assignment, options_of, verb
-from snapshot.cli.listing import Item, Total, folded, items, shape_text
+from snapshot.cli.listing import ListedItem, Total, folded, items, shape_text
 from snapshot.cli.locate import opened
 from snapshot.cli.screen import as_json, bar, printable, wrapped
 from snapshot.cli.status import ExitStatus
@@ -161,7 +161,7 @@ def _digests(manifest: dict[str, Entry]) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def _tree(found: Sequence[Item]) -> dict[str, Any]:
+def _tree(found: Sequence[ListedItem]) -> dict[str, Any]:
     """The bytes by the parts of names, which `/` and `.` divide; small parts together."""
     root: dict[str, Any] = {"n": "", "b": 0, "c": {}}
     for item in found:

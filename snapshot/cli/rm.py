@@ -11,7 +11,7 @@ from typing import Any
 from snapshot.cli.arguments import Verbs, add_json, add_storage, options_of, verb
 from snapshot.cli.locate import explained
 from snapshot.cli.prune import add_careful, confirmed
-from snapshot.cli.screen import Column, Table, as_json, printable, wrapped
+from snapshot.cli.screen import Column, ScreenTable, as_json, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError
 from snapshot.formats.foreign import says_absent
@@ -19,7 +19,7 @@ from snapshot.manager.root import PINNED
 from snapshot.manifest.document import METADATA
 from snapshot.reports import counted, size_text
 from snapshot.runtime.loop import run as on_loop
-from snapshot.runtime.session import Operation
+from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.snapshot import Snapshot
 from snapshot.storage import URL
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
             targets.append(on_loop(_target(URL.parse(text), options, arguments)))
     if not arguments.json:
         columns = [Column("what"), Column("files", right=True), Column("size", right=True), Column("url", shrinks=True)]
-        table = Table(columns)
+        table = ScreenTable(columns)
         for target in targets:
             table.add(target.what, f"{target.files:,}", size_text(target.nbytes), str(target.url))
         print(table)
@@ -89,8 +89,8 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 
 async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Namespace) -> Target:
     """What there is to remove. Raises for what is not to be removed."""
-    operation = Operation(url, options)
-    storage = operation.storage
+    session = Session(url, options)
+    storage = session.storage
     try:
         if not (storage.capabilities.list and storage.capabilities.delete):
             raise SnapshotError(f"{url}: nothing can be removed from this storage")
@@ -99,40 +99,40 @@ async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Name
         except StorageError as error:
             if not says_absent(storage, error):
                 raise
-            return await _leftovers(operation, arguments.older_than)
+            return await _leftovers(session, arguments.older_than)
         await cleanup.expect_ours(storage)
         if not arguments.pinned and PINNED in await storage.list(PINNED):
             raise SnapshotError(f"{url}: is pinned by a manager, and stays; --pinned removes it all the same")
-        await _expect_quiet(operation, arguments.older_than)
+        await _expect_quiet(session, arguments.older_than)
         files = [path for path in await cleanup.ours(storage) if path.endswith(DATA)]
-        return Target(url, "snapshot", len(files), await _size(operation, files))
+        return Target(url, "snapshot", len(files), await _size(session, files))
     finally:
-        await operation.close()
+        await session.close()
 
 
-async def _leftovers(operation: Operation, older_than: float) -> Target:
+async def _leftovers(session: Session, older_than: float) -> Target:
     """What is left of takes that are over."""
-    storage, url = operation.storage, operation.url
+    storage, url = session.storage, session.url
     files = await cleanup.leftovers(storage, older_than)
     if files:
-        return Target(url, "leftovers", len(files), await _size(operation, files))
-    await _expect_quiet(operation, older_than)
-    if await operation.is_foreign():
+        return Target(url, "leftovers", len(files), await _size(session, files))
+    await _expect_quiet(session, older_than)
+    if await session.is_foreign():
         raise SnapshotExistsError(f"{url}: was written by another library, and is left alone: remove it yourself")
     raise SnapshotNotFoundError(f"{url}: there is no snapshot")
 
 
-async def _expect_quiet(operation: Operation, older_than: float) -> None:
+async def _expect_quiet(session: Session, older_than: float) -> None:
     """Raise where a take may be running."""
-    if await cleanup.is_busy(operation.storage, older_than):
+    if await cleanup.is_busy(session.storage, older_than):
         raise SnapshotError(
-            f"{operation.url}: a take is running here, or was interrupted not long ago; if you know that it does not "
+            f"{session.url}: a take is running here, or was interrupted not long ago; if you know that it does not "
             "run any more: --older-than 0"
         )
 
 
-async def _size(operation: Operation, files: list[str]) -> int:
-    return sum([(await operation.storage.stat(path)).size for path in files])
+async def _size(session: Session, files: list[str]) -> int:
+    return sum([(await session.storage.stat(path)).size for path in files])
 
 
 def _remove(target: Target, options: Mapping[str, Any], older_than: float) -> None:
@@ -145,13 +145,13 @@ def _remove(target: Target, options: Mapping[str, Any], older_than: float) -> No
 
 
 async def _clear(url: URL, options: Mapping[str, Any], older_than: float, *, unpin: bool) -> None:
-    operation = Operation(url, options)
+    session = Session(url, options)
     try:
         if unpin:
-            await operation.storage.delete([PINNED])
-        await cleanup.clear(operation.storage, older_than)
+            await session.storage.delete([PINNED])
+        await cleanup.clear(session.storage, older_than)
     finally:
-        await operation.close()
+        await session.close()
 
 
 def _tell(target: Target, arguments: argparse.Namespace) -> None:

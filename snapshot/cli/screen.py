@@ -61,10 +61,15 @@ def wrapped(text: str, indent: str = "  ") -> str:
         return text
     return "\n".join(
         textwrap.wrap(
-            text, most, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False,
-            replace_whitespace=False, drop_whitespace=True,
+            text,
+            most,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+            drop_whitespace=True,
         )
-    )  # fmt: skip
+    )
 
 
 def cells(text: str) -> int:
@@ -108,7 +113,7 @@ class Column:
     style: str = ""
 
 
-class Table:
+class ScreenTable:
     """Rows below a heading, as wide as their texts, and no wider than the terminal.
 
     >>> print(Table([Column("name"), Column("size", right=True)], [("a", "1 B"), ("bc", "12 B")]))

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch._tensor_str import PRINT_OPTS
 
-from snapshot.checkpoint import Stored
+from snapshot.checkpoint import Checkpoint
 from snapshot.cli.arguments import Verbs, add_json, add_pickle, add_storage, options_of, verb
 from snapshot.cli.listing import items, shape_text, value_text
 from snapshot.cli.locate import opened
 from snapshot.cli.quiet import torch_is_quiet
 from snapshot.cli.screen import as_json, bar, paint, printable, width, wrapped
-from snapshot.cli.statistics import Statistics, countable, statistics
+from snapshot.cli.statistics import ValueStatistics, countable, statistics
 from snapshot.cli.status import ExitStatus
 from snapshot.manifest import entries as e
 from snapshot.manifest.entry import Entry
@@ -106,7 +106,7 @@ def _run(arguments: argparse.Namespace) -> ExitStatus:
 
 
 def _container(
-    snapshot: Stored, path: str, entry: e.Container, manifest: Mapping[str, Entry], told: dict[str, Any]
+    snapshot: Checkpoint, path: str, entry: e.Container, manifest: Mapping[str, Entry], told: dict[str, Any]
 ) -> list[str]:
     """What is in a container: all of it, where that stands in the manifest."""
     below = [held for name, held in manifest.items() if name.startswith(f"{path}/")]
@@ -146,7 +146,9 @@ def _described(path: str, entry: Entry, manifest: Mapping[str, Entry], world_siz
 # Tensors
 
 
-def _tensor(snapshot: Stored, path: str, entry: Any, told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
+def _tensor(
+    snapshot: Checkpoint, path: str, entry: Any, told: dict[str, Any], arguments: argparse.Namespace
+) -> list[str]:
     shape = tuple(entry.shape) if not isinstance(entry, e.TensorPartsEntry) else ()
     if isinstance(entry, e.TENSORS):
         read = _reader(snapshot, path)
@@ -180,7 +182,7 @@ def _tensor(snapshot: Stored, path: str, entry: Any, told: dict[str, Any], argum
     return [*lines, f"values:\n{_fitted(value)}"]
 
 
-def _reader(snapshot: Stored, path: str) -> Callable[[Any], torch.Tensor]:
+def _reader(snapshot: Checkpoint, path: str) -> Callable[[Any], torch.Tensor]:
     def read(box: Any) -> torch.Tensor:
         made: torch.Tensor = snapshot.read_object(path, box=box.slices() if box.sizes else None)
         return made
@@ -208,7 +210,7 @@ def _statistics(path: str, entry: Any, read: Callable[[Any], torch.Tensor], told
                 shown(Progress(min(done, total), total))
                 yield part
 
-        found: Statistics = statistics(parts)
+        found: ValueStatistics = statistics(parts)
     told["statistics"] = found.as_json()
     return found.lines()
 

@@ -19,7 +19,7 @@ _SHORT = {"least": "min", "most": "max", "deviation": "std"}
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class ValueStatistics:
     """What a tensor's values are like; `least` and the rest are of those that are finite."""
 
     count: int
@@ -63,7 +63,7 @@ def _bars(histogram: tuple[int, ...]) -> str:
     return "".join(bars[0 if not each else max(1, round(each / highest * (len(bars) - 1)))] for each in histogram)
 
 
-def statistics(parts: Callable[[], Iterator[torch.Tensor]]) -> Statistics:
+def statistics(parts: Callable[[], Iterator[torch.Tensor]]) -> ValueStatistics:
     """The statistics of a tensor whose parts are given, twice: the histogram needs the range first."""
     count = nan = infinite = zero = finite = 0
     least, most, mean, squares = math.inf, -math.inf, 0.0, 0.0
@@ -85,15 +85,15 @@ def statistics(parts: Callable[[], Iterator[torch.Tensor]]) -> Statistics:
         mean += away * number / (finite + number)
         finite += number
     if not finite:
-        return Statistics(count, nan, infinite, zero, None, None, None, None, (), magnitude)
+        return ValueStatistics(count, nan, infinite, zero, None, None, None, None, (), magnitude)
     bins = torch.zeros(BINS, dtype=torch.int64)
     for part in parts():
         values = _wide(part)
         good = values[values.isfinite()]
         bins += _counts(good, least, most)
-    return Statistics(
+    return ValueStatistics(
         count, nan, infinite, zero, least, most, mean, math.sqrt(squares / finite), tuple(bins.tolist()), magnitude
-    )  # fmt: skip
+    )
 
 
 def _counts(values: torch.Tensor, least: float, most: float) -> torch.Tensor:
@@ -126,6 +126,17 @@ def _wide(part: torch.Tensor) -> torch.Tensor:
 
 
 _DIRECT = {
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64,
-}  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+}

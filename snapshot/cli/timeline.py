@@ -42,11 +42,15 @@ def events_in(path: Path) -> list[Span]:
     try:
         made = [
             Span(
-                str(event["name"]), str(event["pid"]), str(event["tid"]), float(event["ts"]), float(event["dur"]),
+                str(event["name"]),
+                str(event["pid"]),
+                str(event["tid"]),
+                float(event["ts"]),
+                float(event["dur"]),
                 dict(event.get("args", {})),
             )
             for event in found
-        ]  # fmt: skip
+        ]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: is not a timeline that SNAPSHOT_TRACE recorded: {error!r}") from None
     if not made:

@@ -21,7 +21,7 @@ import msgspec
 
 from snapshot import errors
 from snapshot.distributed.group import Ranks
-from snapshot.distributed.heartbeat import Watch
+from snapshot.distributed.heartbeat import Liveness
 from snapshot.errors import RankError, SnapshotError, StorageError, system_limits
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ LAST_WORDS = 5.0
 """Seconds that a rank which fails takes to tell the others."""
 
 
-class Fault(msgspec.Struct):
+class RankFault(msgspec.Struct):
     """What went wrong on a rank, as the others are told of it."""
 
     rank: int
@@ -57,7 +57,7 @@ class Undecided(Exception):
     """This rank cannot know from the store whether the leader committed: it has to look at the storage."""
 
 
-class Call:
+class Exchange:
     """One verb's conversation. Used as a context: an error that leaves it is told to the other ranks."""
 
     def __init__(self, ranks: Ranks, verb: str, timeout: float) -> None:
@@ -95,19 +95,19 @@ class Call:
                 break
             self._leave()
         if self._abandoned:  # whoever began it has not waited
-            self._decide(Fault(self.rank, "", f"gave up before the call began ({self._verb})"))
+            self._decide(RankFault(self.rank, "", f"gave up before the call began ({self._verb})"))
         else:
             self._heart.begin(self.timeout)
 
     # Exchange
 
-    def exchange(self, mine: Any, lead: Callable[[list[Any]], T], kind: type[Any], answer: type[T]) -> T:
+    def agree(self, mine: Any, lead: Callable[[list[Any]], T], kind: type[Any], answer: type[T]) -> T:
         """Give the leader this rank's value; it makes the answer that all get. What `lead` raises, all raise."""
         if self.alone:
             return lead([mine])
-        return self._guard(lambda: self._exchange(mine, lead, kind, answer))
+        return self._guard(lambda: self._agree(mine, lead, kind, answer))
 
-    def _exchange(self, mine: Any, lead: Callable[[list[Any]], T], kind: type[Any], answer: type[T]) -> T:
+    def _agree(self, mine: Any, lead: Callable[[list[Any]], T], kind: type[Any], answer: type[T]) -> T:
         step, self._step = self._step, self._step + 1
         own, answered = self._key(f"{step}/{self.rank}"), self._key(f"{step}/answer")
         self._store.set(own, msgspec.msgpack.encode(mine))
@@ -191,7 +191,7 @@ class Call:
 
     def _wait(self, done: Callable[[], bool], missing: Callable[[], list[int]], step: int) -> None:
         """Wait until something is there, the call is given up, or somebody that it depends on is silent too long."""
-        watch = Watch(self._store, self.timeout, self.world)
+        watch = Liveness(self._store, self.timeout, self.world)
         pause, longest = 0.0003, max(0.004, self.world / 20_000)
         while not done():
             if not self._open:
@@ -213,7 +213,7 @@ class Call:
         what = f"gave no sign of life for {self.timeout:g} s"
         if silent in absent:
             what = f"did not call within {self.timeout:g} s"
-        standing = self._decide(Fault(silent, "", f"{what} ({self._verb})", absent=absent))
+        standing = self._decide(RankFault(silent, "", f"{what} ({self._verb})", absent=absent))
         if standing is None:
             raise Undecided(f"rank {silent} {what}")
         raise standing.error()
@@ -246,21 +246,21 @@ class Call:
         except (SnapshotError, Undecided):  # the store is gone; this rank's own error is on its way already
             return not self.posted
 
-    def _fault_of(self, error: BaseException, *, shared: bool) -> Fault:
+    def _fault_of(self, error: BaseException, *, shared: bool) -> RankFault:
         try:
             text = "\n".join([str(error), *getattr(error, "__notes__", ())])
         except Exception:  # noqa: BLE001 - an error that cannot be printed is an error all the same
             text = "(an error that cannot be printed)"
         text = text[:LONGEST_TEXT].encode("utf-8", "replace").decode()
         for_all = shared and isinstance(error, SnapshotError) and not isinstance(error, StorageError)
-        return Fault(self.rank, type(error).__name__, text, shared=for_all)
+        return RankFault(self.rank, type(error).__name__, text, shared=for_all)
 
-    def _decide(self, fault: Fault) -> Fault | None:
+    def _decide(self, fault: RankFault) -> RankFault | None:
         """Give the call up, unless that or the commit was decided before: the fault that stands, if one does."""
         decided = self._store.compare_set(self._key("decision"), "", msgspec.json.encode(fault).decode())
         return None if decided == COMMIT else _decoded(decided)
 
-    def _fault(self) -> Fault | None:
+    def _fault(self) -> RankFault | None:
         key = self._key("decision")
         if not self._store.check([key]):
             return None
@@ -336,7 +336,7 @@ class Call:
             for name in ("decision", "over", *(("broken",) if failed else ())):
                 self._store.delete_key(self._key(name))
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> Exchange:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -349,5 +349,5 @@ MOST_STEPS = 100
 """More than any verb has."""
 
 
-def _decoded(decided: bytes) -> Fault:
-    return msgspec.json.decode(decided, type=Fault)
+def _decoded(decided: bytes) -> RankFault:
+    return msgspec.json.decode(decided, type=RankFault)

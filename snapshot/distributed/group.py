@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from snapshot.distributed.heartbeat import Heart
+from snapshot.distributed.heartbeat import Heartbeat
 from snapshot.errors import SnapshotError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Ranks:
         self.managers = itertools.count()
         """Numbers for those who agree among these ranks without calls."""
         self._shared = shared
-        self._connected: tuple[Any, Heart] | None = None
+        self._connected: tuple[Any, Heartbeat] | None = None
         self._connecting = threading.Lock()
         self.plans: dict[str, Any] = {}
         """What was agreed on, by this rank's structure: for the next take of the same."""
@@ -43,7 +43,7 @@ class Ranks:
         self._of_meshes: dict[int, tuple[tuple[int, ...], tuple[int, ...], bool]] = {}
         self._numbers = {member: number for number, member in enumerate(members)}
 
-    def connected(self) -> tuple[Any, Heart]:
+    def connected(self) -> tuple[Any, Heartbeat]:
         """A connection of our own to the group's store, and the heart that beats through another."""
         with self._connecting:
             if self._connected is None:
@@ -52,7 +52,7 @@ class Ranks:
                 store, other = (
                     dist.distributed_c10d.PrefixStore(f"snapshot/{session}", _client(self._shared)) for _ in range(2)
                 )
-                self._connected = store, Heart(other, self.rank, self.world)
+                self._connected = store, Heartbeat(other, self.rank, self.world)
             return self._connected
 
     def stop(self) -> None:

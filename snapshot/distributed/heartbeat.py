@@ -19,7 +19,7 @@ def interval(timeout: float, world: int) -> float:
     return max(0.02, min(timeout / 5, max(1.0, world / 1000)))
 
 
-class Heart:
+class Heartbeat:
     """Beats in a thread of its own, as long as any call is under way."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
@@ -73,7 +73,7 @@ class Heart:
                     self._store.set(f"beat/{self._rank}", str(self._count))
 
 
-class Watch:
+class Liveness:
     """What one waiting rank has seen of others' signs of life."""
 
     def __init__(self, store: Any, timeout: float, world: int) -> None:

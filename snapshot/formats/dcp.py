@@ -152,9 +152,7 @@ class _Metadata:
                 continue
             begin, end, location, transform = self._range(place, name)
             kind = f"{transform}+torch_save" if transform else "torch_save"
-            shards.append(
-                Shard(offsets, sizes, TensorEntry(location, (begin, end), dtype, sizes, serializer=kind))
-            )  # fmt: skip
+            shards.append(Shard(offsets, sizes, TensorEntry(location, (begin, end), dtype, sizes, serializer=kind)))
         if len(shards) == 1 and shards[0].sizes == shape:
             return shards[0].tensor
         return ShardedTensorEntry(dtype, shape, shards)
@@ -211,7 +209,7 @@ _NUMBER = re.compile("0|[1-9][0-9]{0,8}", re.ASCII)
 
 
 def _is(value: Any, name: str) -> bool:
-    return isinstance(value, safe_pickle.Record) and value.name == _CLASSES + name
+    return isinstance(value, safe_pickle.PickledObject) and value.name == _CLASSES + name
 
 
 def _is_path(value: Any) -> bool:

@@ -154,7 +154,7 @@ def _of_archive(head: Any, tail: Any, length: int) -> tuple[int, int, Rebuilt, b
     return at, storage.size, tensor, order == b"big"
 
 
-def _member(head: Any, member: zip_directory.Member) -> bytes:
+def _member(head: Any, member: zip_directory.ZipMember) -> bytes:
     """A short member's bytes, which lie in the head."""
     if member.header + zip_directory.HEADER > len(head):
         raise Short(member.header + member.size + HEAD, 0)
@@ -228,9 +228,7 @@ class _Zstd:
         try:
             import zstandard  # dear, and of an extra
         except ImportError as error:
-            raise MissingExtraError(
-                f"{path}: is compressed with zstd: pip install 'snapshot-torch[zstd]'"
-            ) from error  # fmt: skip
+            raise MissingExtraError(f"{path}: is compressed with zstd: pip install 'snapshot-torch[zstd]'") from error
         self._path = path
         self._module = zstandard
         self._stream: Any = None

@@ -45,9 +45,18 @@ class ForeignDocument(Document):
 
 
 def document(
-    kind: str, version: str, place: URL, token: bytes, manifest: dict[str, Any], files: Mapping[str, FileEntry], *,
-    metadata: Any = None, world_size: int = 1, root: Any = None, inline: bytes = b"",
-) -> ForeignDocument:  # fmt: skip
+    kind: str,
+    version: str,
+    place: URL,
+    token: bytes,
+    manifest: dict[str, Any],
+    files: Mapping[str, FileEntry],
+    *,
+    metadata: Any = None,
+    world_size: int = 1,
+    root: Any = None,
+    inline: bytes = b"",
+) -> ForeignDocument:
     """A document of one save; `token` is of what tells this checkpoint from another one at the same place."""
     files = dict(files)
     if inline:
@@ -149,9 +158,15 @@ class ReadOnly(Storage):
         self.limits = inner.limits
         has = inner.capabilities
         self.capabilities = Capabilities(
-            write=False, delete=False, atomic_put=False, conditional_put=False, list=has.list,
-            ranged_read=has.ranged_read, concurrent=has.concurrent, blocking=has.blocking,
-        )  # fmt: skip
+            write=False,
+            delete=False,
+            atomic_put=False,
+            conditional_put=False,
+            list=has.list,
+            ranged_read=has.ranged_read,
+            concurrent=has.concurrent,
+            blocking=has.blocking,
+        )
 
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
         if path != INLINE:

@@ -35,14 +35,14 @@ def plain_value(path: str, data: bytes | bytearray, stored: int | None = None) -
         held = {each.name.partition("/")[2]: each for each in members}
         content = _content(data, held["data.pkl"])
         length = expect_stored(len(content), len(data) if stored is None else stored, "its pickle")
-        return _Made(data, held, length).of(p.load(content, path, length), 0)
+        return _Builder(data, held, length).of(p.load(content, path, length), 0)
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         if isinstance(error, CorruptSnapshotError):
             raise
         raise NotPlainError(str(error)) from error
 
 
-def _content(data: bytes | bytearray, member: zip_directory.Member) -> bytes:
+def _content(data: bytes | bytearray, member: zip_directory.ZipMember) -> bytes:
     at = member.header + zip_directory.data_begin(bytes(data[member.header : member.header + zip_directory.HEADER]))
     if member.method != zip_directory.STORED:
         raise ValueError("it is compressed")
@@ -56,10 +56,10 @@ def content_of(data: bytes | bytearray) -> bytes:
     return _content(data, found["data.pkl"])
 
 
-class _Made:
+class _Builder:
     """Values, made of stand-ins."""
 
-    def __init__(self, data: bytes | bytearray, members: dict[str, zip_directory.Member], length: int) -> None:
+    def __init__(self, data: bytes | bytearray, members: dict[str, zip_directory.ZipMember], length: int) -> None:
         self._data = data
         self._members = members
         self._left = most_nodes(length)

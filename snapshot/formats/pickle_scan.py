@@ -75,17 +75,27 @@ for _opcode in pickletools.opcodes:
     if _opcode.name in _LENGTHS:
         _WIDTHS[ord(_opcode.code)] = _LONG
 for _codes, _kind in (
-    (b"c", _TEXTS), (b"r", _PUT), (b".", _STOP), (b"t\x85\x86\x87", _TUPLE), (b"hj", _GET), (b"q", _BINPUT),
-    (b"\x94", _MEMOIZE), (b"beu\x90\x9101", _LEAVES),
-):  # fmt: skip
+    (b"c", _TEXTS),
+    (b"r", _PUT),
+    (b".", _STOP),
+    (b"t\x85\x86\x87", _TUPLE),
+    (b"hj", _GET),
+    (b"q", _BINPUT),
+    (b"\x94", _MEMOIZE),
+    (b"beu\x90\x9101", _LEAVES),
+):
     for _code in _codes:
         _WIDTHS[_code] = _kind
 _WEIGHTS = [8] * 256
 """By opcode: about how many bytes of memory what it makes takes; nothing of what it copies from the pickle."""
 for _codes, _weight in (
-    (b"\x8f\x91", 232), (b"R\x81Q", 160), (b"}d", 80), (b"]l", 72), (b"t\x85\x86\x87", 64),
+    (b"\x8f\x91", 232),
+    (b"R\x81Q", 160),
+    (b"}d", 80),
+    (b"]l", 72),
+    (b"t\x85\x86\x87", 64),
     (b"J\x8a\x8bGX\x8c\x8dB\x8eTU", 56),
-):  # fmt: skip
+):
     for _code in _codes:
         _WEIGHTS[_code] = _weight
 FREE = 64 << 20

@@ -113,7 +113,7 @@ class Stand(metaclass=_Sealed):
         return f"<{with_article(self.name)}>"
 
 
-class Record(metaclass=_Sealed):
+class PickledObject(metaclass=_Sealed):
     """Stands for an object of a class that DCP describes a checkpoint with: a pickle gives it its fields at once."""
 
     name = ""
@@ -121,9 +121,13 @@ class Record(metaclass=_Sealed):
 
 _RECORDS = "torch.distributed.checkpoint."
 _RECORD_NAMES = {
-    "metadata.Metadata", "metadata.TensorStorageMetadata", "metadata.ChunkStorageMetadata", "metadata.MetadataIndex",
-    "metadata.BytesStorageMetadata", "filesystem._StorageInfo",
-}  # fmt: skip
+    "metadata.Metadata",
+    "metadata.TensorStorageMetadata",
+    "metadata.ChunkStorageMetadata",
+    "metadata.MetadataIndex",
+    "metadata.BytesStorageMetadata",
+    "filesystem._StorageInfo",
+}
 
 
 def shown(value: Any) -> str:
@@ -135,7 +139,7 @@ def shown(value: Any) -> str:
 
 def fields(value: Any) -> dict[str, Any]:
     """The attributes that an object was to be given."""
-    state = vars(value) if isinstance(value, Record) else getattr(value, "state", None)
+    state = vars(value) if isinstance(value, PickledObject) else getattr(value, "state", None)
     if isinstance(state, tuple) and len(state) == 2:
         state = {**(state[0] or {}), **(state[1] or {})} if all(_is_fields(each) for each in state) else None
     return state if isinstance(state, dict) else {}
@@ -164,7 +168,7 @@ class StorageType(Dtype):
     """Stands for a class of storages, by the dtype of its elements; of bytes where it has none."""
 
 
-class Stored(metaclass=_Sealed):
+class PickledStorage(metaclass=_Sealed):
     """Stands for a storage: the member of the archive that holds it."""
 
     def __init__(self, key: str, dtype: str, numel: int) -> None:
@@ -260,7 +264,7 @@ def _complex(*parts: Any) -> complex:
     return made
 
 
-class _Encoded(metaclass=_Sealed):
+class _Sized(metaclass=_Sealed):
     """Stands for the function that old pickles make bytes with."""
 
     def __new__(cls, *arguments: Any) -> Any:
@@ -277,11 +281,24 @@ class _NoBytes(metaclass=_Sealed):
 
 
 _DTYPE_OF = {
-    "Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Short": "int16",
-    "Char": "int8", "Byte": "uint8", "Bool": "bool", "BFloat16": "bfloat16", "ComplexFloat": "complex64",
-    "ComplexDouble": "complex128", "QInt8": "qint8", "QUInt8": "quint8", "QInt32": "qint32", "QUInt4x2": "quint4x2",
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "BFloat16": "bfloat16",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+    "QInt8": "qint8",
+    "QUInt8": "quint8",
+    "QInt32": "qint32",
+    "QUInt4x2": "quint4x2",
     "QUInt2x4": "quint2x4",
-}  # fmt: skip
+}
 _OLD = re.compile(f"({'|'.join(_DTYPE_OF)})Storage")
 _REAL: dict[tuple[str, str], Any] = {
     ("collections", "defaultdict"): DefaultDict,
@@ -290,7 +307,7 @@ _REAL: dict[tuple[str, str], Any] = {
     ("builtins", "complex"): _complex,
     ("__builtin__", "complex"): _complex,
     ("torch", "Size"): Size,
-    ("_codecs", "encode"): _Encoded,
+    ("_codecs", "encode"): _Sized,
     ("__builtin__", "bytes"): _NoBytes,
     ("builtins", "bytes"): _NoBytes,
 }
@@ -328,7 +345,7 @@ class _Names:
         if type(key) is not str or type(numel) is not int or numel < 0:
             raise pickle.UnpicklingError("it names a storage in a way that torch does not")
         _left.spend()
-        return Stored(key, kind.name, numel)
+        return PickledStorage(key, kind.name, numel)
 
 
 class _Unpickler(_Names, pickle.Unpickler): ...
@@ -375,7 +392,7 @@ def _stand_in(module: str, name: str) -> Any:
         return StorageType("uint8")
     full = f"{module}.{name}"
     if full.removeprefix(_RECORDS) in _RECORD_NAMES and full.startswith(_RECORDS):
-        return _Sealed(name, (Record,), {"name": full})
+        return _Sealed(name, (PickledObject,), {"name": full})
     return _Sealed(name.rpartition(".")[2][:100], (Stand,), {"name": full[:200], "__slots__": ()})
 
 

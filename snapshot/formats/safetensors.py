@@ -22,11 +22,14 @@ ALONE = "model.safetensors"
 _NAMES = {theirs: ours for ours, theirs in SAFETENSORS.items()} | {
     theirs: ours
     for theirs, ours in {
-        "C64": "complex64", "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz",
-        "F8_E5M2FNUZ": "float8_e5m2fnuz", "F4": "float4_e2m1fn_x2",
+        "C64": "complex64",
+        "F8_E8M0": "float8_e8m0fnu",
+        "F8_E4M3FNUZ": "float8_e4m3fnuz",
+        "F8_E5M2FNUZ": "float8_e5m2fnuz",
+        "F4": "float4_e2m1fn_x2",
     }.items()
     if ours in BY_NAME
-}  # fmt: skip
+}
 AT_ONCE = 16
 SHARD = 5_000_000_000
 """Bytes of one file of several, as Hugging Face has it."""

@@ -31,9 +31,13 @@ def most_nodes(length: int) -> int:
 
 
 _SCALARS: dict[Any, type[s.Scalar]] = {
-    int: s.IntEntry, bool: s.BoolEntry, float: s.FloatEntry, complex: s.ComplexEntry, bytes: s.BytesEntry,
+    int: s.IntEntry,
+    bool: s.BoolEntry,
+    float: s.FloatEntry,
+    complex: s.ComplexEntry,
+    bytes: s.BytesEntry,
     type(None): s.NoneEntry,
-}  # fmt: skip
+}
 _READABLE = {float, complex}
 
 
@@ -98,16 +102,14 @@ def rebuilt(value: Any) -> Rebuilt | None:
         data = rebuilt(arguments[0])
         if data is None or type(arguments[1]) is not bool:
             return None
-        return msgspec.structs.replace(
-            data, requires_grad=arguments[1], subclass="torch.nn.parameter.Parameter"
-        )  # fmt: skip
+        return msgspec.structs.replace(data, requires_grad=arguments[1], subclass="torch.nn.parameter.Parameter")
     fewest, most = _ARGUMENTS.get(what, (1, 0))
     if len(arguments) > most:
         return None
     if len(arguments) < fewest:
         raise ValueError(f"a tensor made of {len(arguments)} things")
     storage, offset, shape, strides = arguments[:4]
-    if not isinstance(storage, p.Stored) or type(offset) is not int or offset < 0:
+    if not isinstance(storage, p.PickledStorage) or type(offset) is not int or offset < 0:
         raise ValueError("a tensor of no storage")
     dtype = storage.dtype
     if what == "tensor_v3":
@@ -283,8 +285,11 @@ _DICTS: dict[Any, Callable[[Any], tuple[type[e.DictEntry], dict[str, Any]] | Non
     p.DefaultDict: _factory,
 }
 _SEQUENCES: dict[Any, Callable[[int], e.Container]] = {
-    list: e.ListEntry, tuple: e.TupleEntry, set: e.SetEntry, frozenset: e.FrozensetEntry
-}  # fmt: skip
+    list: e.ListEntry,
+    tuple: e.TupleEntry,
+    set: e.SetEntry,
+    frozenset: e.FrozensetEntry,
+}
 
 
 def _versions(value: Any) -> dict[str, dict[str, Any]] | None:

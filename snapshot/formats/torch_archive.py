@@ -31,7 +31,7 @@ Sum = Callable[[], int]
 """The checksum of a member's bytes, once they are known."""
 
 
-class Member(msgspec.Struct):
+class ArchiveMember(msgspec.Struct):
     """A member to be: its bytes, or how many there will be."""
 
     name: str
@@ -62,14 +62,14 @@ def _header(name: bytes, size: int, at: int) -> bytes:
     )
 
 
-def _described(member: Member) -> bytes:
+def _described(member: ArchiveMember) -> bytes:
     """What stands behind a member's bytes."""
     assert member.sum is not None
     size = member.size
     return struct.pack("<4sL2Q" if size >= _LONG else "<4s3L", b"PK\7\10", member.sum(), size, size)
 
 
-def _directory(members: Sequence[Member], begin: int) -> bytes:
+def _directory(members: Sequence[ArchiveMember], begin: int) -> bytes:
     made = bytearray()
     for each in members:
         assert each.sum is not None
@@ -93,7 +93,7 @@ def _directory(members: Sequence[Member], begin: int) -> bytes:
     return bytes(made) + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, count, count, length, begin, 0)
 
 
-def laid_out(members: Sequence[Member], crc32: Callable[[bytes], int]) -> tuple[list[Frame | int], int]:
+def laid_out(members: Sequence[ArchiveMember], crc32: Callable[[bytes], int]) -> tuple[list[Frame | int], int]:
     """The frames of an archive in order, with the numbers of the members between them whose bytes come from elsewhere;
     and its length."""
     found: list[Frame | int] = []
@@ -131,19 +131,19 @@ def laid_out(members: Sequence[Member], crc32: Callable[[bytes], int]) -> tuple[
         assert each.sum is not None
         append(partial(_described, each), 24 if each.size >= _LONG else 16)
     where = position
-    blank = [Member(each.name, each.size, header=each.header, sum=int) for each in members]
+    blank = [ArchiveMember(each.name, each.size, header=each.header, sum=int) for each in members]
     append(lambda: _directory(members, where), len(_directory(blank, where)))
     close()
     return found, position
 
 
-def around(name: str, content: bytes, storages: Sequence[Member], identity: str) -> list[Member]:
+def around(name: str, content: bytes, storages: Sequence[ArchiveMember], identity: str) -> list[ArchiveMember]:
     """The members of an archive of torch's, around those of its storages."""
     first = [("data.pkl", content), (".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")]
     last = [("version", b"3\n"), (".data/serialization_id", identity.encode())]
-    made = [Member(f"{name}/{each}", len(data), data) for each, data in first]
+    made = [ArchiveMember(f"{name}/{each}", len(data), data) for each, data in first]
     made += [msgspec.structs.replace(each, name=f"{name}/data/{each.name}") for each in storages]
-    return made + [Member(f"{name}/{each}", len(data), data) for each, data in last]
+    return made + [ArchiveMember(f"{name}/{each}", len(data), data) for each, data in last]
 
 
 class Absent(msgspec.Struct):

@@ -52,15 +52,21 @@ async def describe(storage: Storage, name: str, size: int, limit: int) -> Foreig
             locate(entry, name, "" if root is None else path.partition("/")[2])
     token = f"{(await storage.stat(name)).token} {size}".encode() + content
     return document(
-        "torch.save", "", storage.url, token, tree.entries, {name: ForeignFile(size)}, root=root,
+        "torch.save",
+        "",
+        storage.url,
+        token,
+        tree.entries,
+        {name: ForeignFile(size)},
+        root=root,
         inline=bytes(tree.inline) or b"\0",
-    )  # fmt: skip
+    )
 
 
 class _Archive:
     """An archive of torch's, by its directory."""
 
-    def __init__(self, storage: Storage, name: str, begin: int, members: list[zip_directory.Member]) -> None:
+    def __init__(self, storage: Storage, name: str, begin: int, members: list[zip_directory.ZipMember]) -> None:
         self._storage = storage
         self._name = name
         self.members = {each.name.partition("/")[2]: each for each in members}

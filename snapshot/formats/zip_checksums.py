@@ -116,11 +116,11 @@ async def _long(
     return lines, []
 
 
-def _inflater(member: zip_directory.Member) -> Any:
+def _inflater(member: zip_directory.ZipMember) -> Any:
     return zlib.decompressobj(-zlib.MAX_WBITS) if member.method == zip_directory.DEFLATED else None
 
 
-def _line(place: Range, member: zip_directory.Member, at: int, crc: int) -> list[str]:
+def _line(place: Range, member: zip_directory.ZipMember, at: int, crc: int) -> list[str]:
     if crc == member.crc:
         return []
     begin = place[1] + at

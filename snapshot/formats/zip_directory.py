@@ -26,7 +26,7 @@ TAIL = _END.size + _LOCATOR.size + _END64.size
 STORED, DEFLATED = 0, 8
 
 
-class Member(msgspec.Struct, gc=False):
+class ZipMember(msgspec.Struct, gc=False):
     """What the directory says of a member."""
 
     name: str
@@ -59,7 +59,7 @@ def directory_range(tail: bytes | memoryview, size: int) -> tuple[int, int]:
     return begin, begin + length
 
 
-def members(directory: bytes | memoryview, begin: int) -> list[Member]:
+def members(directory: bytes | memoryview, begin: int) -> list[ZipMember]:
     """What a directory lists, in its order; it begins at `begin` in the archive."""
     data = bytes(directory)
     found = []
@@ -77,7 +77,7 @@ def members(directory: bytes | memoryview, begin: int) -> list[Member]:
         at += name_length + extra_length + comment
         if flags & 1 or header + packed > begin or at > len(data):
             raise ValueError(f"its member {name[:100]!r} is encrypted, or lies outside of it")
-        found.append(Member(name.decode("utf-8", "replace"), method, crc, packed, size, header))
+        found.append(ZipMember(name.decode("utf-8", "replace"), method, crc, packed, size, header))
     return found
 
 

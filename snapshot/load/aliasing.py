@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from snapshot.load.read_plan import Gather
+from snapshot.load.read_plan import ReadPlan
 from snapshot.state.stateful_kinds import Kind
 from snapshot.tensors.memory import address_of_tensor
 
 
-def shared_memory(gather: Gather) -> list[str]:
+def shared_memory(gather: ReadPlan) -> list[str]:
     """Two stored ranges that would land in one live memory cannot both be right."""
     found: list[tuple[str, str]] = []
     wants = [want for want in gather.wants if want.live and want.address]
@@ -56,7 +56,7 @@ FEW = 256
 """Of so few live tensors it is quicker to ask each whether torch allocated it than to read the process's memory map."""
 
 
-def read_only_memory(gather: Gather) -> list[str]:
+def read_only_memory(gather: ReadPlan) -> list[str]:
     """Live tensors over memory that the process may not write to, such as a file that is mapped for reading: a write
     would kill the process."""
     spans = [(want.address, want.name) for want in gather.wants if want.live and want.address]

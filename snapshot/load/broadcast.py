@@ -20,18 +20,18 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from snapshot.distributed.exchange import Call
+from snapshot.distributed.exchange import Exchange
 from snapshot.errors import RestoreError, SnapshotError
 from snapshot.events import Meter
 from snapshot.load.match import Match
-from snapshot.load.read_plan import Gather
+from snapshot.load.read_plan import ReadPlan
 from snapshot.load.reader import Reader, ReadResult
-from snapshot.load.requests import Want
+from snapshot.load.requests import ReadRequest
 from snapshot.plan.coalesce import ReadPart, plan_reads
 from snapshot.reports import listed
 from snapshot.runtime.arena import Slot
 from snapshot.runtime.loop import run, start
-from snapshot.runtime.session import Operation
+from snapshot.runtime.session import Session
 from snapshot.state.stateful_kinds import Kind
 from snapshot.storage import in_thread
 from snapshot.tensors.digest import BLOCK, digests, of_range
@@ -48,7 +48,7 @@ _digest = xxhash.xxh3_128_digest
 
 
 @dataclass(order=True, unsafe_hash=True)
-class Range:
+class SharedRange:
     """A range of a file that all ranks want."""
 
     location: str
@@ -56,11 +56,11 @@ class Range:
     end: int
 
 
-Ranges = frozenset[Range]
+Ranges = frozenset[SharedRange]
 """What all want."""
 
 
-class Ready(msgspec.Struct, array_like=True):
+class ReadVote(msgspec.Struct, array_like=True):
     """What a rank says when all that it wants fits."""
 
     once: bool
@@ -74,7 +74,7 @@ class Ready(msgspec.Struct, array_like=True):
     """True if the rank verifies every byte before it touches a live tensor."""
 
 
-class Go(msgspec.Struct, array_like=True):
+class ReadDecision(msgspec.Struct, array_like=True):
     """The leader's answer."""
 
     once: bool
@@ -86,7 +86,7 @@ class Go(msgspec.Struct, array_like=True):
     """True if no rank may touch a live tensor before all have verified their bytes."""
 
 
-class Wishes(msgspec.Struct, array_like=True):
+class ReadSet(msgspec.Struct, array_like=True):
     """What a rank says when it is asked."""
 
     wants: bytes = b""
@@ -95,25 +95,25 @@ class Wishes(msgspec.Struct, array_like=True):
 
 
 def agree_on_reads(
-    call: Call, gather: Gather, match: Match, kinds: Iterable[Kind], *, once: bool, atomic: bool
+    exchange: Exchange, gather: ReadPlan, match: Match, kinds: Iterable[Kind], *, once: bool, atomic: bool
 ) -> tuple[Ranges, bool]:
     """All ranks are ready to read, or all raise, and nothing was touched. What all want, if it is to be read once; and
     whether all wait until every rank has verified its bytes, since any is `atomic`."""
-    if call.alone:
+    if exchange.alone:
         return frozenset(), False
     wants = [want for want in (*gather.objects, *gather.wants) if want.opens is None] if once else []
-    ranges = {Range(want.location, want.begin, want.end) for want in wants}
+    ranges = {SharedRange(want.location, want.begin, want.end) for want in wants}
     named = {_digest(repr(each).encode()): each for each in ranges}
-    ready = Ready(once, of_range(b"".join(sorted(named))), list(match.unexpected), match.unknown, atomic)
-    go = call.exchange(ready, _go, Ready, Go)
+    ready = ReadVote(once, of_range(b"".join(sorted(named))), list(match.unexpected), match.unknown, atomic)
+    go = exchange.agree(ready, _go, ReadVote, ReadDecision)
     if go.names or (go.once and len(go.speakers) > 1):
-        wishes = Wishes()
-        if go.once and call.rank in go.speakers:
+        wishes = ReadSet()
+        if go.once and exchange.rank in go.speakers:
             wishes.wants = b"".join(named)
         if go.names:
             wishes.names = b"".join(_digest(path.encode()) for kind in kinds for path in kind.live)
             wishes.unexpected = list(match.unexpected)
-        common = call.exchange(wishes, lambda all_: _common(all_, go.speakers), Wishes, bytes)
+        common = exchange.agree(wishes, lambda all_: _common(all_, go.speakers), ReadSet, bytes)
         if go.once and len(go.speakers) > 1:
             ranges = {named[key] for key in digests(common)}
     if not go.once or sum(each.end - each.begin for each in ranges) < WORTH:
@@ -121,14 +121,14 @@ def agree_on_reads(
     return frozenset(ranges), go.atomic
 
 
-def _go(all_: list[Ready]) -> Go:
+def _go(all_: list[ReadVote]) -> ReadDecision:
     seen: dict[str, int] = {}
     for rank, ready in enumerate(all_):
         seen.setdefault(ready.wants, rank)
     nowhere = [what for what in all_[0].unknown if all(what.partition(";")[0] in _heads(each) for each in all_)]
     if nowhere:
         raise RestoreError(f"does not fit the snapshot, and nothing was touched:{listed(nowhere)}", nowhere)
-    return Go(
+    return ReadDecision(
         all(ready.once for ready in all_),
         sorted(seen.values()),
         any(ready.unexpected for ready in all_),
@@ -136,11 +136,11 @@ def _go(all_: list[Ready]) -> Go:
     )
 
 
-def _heads(ready: Ready) -> set[str]:
+def _heads(ready: ReadVote) -> set[str]:
     return {what.partition(";")[0] for what in ready.unknown}
 
 
-def _common(all_: list[Wishes], speakers: Sequence[int]) -> bytes:
+def _common(all_: list[ReadSet], speakers: Sequence[int]) -> bytes:
     """What all who differ want. A name that no rank has a use for is an error, as it is on one rank."""
     names = set().union(*(digests(wishes.names) for wishes in all_))
     left = {path: None for wishes in all_ for path in wishes.unexpected if _digest(path.encode()) not in names}
@@ -152,49 +152,49 @@ def _common(all_: list[Wishes], speakers: Sequence[int]) -> bytes:
     return b"".join(sorted(set.intersection(*({*digests(all_[rank].wants)} for rank in speakers))))
 
 
-def divided(wants: Sequence[Want], common: Ranges) -> tuple[list[Want], list[Want]]:
+def divided(wants: Sequence[ReadRequest], common: Ranges) -> tuple[list[ReadRequest], list[ReadRequest]]:
     """What this rank reads alone, and what all read together."""
     if not common:
         return list(wants), []
-    parts: tuple[list[Want], list[Want]] = [], []
+    parts: tuple[list[ReadRequest], list[ReadRequest]] = [], []
     for want in wants:
-        shared = want.opens is None and Range(want.location, want.begin, want.end) in common
+        shared = want.opens is None and SharedRange(want.location, want.begin, want.end) in common
         parts[shared].append(want)
     return parts
 
 
-class Relay:
+class BroadcastReader:
     """The parts of what all want, one after the other: read by one rank, received by all others, and put where they
     belong."""
 
     def __init__(
         self,
-        call: Call,
-        operation: Operation,
-        wants: Sequence[Want],
+        exchange: Exchange,
+        session: Session,
+        wants: Sequence[ReadRequest],
         meter: Meter,
         touched: set[str],
         *,
         verify: bool,
     ) -> None:
         """All that may fail on one rank alone, before others depend on it."""
-        self._call = call
-        self._storage = operation.storage
-        self._reader = Reader(operation.storage, operation.budget, verify=verify, touched=touched)
+        self._exchange = exchange
+        self._storage = session.storage
+        self._reader = Reader(session.storage, session.budget, verify=verify, touched=touched)
         if verify:
             run(self._reader.prepare_checks(wants))
-        ranges = sorted({Range(want.location, want.begin, want.end) for want in wants})
+        ranges = sorted({SharedRange(want.location, want.begin, want.end) for want in wants})
         numbers = {each: number for number, each in enumerate(ranges)}
-        self._wants: dict[int, list[Want]] = defaultdict(list)
+        self._wants: dict[int, list[ReadRequest]] = defaultdict(list)
         for want in wants:
-            self._wants[numbers[Range(want.location, want.begin, want.end)]].append(want)
-        size = max(BLOCK, min(PART, operation.budget.limit // 8))
-        self._parts = plan_reads(ranges, size, operation.storage.limits.merge_gap)
+            self._wants[numbers[SharedRange(want.location, want.begin, want.end)]].append(want)
+        size = max(BLOCK, min(PART, session.budget.limit // 8))
+        self._parts = plan_reads(ranges, size, session.storage.limits.merge_gap)
         self._meter = meter
         longest = max((part.end - part.begin for part in self._parts), default=0)
         self._free = [torch.empty(longest + 1, dtype=torch.uint8) for _ in range(AHEAD + 3)]
         self._device: torch.Tensor | None = None
-        devices = call.ranks.pg._device_types  # type: ignore[union-attr]
+        devices = exchange.ranks.pg._device_types  # type: ignore[union-attr]
         if not any(device.type == "cpu" for device in devices):
             self._device = torch.empty(longest + 1, dtype=torch.uint8, device=devices[0])
 
@@ -209,8 +209,8 @@ class Relay:
 
     def _pass_on(self) -> None:
         """All parts. A rank that fails goes on until its message is sent, and then raises."""
-        call = self._call
-        mine = [number for number in range(len(self._parts)) if number % call.world == call.rank]
+        exchange = self._exchange
+        mine = [number for number in range(len(self._parts)) if number % exchange.world == exchange.rank]
         reading: dict[int, tuple[torch.Tensor, Future[None]]] = {}
         placing: list[tuple[torch.Tensor, Future[None]]] = []
         ahead = iter(mine)
@@ -224,7 +224,7 @@ class Relay:
         told = -1
         try:
             for number, part in enumerate(self._parts):
-                root, end = number % call.world, part.end - part.begin
+                root, end = number % exchange.world, part.end - part.begin
                 if error is None:
                     read_ahead()
                 held, work = reading.pop(number, (None, None))
@@ -266,20 +266,20 @@ class Relay:
         passed = message
         if self._device is not None:
             passed = self._device[: len(message)]
-            if root == self._call.rank:
+            if root == self._exchange.rank:
                 passed.copy_(message)
-        members, group = self._call.ranks.members, self._call.ranks.pg
+        members, group = self._exchange.ranks.members, self._exchange.ranks.pg
         try:
             work = dist.broadcast(passed, src=members[root], group=group, async_op=True)
             arrived = self._arrives(work)
             if arrived:
                 work.wait()
         except RuntimeError as error:
-            self._call.broke_off()
+            self._exchange.broke_off()
             raise self._failed(root) from error
         if not arrived:
             raise self._failed(root)
-        if passed is not message and root != self._call.rank:
+        if passed is not message and root != self._exchange.rank:
             message.copy_(passed)
 
     def _arrives(self, work: dist.Work) -> bool:
@@ -288,7 +288,7 @@ class Relay:
         end, pause = time.monotonic() + LOOK, 0.00005
         while not work.is_completed():
             if time.monotonic() > end:
-                return self._call.together(work.is_completed)
+                return self._exchange.together(work.is_completed)
             time.sleep(pause)
             pause = min(pause * 1.5, 0.001)
         return True
@@ -296,7 +296,7 @@ class Relay:
     def _failed(self, rank: int) -> SnapshotError:
         """The error of the rank that could not go on: it tells it to all, or gives no sign of life."""
         try:
-            self._call.exchange(False, all, bool, bool)
+            self._exchange.agree(False, all, bool, bool)
         except SnapshotError as error:
             return error
         return SnapshotError(f"what rank {rank} had read did not reach all ranks through the process group")

@@ -10,14 +10,14 @@ from snapshot.formats import zip_checksums
 from snapshot.manifest.validate import Files
 from snapshot.reports import listed
 from snapshot.runtime.loop import run
-from snapshot.runtime.session import Operation
+from snapshot.runtime.session import Session
 
 
-def expect_sums(operation: Operation, stored: Iterable[Any], files: Files) -> None:
+def expect_sums(session: Session, stored: Iterable[Any], files: Files) -> None:
     """Raise where stored ranges, or others in the same archives, are not what their archives say that they are."""
     archives = zip_checksums.archives(stored, files)
     if not archives:
         return
-    faults, _ = run(zip_checksums.faults(operation.storage, operation.budget, archives.values(), lambda _: None))
+    faults, _ = run(zip_checksums.faults(session.storage, session.budget, archives.values(), lambda _: None))
     if faults:
-        raise CorruptSnapshotError(f"{operation.url}: {len(faults)} damaged:{listed(faults)}", faults=faults)
+        raise CorruptSnapshotError(f"{session.url}: {len(faults)} damaged:{listed(faults)}", faults=faults)

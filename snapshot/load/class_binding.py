@@ -20,7 +20,7 @@ from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.paths import component, with_parents
 from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.typed import EnumEntry, resolve_member
-from snapshot.reports import Notes
+from snapshot.reports import RestoreIssues
 from snapshot.saved import class_name
 from snapshot.state import compound
 from snapshot.state.compound import form_of
@@ -28,7 +28,7 @@ from snapshot.state.flatten import context_entries
 from snapshot.state.state_tree import live_leaves
 
 
-class Known(EnumEntry):
+class KnownClasses(EnumEntry):
     """A member of an Enum that the application has."""
 
     member: Any = None
@@ -86,9 +86,16 @@ class Binding:
     """The classes of one stateful's entries."""
 
     def __init__(
-        self, live: Mapping[str, Any], compounds: Mapping[str, Any], notes: Notes, *, exact: bool,
-        skipped: Collection[str] = (), fill: str | None = None, left: set[str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        live: Mapping[str, Any],
+        compounds: Mapping[str, Any],
+        notes: RestoreIssues,
+        *,
+        exact: bool,
+        skipped: Collection[str] = (),
+        fill: str | None = None,
+        left: set[str] | None = None,
+    ) -> None:
         """`fill`: the path of an instance that is filled itself. `left`: gets the inner tensors of what has another
         shape, if that is left as it is."""
         self._live = live
@@ -114,7 +121,7 @@ class Binding:
             if gone and not gone.isdisjoint(_above(path)):
                 continue
             # what stays as it is gives no cause for remarks
-            self._notes = self._said if wanted is None or path in wanted else Notes()
+            self._notes = self._said if wanted is None or path in wanted else RestoreIssues()
             if type(entry) is e.RecordEntry:
                 gone.update(self._record(path, entry, entries))
             elif type(entry) is e.SubclassEntry:
@@ -153,7 +160,7 @@ class Binding:
         self._renamed(path, entry.obj_type, kind)
         if entry.name is not None and member.name != entry.name and kind.__members__.get(entry.name) is not member:
             self._notes.add("replaced", path, f"{entry.name} is {member.name} here")
-        entries[path] = Known(
+        entries[path] = KnownClasses(
             entry.serialized_value, entry.readable, entry.replicated, entry.obj_type, entry.name, entry.held, member
         )
 
@@ -210,7 +217,7 @@ class Binding:
             )
             return
         kind = self._class(compound.WRAPPER, entry.obj_type)
-        given = Binding({}, {}, Notes(), exact=False)
+        given = Binding({}, {}, RestoreIssues(), exact=False)
         given._known = self._classes()
         context = dict(entry.context)
         given.bind(context)

@@ -7,33 +7,33 @@ from collections.abc import Sequence
 from snapshot.errors import CorruptSnapshotError
 from snapshot.events import Meter
 from snapshot.load.reader import Reader, ReadResult
-from snapshot.load.requests import Want
+from snapshot.load.requests import ReadRequest
 from snapshot.reports import listed
 from snapshot.runtime.loop import run
-from snapshot.runtime.session import Operation
+from snapshot.runtime.session import Session
 
 
 def fetch(
-    operation: Operation, wants: Sequence[Want], verify: bool, meter: Meter, touched: set[str] | None = None
+    session: Session, wants: Sequence[ReadRequest], verify: bool, meter: Meter, touched: set[str] | None = None
 ) -> ReadResult:
     """Read wants, and raise for what does not verify. The names of live tensors that are written to go to `touched`."""
     touched = set() if touched is None else touched
     if not wants:
         return ReadResult(touched=touched)
     reader = Reader(
-        operation.storage, operation.budget, verify=verify, wanted_part=operation.settings.part_bytes, touched=touched
+        session.storage, session.budget, verify=verify, wanted_part=session.settings.part_bytes, touched=touched
     )
     result = run(reader.read(wants, meter.wrote))
-    expect_good(operation, result)
+    expect_good(session, result)
     return result
 
 
-def expect_good(operation: Operation, result: ReadResult) -> None:
+def expect_good(session: Session, result: ReadResult) -> None:
     """Raise for what did not verify."""
     if result.faults:
         touched = sorted(result.touched)
         raise CorruptSnapshotError(
-            f"{operation.url}: {len(result.faults)} damaged:{listed(result.faults)}"
+            f"{session.url}: {len(result.faults)} damaged:{listed(result.faults)}"
             + (
                 f"\nlive tensors that have been written to, and may hold wrong data now:{listed(touched)}"
                 if touched

@@ -14,12 +14,12 @@ from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.from_pickle import content_of
 from snapshot.formats.to_entries import Rebuilt, Tree
 from snapshot.load.fetch import expect_good
-from snapshot.load.read_plan import Gather
+from snapshot.load.read_plan import ReadPlan
 from snapshot.load.reader import Reader
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.manifest.validate import locations_of
-from snapshot.runtime.session import Operation
+from snapshot.runtime.session import Session
 from snapshot.state.stateful_kinds import Kind
 
 LONGEST = 1 << 20
@@ -27,7 +27,7 @@ LONGEST = 1 << 20
 
 
 async def unfold(
-    operation: Operation,
+    session: Session,
     document: Document,
     entries: dict[str, Any],
     wanted: Callable[[str], bool],
@@ -47,13 +47,11 @@ async def unfold(
     }
     if not chosen:
         return
-    await operation.expect_files(document, locations_of(chosen, document.files))
-    gather = Gather(document.files)
+    await session.expect_files(document, locations_of(chosen, document.files))
+    gather = ReadPlan(document.files)
     for path, entry in chosen.items():
         gather.new(path, entry)
-    expect_good(
-        operation, await Reader(operation.storage, operation.budget, verify=False).read(gather.objects, _unseen)
-    )
+    expect_good(session, await Reader(session.storage, session.budget, verify=False).read(gather.objects, _unseen))
     gather.finish_objects()
     for path in chosen:
         try:

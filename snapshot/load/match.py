@@ -17,18 +17,18 @@ from snapshot.load.aliasing import writable
 from snapshot.load.class_binding import Binding
 from snapshot.load.match_optimizer import match_optimizer
 from snapshot.load.options import CASTS, RestoreOptions
-from snapshot.load.read_plan import Gather
+from snapshot.load.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.paths import component
 from snapshot.manifest.rank_view import View, adopt, leave_out
 from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.validate import check_tensor
-from snapshot.reports import Notes
+from snapshot.reports import RestoreIssues
 from snapshot.saved import class_name
 from snapshot.state import numpy_arrays
 from snapshot.state.optimizer_kinds import StateOfParameters
 from snapshot.state.sharded import Shards, empty_like, sharded
-from snapshot.state.state_tree import MISSING, Choice
+from snapshot.state.state_tree import MISSING, ChosenState
 from snapshot.state.stateful_kinds import Kind, names_beneath
 from snapshot.tensors.dtypes import BY_NAME
 from snapshot.tensors.memory import address_of_tensor
@@ -46,7 +46,7 @@ class Match:
         several: bool,
         every: bool,
         holders: Callable[[str], list[int]],
-        notes: Notes,
+        notes: RestoreIssues,
     ) -> None:
         self._options = options
         self._strict = options.strict
@@ -77,13 +77,13 @@ class Match:
         """Whether the application has names that were not found."""
         self.unknown: list[str] = []
         """Why what was asked for is not to be found here; on another rank it may be."""
-        self.choices: dict[str, Choice] = {}
+        self.choices: dict[str, ChosenState] = {}
         self.dropped: dict[str, list[Any]] = {}
         """Key -> what is removed there before its state is handed back."""
         self.unexpected: dict[str, None] = {}
         """Names of modules that are shared, and which this rank has no use for: another rank may."""
 
-    def add(self, kind: Kind, entries: dict[str, Any], gather: Gather) -> bool:
+    def add(self, kind: Kind, entries: dict[str, Any], gather: ReadPlan) -> bool:
         """Find each entry's place in what the stateful holds. False where all of it is left as it is."""
         if not self._match_structure(kind, entries):
             return False
@@ -205,7 +205,7 @@ class Match:
 
     def _choose_again(self, key: str, entries: dict[str, Any]) -> None:
         """Of what was found with other ranks, too, only that is restored which was asked for."""
-        choice = self.choices[key] = Choice(entries, self._wanted)
+        choice = self.choices[key] = ChosenState(entries, self._wanted)
         for path in sorted(choice.skipped - self.skipped):
             self._notes.add("skipped", path, "not asked for")
         self.skipped |= choice.skipped
@@ -256,7 +256,7 @@ class Match:
         top = entries[kind.key]
         entries[kind.key] = top.without(path not in here for path in saved)
 
-    def _match_tensor(self, kind: Kind, path: str, entry: Any, held: torch.Tensor, gather: Gather) -> None:
+    def _match_tensor(self, kind: Kind, path: str, entry: Any, held: torch.Tensor, gather: ReadPlan) -> None:
         """A saved tensor and a live one: in place if they agree, else cast, replaced, or an error."""
         notes = self._notes
         if isinstance(held, UninitializedTensorMixin):
@@ -293,7 +293,7 @@ class Match:
         gather.into(path, entry, held, live=True)
         gather.values[path] = held
 
-    def _misfit(self, path: str, what: str, held: Any, gather: Gather) -> None:
+    def _misfit(self, path: str, what: str, held: Any, gather: ReadPlan) -> None:
         """A tensor that cannot be restored where it belongs: an error, or left as it is."""
         if self._options.mismatched == "skip":
             self._notes.add("skipped", path, f"{what}; left as it is")
@@ -322,7 +322,7 @@ class Match:
         self._notes.add("cast", path, what)
         return True
 
-    def _match_shards(self, kind: Kind, path: str, entry: Any, held: Any, gather: Gather) -> bool:
+    def _match_shards(self, kind: Kind, path: str, entry: Any, held: Any, gather: ReadPlan) -> bool:
         """A saved tensor and one of which this rank holds some boxes; False where what is there is no such thing."""
         try:
             made = kind.like(path, entry.shape) if held is MISSING else None
@@ -349,7 +349,7 @@ class Match:
             gather.values[path] = value
         return True
 
-    def _place_shards(self, path: str, entry: Any, target: Shards, gather: Gather, *, live: bool) -> None:
+    def _place_shards(self, path: str, entry: Any, target: Shards, gather: ReadPlan, *, live: bool) -> None:
         boxes = {(box.offsets, box.sizes) for box, _ in entry.pieces()}
         if not all((piece.box.offsets, piece.box.sizes) in boxes for piece in target.pieces if piece.box.numel):
             was = "shards" if isinstance(entry, e.ShardedTensorEntry) else "one tensor"
@@ -358,7 +358,7 @@ class Match:
         for piece in target.pieces:
             gather.into_box(path, entry, piece.box, piece.tensor, live=live)
 
-    def _match_other(self, kind: Kind, path: str, entry: Any, held: Any, gather: Gather) -> None:
+    def _match_other(self, kind: Kind, path: str, entry: Any, held: Any, gather: ReadPlan) -> None:
         """Everything that is not one stored range for one live tensor."""
         if isinstance(entry, e.TENSORS) and isinstance(held, torch.Tensor):
             self._match_tensor(kind, path, entry, held, gather)
@@ -386,7 +386,7 @@ class Match:
 
     def _make_new(
         self,
-        gather: Gather,
+        gather: ReadPlan,
         path: str,
         entry: Any,
         device: torch.device | str = "cpu",

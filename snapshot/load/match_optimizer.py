@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from snapshot.load.options import CASTS, RestoreOptions
-from snapshot.reports import Notes
+from snapshot.reports import RestoreIssues
 from snapshot.state.optimizer_kinds import StateOfParameters
 
 
 @dataclass
-class Found:
+class OptimizerMatch:
     """The result of the comparison."""
 
     goes_on: bool = True
@@ -29,20 +29,20 @@ def match_optimizer(
     lines: list[str],
     options: RestoreOptions,
     beside: Callable[[Any], bool],
-    notes: Notes,
+    notes: RestoreIssues,
     unfit: set[int],
-) -> Found:
+) -> OptimizerMatch:
     """Compare an optimizer with the saved one. `lines` says why it cannot take the state, as far as that is known."""
     why = kind.optimizer_mismatch(entries)
     lines = [why] if why else lines
     if lines and not options.strict:
         reasons = "; ".join(line.removeprefix(f"{kind.base}: ") for line in lines)
         notes.add("skipped", kind.base, f"left as it is: {reasons}")
-        return Found(goes_on=not kind.leave_optimizer(entries), left=True)
+        return OptimizerMatch(goes_on=not kind.leave_optimizer(entries), left=True)
     if lines:
         notes.mismatches += [f"{line}; strict=False leaves the optimizer as it is" for line in lines]
-        return Found()
-    found = Found()
+        return OptimizerMatch()
+    found = OptimizerMatch()
     for line, path, detail in kind.notes():
         notes.add(line, path, detail)
     notes.mismatches += kind.choose_dtypes(options.cast, CASTS[options.cast], beside)

@@ -14,16 +14,16 @@ from snapshot.formats.foreign import root_over
 from snapshot.load.aliasing import writable
 from snapshot.load.class_binding import Binding
 from snapshot.load.fetch import fetch
-from snapshot.load.read_plan import Gather
+from snapshot.load.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.manifest.paths import component
 from snapshot.manifest.rank_view import is_rank, nearest, rank_view, resolve_path
 from snapshot.manifest.typed import EnumEntry
 from snapshot.manifest.validate import check_tensor, check_tree, locations_of
-from snapshot.reports import Notes, counted, listed, with_article
+from snapshot.reports import RestoreIssues, counted, listed, with_article
 from snapshot.runtime.loop import run
-from snapshot.runtime.session import Operation
+from snapshot.runtime.session import Session
 from snapshot.state import numpy_arrays
 from snapshot.state.sharded import Shards, sharded
 from snapshot.state.state_tree import inflate, live_leaves
@@ -32,7 +32,7 @@ from snapshot.tensors.geometry import Box
 
 
 def read_object(
-    operation: Operation,
+    session: Session,
     document: Document,
     path: str,
     obj_out: Any,
@@ -42,15 +42,15 @@ def read_object(
     allow_pickle: bool,
 ) -> Any:
     """The object at a path of the manifest."""
-    path, tree = _found(operation, document, path)
+    path, tree = _found(session, document, path)
     entry = tree[path]
     if box is None:
-        run(operation.expect_files(document, locations_of({path: entry}, document.files)))
-    gather = Gather(document.files, allow_pickle=allow_pickle)
+        run(session.expect_files(document, locations_of({path: entry}, document.files)))
+    gather = ReadPlan(document.files, allow_pickle=allow_pickle)
     if box is not None:
-        return _read_box(operation, document, gather, path, entry, obj_out, box, verify)
+        return _read_box(session, document, gather, path, entry, obj_out, box, verify)
     if isinstance(entry, (e.Container, EnumEntry)):
-        return _read_tree(operation, document, gather, path, tree, verify, obj_out)
+        return _read_tree(session, document, gather, path, tree, verify, obj_out)
     target = sharded(path, obj_out) if isinstance(entry, e.TENSORS) and obj_out is not None else None
     if target is not None:
         _fill_shards(gather, path, entry, target, document)
@@ -76,11 +76,11 @@ def read_object(
             )
     else:
         gather.new(path, entry)
-    _fetch(operation, document, gather, verify)
+    _fetch(session, document, gather, verify)
     return gather.values[path]
 
 
-def read_state_dict(operation: Operation, document: Document, key: str, rank: int, *, allow_pickle: bool) -> Any:
+def read_state_dict(session: Session, document: Document, key: str, rank: int, *, allow_pickle: bool) -> Any:
     """All that a rank saved under one key of the app state; for a rank that was not there, what all ranks shared."""
     saved = document.world_size
     if rank >= saved:
@@ -88,7 +88,7 @@ def read_state_dict(operation: Operation, document: Document, key: str, rank: in
         for below, why in view.withheld.items():
             if below.startswith(component(key) + "/"):
                 raise RestoreError(
-                    f"{operation.url}: {below} {why}, and rank {rank} was not there; replicate_from_rank0=True gives "
+                    f"{session.url}: {below} {why}, and rank {rank} was not there; replicate_from_rank0=True gives "
                     "what rank 0 had",
                     [below],
                 )
@@ -97,24 +97,24 @@ def read_state_dict(operation: Operation, document: Document, key: str, rank: in
     keys = (each.split("/") for each in document.manifest if each.count("/") == 1)
     known = [name for number, name in keys if number == str(rank)]
     try:
-        tree = _tree(operation, document, path)
+        tree = _tree(session, document, path)
     except RestoreError:
-        raise RestoreError(f"{operation.url}: holds no key {key!r}; {nearest(key, known)}", [key]) from None
-    return _read_tree(operation, document, Gather(document.files, allow_pickle=allow_pickle), path, tree, True)
+        raise RestoreError(f"{session.url}: holds no key {key!r}; {nearest(key, known)}", [key]) from None
+    return _read_tree(session, document, ReadPlan(document.files, allow_pickle=allow_pickle), path, tree, True)
 
 
-def _found(operation: Operation, document: Document, path: str) -> tuple[str, dict[str, Any]]:
+def _found(session: Session, document: Document, path: str) -> tuple[str, dict[str, Any]]:
     """The manifest's path of what is named with a rank or without, and the entries there."""
     if is_rank(path.partition("/")[0], document.world_size):
         try:
-            return path, _tree(operation, document, path)
+            return path, _tree(session, document, path)
         except RestoreError:  # the number may be a key of the app state
             pass
-    path = resolve_path(document.manifest, document.world_size, path, str(operation.url))
-    return path, _tree(operation, document, path)
+    path = resolve_path(document.manifest, document.world_size, path, str(session.url))
+    return path, _tree(session, document, path)
 
 
-def _tree(operation: Operation, document: Document, path: str) -> dict[str, Any]:
+def _tree(session: Session, document: Document, path: str) -> dict[str, Any]:
     """The entries at a path and beneath it, as the path's rank sees them: what all share may stand under another."""
     manifest: Mapping[str, Any] = document.manifest
     number, _, logical = path.partition("/")
@@ -129,7 +129,7 @@ def _tree(operation: Operation, document: Document, path: str) -> dict[str, Any]
     if path not in manifest and is_rank(path, document.world_size):
         return _all(path, manifest, document)
     if path not in manifest:
-        raise RestoreError(f"{operation.url}: holds no {path!r}; {nearest(path, manifest)}", [path])
+        raise RestoreError(f"{session.url}: holds no {path!r}; {nearest(path, manifest)}", [path])
     return {below: each for below, each in manifest.items() if below == path or below.startswith(prefix)}
 
 
@@ -141,11 +141,16 @@ def _all(number: str, manifest: Mapping[str, Any], document: Document) -> dict[s
 
 
 def _read_tree(
-    operation: Operation, document: Document, gather: Gather, path: str, tree: dict[str, Any], verify: bool,
+    session: Session,
+    document: Document,
+    gather: ReadPlan,
+    path: str,
+    tree: dict[str, Any],
+    verify: bool,
     out: Any = None,
-) -> Any:  # fmt: skip
+) -> Any:
     check_tree(path, tree)
-    run(operation.expect_files(document, locations_of(tree, document.files)))
+    run(session.expect_files(document, locations_of(tree, document.files)))
     places = _bind(path, tree, out, gather)
     for below, entry in tree.items():
         if isinstance(entry, e.Container) or below in gather.values:
@@ -157,16 +162,16 @@ def _read_tree(
             gather.values[below] = held
         else:
             gather.new(below, entry)
-    _fetch(operation, document, gather, verify)
+    _fetch(session, document, gather, verify)
     return inflate(path, tree, gather.values)
 
 
-def _bind(path: str, tree: dict[str, Any], out: Any, gather: Gather) -> dict[str, Any]:
+def _bind(path: str, tree: dict[str, Any], out: Any, gather: ReadPlan) -> dict[str, Any]:
     """Give what only names a class that of what `out` holds in its place; the tensors of `out` that are filled: those
     that objects hold which have a class of their own."""
     compounds: dict[str, Any] = {}
     live = live_leaves(path, out, compounds) if out is not None else {}
-    notes = Notes()
+    notes = RestoreIssues()
     binding = Binding(live, compounds, notes, exact=False, fill=path)
     binding.bind(tree)
     above = tuple(f"{each}/" for each in compounds)
@@ -185,7 +190,7 @@ def _bind(path: str, tree: dict[str, Any], out: Any, gather: Gather) -> dict[str
     return places
 
 
-def _fill_shards(gather: Gather, path: str, entry: Any, target: Shards, document: Document) -> None:
+def _fill_shards(gather: ReadPlan, path: str, entry: Any, target: Shards, document: Document) -> None:
     """Fill what this rank holds of a sharded tensor; of what is stored only that is read."""
     if target.shape != tuple(entry.shape) or target.dtype != BY_NAME.get(entry.dtype):
         raise RestoreError(
@@ -199,9 +204,9 @@ def _fill_shards(gather: Gather, path: str, entry: Any, target: Shards, document
 
 
 def _read_box(
-    operation: Operation,
+    session: Session,
     document: Document,
-    gather: Gather,
+    gather: ReadPlan,
     path: str,
     entry: Any,
     obj_out: Any,
@@ -222,7 +227,7 @@ def _read_box(
         gather.into_box(path, entry, wanted, target, live=True)
     else:
         gather.into_box(path, entry, wanted, made)
-    _fetch(operation, document, gather, verify)
+    _fetch(session, document, gather, verify)
     return obj_out if isinstance(obj_out, torch.Tensor) else made.view(shape)
 
 
@@ -253,12 +258,12 @@ def _fits(path: str, shape: tuple[int, ...], dtype: str, out: torch.Tensor) -> N
         raise RestoreError(f"{path}: is {dtype}{list(shape)}, and obj_out {out.dtype}{list(out.shape)}", [path])
 
 
-def _fetch(operation: Operation, document: Document, gather: Gather, verify: bool) -> None:
+def _fetch(session: Session, document: Document, gather: ReadPlan, verify: bool) -> None:
     meter = Meter("read_object", None)
     partial = [want for want in gather.wants if (want.begin, want.end) != tuple(want.stored.byte_range)]
     needed = {want.location for want in partial} | {want.stored.blocks[0] for want in partial if want.stored.blocks}
-    run(operation.expect_files(document, needed & document.files.keys()))
-    fetch(operation, gather.objects, verify, meter)
+    run(session.expect_files(document, needed & document.files.keys()))
+    fetch(session, gather.objects, verify, meter)
     gather.finish_objects()
-    fetch(operation, gather.wants, verify, meter)
+    fetch(session, gather.wants, verify, meter)
     gather.finish()

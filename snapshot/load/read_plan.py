@@ -18,7 +18,7 @@ from snapshot.formats.embedded_tensors import Layout, archived, object_bytes
 from snapshot.formats.foreign import is_packed
 from snapshot.formats.from_pickle import NotPlainError, plain_value
 from snapshot.formats.unpickling import Saved, is_refused, object_at
-from snapshot.load.requests import Want, want_all
+from snapshot.load.requests import ReadRequest, want_all
 from snapshot.load.scatter import copy_into, place_of, unpacked, wanted
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import ForeignFile
@@ -43,15 +43,15 @@ class Uncovered(Exception):
     """Raised where shards are wanted that stand in parts of the manifest which were not read yet."""
 
 
-class Gather:
+class ReadPlan:
     """Collects what is to be read, for one operation."""
 
     def __init__(self, files: Files, *, allow_pickle: bool = False, partial: bool = False) -> None:
         self.files = files
         self.partial = partial
         """Whether entries may lack shards, which stand in parts of the manifest that were not read yet."""
-        self.wants: list[Want] = []
-        self.objects: list[Want] = []
+        self.wants: list[ReadRequest] = []
+        self.objects: list[ReadRequest] = []
         """Wants of objects' bytes: read before any live tensor is touched, since reading one may be refused."""
         self.values: dict[str, Any] = {}
         """Path -> value, complete after `finish`."""
@@ -240,7 +240,7 @@ class Gather:
         ):
             return False
         self._filled[location, begin] = entry, held
-        self.wants.append(Want(path, entry, location, begin, end, address, None, True))
+        self.wants.append(ReadRequest(path, entry, location, begin, end, address, None, True))
         self.values[path] = held
         return True
 
@@ -345,7 +345,7 @@ class Gather:
         inner = shared.relative_to(piece.offsets)
         finish = self._finish  # and not this gathering, which holds the want
 
-        def opens(layout: Layout) -> list[Want]:
+        def opens(layout: Layout) -> list[ReadRequest]:
             return unpacked(path, stored, layout, inner, part, live, finish)
 
         want = want_all(path, stored, 0, None, live)

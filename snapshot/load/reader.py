@@ -18,7 +18,7 @@ import msgspec
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
 from snapshot.events import emit
 from snapshot.formats.embedded_tensors import HEAD, LONGEST_HEAD, Layout, Short, archived, layout_of, streamed
-from snapshot.load.requests import BlockCheck, Want
+from snapshot.load.requests import BlockCheck, ReadRequest
 from snapshot.load.unpack import Unpack, arrived, opened
 from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.coalesce import ReadPart, plan_reads
@@ -38,7 +38,7 @@ HOT = 4 << 20
 LOOK = 1 << 20
 """How much is read at once of what must be followed byte by byte."""
 
-Followed = tuple[Want, Layout | None]
+Followed = tuple[ReadRequest, Layout | None]
 """A range that is followed from its first byte on, or from where its tensor's storage begins, if that is known."""
 TRIES = 4
 """How often more is read of the beginning and the end of a packed tensor."""
@@ -86,10 +86,10 @@ class Reader:
         # Threads take their slots one after the other; requests that need none should not be short for those that do.
         self._part = max(BLOCK, min(part, budget.limit // (max(2, limits.parallel_parts) if self._blocking else 2)))
         self._stopped = False
-        self._bad: list[Want] = []
+        self._bad: list[ReadRequest] = []
         self.result = ReadResult(touched=set() if touched is None else touched)
 
-    async def read(self, wants: Sequence[Want], progress: Callable[[int], None]) -> ReadResult:
+    async def read(self, wants: Sequence[ReadRequest], progress: Callable[[int], None]) -> ReadResult:
         """Fetch all wants. What does not verify is in the result's `faults`; anything else that goes wrong is
         raised."""
         await self._all(wants, progress)
@@ -105,7 +105,7 @@ class Reader:
         self._bad, self.result.faults = [], []
         await self._all(bad, lambda _: None)
 
-    async def _all(self, wants: Sequence[Want], progress: Callable[[int], None]) -> None:
+    async def _all(self, wants: Sequence[ReadRequest], progress: Callable[[int], None]) -> None:
         lanes: list[asyncio.Task[None]] = []
         followed: Iterator[Followed] = iter(())
         parts: Iterator[ReadPart] = iter(())
@@ -145,11 +145,11 @@ class Reader:
                 error.add_note(f"live tensors that have been written to: {', '.join(sorted(self.result.touched))}")
             raise
 
-    async def _opened(self, wants: Sequence[Want]) -> tuple[list[Want], list[Followed]]:
+    async def _opened(self, wants: Sequence[ReadRequest]) -> tuple[list[ReadRequest], list[Followed]]:
         """Find out where long packed tensors are, and want them there; what has to be followed from its first byte on.
         Short ones are looked into when they arrive."""
-        found: list[Want] = []
-        long: list[Want] = []
+        found: list[ReadRequest] = []
+        long: list[ReadRequest] = []
         followed: list[Followed] = []
         for want in wants:
             if want.opens is None or want.end - want.begin <= BLOCK:
@@ -178,7 +178,9 @@ class Reader:
                 followed.append((want, layout))
         return found, followed
 
-    async def _heads(self, wants: Sequence[Want], lengths: Sequence[tuple[int, int]]) -> list[tuple[bytearray, ...]]:
+    async def _heads(
+        self, wants: Sequence[ReadRequest], lengths: Sequence[tuple[int, int]]
+    ) -> list[tuple[bytearray, ...]]:
         """The first and the last bytes of ranges."""
         ranges: list[_Table] = []
         for want, (first, last) in zip(wants, lengths, strict=True):
@@ -189,7 +191,7 @@ class Reader:
         await self._read_ranges(ranges)
         return [(first.held, last.held) for first, last in zip(ranges[::2], ranges[1::2], strict=True)]
 
-    async def _follow(self, want: Want, layout: Layout | None) -> None:
+    async def _follow(self, want: ReadRequest, layout: Layout | None) -> None:
         """Read a range from its first byte on, and hand over what it holds."""
         unpack = Unpack(want, layout)
         begin = want.begin if layout is None else layout.begin
@@ -215,9 +217,9 @@ class Reader:
             if not self._stopped:
                 await in_thread(unpack.taken)
 
-    async def prepare_checks(self, wants: Sequence[Want]) -> None:
+    async def prepare_checks(self, wants: Sequence[ReadRequest]) -> None:
         """Partly wanted ranges are checked block by block, against a table that is read, and checked, first."""
-        tables: dict[tuple[str, int, int], list[Want]] = defaultdict(list)
+        tables: dict[tuple[str, int, int], list[ReadRequest]] = defaultdict(list)
         for want in wants:
             stored = want.stored
             begin, end = stored.byte_range
@@ -237,8 +239,8 @@ class Reader:
             )
 
     async def _read_tables(
-        self, tables: Mapping[tuple[str, int, int], list[Want]]
-    ) -> dict[tuple[str, int, int], list[Want]]:
+        self, tables: Mapping[tuple[str, int, int], list[ReadRequest]]
+    ) -> dict[tuple[str, int, int], list[ReadRequest]]:
         """Read tables, several in one request where they lie close; those that are not what was written."""
         ranges = [_Table(*where, bytearray(where[2] - where[1])) for where in tables]
         await self._read_ranges(ranges)
@@ -275,7 +277,7 @@ class Reader:
             await uninterrupted(cancelled(reads))
             raise
 
-    async def _fetch(self, part: ReadPart, wants: Sequence[Want]) -> None:
+    async def _fetch(self, part: ReadPart, wants: Sequence[ReadRequest]) -> None:
         scratch = _scratch(part, wants)
         if scratch:
             async with self._budget.slot(scratch) as slot:
@@ -283,7 +285,7 @@ class Reader:
         else:
             await self._read(part, wants, None)
 
-    async def _read(self, part: ReadPart, wants: Sequence[Want], slot: Slot | None) -> None:
+    async def _read(self, part: ReadPart, wants: Sequence[ReadRequest], slot: Slot | None) -> None:
         buffers: list[Buffer] = []
         shares: list[Buffer] = []
         places: list[int] = []
@@ -317,7 +319,7 @@ class Reader:
             await in_thread(self._arrived, part, wants, shares, slot, places)
 
     def _arrived(
-        self, part: ReadPart, wants: Sequence[Want], shares: list[Buffer], slot: Slot | None, places: list[int]
+        self, part: ReadPart, wants: Sequence[ReadRequest], shares: list[Buffer], slot: Slot | None, places: list[int]
     ) -> None:
         """Verify what came, and hand over what is to be placed."""
         verify, placed = self._verify, iter(places)
@@ -336,7 +338,7 @@ class Reader:
                         self.result.touched.add(want.name)
                     want.place(segment.begin - stored.byte_range[0], slot, at, segment.end - segment.begin)
 
-    def good(self, want: Want, begin: int, share: Buffer) -> bool:
+    def good(self, want: ReadRequest, begin: int, share: Buffer) -> bool:
         """Whether a want's bytes from `begin` on are what was written, as far as that can be told by now."""
         if not self._verify or want.stored.digest is None:
             return True
@@ -345,7 +347,7 @@ class Reader:
         actual = of_range(share)
         return actual == want.stored.digest or self._refuse(want, f"is {actual}, and {want.stored.digest} was written")
 
-    def _check(self, want: Want, begin: int, data: memoryview) -> bool:
+    def _check(self, want: ReadRequest, begin: int, data: memoryview) -> bool:
         check = want.check
         assert check is not None
         check.update(begin - want.stored.byte_range[0], data)
@@ -360,7 +362,7 @@ class Reader:
                 return self._refuse(want, f"is {actual}, and {want.stored.digest} was written")
         return True
 
-    def _refuse(self, want: Want, what: str) -> bool:
+    def _refuse(self, want: ReadRequest, what: str) -> bool:
         begin, end = want.stored.byte_range
         self.result.faults.append(f"{want.name}: {want.location}[{begin}:{end}] {what}")
         self._bad.append(want)
@@ -371,7 +373,7 @@ def _touched(names: set[str]) -> str:
     return f"; live tensors that have been written to: {', '.join(sorted(names))}" if names else ""
 
 
-def _scratch(part: ReadPart, wants: Sequence[Want]) -> int:
+def _scratch(part: ReadPart, wants: Sequence[ReadRequest]) -> int:
     """How much of a slot a part needs: what is to be placed (each at a multiple of 16), and gaps."""
     used, position = 0, part.begin
     for segment in part.segments:

@@ -23,7 +23,7 @@ from snapshot.manifest.rank_view import View, by_key, leave_out, nearest, rename
 from snapshot.manifest.scalars import StrEntry
 from snapshot.plan.renaming import Change, Rename, compile_rename
 from snapshot.plan.wrappers import OWN, match_names
-from snapshot.reports import Notes, listed
+from snapshot.reports import RestoreIssues, listed
 from snapshot.state.kind_of import kind_of, kind_type
 from snapshot.state.model_state import ModelState
 from snapshot.state.model_state_kind import ModelStateKind
@@ -107,7 +107,11 @@ def _third(path: str) -> str:
 
 
 def match_wrappers(
-    view: View, ordered: Sequence[tuple[str, Any]], kinds: dict[str, Kind], notes: Notes, asked: Callable[[str], bool]
+    view: View,
+    ordered: Sequence[tuple[str, Any]],
+    kinds: dict[str, Kind],
+    notes: RestoreIssues,
+    asked: Callable[[str], bool],
 ) -> View:
     """A view in which models have the names of the application, where only wrappers make the difference.
 
@@ -130,7 +134,7 @@ def match_wrappers(
     return view
 
 
-def _match_model(view: View, kind: Kind, base: str, notes: Notes) -> View:
+def _match_model(view: View, kind: Kind, base: str, notes: RestoreIssues) -> View:
     prefix = f"{base}/"
     there = [path.removeprefix(prefix) for path in names_beneath(base, view.entries) or ()]
     there += [path[len(prefix) :].partition("/")[0] for path in view.elsewhere if path.startswith(prefix)]

@@ -16,7 +16,7 @@ Place = Callable[[int, Slot, int, int], None]
 there."""
 
 
-class Want(msgspec.Struct, gc=False):
+class ReadRequest(msgspec.Struct, gc=False):
     """A stored range that somebody wants, all of it or (block by block) some."""
 
     name: str
@@ -30,16 +30,16 @@ class Want(msgspec.Struct, gc=False):
     live: bool = False
     """Whether it is an application's own tensor that is written to."""
     check: BlockCheck | None = None
-    opens: Callable[[Layout], list[Want]] | None = None
+    opens: Callable[[Layout], list[ReadRequest]] | None = None
     """Of a packed tensor: what is wanted of the file itself, once it is known where in the range it is."""
 
 
 def want_all(
     name: str, stored: TensorEntry | ObjectEntry, address: int = 0, place: Place | None = None, live: bool = False
-) -> Want:
+) -> ReadRequest:
     """The want of a whole stored range."""
     begin, end = stored.byte_range
-    return Want(name, stored, stored.location, begin, end, address, place, live)
+    return ReadRequest(name, stored, stored.location, begin, end, address, place, live)
 
 
 class BlockCheck:

@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from snapshot.distributed.exchange import Call
+from snapshot.distributed.exchange import Exchange
 from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError
 from snapshot.events import Meter, log
 from snapshot.formats.unpickling import expect_no_module
 from snapshot.load.aliasing import read_only_memory, restored_by, shared_memory
-from snapshot.load.broadcast import Ranges, Relay, agree_on_reads, divided
+from snapshot.load.broadcast import BroadcastReader, Ranges, agree_on_reads, divided
 from snapshot.load.checksums import expect_sums
 from snapshot.load.fetch import expect_good, fetch
 from snapshot.load.foreign_objects import unfold
 from snapshot.load.match import Match
 from snapshot.load.options import RestoreOptions
-from snapshot.load.read_plan import Gather, Uncovered
+from snapshot.load.read_plan import ReadPlan, Uncovered
 from snapshot.load.reader import ReadResult
 from snapshot.load.renames import below_only_key, follow_rename, match_wrappers
-from snapshot.load.requests import Want
+from snapshot.load.requests import ReadRequest
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import Container, ListEntry, OrderedDictEntry, ShardedTensorEntry
 from snapshot.manifest.paths import component
@@ -35,15 +35,15 @@ from snapshot.manifest.rank_view import View, by_key, nearest, rank_view
 from snapshot.manifest.validate import check_tree, locations_of
 from snapshot.plan.globs import matcher, unmatched
 from snapshot.plan.renaming import Change, compile_rename
-from snapshot.reports import Notes, RestoreReport, counted, listed
-from snapshot.runtime.gc_pause import no_collection
+from snapshot.reports import RestoreIssues, RestoreReport, counted, listed
+from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
-from snapshot.runtime.session import Operation
+from snapshot.runtime.session import Session
 from snapshot.save.replication import remember
 from snapshot.state.kind_of import kind_of, kind_type
 from snapshot.state.optimizer_kinds import OptimizerKind
 from snapshot.state.rng import RNGState
-from snapshot.state.state_tree import Choice, inflate
+from snapshot.state.state_tree import ChosenState, inflate
 from snapshot.state.stateful_kinds import Kind
 
 
@@ -52,8 +52,8 @@ class Restore:
 
     def __init__(
         self,
-        call: Call,
-        operation: Operation,
+        exchange: Exchange,
+        session: Session,
         document: Document,
         options: RestoreOptions,
         *,
@@ -65,8 +65,8 @@ class Restore:
         """`touched` holds the names of live tensors that an attempt before this one has written to, all of which have
         to be restored now; the names of those that this one writes to are added."""
         options.check()
-        self._call = call
-        self._operation = operation
+        self._exchange = exchange
+        self._session = session
         self._document = document
         self._options = options
         self._include, self._exclude = options.include, options.exclude
@@ -75,8 +75,8 @@ class Restore:
         self._wanted: Callable[[str], bool] = lambda path: included(path) and not excluded(path)
         self._allow_pickle = allow_pickle
         self._meter = meter
-        remote = not operation.storage.capabilities.blocking
-        self._read_once = not call.alone and (remote if options.read_once == "auto" else bool(options.read_once))
+        remote = not session.storage.capabilities.blocking
+        self._read_once = not exchange.alone and (remote if options.read_once == "auto" else bool(options.read_once))
         self._seconds: dict[str, float] = {"open": opened}
         self._touched = touched
         self._written = frozenset(touched)
@@ -91,7 +91,7 @@ class Restore:
     def run(self, app_state: Mapping[str, Any]) -> RestoreReport:
         """Do all of it."""
         try:
-            with no_collection():
+            with gc_paused():
                 return self._run(app_state)
         except Exception as error:
             if self._touched and not isinstance(error, CorruptSnapshotError):
@@ -108,12 +108,12 @@ class Restore:
             except (Uncovered, RestoreError):  # what this rank wants may stand in other ranks' parts
                 if not self._document.parts:
                     raise
-                run(self._operation.load(self._document, list(self._document.parts)))
+                run(self._session.load(self._document, list(self._document.parts)))
                 grouped, gather = self._plan(app_state, kinds)
         with self._phase("check"):
-            run(self._operation.expect_files(self._document, {want.location for want in gather.wants}))
+            run(self._session.expect_files(self._document, {want.location for want in gather.wants}))
             common, waits = agree_on_reads(
-                self._call, gather, self._match, kinds.values(), once=self._read_once, atomic=self._options.atomic
+                self._exchange, gather, self._match, kinds.values(), once=self._read_once, atomic=self._options.atomic
             )
         result = self._read(gather, common, waits)
         self._expect_all()
@@ -123,21 +123,21 @@ class Restore:
             for key, entries in grouped.items():
                 self._hand_back(kinds[key], entries, gather.values)
         self._expect_all()
-        remember(self._call, self._document)
+        remember(self._exchange, self._document)
         kept = [line.path for line in self._notes.lines if line.kind == "kept"]
         if kept:
-            log.warning("%s: the snapshot lacks, and so keeps as it is:%s", self._operation.url, listed(kept, 10))
+            log.warning("%s: the snapshot lacks, and so keeps as it is:%s", self._session.url, listed(kept, 10))
         return RestoreReport(
             self._match.restored, result.bytes_read, result.requests, self._seconds, tuple(self._notes.lines)
         )
 
     # Plan
 
-    def _plan(self, app_state: Mapping[str, Any], kinds: dict[str, Kind]) -> tuple[dict[str, dict[str, Any]], Gather]:
+    def _plan(self, app_state: Mapping[str, Any], kinds: dict[str, Kind]) -> tuple[dict[str, dict[str, Any]], ReadPlan]:
         """Everything that can be known without reading data: what goes where. Raises for what does not fit."""
-        document, operation = self._document, self._operation
-        self._notes = Notes()
-        view = rank_view(document.manifest, self._call.rank, document.world_size, self._call.world)
+        document, session = self._document, self._session
+        self._notes = RestoreIssues()
+        view = rank_view(document.manifest, self._exchange.rank, document.world_size, self._exchange.world)
         view = below_only_key(document, view, app_state)
         self._others: dict[str, list[int]] | None = None
         self._change: Change = str
@@ -147,14 +147,18 @@ class Restore:
         asked = self._may_want if self._filtered else lambda key: True
         view = match_wrappers(view, self._ordered(app_state), kinds, self._notes, asked)
         self._match = Match(
-            self._options, wanted=self._wanted, view=view, several=not self._call.alone,
-            every=document.world_size == 1, holders=self._holders,
+            self._options,
+            wanted=self._wanted,
+            view=view,
+            several=not self._exchange.alone,
+            every=document.world_size == 1,
+            holders=self._holders,
             notes=self._notes,
-        )  # fmt: skip
+        )
         grouped = self._chosen(view, app_state)
         needed = set().union(*(locations_of(entries, document.files) for entries in grouped.values()))
-        run(operation.expect_files(document, needed))
-        gather = Gather(document.files, allow_pickle=self._allow_pickle, partial=bool(document.parts))
+        run(session.expect_files(document, needed))
+        gather = ReadPlan(document.files, allow_pickle=self._allow_pickle, partial=bool(document.parts))
         for key, stateful in self._ordered(app_state):
             if key in grouped and key not in kinds:
                 kinds[key] = kind_of(key, stateful)
@@ -167,10 +171,10 @@ class Restore:
         self._expect_any(view)
         self._expect_written(gather)
         if self._notes.mismatches:
-            expect_no_module(operation.url, document.manifest, allow_pickle=self._allow_pickle)
+            expect_no_module(session.url, document.manifest, allow_pickle=self._allow_pickle)
             more = "more " if self._written else ""
             raise RestoreError(
-                f"{operation.url}: does not fit the application, and nothing {more}was touched:"
+                f"{session.url}: does not fit the application, and nothing {more}was touched:"
                 f"{listed(self._notes.mismatches, 100)}{SKIP_SHAPES if self._match.shapes else ''}",
                 self._notes.mismatches,
             )
@@ -184,7 +188,7 @@ class Restore:
             self._others = {}
             for full, entry in self._document.manifest.items():
                 rank, _, name = full.partition("/")
-                own = int(rank) != self._call.rank and not getattr(entry, "replicated", False)
+                own = int(rank) != self._exchange.rank and not getattr(entry, "replicated", False)
                 if own and not isinstance(entry, ShardedTensorEntry):
                     ranks = self._others.setdefault(self._change(name), [])
                     ranks += [int(rank)] if len(ranks) < 10 else []
@@ -199,7 +203,7 @@ class Restore:
                 f"nothing that the application asks for is in the snapshot, which holds:{held}"
             )
 
-    def _expect_written(self, gather: Gather) -> None:
+    def _expect_written(self, gather: ReadPlan) -> None:
         """Add a mismatch for each live tensor that would go on holding what an attempt before this one wrote."""
         if self._written:
             left = self._match.skipped | self._match.unfit
@@ -222,7 +226,7 @@ class Restore:
         self._check_globs(grouped, view)
         wanted = {}
         for key, stateful in self._ordered(app_state):
-            if isinstance(stateful, RNGState) and self._call.rank >= self._document.world_size:
+            if isinstance(stateful, RNGState) and self._exchange.rank >= self._document.world_size:
                 notes.add("skipped", key, "this rank was not there when the snapshot was taken")
                 continue
             entries = self._entries(key, grouped, view)
@@ -231,17 +235,17 @@ class Restore:
                     continue
                 self._lack(key, view, grouped)
                 continue
-            if self._call.rank >= self._document.world_size:
+            if self._exchange.rank >= self._document.world_size:
                 if self._filtered and not any(map(self._wanted, entries)):
                     notes.add("skipped", key, "not asked for")
                     continue
                 if not self._shared_alone(key, entries, view):
                     continue
-            run(unfold(self._operation, self._document, entries, self._wanted, kind_type(stateful)))
+            run(unfold(self._session, self._document, entries, self._wanted, kind_type(stateful)))
             check_tree(key, entries)
             if not self._filtered or self._choose(key, entries, view):
                 wanted[key] = entries
-        if self._call.rank == 0:
+        if self._exchange.rank == 0:
             self._note_gone(view, wanted)
         return wanted
 
@@ -260,7 +264,7 @@ class Restore:
         every = [*named, *view.elsewhere] if self._filtered else []
         for glob in unmatched(self._include, every) if self._include else ():
             view.unknown.append(f"include: the glob {glob!r} matches nothing in the snapshot")
-        if self._call.alone:
+        if self._exchange.alone:
             self._notes.mismatches += view.unknown
         self._match.unknown = view.unknown
         for glob in unmatched(self._exclude, every) if self._exclude else ():
@@ -274,7 +278,7 @@ class Restore:
 
     def _choose(self, key: str, entries: Mapping[str, Any], view: View) -> bool:
         """Whether anything under a key is asked for, here or with other ranks; what is not is left alone."""
-        choice = Choice(entries, self._wanted)
+        choice = ChosenState(entries, self._wanted)
         if choice.nothing and not any(path.startswith(f"{key}/") and self._wanted(path) for path in view.elsewhere):
             if self._document.parts and self._may_want(key):
                 raise Uncovered  # it may stand in a part that was not read yet
@@ -321,14 +325,14 @@ class Restore:
             return True
         what = (missing or withheld)[0]
         self._notes.mismatches.append(
-            f"{key}: {what} {view.withheld.get(what, 'belongs to other ranks alone')}, and rank {self._call.rank} was "
-            "not there when the snapshot was taken; take what is the same on all ranks with replicated=[...]"
+            f"{key}: {what} {view.withheld.get(what, 'belongs to other ranks alone')}, and rank {self._exchange.rank} "
+            "was not there when the snapshot was taken; take what is the same on all ranks with replicated=[...]"
         )
         return False
 
     # Read
 
-    def _read(self, gather: Gather, common: Ranges, waits: bool) -> ReadResult:
+    def _read(self, gather: ReadPlan, common: Ranges, waits: bool) -> ReadResult:
         """Objects first, then (atomic) every byte once without touching anything, then all into its place. `waits`: not
         before all ranks have come so far."""
         total = sum(want.end - want.begin for want in gather.wants)
@@ -337,10 +341,10 @@ class Restore:
             seen = self._fetch_shared(gather.objects, common)
             gather.finish_objects()
             if self._options.atomic:
-                expect_sums(self._operation, (want.stored for want in gather.wants), self._document.files)
+                expect_sums(self._session, (want.stored for want in gather.wants), self._document.files)
                 dry = [
-                    Want(want.name, want.stored, want.location, want.begin, want.end) for want in gather.wants
-                ]  # fmt: skip
+                    ReadRequest(want.name, want.stored, want.location, want.begin, want.end) for want in gather.wants
+                ]
                 first = self._fetch(dry, verify=True)
                 seen.bytes_read += first.bytes_read
                 seen.requests += first.requests
@@ -351,27 +355,27 @@ class Restore:
             result.requests += seen.requests
         return result
 
-    def _fetch_shared(self, wants: Sequence[Want], common: Ranges) -> ReadResult:
+    def _fetch_shared(self, wants: Sequence[ReadRequest], common: Ranges) -> ReadResult:
         """Read what this rank alone wants, and then with the others what all want."""
         alone, together = divided(wants, common)
         result = self._fetch(alone)
         if common:
-            relay = Relay(
-                self._call, self._operation, together, self._meter, self._touched, verify=self._options.verify
+            relay = BroadcastReader(
+                self._exchange, self._session, together, self._meter, self._touched, verify=self._options.verify
             )
             self._expect_all()  # from here on, who fails must not leave others waiting
             relay.run(result)
-            expect_good(self._operation, result)
+            expect_good(self._session, result)
         return result
 
     def _expect_all(self) -> None:
         """All ranks have come so far, or all raise."""
-        if not self._call.exchange(True, all, bool, bool):
-            raise SnapshotError(f"{self._operation.url}: what one rank had read did not reach all others")
+        if not self._exchange.agree(True, all, bool, bool):
+            raise SnapshotError(f"{self._session.url}: what one rank had read did not reach all others")
 
-    def _fetch(self, wants: Sequence[Want], *, verify: bool | None = None) -> ReadResult:
+    def _fetch(self, wants: Sequence[ReadRequest], *, verify: bool | None = None) -> ReadResult:
         return fetch(
-            self._operation, wants, self._options.verify if verify is None else verify, self._meter, self._touched
+            self._session, wants, self._options.verify if verify is None else verify, self._meter, self._touched
         )
 
     # Hand back

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from snapshot.formats.embedded_tensors import Layout
-from snapshot.load.requests import Place, Want, want_all
+from snapshot.load.requests import Place, ReadRequest, want_all
 from snapshot.manifest import entries as e
 from snapshot.runtime.arena import Slot
 from snapshot.tensors.digest import BLOCK
@@ -29,7 +29,7 @@ _GAP = 64 << 10
 
 
 def wanted(
-    wants: list[Want], path: str, stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box, live: bool
+    wants: list[ReadRequest], path: str, stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box, live: bool
 ) -> int:
     """What a stored piece of a tensor shares with a box of it, into a tensor of that box's shape; how much that
     is."""
@@ -54,19 +54,24 @@ def wanted(
         high = min(end, begin + -(-stop * itemsize // BLOCK) * BLOCK)
         low = max(low, last)
         if low < high:
-            wants.append(Want(path, stored, stored.location, low, high, 0, place, live))
+            wants.append(ReadRequest(path, stored, stored.location, low, high, 0, place, live))
             last = high
     return shared.numel
 
 
 def unpacked(
-    path: str, stored: e.TensorEntry, layout: Layout, box: Box, target: torch.Tensor, live: bool,
+    path: str,
+    stored: e.TensorEntry,
+    layout: Layout,
+    box: Box,
+    target: torch.Tensor,
+    live: bool,
     finish: list[Callable[[], None]],
-) -> list[Want]:  # fmt: skip
+) -> list[ReadRequest]:
     """What a box of a packed tensor wants of the file, into a tensor of the box's shape."""
     itemsize = ITEMSIZE[stored.dtype]
     begin = layout.begin + layout.offset * itemsize
-    wants: list[Want] = []
+    wants: list[ReadRequest] = []
     if layout.strides == contiguous(stored.shape):
         end = begin + math.prod(stored.shape) * itemsize
         raw = e.TensorEntry(stored.location, (begin, end), stored.dtype, stored.shape)

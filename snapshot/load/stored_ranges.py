@@ -10,7 +10,7 @@ from typing import Any
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats.foreign import is_packed
 from snapshot.formats.unpickling import INLINE
-from snapshot.load.requests import Want, want_all
+from snapshot.load.requests import ReadRequest, want_all
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.scalars import Scalar
@@ -45,14 +45,16 @@ def stored_in(manifest: Mapping[str, Any]) -> Iterator[e.TensorEntry | e.ObjectE
 
 
 def wants_of(
-    manifests: Sequence[Mapping[str, Any]], files: Files, faults: list[str],
+    manifests: Sequence[Mapping[str, Any]],
+    files: Files,
+    faults: list[str],
     bare: dict[str, list[Place]] | None = None,
-) -> list[Want]:  # fmt: skip
+) -> list[ReadRequest]:
     """A want for each stored range, and for each table of digests; entries that cannot be read become faults.
 
     `manifests`: one that is whole, or one and its parts. `bare`: gets the entries of which ranges carry no digest.
     """
-    wants: dict[Place, Want] = {}
+    wants: dict[Place, ReadRequest] = {}
     partial = len(manifests) > 1
     for manifest in manifests:
         for path, entry in manifest.items():
@@ -77,7 +79,7 @@ def wants_of(
     return list(wants.values())
 
 
-def _want(path: str, stored: e.TensorEntry | e.ObjectEntry) -> Want:
+def _want(path: str, stored: e.TensorEntry | e.ObjectEntry) -> ReadRequest:
     """All of a stored range; of a packed tensor it is looked at whether it is the one that its entry says."""
     want = want_all(path, stored)
     if isinstance(stored, e.TensorEntry) and is_packed(stored):
@@ -89,13 +91,13 @@ TABLE = "digests"
 """The serializer, so to speak, of tables of digests."""
 
 
-def _table_want(path: str, blocks: Place, digest: str) -> Want:
+def _table_want(path: str, blocks: Place, digest: str) -> ReadRequest:
     location, begin, end = blocks
     table = e.ObjectEntry(location, (begin, end), TABLE, "", digest)
-    return Want(f"{path} (digests)", table, location, begin, end)
+    return ReadRequest(f"{path} (digests)", table, location, begin, end)
 
 
-def uncovered(files: Files, wants: Iterable[Want]) -> list[str]:
+def uncovered(files: Files, wants: Iterable[ReadRequest]) -> list[str]:
     """A line for each part of a file that has no digest, or two: what is written fills its files, and nothing twice."""
     ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for want in wants:

@@ -15,7 +15,7 @@ from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
 from snapshot.tensors.memory import copy
 
 if TYPE_CHECKING:
-    from snapshot.load.requests import Want
+    from snapshot.load.requests import ReadRequest
 
 ALIGNED = 16
 """No element is longer; so at multiples of it, counted from where a storage begins, none is cut."""
@@ -34,7 +34,7 @@ class Bytes:
         self.tensor = tensor
 
 
-def serve(wants: Sequence[Want], layout: Layout, dtype: str, begin: int, held: torch.Tensor) -> None:
+def serve(wants: Sequence[ReadRequest], layout: Layout, dtype: str, begin: int, held: torch.Tensor) -> None:
     """Give wants what they want of the bytes that begin at `begin`: in the file, or in what was decompressed."""
     if not layout.plain:
         held = _turned(held, layout.begin - begin, dtype, layout)
@@ -69,7 +69,7 @@ def _turned(held: torch.Tensor, at: int, dtype: str, layout: Layout) -> torch.Te
     return held
 
 
-def arrived(want: Want, share: Any, tensor: torch.Tensor) -> None:
+def arrived(want: ReadRequest, share: Any, tensor: torch.Tensor) -> None:
     """A short packed range is here, all of it."""
     stored = want.stored
     assert isinstance(stored, TensorEntry)
@@ -86,7 +86,7 @@ def arrived(want: Want, share: Any, tensor: torch.Tensor) -> None:
     serve(opened(want, layout), layout, stored.dtype, want.begin, tensor)
 
 
-def opened(want: Want, layout: Layout) -> list[Want]:
+def opened(want: ReadRequest, layout: Layout) -> list[ReadRequest]:
     """What is wanted of the file itself, now that it is known where a packed tensor is."""
     assert want.opens is not None
     return want.opens(layout)
@@ -95,14 +95,14 @@ def opened(want: Want, layout: Layout) -> list[Want]:
 class Unpack:
     """A range that is followed from its first byte on; twice, if what says where things are stands at its end."""
 
-    def __init__(self, want: Want, layout: Layout | None = None) -> None:
+    def __init__(self, want: ReadRequest, layout: Layout | None = None) -> None:
         """With a layout that is known already, from the first byte of the storage on."""
         assert isinstance(want.stored, TensorEntry)
         self._want = want
         self._stored = want.stored
         self._decode = decoder_of(want.name, want.stored) if layout is None else bytes
         self._layout: Layout | None = None
-        self._wants: list[Want] = []
+        self._wants: list[ReadRequest] = []
         self._head, self._tail = bytearray(), bytearray()
         self._position = 0
         """Where `_held` begins."""

@@ -158,6 +158,15 @@ class Measured:
             now = max(0.0, (self._blocked[-1][0] - self._blocked[0][0]) / (len(self._blocked) - 1) - blocked)
         rest = durable - blocked + self.restore
         return Advice(
-            mean, blocked, durable, self.restore, step, takes, math.sqrt(2 * blocked * mean), interval,
-            lost(interval, blocked, mean, rest), now, None if now is None else lost(now, blocked, mean, rest),
-        )  # fmt: skip
+            mean,
+            blocked,
+            durable,
+            self.restore,
+            step,
+            takes,
+            math.sqrt(2 * blocked * mean),
+            interval,
+            lost(interval, blocked, mean, rest),
+            now,
+            None if now is None else lost(now, blocked, mean, rest),
+        )

@@ -28,7 +28,7 @@ MOST = 64
 """A rank passes at most so many calls without a look: if they grow slow, it notices within as many."""
 
 
-class Agreement:
+class StepVote:
     """One question that all ranks ask again and again: is it now? They must all ask equally often.
 
     `store` has the calls of torch's stores, `prefix` is for this question alone.

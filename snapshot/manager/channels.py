@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from snapshot.distributed.group import ranks_of
-from snapshot.manager.agreement import Agreement
+from snapshot.manager.agreement import StepVote
 from snapshot.options import Settings
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Channels:
-    """An `Agreement` for each question, made when it is first asked."""
+    """An `StepVote` for each question, made when it is first asked."""
 
     def __init__(self, pg: ProcessGroup | None, timeout: float | None) -> None:
         self._pg = pg
@@ -24,7 +24,7 @@ class Channels:
         self._ranks = ranks_of(pg)
         self._number = -1
         """Of this manager, among those of the group."""
-        self._agreements: dict[str, Agreement] = {}
+        self._agreements: dict[str, StepVote] = {}
 
     def ask(self, question: str, wish: bool, *, leader_alone: bool = False) -> bool:
         """Whether all act now; `wish`: this rank wants to. With `leader_alone` only rank 0's wish counts."""
@@ -39,10 +39,10 @@ class Channels:
             self._agreements[question] = self._agreement(question)
         return self._agreements[question].ask(wish and not (leader_alone and self._ranks.rank))
 
-    def _agreement(self, question: str) -> Agreement:
+    def _agreement(self, question: str) -> StepVote:
         ranks = self._ranks
         if self._number < 0:
             self._number = next(ranks.managers)
         timeout = Settings.current().timeout if self._timeout is None else self._timeout
         store, _ = ranks.connected()
-        return Agreement(store, f"manager/{self._number}/{question}", ranks.rank, ranks.world, timeout)
+        return StepVote(store, f"manager/{self._number}/{question}", ranks.rank, ranks.world, timeout)

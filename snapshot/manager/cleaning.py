@@ -15,7 +15,7 @@ from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, S
 from snapshot.events import emit, log
 from snapshot.manager.policies import KeepBest, Policy, Taken, parts, reasons
 from snapshot.manager.root import UNREADABLE as CANNOT_READ
-from snapshot.manager.root import Folders, Head, NotOurs, Root, side_by_side
+from snapshot.manager.root import ManifestHead, NotOurs, Root, StepFolders, side_by_side
 from snapshot.save import cleanup
 from snapshot.storage import Storage
 
@@ -91,7 +91,7 @@ async def survey(
 async def _of_snapshots(
     root: Root,
     policy: Policy | None,
-    folders: Folders,
+    folders: StepFolders,
     damaged: Collection[int],
     older_than: float,
     *,
@@ -104,7 +104,7 @@ async def _of_snapshots(
     taken: dict[int, Taken] = {}
     fates = [Fate(step, "other", goes=False, why=str(error)) for step, error in folders.unreadable.items()]
     for step, head in heads.items():
-        if isinstance(head, Head):
+        if isinstance(head, ManifestHead):
             taken[step] = head.taken(step)
         elif isinstance(head, CorruptSnapshotError) and step in damaged:
             taken[step] = Taken(step)
@@ -117,7 +117,7 @@ async def _of_snapshots(
     async def fault(step: int) -> str:
         head = heads[step]
         # what was just committed is whole
-        return await root.missing(step, stats[step], head) if step != upto and isinstance(head, Head) else ""
+        return await root.missing(step, stats[step], head) if step != upto and isinstance(head, ManifestHead) else ""
 
     while True:
         kept = reasons(policy, list(good.values()), time.time())
@@ -133,8 +133,8 @@ async def _of_snapshots(
     held = dict(zip(going, await side_by_side(going, lambda step: _held(root, step, older_than)), strict=True))
     for step, each in taken.items():
         head = heads[step]
-        read = each if isinstance(head, Head) else None
-        size = head.nbytes if thorough and isinstance(head, Head) else None
+        read = each if isinstance(head, ManifestHead) else None
+        size = head.nbytes if thorough and isinstance(head, ManifestHead) else None
         token = stats[step].token
         if step in broken or not good:
             why = broken.get(step, "it was passed over by a restore")
@@ -160,8 +160,8 @@ async def _held(root: Root, step: int, older_than: float) -> str:
     try:
         if await root.pinned([step]):
             return PINNED
-        async with root.opened(step) as operation:
-            return BUSY if await cleanup.is_busy(operation.storage, older_than) else ""
+        async with root.opened(step) as session:
+            return BUSY if await cleanup.is_busy(session.storage, older_than) else ""
     except StorageError as error:
         if error.errno not in CANNOT_READ:
             raise
@@ -170,8 +170,8 @@ async def _held(root: Root, step: int, older_than: float) -> str:
 
 async def _leftovers(root: Root, step: int, older_than: float, *, alone: bool, thorough: bool) -> Fate | None:
     """What is left in a step's folder of takes that are over. `alone`: there is no snapshot beside it."""
-    async with root.opened(step) as operation:
-        storage = operation.storage
+    async with root.opened(step) as session:
+        storage = session.storage
         try:
             files = await cleanup.leftovers(storage, older_than)
             if files:
@@ -234,15 +234,15 @@ async def remove(
 
 async def _remove(root: Root, fate: Fate, older_than: float, spared: Callable[[int], bool]) -> bool:
     """Remove one; False where it is wanted now, or gone already."""
-    async with root.opened(fate.step) as operation:
+    async with root.opened(fate.step) as session:
         if fate.what == "leftovers":
-            return bool(await cleanup.clear(operation.storage, older_than))
+            return bool(await cleanup.clear(session.storage, older_than))
 
         async def wanted() -> bool:
             return spared(fate.step) or bool(await root.pinned([fate.step]))
 
         try:
-            removed = await cleanup.remove_this(operation.storage, fate.token, older_than, wanted)
+            removed = await cleanup.remove_this(session.storage, fate.token, older_than, wanted)
         except StorageNotFoundError:
             return False
         if removed:

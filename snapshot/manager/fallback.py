@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from snapshot.distributed.exchange import Call
+from snapshot.distributed.exchange import Exchange
 from snapshot.errors import CorruptSnapshotError, RankError, SnapshotNotFoundError, StorageError, StorageNotFoundError
 from snapshot.events import emit, log
 from snapshot.formats.detect import UnknownFormatError
@@ -36,14 +36,14 @@ class Chosen(msgspec.Struct, array_like=True):
     """The steps that are damaged, why, and whether they are this library's, and may be replaced."""
 
 
-class FallingBack:
+class Fallback:
     """One restore of the newest that is whole.
 
     `begin` begins a call of all ranks; in `using` stand the steps that are being read.
     """
 
     def __init__(
-        self, root: Root, snapshot_of: Callable[[int], Snapshot], begin: Callable[[], Call], using: set[int]
+        self, root: Root, snapshot_of: Callable[[int], Snapshot], begin: Callable[[], Exchange], using: set[int]
     ) -> None:
         self._root = root
         self._snapshot_of = snapshot_of
@@ -69,18 +69,18 @@ class FallingBack:
         error: BaseException | None = None
         try:
             while True:
-                with self._begin() as call:
+                with self._begin() as exchange:
                     if error is not None:
                         raise error  # here, so that the other ranks are told
-                    chosen = call.exchange(mine, self._lead, Tried, Chosen)
-                    call.close()
+                    chosen = exchange.agree(mine, self._lead, Tried, Chosen)
+                    exchange.close()
                 self._now_at(chosen.step)
                 if chosen.over or chosen.step is None:
                     break
                 mine, error = self._try(chosen.step, app_state, options)
         finally:
             self._now_at(None)
-        return self._outcome(chosen, call.rank)
+        return self._outcome(chosen, exchange.rank)
 
     def _lead(self, tried: list[Tried]) -> Chosen:
         """Rank 0 chooses: the next one of which nothing is missing, as far as that is seen without reading data."""

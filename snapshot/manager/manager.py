@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from snapshot.distributed.exchange import Call
+from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError
 from snapshot.events import emit, log
@@ -21,17 +21,17 @@ from snapshot.manager.arguments import checked_policy, checked_root, checked_sig
 from snapshot.manager.channels import Channels
 from snapshot.manager.cleaner import Cleaner
 from snapshot.manager.durations import Duration
-from snapshot.manager.fallback import FallingBack
-from snapshot.manager.pending_takes import Pendings
+from snapshot.manager.fallback import Fallback
+from snapshot.manager.pending_takes import PendingTakes
 from snapshot.manager.policies import KeepBest, Policy, parts
-from snapshot.manager.root import Head, Root
-from snapshot.manager.schedule import Cadence, Every
+from snapshot.manager.root import ManifestHead, Root
+from snapshot.manager.schedule import Every, Schedule
 from snapshot.manager.signals import Signals
 from snapshot.manager.step_agreement import agree_on
 from snapshot.manager.step_metadata import checked_metrics, checked_step, note, noted_metrics
 from snapshot.options import Settings
 from snapshot.pending import PendingSnapshot
-from snapshot.runtime.loop import Work, run
+from snapshot.runtime.loop import LoopFuture, run
 from snapshot.snapshot import AppState, Snapshot
 from snapshot.storage import URL
 
@@ -79,13 +79,13 @@ class SnapshotManager:
         self._url = URL.parse(checked_root(root))
         self._root = Root(self._url, storage_options)
         self._keep = checked_policy(keep)
-        self._cadence = Cadence(every)
+        self._cadence = Schedule(every)
         self._pg = pg
         self._options = storage_options
         self._allow_pickle = allow_pickle
         self._timeout = checked_timeout(timeout)
         self._measured = Measured()
-        self._pendings = Pendings()
+        self._pendings = PendingTakes()
         self._using: set[int] = set()
         """Steps that are taken or restored now."""
         self._damaged: set[int] = set()
@@ -136,9 +136,14 @@ class SnapshotManager:
         self._using.add(number)
         try:
             snapshot = Snapshot.take(
-                self._path(number), app_state, self._pg, storage_options=self._options, metadata=noted,
-                overwrite=overwrite or number in self._damaged, **given,
-            )  # fmt: skip
+                self._path(number),
+                app_state,
+                self._pg,
+                storage_options=self._options,
+                metadata=noted,
+                overwrite=overwrite or number in self._damaged,
+                **given,
+            )
         finally:
             self._using.discard(number)
         self._took(number, began)
@@ -164,9 +169,14 @@ class SnapshotManager:
             return pending
         began = time.monotonic()
         pending = Snapshot.async_take(
-            self._path(number), app_state, self._pg, storage_options=self._options, metadata=noted,
-            overwrite=overwrite or number in self._damaged, **given,
-        )  # fmt: skip
+            self._path(number),
+            app_state,
+            self._pg,
+            storage_options=self._options,
+            metadata=noted,
+            overwrite=overwrite or number in self._damaged,
+            **given,
+        )
         self._pendings.add(number, pending)
         self._took(number, began)
         pending._work.add_done_callback(partial(self._done, number, began, given.get("durable", True)))
@@ -183,14 +193,14 @@ class SnapshotManager:
         overwrite: bool,
     ) -> tuple[dict[str, Any], int, PendingSnapshot | None]:
         """Agree on a step; and if it was taken asynchronously, what became of that."""
-        with self._call(verb, given.get("timeout")) as call:
+        with self._exchange(verb, given.get("timeout")) as exchange:
             number = checked_step(step)
             noted = note(number, checked_metrics(metrics), metadata)
             before = self._pendings.of(number)
             latest = self._pendings.is_latest(number) and number not in self._damaged and not overwrite
-            known = agree_on(call, self._root, number, before, latest=latest)
-            call.close()
-        self._leads = call.rank == 0
+            known = agree_on(exchange, self._root, number, before, latest=latest)
+            exchange.close()
+        self._leads = exchange.rank == 0
         self._measured.at_step(number)
         if not known:
             self._pendings.moved_on()
@@ -200,7 +210,7 @@ class SnapshotManager:
         self._cadence.began(step)
         self._measured.took(began, time.monotonic() - began)
 
-    def _done(self, step: int, began: float, durable: bool, work: Work[None]) -> None:
+    def _done(self, step: int, began: float, durable: bool, work: LoopFuture[None]) -> None:
         """One is over. Called on the loop: nothing here may block."""
         if not work.cancelled() and work.exception() is None:
             self._ended(step, began, durable)
@@ -251,9 +261,9 @@ class SnapshotManager:
             policy = found[0]
         heads = run(self._root.heads(run(self._root.folders()).committed))
         for step, head in heads.items():
-            if not isinstance(head, Head):
+            if not isinstance(head, ManifestHead):
                 log.warning("%s: is passed over: %s", self._root.step_url(step), head)
-        ranked = policy.ranked([head.taken(step) for step, head in heads.items() if isinstance(head, Head)])
+        ranked = policy.ranked([head.taken(step) for step, head in heads.items() if isinstance(head, ManifestHead)])
         return ranked[0] if ranked else None
 
     def metrics(self, step: int) -> dict[str, float]:
@@ -304,8 +314,8 @@ class SnapshotManager:
         """
         began = time.monotonic()
         self._pendings.moved_on()
-        begin = partial(self._call, "restore_latest", given.get("timeout"))
-        step, damaged = FallingBack(self._root, self._snapshot, begin, self._using).restore(
+        begin = partial(self._exchange, "restore_latest", given.get("timeout"))
+        step, damaged = Fallback(self._root, self._snapshot, begin, self._using).restore(
             app_state, RestoreOptions(**given)
         )
         self._damaged = set(damaged)
@@ -384,9 +394,9 @@ class SnapshotManager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _call(self, verb: str, timeout: float | None) -> Call:
+    def _exchange(self, verb: str, timeout: float | None) -> Exchange:
         chosen = timeout if timeout is not None else self._timeout
-        return Call(ranks_of(self._pg), verb, Settings.current().timeout if chosen is None else chosen)
+        return Exchange(ranks_of(self._pg), verb, Settings.current().timeout if chosen is None else chosen)
 
     def _path(self, step: int) -> str:
         url = self._root.step_url(step)

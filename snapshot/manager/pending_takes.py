@@ -13,7 +13,7 @@ AGO = 2
 step, so after more of them the application is at another one, or has gone back to an older snapshot."""
 
 
-class Pendings:
+class PendingTakes:
     """Remembers them by their steps."""
 
     def __init__(self) -> None:

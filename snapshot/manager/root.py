@@ -25,7 +25,7 @@ from snapshot.formats.foreign import says_absent
 from snapshot.manager.policies import Taken
 from snapshot.manager.step_metadata import noted_metrics
 from snapshot.manifest.document import FORMAT, METADATA, FileEntry, PartEntry
-from snapshot.runtime.session import Operation
+from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.storage import ANYTHING, URL, FileStat, Storage
 from snapshot.tensors.digest import of_range
@@ -44,7 +44,7 @@ class NotOurs(SnapshotError):
     """What stands in the place of a manifest is none that this version wrote."""
 
 
-class Head(msgspec.Struct):
+class ManifestHead(msgspec.Struct):
     """Of a manifest all but its entries, which are skipped, and may be many."""
 
     format: str
@@ -66,12 +66,12 @@ class Head(msgspec.Struct):
         return Taken(step, datetime.fromisoformat(self.created).timestamp(), noted_metrics(self.metadata))
 
 
-_heads = msgspec.json.Decoder(Head)
+_heads = msgspec.json.Decoder(ManifestHead)
 _OURS = re.compile(rb'\{"format":"%s","version":"[^"]{1,80}","save_id":"[0-9a-f]{12}",' % FORMAT.encode())
 _DIGEST = re.compile(rb',"digest":"(xxh3:[0-9a-f]{32})"\}$')
 
 
-def decode_head(data: bytes, where: object) -> Head:
+def decode_head(data: bytes, where: object) -> ManifestHead:
     """What a manifest of ours says of itself. `NotOurs` if it does not begin as one does, and `CorruptSnapshotError`
     if it is not as it was written."""
     if not _OURS.match(data):
@@ -88,7 +88,7 @@ def decode_head(data: bytes, where: object) -> Head:
 
 
 @dataclass(slots=True)
-class Folders:
+class StepFolders:
     """The step folders under a root."""
 
     committed: dict[int, FileStat] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Root:
     def __init__(self, url: URL, options: Mapping[str, Any] | None) -> None:
         self.url = url
         self.options = options
-        self._heads: dict[int, tuple[str, Head | SnapshotError]] = {}
+        self._heads: dict[int, tuple[str, ManifestHead | SnapshotError]] = {}
         """The manifest's token, and what it says, or why it says nothing."""
         self._whole: dict[int, str] = {}
         """The tokens of those that were found to have all of their files."""
@@ -115,20 +115,20 @@ class Root:
         return self.url.join(f"step-{step}")
 
     @asynccontextmanager
-    async def opened(self, step: int | None = None) -> AsyncIterator[Operation]:
+    async def opened(self, step: int | None = None) -> AsyncIterator[Session]:
         """The storage of the root, or of one step."""
-        operation = Operation(self.url if step is None else self.step_url(step), self.options)
+        session = Session(self.url if step is None else self.step_url(step), self.options)
         try:
-            yield operation
+            yield session
         finally:
-            await operation.close()
+            await session.close()
 
     # Steps
 
-    async def folders(self) -> Folders:
+    async def folders(self) -> StepFolders:
         """What there is. Raises where the storage cannot say; of a single step it is logged."""
-        async with self.opened() as operation:
-            storage = operation.storage
+        async with self.opened() as session:
+            storage = session.storage
             if not storage.capabilities.list:
                 raise SnapshotError(
                     f"{self.url}: this storage cannot list what is there, so its steps are not known; name one: "
@@ -136,7 +136,7 @@ class Root:
                 )
             steps = steps_of(await listed(storage, "step-"))
             found = await side_by_side(steps, lambda step: _seen(storage, f"step-{step}/{METADATA}"))
-        folders = Folders()
+        folders = StepFolders()
         for step, stat in zip(steps, found, strict=True):
             if isinstance(stat, StorageError):
                 log.warning("%s: is passed over, since it cannot be looked at: %s", self.step_url(step), stat)
@@ -147,18 +147,18 @@ class Root:
                 folders.committed[step] = stat
         return folders
 
-    async def _head(self, step: int, stat: FileStat) -> Head | SnapshotError | None:
+    async def _head(self, step: int, stat: FileStat) -> ManifestHead | SnapshotError | None:
         """What a step's manifest says of itself, or why that is not known; it is read once, unless another took its
         place. None if it is gone."""
         known = self._heads.get(step)
         if known is not None and known[0] == stat.token:
             return known[1]
-        async with self.opened(step) as operation:
+        async with self.opened(step) as session:
             try:
-                data = await operation.storage.get(METADATA, limit=operation.settings.manifest_bytes)
-                head: Head | SnapshotError = decode_head(data, operation.url.join(METADATA))
+                data = await session.storage.get(METADATA, limit=session.settings.manifest_bytes)
+                head: ManifestHead | SnapshotError = decode_head(data, session.url.join(METADATA))
             except StorageError as error:
-                if says_absent(operation.storage, error):
+                if says_absent(session.storage, error):
                     return None
                 if error.errno not in UNREADABLE:
                     raise
@@ -168,7 +168,7 @@ class Root:
         self._heads[step] = stat.token, head
         return head
 
-    async def heads(self, committed: Mapping[int, FileStat]) -> dict[int, Head | SnapshotError]:
+    async def heads(self, committed: Mapping[int, FileStat]) -> dict[int, ManifestHead | SnapshotError]:
         """What several manifests say; of one that is damaged, somebody else's, or unreadable, the error that says
         so."""
         for gone in self._heads.keys() - committed.keys():
@@ -176,17 +176,17 @@ class Root:
         found = await side_by_side(committed, lambda step: self._head(step, committed[step]))
         return {step: head for step, head in zip(committed, found, strict=True) if head is not None}
 
-    async def missing(self, step: int, stat: FileStat, head: Head) -> str:
+    async def missing(self, step: int, stat: FileStat, head: ManifestHead) -> str:
         """Which of a step's files is not there, or not as long as it was; nothing if all are. What was whole once is
         not looked at again, unless another took its place."""
         if self._whole.get(step) == stat.token:
             return ""
         sizes = {name: each.size for name, each in head.files.items()}
         sizes |= {each.location: each.size for each in head.parts}
-        async with self.opened(step) as operation:
+        async with self.opened(step) as session:
 
             async def fault(name: str) -> str:
-                found = await _seen(operation.storage, name)
+                found = await _seen(session.storage, name)
                 if isinstance(found, StorageError):
                     return str(found)
                 if found is None:
@@ -200,16 +200,16 @@ class Root:
 
     async def token(self, step: int) -> str | None:
         """That of a step's manifest; None if there is none."""
-        async with self.opened(step) as operation:
-            stat = await _stat(operation.storage, METADATA)
+        async with self.opened(step) as session:
+            stat = await _stat(session.storage, METADATA)
         return None if stat is None else stat.token
 
     async def fault(self, step: int) -> str | None:
         """Why a step cannot be restored, as far as that is seen without reading data: None if nothing is seen."""
-        async with self.opened(step) as operation:
+        async with self.opened(step) as session:
             try:
-                document = await operation.open()
-                await operation.expect_files(document, set(document.files))
+                document = await session.open()
+                await session.expect_files(document, set(document.files))
             except (CorruptSnapshotError, SnapshotNotFoundError, StorageNotFoundError) as error:
                 return str(error)
             except SnapshotError:
@@ -221,10 +221,10 @@ class Root:
     async def is_replaceable(self, step: int) -> bool:
         """Whether what is damaged there is of this library: its manifest begins as one of ours; or it is empty, as
         after a loss of power, beside data of ours."""
-        async with self.opened(step) as operation:
+        async with self.opened(step) as session:
             try:
-                head = await operation.storage.get(METADATA, limit=operation.settings.manifest_bytes)
-                return bool(_OURS.match(head) or (not head.strip(b"\0") and await cleanup.ours(operation.storage)))
+                head = await session.storage.get(METADATA, limit=session.settings.manifest_bytes)
+                return bool(_OURS.match(head) or (not head.strip(b"\0") and await cleanup.ours(session.storage)))
             except StorageError:
                 return False
 
@@ -232,32 +232,32 @@ class Root:
 
     async def pin(self, step: int) -> None:
         """Keep a step, for all who look, until it is unpinned."""
-        async with self.opened(step) as operation:
-            if await _stat(operation.storage, METADATA) is None:
-                raise SnapshotNotFoundError(f"{operation.url}: there is no snapshot to pin")
-            await operation.storage.put(PINNED, b"", expect=ANYTHING)
-            await operation.storage.settle()
-            if await _stat(operation.storage, METADATA) is None:  # it was removed meanwhile
-                await operation.storage.delete([PINNED])
-                raise SnapshotNotFoundError(f"{operation.url}: was removed while it was being pinned")
+        async with self.opened(step) as session:
+            if await _stat(session.storage, METADATA) is None:
+                raise SnapshotNotFoundError(f"{session.url}: there is no snapshot to pin")
+            await session.storage.put(PINNED, b"", expect=ANYTHING)
+            await session.storage.settle()
+            if await _stat(session.storage, METADATA) is None:  # it was removed meanwhile
+                await session.storage.delete([PINNED])
+                raise SnapshotNotFoundError(f"{session.url}: was removed while it was being pinned")
 
     async def unpin(self, step: int) -> None:
         """Keep it no longer; no error if it was not pinned."""
-        async with self.opened(step) as operation:
-            await operation.storage.delete([PINNED])
+        async with self.opened(step) as session:
+            await session.storage.delete([PINNED])
 
     async def forget_pin(self, step: int) -> None:
         """Take away a pin of what is not there any more: it is not meant for what comes in its place."""
-        async with self.opened(step) as operation:
+        async with self.opened(step) as session:
             with suppress(StorageError):  # who writes there next is told
-                if await _stat(operation.storage, PINNED) and await _stat(operation.storage, METADATA) is None:
-                    await operation.storage.delete([PINNED])
+                if await _stat(session.storage, PINNED) and await _stat(session.storage, METADATA) is None:
+                    await session.storage.delete([PINNED])
 
     async def pinned(self, steps: Iterable[int]) -> set[int]:
         """Which of some steps are pinned."""
         steps = list(steps)
-        async with self.opened() as operation:
-            found = await side_by_side(steps, lambda step: _stat(operation.storage, f"step-{step}/{PINNED}"))
+        async with self.opened() as session:
+            found = await side_by_side(steps, lambda step: _stat(session.storage, f"step-{step}/{PINNED}"))
         return {step for step, stat in zip(steps, found, strict=True) if stat is not None}
 
 

@@ -11,7 +11,7 @@ Every = int | timedelta | str
 """A number of steps; a `timedelta` or a text such as `"10m"`; `"continuous"`."""
 
 
-class Cadence:
+class Schedule:
     """What `every` says. Steps are counted by all ranks alike; time and what is under way are rank 0's to know."""
 
     def __init__(self, every: Every | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from snapshot.distributed.exchange import Call
+from snapshot.distributed.exchange import Exchange
 from snapshot.errors import CommitUnknown, SnapshotError
 from snapshot.events import log
 from snapshot.manager.root import Root
@@ -13,7 +13,7 @@ from snapshot.runtime.loop import run
 from snapshot.save import cleanup
 
 
-class Begin(msgspec.Struct, array_like=True):
+class StepBegin(msgspec.Struct, array_like=True):
     """What each rank says."""
 
     step: int
@@ -21,14 +21,14 @@ class Begin(msgspec.Struct, array_like=True):
     """Whether an asynchronous take has saved this very state already, as far as this rank can see."""
 
 
-def agree_on(call: Call, root: Root, step: int, pending: PendingSnapshot | None, *, latest: bool) -> bool:
+def agree_on(exchange: Exchange, root: Root, step: int, pending: PendingSnapshot | None, *, latest: bool) -> bool:
     """Whether `pending`, an earlier take of this step, has saved what is to be saved now; it is waited for.
 
     `latest`: nothing was taken or restored since. The leader looks whether its snapshot still stands, and takes away a
     pin that was left of one that does not. Raises on all ranks where they differ in the step.
     """
 
-    def lead(all_: list[Begin]) -> bool:
+    def lead(all_: list[StepBegin]) -> bool:
         ranks = {each.step: rank for rank, each in enumerate(all_)}
         if len(ranks) > 1:
             said = ", ".join(f"rank {rank} {number}" for number, rank in ranks.items())
@@ -36,7 +36,7 @@ def agree_on(call: Call, root: Root, step: int, pending: PendingSnapshot | None,
         run(root.forget_pin(step))
         return all(each.saved for each in all_) and pending is not None and run(_stands(root, step, pending))
 
-    return call.exchange(Begin(step, _may_stand(pending) and latest), lead, Begin, bool)
+    return exchange.agree(StepBegin(step, _may_stand(pending) and latest), lead, StepBegin, bool)
 
 
 def _may_stand(pending: PendingSnapshot | None) -> bool:
@@ -54,5 +54,5 @@ def _may_stand(pending: PendingSnapshot | None) -> bool:
 
 
 async def _stands(root: Root, step: int, pending: PendingSnapshot) -> bool:
-    async with root.opened(step) as operation:
-        return await cleanup.standing(operation.storage) == pending._save_id
+    async with root.opened(step) as session:
+        return await cleanup.standing(session.storage) == pending._save_id

@@ -73,7 +73,7 @@ class Document(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     manifest: dict[str, AnyEntry]
 
 
-class Part(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+class ManifestPart(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """A part of a manifest as it lies on storage, without its digest: what one rank tells the leader, who makes the
     manifest of it; and of a large one each rank's own entries, which stay where they are."""
 
@@ -87,12 +87,12 @@ class Part(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
 _encoder = msgspec.json.Encoder()
 _decoders: dict[type, msgspec.json.Decoder[Any]] = {
     Document: msgspec.json.Decoder(Document),
-    Part: msgspec.json.Decoder(Part),
+    ManifestPart: msgspec.json.Decoder(ManifestPart),
 }
 _entries = msgspec.json.Decoder(dict[str, AnyEntry])
 
 
-def encode(document: Document | Part) -> bytes:
+def encode(document: Document | ManifestPart) -> bytes:
     """The document's bytes, its digest last."""
     body = _encoder.encode(document)[:-1]
     return b'%s,"digest":"%s"}' % (body, of_range(body).encode())
@@ -123,11 +123,11 @@ def decode_document(data: bytes, where: object) -> Document:
     return document
 
 
-def decode_part(data: bytes, part: PartEntry, where: object) -> Part:
+def decode_part(data: bytes, part: PartEntry, where: object) -> ManifestPart:
     """Check and decode a part of a manifest."""
     if of_range(data) != part.digest:
         raise CorruptSnapshotError(f"{where}: is {of_range(data)}, and {part.digest} was written")
-    decoded: Part = _decode(data, Part, where)
+    decoded: ManifestPart = _decode(data, ManifestPart, where)
     if part.count >= 0 and len(decoded.manifest) != part.count:
         raise CorruptSnapshotError(
             f"{where}: holds {counted(len(decoded.manifest), 'entry', 'entries')}, and {part.count} were written"

@@ -13,7 +13,7 @@ import msgspec
 from snapshot.tensors.digest import BLOCK
 
 
-class Range(Protocol):
+class ByteRange(Protocol):
     """A range of a file that somebody wants."""
 
     location: str
@@ -21,7 +21,7 @@ class Range(Protocol):
     end: int
 
 
-class Segment(msgspec.Struct, gc=False):
+class ReadSegment(msgspec.Struct, gc=False):
     """A part's share of one wanted range, in bytes of the file."""
 
     want: int
@@ -35,10 +35,10 @@ class ReadPart(msgspec.Struct, gc=False):
     location: str
     begin: int
     end: int
-    segments: list[Segment]
+    segments: list[ReadSegment]
 
 
-def plan_reads(wants: Sequence[Range], part_bytes: int, gap: int) -> list[ReadPart]:
+def plan_reads(wants: Sequence[ByteRange], part_bytes: int, gap: int) -> list[ReadPart]:
     """The requests that fetch every wanted range once, in the order in which they lie on storage.
 
     Long ranges are cut at multiples of a digest's block from where they begin.
@@ -46,7 +46,7 @@ def plan_reads(wants: Sequence[Range], part_bytes: int, gap: int) -> list[ReadPa
     step = max(BLOCK, part_bytes // BLOCK * BLOCK)
     parts: list[ReadPart] = []
     location, end, room = "", -1, 0
-    segments: list[Segment] = []
+    segments: list[ReadSegment] = []
     for index in sorted(range(len(wants)), key=lambda i: (wants[i].location, wants[i].begin)):
         want = wants[index]
         begin, stop = want.begin, want.end
@@ -54,7 +54,7 @@ def plan_reads(wants: Sequence[Range], part_bytes: int, gap: int) -> list[ReadPa
             continue
         close = want.location == location and 0 <= begin - end <= gap
         if close and stop - end <= room:
-            segments.append(Segment(index, begin, stop))
+            segments.append(ReadSegment(index, begin, stop))
             room -= stop - end
             end = stop
             parts[-1].end = stop
@@ -62,7 +62,7 @@ def plan_reads(wants: Sequence[Range], part_bytes: int, gap: int) -> list[ReadPa
         location = want.location
         for at in range(begin, stop, step):
             end = min(at + step, stop)
-            segments = [Segment(index, at, end)]
+            segments = [ReadSegment(index, at, end)]
             parts.append(ReadPart(location, at, end, segments))
         room = step - (end - parts[-1].begin)
     return parts

@@ -25,7 +25,7 @@ ASKED = "asked"
 _MODULUS = 1 << 128
 
 
-class Record(msgspec.Struct, array_like=True):
+class RankRecord(msgspec.Struct, array_like=True):
     """What a rank says of itself: 200 bytes, however much it holds."""
 
     structure: str
@@ -49,7 +49,7 @@ class Record(msgspec.Struct, array_like=True):
     """Digests of some of what is not shared by its basis, and may be by now."""
 
 
-class Agreement(msgspec.Struct, array_like=True):
+class ConsensusReply(msgspec.Struct, array_like=True):
     """The leader's answer to the records."""
 
     structure: str
@@ -67,7 +67,7 @@ class Agreement(msgspec.Struct, array_like=True):
     """Whether layouts contradict each other, and all are to say theirs."""
 
 
-def agree(records: Sequence[Record]) -> Agreement:
+def agree(records: Sequence[RankRecord]) -> ConsensusReply:
     """What follows from all ranks' records."""
     structure = of_range(b"".join(record.structure.encode() for record in records))
     first = records[0]
@@ -80,7 +80,7 @@ def agree(records: Sequence[Record]) -> Agreement:
     seen: dict[str, int] = {}
     for rank, record in enumerate(records):
         seen.setdefault(record.candidates, rank)
-    return Agreement(
+    return ConsensusReply(
         structure,
         settled,
         [record.load for record in records] if settled else [],
@@ -106,7 +106,7 @@ def total(sums: Iterable[bytes]) -> bytes:
     return as_sum(int.from_bytes(each, "little") for each in sums)
 
 
-class Boxes(msgspec.Struct, array_like=True):
+class ShardBoxes(msgspec.Struct, array_like=True):
     """The boxes of one tensor that a rank holds, and of which it does not know who has the others."""
 
     path: str
@@ -121,7 +121,7 @@ class Details(msgspec.Struct, array_like=True):
 
     items: bytes = b""
     """Digests of what it could share, one after the other."""
-    boxes: list[Boxes] = msgspec.field(default_factory=list)
+    boxes: list[ShardBoxes] = msgspec.field(default_factory=list)
     layouts: dict[str, tuple[str, list[int]]] = msgspec.field(default_factory=dict)
     """Path -> layout, and the ranks that hold it."""
 
@@ -154,8 +154,10 @@ def _check_layouts(details: Sequence[Details]) -> None:
     for (path, ranks), layouts in seen.items():
         absent = [rank for rank in ranks if rank not in layouts]
         if absent:
-            faults.append(f"{path}: rank {min(layouts)} holds a part of it, and rank {absent[0]}, which holds another, "
-                          "has no such tensor, or another layout of it")  # fmt: skip
+            faults.append(
+                f"{path}: rank {min(layouts)} holds a part of it, and rank {absent[0]}, which holds another, "
+                "has no such tensor, or another layout of it"
+            )
         elif len(set(layouts.values())) > 1:
             other = next(rank for rank in layouts if layouts[rank] != layouts[min(layouts)])
             faults.append(f"{path}: {layouts[min(layouts)]} on rank {min(layouts)}, {layouts[other]} on rank {other}")
@@ -165,7 +167,7 @@ def _check_layouts(details: Sequence[Details]) -> None:
 
 def _spare(details: Sequence[Details]) -> list[tuple[int, str, int]]:
     """The boxes that are held twice, and which of them nobody needs to write; raises where some overlap, or lack."""
-    held: dict[str, list[tuple[int, int, Boxes]]] = defaultdict(list)
+    held: dict[str, list[tuple[int, int, ShardBoxes]]] = defaultdict(list)
     for rank, each in enumerate(details):
         for tensor in each.boxes:
             held[tensor.path] += [(rank, number, tensor) for number in range(len(tensor.boxes))]

@@ -33,7 +33,7 @@ WORTH_A_FILE = 16 * MiB
 """Below this many bytes a file of its own costs more than it gains."""
 
 
-class Leaf(Protocol):
+class PlannedLeaf(Protocol):
     """What a plan needs to know of a tensor."""
 
     path: str
@@ -69,7 +69,7 @@ class FilePlan(msgspec.Struct, gc=False, frozen=True):
     size: int
 
 
-class Part(msgspec.Struct, gc=False, frozen=True):
+class FilePart(msgspec.Struct, gc=False, frozen=True):
     """What is staged and written at once: a range of a file, and the extents that it touches."""
 
     begin: int
@@ -133,7 +133,7 @@ def location(save_id: str, rank: int, number: int, kind: str) -> str:
 
 
 def make_plan(
-    leaves: Sequence[Leaf],
+    leaves: Sequence[PlannedLeaf],
     blob_bytes: int,
     limits: Limits,
     lanes: int,
@@ -167,7 +167,7 @@ _Piece = tuple[int, int, int, Box | None]
 """Leaf, start and length in its flat bytes, box."""
 
 
-def _cut(leaves: Sequence[Leaf], sizes: list[int], total: int, lanes: int) -> list[_Piece]:
+def _cut(leaves: Sequence[PlannedLeaf], sizes: list[int], total: int, lanes: int) -> list[_Piece]:
     """Cut what is too long for one file, or for one lane if the others are to get their share."""
     share = max(CUT, -(-total // lanes)) if lanes > 1 else LARGEST_FILE
     most = min(LARGEST_FILE, share + share // 8)
@@ -216,7 +216,7 @@ def _deal(pieces: list[_Piece], most: int) -> list[list[_Piece]]:
     return [[piece for _, group in sorted(lane, key=lambda item: item[0]) for piece in group] for lane in dealt if lane]
 
 
-def _close(pieces: list[_Piece], leaves: Sequence[Leaf]) -> Iterable[list[_Piece]]:
+def _close(pieces: list[_Piece], leaves: Sequence[PlannedLeaf]) -> Iterable[list[_Piece]]:
     """Cut one lane's pieces into files, where data or header would grow too long."""
     names = sum(len(leaves[piece[0]].path) for piece in pieces)
     if sum(piece[2] for piece in pieces) <= LARGEST_FILE and 6 * names + 300 * len(pieces) <= LARGEST_HEADER:
@@ -236,12 +236,12 @@ def _close(pieces: list[_Piece], leaves: Sequence[Leaf]) -> Iterable[list[_Piece
     yield chosen
 
 
-def exact_file(leaves: Sequence[Leaf], chosen: Iterable[int]) -> FilePlan:
+def exact_file(leaves: Sequence[PlannedLeaf], chosen: Iterable[int]) -> FilePlan:
     """A file of whole leaves under their very names, for others to read."""
     return _file(leaves, [(index, 0, leaves[index].nbytes, None) for index in chosen], exact=True)
 
 
-def _file(leaves: Sequence[Leaf], pieces: list[_Piece], *, exact: bool = False) -> FilePlan:
+def _file(leaves: Sequence[PlannedLeaf], pieces: list[_Piece], *, exact: bool = False) -> FilePlan:
     dtypes = {leaves[piece[0]].dtype for piece in pieces}
     if len({ITEMSIZE[name] for name in dtypes}) > 1:
         pieces = sorted(pieces, key=lambda piece: -ITEMSIZE[leaves[piece[0]].dtype])
@@ -273,7 +273,7 @@ def _file(leaves: Sequence[Leaf], pieces: list[_Piece], *, exact: bool = False) 
     return FilePlan(header, tuple(extents), begin + position)
 
 
-def placed(leaf: Leaf, box: Box | None) -> Box:
+def placed(leaf: PlannedLeaf, box: Box | None) -> Box:
     """A piece of a leaf, as a box of the tensor that the leaf is a box of."""
     box = box or whole(leaf.shape)
     return box if leaf.origin is None else box.within(leaf.origin)
@@ -288,9 +288,9 @@ def _name(path: str) -> str:
     return f"{quote(owner)}[{part}" if part else quote(path)
 
 
-def cut_file(file: FilePlan, part_bytes: int) -> list[Part]:
+def cut_file(file: FilePlan, part_bytes: int) -> list[FilePart]:
     """Cut a file into parts of equal length, the last one shorter."""
-    parts: list[Part] = []
+    parts: list[FilePart] = []
     extents = file.extents
     count, at = len(extents), 0
     for begin in range(0, file.size, part_bytes):
@@ -300,7 +300,7 @@ def cut_file(file: FilePlan, part_bytes: int) -> list[Part]:
         last = at
         while last < count and extents[last].begin < end:
             last += 1
-        parts.append(Part(begin, end, at, last))
+        parts.append(FilePart(begin, end, at, last))
     return parts
 
 

@@ -20,7 +20,7 @@ MOST_PIECES = 4096
 """About so many pieces are made, however many ranks there are."""
 
 
-class Item(NamedTuple):
+class PartitionItem(NamedTuple):
     """A tensor, or a box of one, that several ranks hold."""
 
     shape: Shape
@@ -34,14 +34,14 @@ class Item(NamedTuple):
         return math.prod(self.shape) * self.itemsize
 
 
-class Dealt(NamedTuple):
+class Assignment(NamedTuple):
     """What one rank writes of an item: all of it, or a box."""
 
     item: int
     box: Box | None
 
 
-def deal(items: Sequence[Item], loads: Sequence[int]) -> list[list[Dealt]]:
+def partition(items: Sequence[PartitionItem], loads: Sequence[int]) -> list[list[Assignment]]:
     """Each rank's share, in the order of the items, given what each writes anyway.
 
     The longest pieces go first, each to the rank that has the least by then; long ones are cut before.
@@ -49,7 +49,7 @@ def deal(items: Sequence[Item], loads: Sequence[int]) -> list[list[Dealt]]:
     >>> deal([Item((4,), 1), Item((2,), 1), Item((2,), 1)], [0, 0])
     [[Dealt(item=0, box=None)], [Dealt(item=1, box=None), Dealt(item=2, box=None)]]
     """
-    shares: list[list[Dealt]] = [[] for _ in loads]
+    shares: list[list[Assignment]] = [[] for _ in loads]
     sizes = [item.nbytes for item in items]
     total = sum(sizes)
     longest = max(SHORTEST, total // (FINEST * len(loads)), total // MOST_PIECES)
@@ -67,7 +67,7 @@ def deal(items: Sequence[Item], loads: Sequence[int]) -> list[list[Dealt]]:
     heapq.heapify(lightest)
     for size, index, part in pieces:
         load, rank = lightest[0]
-        shares[rank].append(Dealt(index, part))
+        shares[rank].append(Assignment(index, part))
         heapq.heapreplace(lightest, (load - size, rank))
     for share in shares:
         share.sort(key=lambda dealt: (dealt.item, dealt.box or ()))

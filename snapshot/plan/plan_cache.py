@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from snapshot.plan.layout import FilePlan, Leaf, Part, SavePlan, cut_file, make_plan
+from snapshot.plan.layout import FilePart, FilePlan, PlannedLeaf, SavePlan, cut_file, make_plan
 from snapshot.storage import Limits
 
 KEPT = 8
@@ -26,10 +26,10 @@ class _Made:
     tables: int
 
 
-_cuts: dict[tuple[int, int], tuple[FilePlan, list[Part]]] = {}
+_cuts: dict[tuple[int, int], tuple[FilePlan, list[FilePart]]] = {}
 
 
-def parts_of(file: FilePlan, part_bytes: int) -> list[Part]:
+def parts_of(file: FilePlan, part_bytes: int) -> list[FilePart]:
     """How a file is cut into parts of a length: kept for the files of plans that are kept."""
     key = id(file), part_bytes
     kept = _cuts.get(key)
@@ -40,7 +40,7 @@ def parts_of(file: FilePlan, part_bytes: int) -> list[Part]:
     return kept[1]
 
 
-class Planner:
+class PlanCache:
     """Makes plans, and keeps the last ones."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Planner:
 
     def plan(
         self,
-        leaves: Sequence[Leaf],
+        leaves: Sequence[PlannedLeaf],
         blob_bytes: int,
         limits: Limits,
         lanes: int,

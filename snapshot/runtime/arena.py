@@ -17,7 +17,7 @@ import torch
 
 from snapshot.errors import system_limits
 from snapshot.options import Settings
-from snapshot.runtime.shared_memory import Segment
+from snapshot.runtime.shared_memory import SharedSegment
 from snapshot.tensors.memory import address_of, populate
 
 GRAIN = 1 << 20
@@ -32,7 +32,7 @@ class Slot:
 
     __slots__ = ("_owner", "address", "offset", "pinned", "segment", "size", "tensor", "view")
 
-    def __init__(self, size: int, pinned: bool, segment: Segment | None = None, offset: int = 0) -> None:
+    def __init__(self, size: int, pinned: bool, segment: SharedSegment | None = None, offset: int = 0) -> None:
         self.size = size
         self.pinned = pinned
         self.segment = segment
@@ -67,7 +67,7 @@ class Arena:
         self._keep = keep
         self._kept = self._out = 0
         self._free: defaultdict[tuple[int, bool], list[Slot]] = defaultdict(list)
-        self._segments: list[Segment] = []
+        self._segments: list[SharedSegment] = []
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, *, pinned: bool = False, shared: bool = False) -> Slot:
@@ -107,14 +107,14 @@ class Arena:
             raise
         return slot
 
-    def _room(self, count: int) -> tuple[Segment, int]:
+    def _room(self, count: int) -> tuple[SharedSegment, int]:
         """Where so many grains are free: rather where they were used before."""
-        for find in (Segment.find_warm, Segment.find):
+        for find in (SharedSegment.find_warm, SharedSegment.find):
             for segment in self._segments:
                 if (first := find(segment, count)) >= 0:
                     return segment, first
         held = sum(segment.size for segment in self._segments)  # each as long as all before: so there are few
-        segment = Segment(max(SEGMENT, held, count * GRAIN), GRAIN)
+        segment = SharedSegment(max(SEGMENT, held, count * GRAIN), GRAIN)
         self._segments.append(segment)
         return segment, 0
 
@@ -129,7 +129,7 @@ class Arena:
                 self._kept += slot.size
                 self._free[slot.size, slot.pinned].append(slot)
 
-    def _give_shared(self, slot: Slot, segment: Segment) -> None:
+    def _give_shared(self, slot: Slot, segment: SharedSegment) -> None:
         with self._lock:
             if segment not in self._segments:
                 return  # of the process that this one was forked from

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from snapshot.runtime.arena import Slot, arena
-from snapshot.runtime.latch import Gate
+from snapshot.runtime.latch import Latch
 from snapshot.storage import inline
 
 
-class Statistics(NamedTuple):
+class BudgetStatistics(NamedTuple):
     """What a budget has seen."""
 
     limit: int
@@ -130,7 +130,7 @@ class MemoryBudget:
 
     def acquire_blocking(self, nbytes: int) -> None:
         """The same for a thread that is not the loop's."""
-        granted = Gate()
+        granted = Latch()
         request = Request(nbytes, self, granted.open)
         if self._enqueue(request):
             return
@@ -217,13 +217,13 @@ class MemoryBudget:
         finally:
             self.release(nbytes)
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> BudgetStatistics:
         with self._pool.lock:
-            seen = Statistics(self.total, self._used, self._peak, self._waits, self._blocked)
+            seen = BudgetStatistics(self.total, self._used, self._peak, self._waits, self._blocked)
         if self._reserve is None:
             return seen
         more = self._reserve.statistics()
-        return Statistics(self.total, *(a + b for a, b in zip(seen[1:], more[1:], strict=True)))  # type: ignore[arg-type]
+        return BudgetStatistics(self.total, *(a + b for a, b in zip(seen[1:], more[1:], strict=True)))  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         seen = self.statistics()

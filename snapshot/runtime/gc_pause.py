@@ -18,7 +18,7 @@ _was_enabled = False
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Inside, the collector does not start by itself. May be nested, and entered by several threads."""
     global _inside, _was_enabled  # noqa: PLW0603 - the collector is one for the process
     with _lock:

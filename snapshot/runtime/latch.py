@@ -11,7 +11,7 @@ import _thread
 import contextlib
 
 
-class Gate:
+class Latch:
     """Opens once, for all who wait."""
 
     __slots__ = ("_locks", "_open")

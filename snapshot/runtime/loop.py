@@ -19,7 +19,7 @@ from snapshot.errors import system_limits
 from snapshot.events import log
 from snapshot.options import Settings
 from snapshot.runtime.client_cache import SharedClients
-from snapshot.runtime.latch import Gate
+from snapshot.runtime.latch import Latch
 
 T = TypeVar("T")
 LIBRARY = ("snapshot-io", "snapshot-loop")
@@ -86,7 +86,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class Work(Future[T]):
+class LoopFuture(Future[T]):
     """Work on the loop, to be waited for in any thread but the loop's own.
 
     Unlike the futures of `run_coroutine_threadsafe`, one that is cancelled is done only when its cleaning is.
@@ -94,7 +94,7 @@ class Work(Future[T]):
 
     def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
-        self._over = Gate()
+        self._over = Latch()
         self._callbacks: list[Callable[[Future[T]], object]] = []
         self._loop = loop
         self._work = work
@@ -189,12 +189,12 @@ class Work(Future[T]):
             self._tell()
 
 
-def work_on(work: Coroutine[Any, Any, T]) -> Work[T]:
+def work_on(work: Coroutine[Any, Any, T]) -> LoopFuture[T]:
     """Work for the loop, that is not begun."""
-    return Work(work, _loop().loop)
+    return LoopFuture(work, _loop().loop)
 
 
-def start(work: Coroutine[Any, Any, T]) -> Work[T]:
+def start(work: Coroutine[Any, Any, T]) -> LoopFuture[T]:
     """Begin work on the loop."""
     future = work_on(work)
     future.begin()
@@ -209,7 +209,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     except RuntimeError:
         work.close()
         raise
-    future = Work(work, _loop().loop)
+    future = LoopFuture(work, _loop().loop)
     try:
         future.begin()
         return future.result()
@@ -248,11 +248,11 @@ async def in_own_thread(work: Callable[..., T], *args: Any) -> T:
     return await asyncio.shield(asyncio.wrap_future(future))
 
 
-_unfinished: set[Work[Any]] = set()
+_unfinished: set[LoopFuture[Any]] = set()
 """Background work that the interpreter's exit waits for."""
 
 
-def finish_before_exit(future: Work[Any]) -> None:
+def finish_before_exit(future: LoopFuture[Any]) -> None:
     """Let the interpreter's exit wait for background work, instead of losing it."""
     _unfinished.add(future)
     future.add_done_callback(_unfinished.discard)

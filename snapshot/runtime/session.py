@@ -21,19 +21,27 @@ from snapshot.events import emit, log
 from snapshot.formats import torchsnapshot
 from snapshot.formats.detect import find
 from snapshot.formats.foreign import LINKLESS, ForeignDocument, ReadOnly, says_absent
-from snapshot.manifest.document import METADATA, Document, ForeignFile, Part, PartEntry, decode_document, decode_part
+from snapshot.manifest.document import (
+    METADATA,
+    Document,
+    ForeignFile,
+    ManifestPart,
+    PartEntry,
+    decode_document,
+    decode_part,
+)
 from snapshot.manifest.merge import merge
 from snapshot.options import MiB, Settings
 from snapshot.registry import open_storage, plugin_for
 from snapshot.runtime.budget import MemoryBudget, Pool
-from snapshot.runtime.gc_pause import no_collection
+from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import clients
 from snapshot.storage import URL, Context, Storage
 
 T = TypeVar("T")
 
 
-class Operation:
+class Session:
     """A storage that is opened for one verb, with the memory that the verb may use."""
 
     def __init__(
@@ -80,7 +88,7 @@ class Operation:
         except StorageError as error:
             if not says_absent(self.storage, error):
                 raise
-            with no_collection():
+            with gc_paused():
                 found = await find(self.url, self.storage, self._beside, self.settings.manifest_bytes)
             if found is None and not isinstance(error, StorageNotFoundError):
                 raise
@@ -156,17 +164,17 @@ class Operation:
             merge(document.manifest, held.manifest, part.location)
             document.parts.remove(part)
 
-    async def read_parts(self, parts: Sequence[PartEntry]) -> list[Part]:
+    async def read_parts(self, parts: Sequence[PartEntry]) -> list[ManifestPart]:
         """What parts of a manifest hold."""
         at_once = asyncio.Semaphore(16)
 
-        async def read(part: PartEntry) -> Part:
+        async def read(part: PartEntry) -> ManifestPart:
             async with at_once:
                 return await self.twice(part.location, lambda: self._part(part))
 
         return await asyncio.gather(*map(read, parts))
 
-    async def _part(self, part: PartEntry) -> Part:
+    async def _part(self, part: PartEntry) -> ManifestPart:
         try:
             data = await self.storage.get(part.location, limit=self.settings.manifest_bytes)
             return decode_part(data, part, self.storage.url.join(part.location))

@@ -21,7 +21,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _numbers = itertools.count(1)
 
 
-class Segment:
+class SharedSegment:
     """Shared memory, of which grains are handed out. Not safe between threads: its arena has the lock."""
 
     def __init__(self, size: int, grain: int) -> None:

@@ -87,7 +87,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return stride_order(tensor) is not None
 
 
-class Alike:
+class ReplicationRules:
     """What is said, or known, to be the same on all ranks, by path."""
 
     def __init__(self, app_state: Mapping[str, Any], globs: Sequence[str], ranks: Ranks) -> None:

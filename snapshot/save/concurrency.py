@@ -14,14 +14,14 @@ from snapshot.options import MiB, Settings
 from snapshot.reports import counted
 from snapshot.runtime.arena import arena
 from snapshot.runtime.budget import Pool, available_memory
-from snapshot.runtime.latch import Gate
+from snapshot.runtime.latch import Latch
 
 
-class Place:
+class TakeSlot:
     """The place of one take, from its call until it is committed or has failed."""
 
-    def __init__(self, in_flight: InFlight) -> None:
-        self._in_flight = in_flight
+    def __init__(self, take_slots: TakeSlots) -> None:
+        self._in_flight = take_slots
 
     def pool(self, limit: int) -> Pool:
         """What all takes under way may hold together: the newest one says how much."""
@@ -36,20 +36,20 @@ class Place:
         self._in_flight.left(self)
 
 
-class InFlight:
+class TakeSlots:
     """All places: how many takes are in flight."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._taken: set[Place] = set()
-        self._waiting: list[Gate] = []
+        self._taken: set[TakeSlot] = set()
+        self._waiting: list[Latch] = []
         self._pool = Pool(0)
 
     @contextmanager
-    def place(self, when_busy: str) -> Iterator[Place]:
+    def place(self, when_busy: str) -> Iterator[TakeSlot]:
         """A place, which is given back if what is done inside fails; `when_busy` says what to do if there is none."""
         most = Settings.current().pending
-        place = Place(self)
+        place = TakeSlot(self)
         try:
             while (gate := self._enter(place, most)) is not None:
                 if when_busy == "raise":
@@ -63,16 +63,16 @@ class InFlight:
             place.leave()
             raise
 
-    def _enter(self, place: Place, most: int) -> Gate | None:
+    def _enter(self, place: TakeSlot, most: int) -> Latch | None:
         """Take a place, or say where to wait for one."""
         with self._lock:
             if len(self._taken) < most:
                 self._taken.add(place)
                 return None
-            self._waiting.append(Gate())
+            self._waiting.append(Latch())
             return self._waiting[-1]
 
-    def left(self, place: Place) -> None:
+    def left(self, place: TakeSlot) -> None:
         """A place is free, if it was taken."""
         with self._lock:
             self._taken.discard(place)
@@ -95,17 +95,17 @@ class InFlight:
         return max(64 * MiB, free // 2 // Settings.processes())
 
 
-_in_flight = InFlight()
+_in_flight = TakeSlots()
 
 
-def in_flight() -> InFlight:
+def take_slots() -> TakeSlots:
     """This process's."""
     return _in_flight
 
 
 def _after_fork() -> None:
     global _in_flight  # noqa: PLW0603 - what the parent has under way is not the child's
-    _in_flight = InFlight()
+    _in_flight = TakeSlots()
 
 
 os.register_at_fork(after_in_child=_after_fork)

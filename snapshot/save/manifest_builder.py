@@ -13,20 +13,20 @@ import msgspec
 from snapshot.errors import CorruptSnapshotError
 from snapshot.manifest import document as d
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import FORMAT, Document, FileEntry, Part, PartEntry, encode
+from snapshot.manifest.document import FORMAT, Document, FileEntry, ManifestPart, PartEntry, encode
 from snapshot.manifest.merge import expect_whole, merge
 from snapshot.plan.consensus import as_sum, layout_digest
 from snapshot.plan.layout import placed
 from snapshot.reports import listed
-from snapshot.save.rank_share import Portion
-from snapshot.save.writer import Written
+from snapshot.save.rank_share import RankShare
+from snapshot.save.writer import WrittenFile
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.tensors.digest import RunningDigest, of_bytes, of_range
 from snapshot.version import VERSION
 
 
 @dataclass(frozen=True)
-class Described:
+class RankManifest:
     """What one rank has written."""
 
     own: dict[str, Any]
@@ -59,7 +59,7 @@ class _Binary:
         return self.size - len(data), self.size
 
 
-def describe(portion: Portion, written: Sequence[Written], where: str) -> Described:
+def build_entries(portion: RankShare, written: Sequence[WrittenFile], where: str) -> RankManifest:
     """One rank's entries, and the content of its `.bin` file."""
     entries = portion.flat.entries
     binary = _Binary(where)
@@ -100,7 +100,7 @@ def describe(portion: Portion, written: Sequence[Written], where: str) -> Descri
     if binary.chunks:
         files[binary.location] = FileEntry(binary.size)
     cut = portion.shared.cut or (portion.world == 1 and len(entries) > d.IN_ONE)
-    return Described(
+    return RankManifest(
         own, shared, files, binary.chunks, portion.shared.structure, portion.world, cut, portion.shared.paths
     )
 
@@ -144,7 +144,7 @@ def _table(data: bytes | bytearray) -> bytes:
     return running.finish()[1]
 
 
-def filled(described: Described) -> tuple[bytes, bytes]:
+def shard_checksums(described: RankManifest) -> tuple[bytes, bytes]:
     """This rank's part in two sums that are equal over all ranks if all shards were written: of what it wrote of each
     tensor, and, for those of which it wrote the first element, of all of them."""
     have, expected = [], []
@@ -157,21 +157,25 @@ def filled(described: Described) -> tuple[bytes, bytes]:
     return as_sum(have), as_sum(expected)
 
 
-def told(described: Described) -> bytes:
+def encode_for_leader(described: RankManifest) -> bytes:
     """What a rank tells the leader: all that goes into the manifest itself."""
     own = {} if described.cut else described.own
-    return encode(Part(own, described.shared, described.files))
+    return encode(ManifestPart(own, described.shared, described.files))
 
 
-def kept(described: Described) -> bytes:
+def encode_own_part(described: RankManifest) -> bytes:
     """Of a large manifest, what stays in a part of the rank's own."""
-    return encode(Part(described.own)) if described.cut else b""
+    return encode(ManifestPart(described.own)) if described.cut else b""
 
 
-def join(
-    described: Described, save_id: str, metadata: msgspec.Raw, structure: str, parts: Sequence[PartEntry],
-    others: Iterable[Part]
-) -> Document:  # fmt: skip
+def build_document(
+    described: RankManifest,
+    save_id: str,
+    metadata: msgspec.Raw,
+    structure: str,
+    parts: Sequence[PartEntry],
+    others: Iterable[ManifestPart],
+) -> Document:
     """The manifest, from the leader's own entries and what the other ranks told."""
     manifest = dict(described.shared) if described.cut else {**described.own, **described.shared}
     files = dict(described.files)

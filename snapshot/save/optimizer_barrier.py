@@ -19,18 +19,18 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from snapshot.events import log
-from snapshot.runtime.latch import Gate
+from snapshot.runtime.latch import Latch
 from snapshot.runtime.loop import LIBRARY
 from snapshot.state.overlap_eligible import base_of, local
 
 R = TypeVar("R")
 _version = attrgetter("_version")
-_held: tuple[Held, ...] = ()
+_held: tuple[PendingCopy, ...] = ()
 _lock = threading.Lock()
 _installed = False
 
 
-class Held:
+class PendingCopy:
     """Tensors that are still to be copied, and the optimizers that may change them.
 
     Also when all is copied they are looked at once more, by whoever first says that they may change from now on: torch
@@ -41,7 +41,7 @@ class Held:
         self._optimizers = frozenset(map(id, optimizers))
         self._tensors = tensors
         self.versions = list(map(_version, tensors))
-        self._over = Gate()
+        self._over = Latch()
         self._lock = threading.Lock()
         self._let_go = False
         self.changed = False
@@ -109,7 +109,7 @@ def _install() -> None:
         _installed = True
 
 
-def wait_for_all() -> None:
+def wait_for_copies() -> None:
     """Wait until no pending snapshot has anything left to copy."""
     if not _held or _in_library("loading a state"):
         return
@@ -141,7 +141,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _waiting(load: Callable[..., R]) -> Callable[..., R]:
     @functools.wraps(load)
     def load_state_dict(*args: Any, **kwargs: Any) -> R:
-        wait_for_all()
+        wait_for_copies()
         return load(*args, **kwargs)
 
     return load_state_dict

@@ -11,14 +11,14 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 
-from snapshot.plan.layout import FilePlan, Part
+from snapshot.plan.layout import FilePart, FilePlan
 from snapshot.runtime.arena import arena
 from snapshot.runtime.budget import MemoryBudget
-from snapshot.save.staging import Staged
-from snapshot.save.writer import Writer, arena_size
+from snapshot.save.staging import StagedPart
+from snapshot.save.writer import Writer, arena_bytes
 
 
-class Staging:
+class PartPrefetcher:
     """Parts that are staged by one thread, and written by others."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Staging:
         self._progress = progress
         self._shared = shared
         """Whether another process is to see the slots."""
-        self._staged: dict[tuple[int, int], Staged] = {}
+        self._staged: dict[tuple[int, int], StagedPart] = {}
         self._lock = threading.Lock()
         self._waiting: dict[tuple[int, int], Callable[[], object]] = {}
         self._error: BaseException | None = None
@@ -55,8 +55,8 @@ class Staging:
                 if position < len(self.parts[number]):
                     self._stage(number, position, self.parts[number][position])
 
-    def _stage(self, number: int, position: int, part: Part) -> None:
-        size = arena_size(part.end - part.begin)
+    def _stage(self, number: int, position: int, part: FilePart) -> None:
+        size = arena_bytes(part.end - part.begin)
         slot, granted = None, False
         try:
             granted = self._budget.try_acquire(size)
@@ -99,7 +99,7 @@ class Staging:
         for wake in ready:
             wake()
 
-    async def get(self, number: int, position: int) -> Staged:
+    async def get(self, number: int, position: int) -> StagedPart:
         """The staged part, as soon as it is there."""
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()

@@ -11,13 +11,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from snapshot.distributed.exchange import Call
+from snapshot.distributed.exchange import Exchange
 from snapshot.manifest import entries as e
 from snapshot.manifest.scalars import Scalar
-from snapshot.plan.partition import Dealt, Item, deal
-from snapshot.save.collect import Alike, collect
+from snapshot.plan.partition import Assignment, PartitionItem, partition
+from snapshot.save.collect import ReplicationRules, collect
 from snapshot.save.rendezvous import Opening
-from snapshot.save.replication import Shared, agree_on, check_alike, holders
+from snapshot.save.replication import Replication, agree_on_replicas, check_replicas, holders_of
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.state.prepared import Prepare
@@ -27,12 +27,12 @@ from snapshot.tensors.dtypes import ITEMSIZE, NAMES
 _nbytes = attrgetter("nbytes")
 
 
-class Portion:
+class RankShare:
     """What this rank writes."""
 
-    def __init__(self, call: Call, flat: Flattened, shared: Shared) -> None:
-        self._call = call
-        self.world = call.world
+    def __init__(self, exchange: Exchange, flat: Flattened, shared: Replication) -> None:
+        self._exchange = exchange
+        self.world = exchange.world
         self.flat = flat
         self.shared = shared
         self.leaves: list[Leaf] = []
@@ -43,13 +43,13 @@ class Portion:
         for path, shards in flat.shards.items():
             self._header(path, shards)
         self._choose_pieces()
-        writes_shared = call.rank == 0
+        writes_shared = exchange.rank == 0
         self.blobs: list[Blob] = [blob for blob in flat.blobs if writes_shared or blob.path not in shared.paths]
 
     def _choose_plain(self) -> None:
         """Leaves that are this rank's own, and its share of those that all have."""
         flat, paths = self.flat, self.shared.paths
-        if self._call.alone:
+        if self._exchange.alone:
             self.leaves = list(flat.leaves)
             self.loads = [self.nbytes]
             return
@@ -71,14 +71,14 @@ class Portion:
         for path in self.shared.leading & common.keys():
             group = common.pop(path)
             self.loads[0] += sum(leaf.nbytes for leaf in group)
-            self.leaves += group if self._call.rank == 0 else []
+            self.leaves += group if self._exchange.rank == 0 else []
         groups = [common[path] for path in sorted(common)]
         items = [_item(group) for group in groups]
-        for rank, share in enumerate(deal(items, self.loads)):
+        for rank, share in enumerate(partition(items, self.loads)):
             for dealt in share:
                 size = items[dealt.item].nbytes if dealt.box is None else dealt.box.numel * items[dealt.item].itemsize
                 self.loads[rank] += size
-                if rank == self._call.rank:
+                if rank == self._exchange.rank:
                     group = groups[dealt.item]
                     self.leaves += group if dealt.box is None else [group[0].part(dealt.box)]
 
@@ -101,12 +101,12 @@ class Portion:
         for path in sorted(self.flat.shards):
             for number, piece in enumerate(self.flat.shards[path].pieces):
                 if not piece.replica and (path, number) not in self.shared.spare and path not in self.flat.ties:
-                    groups.setdefault(holders(self._call, piece), []).append((path, piece))
+                    groups.setdefault(holders_of(self._exchange, piece), []).append((path, piece))
         for ranks, pieces in groups.items():
-            share: Sequence[Dealt] = [Dealt(index, None) for index in range(len(pieces))]
+            share: Sequence[Assignment] = [Assignment(index, None) for index in range(len(pieces))]
             if len(ranks) > 1:
-                items = [Item(piece.box.sizes, piece.tensor.element_size()) for _, piece in pieces]
-                share = deal(items, [0] * len(ranks))[ranks.index(self._call.rank)]
+                items = [PartitionItem(piece.box.sizes, piece.tensor.element_size()) for _, piece in pieces]
+                share = partition(items, [0] * len(ranks))[ranks.index(self._exchange.rank)]
             for dealt in share:
                 path, piece = pieces[dealt.item]
                 leaf = self._leaf(path, piece)
@@ -126,7 +126,7 @@ class Portion:
         """A mesh, in this call's numbers."""
         if isinstance(mesh, (list, tuple)):
             return [self._numbered(each) for each in mesh]
-        return mesh if self._call.alone else self._call.ranks.number(mesh)
+        return mesh if self._exchange.alone else self._exchange.ranks.number(mesh)
 
     @property
     def nbytes(self) -> int:
@@ -137,8 +137,8 @@ class Portion:
 
     def entries(self, written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """This rank's entries as they stand in the manifest: its own and shards, and what all share."""
-        rank, paths, shards = self._call.rank, self.shared.paths, self.flat.shards
-        if self._call.alone and not shards and not paths:
+        rank, paths, shards = self._exchange.rank, self.shared.paths, self.flat.shards
+        if self._exchange.alone and not shards and not paths:
             return {f"0/{path}": entry for path, entry in written.items()}, {}
         own: dict[str, Any] = {}
         common: dict[str, Any] = {}
@@ -148,41 +148,41 @@ class Portion:
                 continue  # another rank writes it
             if path in shards:
                 own[f"{self._lowest(shards[path])}/{path}"] = entry
-            elif path in self.flat.once and path not in paths and not self._call.alone:
+            elif path in self.flat.once and path not in paths and not self._exchange.alone:
                 common[f"0/{path}"] = replace(entry, replicated=True)
             elif path not in paths:
                 own[f"{rank}/{path}"] = entry
             elif rank == 0 or not isinstance(entry, (Scalar, e.Container)):
-                if not (self._call.alone and isinstance(entry, e.Container)):
+                if not (self._exchange.alone and isinstance(entry, e.Container)):
                     entry = replace(entry, replicated=True)  # flattening may use it again
                 common[f"0/{path}"] = entry
         return own, common
 
     def _lowest(self, shards: Shards) -> int:
         """The rank under which a sharded tensor stands: the first of its holders, or 0 where they are not known."""
-        if shards.open or self._call.alone:
+        if shards.open or self._exchange.alone:
             return 0
-        return self._call.ranks.numbers(shards.ranks or ())[0]
+        return self._exchange.ranks.numbers(shards.ranks or ())[0]
 
 
-def _item(leaves: Sequence[Leaf]) -> Item:
+def _item(leaves: Sequence[Leaf]) -> PartitionItem:
     first = leaves[0]
     if len(leaves) == 1 and first.splits:
-        return Item(first.shape, ITEMSIZE[first.dtype])
-    return Item((sum(leaf.nbytes for leaf in leaves),), 1, splits=False)
+        return PartitionItem(first.shape, ITEMSIZE[first.dtype])
+    return PartitionItem((sum(leaf.nbytes for leaf in leaves),), 1, splits=False)
 
 
-def portion_of(
-    call: Call,
+def collect_rank_share(
+    exchange: Exchange,
     app_state: Mapping[str, Any],
     prepare: Prepare | None,
     exclude: Sequence[str],
     opening: Opening,
     check: bool,
-) -> Portion:
+) -> RankShare:
     """What this rank writes: its own, and its share of what several ranks have."""
     flat = collect(app_state, prepare, exclude, opening.globs)
-    shared = agree_on(call, flat, Alike(app_state, opening.globs, call.ranks))
+    shared = agree_on_replicas(exchange, flat, ReplicationRules(app_state, opening.globs, exchange.ranks))
     if check:
-        check_alike(call, flat, shared)
-    return Portion(call, flat, shared)
+        check_replicas(exchange, flat, shared)
+    return RankShare(exchange, flat, shared)

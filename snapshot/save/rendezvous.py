@@ -11,17 +11,17 @@ from contextlib import suppress
 
 import msgspec
 
-from snapshot.distributed.exchange import Call
+from snapshot.distributed.exchange import Exchange
 from snapshot.errors import SnapshotError, SnapshotExistsError, StorageError, StorageNotFoundError
 from snapshot.formats import dcp
 from snapshot.formats.notice import is_notice
 from snapshot.manifest.document import METADATA, Document
 from snapshot.runtime.loop import run
-from snapshot.runtime.session import Operation
+from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.storage import ABSENT, URL, Expect, FileStat
 
-Open = Callable[[URL], Operation]
+Open = Callable[[URL], Session]
 
 
 class Hello(msgspec.Struct, array_like=True):
@@ -54,37 +54,37 @@ class Opening(msgspec.Struct):
 
 
 def open_take(
-    call: Call, url: URL, verb: str, globs: Sequence[str], opener: Open, *, overwrite: bool = False, claim: bool
-) -> tuple[Operation, Opening]:
+    exchange: Exchange, url: URL, verb: str, globs: Sequence[str], opener: Open, *, overwrite: bool = False, claim: bool
+) -> tuple[Session, Opening]:
     """Agree on a take. The leader refuses to write over a snapshot, before anything is written, and lays its claim.
 
     With `claim=False` nothing is written and nothing refused: for a dry run.
     """
-    if call.alone:
+    if exchange.alone:
         return opener(url), Opening(url, secrets.token_hex(6), list(globs))
-    held: list[Operation] = []
+    held: list[Session] = []
     opening = Opening(url, "", [])
 
     def lead(hellos: list[Hello]) -> Answer:
         _same_verb(hellos)
         opening.save_id = secrets.token_hex(6)
         if claim:
-            operation = opener(url)
-            held.append(operation)
-            opening.expect = run(expectation(operation, overwrite=overwrite))
+            session = opener(url)
+            held.append(session)
+            opening.expect = run(expectation(session, overwrite=overwrite))
             opening.claimed = True
-            run(cleanup.lay_claim(operation.storage, opening.save_id))
+            run(cleanup.lay_claim(session.storage, opening.save_id))
         common = [glob for glob in hellos[0].globs if all(glob in hello.globs for hello in hellos)]
         return Answer(hellos[0].path, opening.save_id, common)
 
     try:
-        answer = call.exchange(Hello(verb, url.reveal(), list(globs)), lead, Hello, Answer)
+        answer = exchange.agree(Hello(verb, url.reveal(), list(globs)), lead, Hello, Answer)
     except BaseException:
-        for operation in held:
+        for session in held:
             if opening.claimed:
                 cleanup.leave(opening.save_id)
-                run(cleanup.withdraw(operation.storage, opening.save_id))
-            run(operation.close())
+                run(cleanup.withdraw(session.storage, opening.save_id))
+            run(session.close())
         raise
     opening.url = _agreed(url, answer.path)
     opening.save_id, opening.globs = answer.save_id, answer.globs
@@ -106,19 +106,19 @@ class Standing(msgspec.Struct, array_like=True):
     save_id: str
 
 
-def open_restore(call: Call, url: URL, verb: str, opener: Open) -> tuple[Operation, Document]:
+def open_restore(exchange: Exchange, url: URL, verb: str, opener: Open) -> tuple[Session, Document]:
     """Agree on a snapshot: all ranks open the same one, even if it is replaced meanwhile."""
-    held: list[tuple[Operation, Document]] = []
+    held: list[tuple[Session, Document]] = []
 
-    def at(place: URL) -> tuple[Operation, Document]:
-        operation = opener(place)
+    def at(place: URL) -> tuple[Session, Document]:
+        session = opener(place)
         try:
-            return operation, run(operation.open(None if call.alone else call.rank))
+            return session, run(session.open(None if exchange.alone else exchange.rank))
         except BaseException:
-            run(operation.close())
+            run(session.close())
             raise
 
-    if call.alone:
+    if exchange.alone:
         return at(url)
 
     def lead(hellos: list[Hello]) -> Standing:
@@ -127,17 +127,17 @@ def open_restore(call: Call, url: URL, verb: str, opener: Open) -> tuple[Operati
         return Standing(hellos[0].path, held[0][1].save_id)
 
     try:
-        answer = call.exchange(Hello(verb, url.reveal(), []), lead, Hello, Standing)
+        answer = exchange.agree(Hello(verb, url.reveal(), []), lead, Hello, Standing)
     except BaseException:
-        for operation, _ in held:
-            run(operation.close())
+        for session, _ in held:
+            run(session.close())
         raise
     url = _agreed(url, answer.path)
     for _ in range(2):
-        operation, document = held.pop() if held else at(url)
+        session, document = held.pop() if held else at(url)
         if document.save_id == answer.save_id:
-            return operation, document
-        run(operation.close())
+            return session, document
+        run(session.close())
     raise SnapshotError(f"{url}: was replaced while the ranks opened it; restore again")
 
 
@@ -158,9 +158,9 @@ def _same_verb(hellos: Sequence[Hello]) -> None:
         )
 
 
-async def _standing(operation: Operation, path: str, *absent: int) -> FileStat | None:
+async def _standing(session: Session, path: str, *absent: int) -> FileStat | None:
     try:
-        return await operation.storage.stat(path)
+        return await session.storage.stat(path)
     except StorageNotFoundError:
         return None
     except StorageError as error:
@@ -169,24 +169,24 @@ async def _standing(operation: Operation, path: str, *absent: int) -> FileStat |
         return None
 
 
-async def expectation(operation: Operation, *, overwrite: bool) -> Expect:
+async def expectation(session: Session, *, overwrite: bool) -> Expect:
     """What the commit expects to stand at the path: refuse to write over a snapshot, unless that was asked for."""
-    capabilities = operation.storage.capabilities
+    capabilities = session.storage.capabilities
     if not (capabilities.write and capabilities.atomic_put):
-        raise SnapshotError(f"{operation.url}: this storage cannot be written to")
-    standing = await _standing(operation, METADATA)
-    other = await _standing(operation, dcp.METADATA, errno.EISDIR, errno.ENOTDIR)
-    if other is not None and not await is_notice(operation.storage):
+        raise SnapshotError(f"{session.url}: this storage cannot be written to")
+    standing = await _standing(session, METADATA)
+    other = await _standing(session, dcp.METADATA, errno.EISDIR, errno.ENOTDIR)
+    if other is not None and not await is_notice(session.storage):
         raise SnapshotExistsError(
-            f"{operation.url}: holds a checkpoint of torch.distributed.checkpoint, which others would read in place of "
+            f"{session.url}: holds a checkpoint of torch.distributed.checkpoint, which others would read in place of "
             "this one; take to another path, or remove its files"
         )
     if standing is None:
         return ABSENT
     if not overwrite:
         raise SnapshotExistsError(
-            f"{operation.url}: holds a snapshot already; take to another path, or with overwrite=True"
+            f"{session.url}: holds a snapshot already; take to another path, or with overwrite=True"
         )
     with suppress(StorageNotFoundError):
-        await cleanup.expect_ours(operation.storage)
+        await cleanup.expect_ours(session.storage)
     return standing.token

@@ -15,14 +15,14 @@ import msgspec
 import torch
 import xxhash
 
-from snapshot.distributed.exchange import Call
+from snapshot.distributed.exchange import Exchange
 from snapshot.errors import SnapshotError
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.manifest.scalars import Scalar
 from snapshot.plan import consensus as a
 from snapshot.reports import listed
-from snapshot.save.collect import Alike
+from snapshot.save.collect import ReplicationRules
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Leaf
 from snapshot.state.sharded import Piece, Shards
@@ -37,7 +37,7 @@ _digest = xxhash.xxh3_128_digest
 
 
 @dataclass(frozen=True)
-class Shared:
+class Replication:
     """What this rank shares with the others, and who writes it."""
 
     structure: str
@@ -56,7 +56,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownPlan:
     """A plan that was agreed on before."""
 
     structure: str
@@ -65,7 +65,7 @@ class Known:
 
 
 @dataclass
-class Candidates:
+class ReplicaCandidates:
     """What this rank could share, with a digest for each, and what it is made of as a whole."""
 
     items: dict[str, bytes] = field(default_factory=dict)
@@ -86,9 +86,9 @@ class Candidates:
         return of_range(b"".join(sorted(chosen)))
 
 
-def candidates(flat: Flattened, alike: Alike) -> Candidates:
+def find_candidates(flat: Flattened, alike: ReplicationRules) -> ReplicaCandidates:
     """Look at what a rank holds."""
-    found = Candidates()
+    found = ReplicaCandidates()
     structure: list[str] = []
     leaves = _by_path(flat)
     blobs = {blob.path: blob for blob in flat.blobs}
@@ -153,41 +153,41 @@ def bytes_of(leaf: Leaf) -> bytes:
     return bytes(buffer(made.data_ptr(), leaf.nbytes))
 
 
-def agree_on(call: Call, flat: Flattened, alike: Alike) -> Shared:
+def agree_on_replicas(exchange: Exchange, flat: Flattened, alike: ReplicationRules) -> Replication:
     """Find out with the other ranks what is shared."""
-    if call.alone:
-        return Shared("", alike.among(flat.entries), (0,))
-    ranks = call.ranks
-    found = candidates(flat, alike)
+    if exchange.alone:
+        return Replication("", alike.among(flat.entries), (0,))
+    ranks = exchange.ranks
+    found = find_candidates(flat, alike)
     asks = any(piece.holders is None and not piece.replica for held in flat.shards.values() for piece in held.pieces)
     known = ranks.plans.get(found.structure) or (None if asks else ranks.restored)
     basis = known.structure if known else a.FIRST
     paths = frozenset(found.items) if known is None else known.paths & found.items.keys()
     spare = known.spare if known else frozenset()
-    have, expected = _sums(call, flat)
+    have, expected = _sums(exchange, flat)
     for _ in range(MOST_ASKED):
-        record = a.Record(
+        record = a.RankRecord(
             found.structure,
             basis,
             found.digest(paths),
             found.digest(),
             have,
             expected,
-            own_bytes(call, flat, paths, spare),
-            _entries(flat, paths, leader=call.rank == 0),
+            own_bytes(exchange, flat, paths, spare),
+            _entries(flat, paths, leader=exchange.rank == 0),
             asks and basis == a.FIRST,
             found.sketch(paths) if basis not in (a.FIRST, a.ASKED) else b"",
         )
-        answer = call.exchange(record, a.agree, a.Record, a.Agreement)
+        answer = exchange.agree(record, a.agree, a.RankRecord, a.ConsensusReply)
         if answer.settled:
             break
-        paths, spare = _ask(call, flat, found, answer)
+        paths, spare = _ask(exchange, flat, found, answer)
         basis = a.ASKED
     else:
         raise SnapshotError("the ranks cannot agree on what they share: their states change while they are saved")
     if basis != answer.structure:
         _warn(flat, alike, paths)
-    return Shared(
+    return Replication(
         answer.structure,
         paths,
         tuple(answer.loads),
@@ -204,41 +204,41 @@ SKETCH = 64
 """So many of the values that were not shared last time are looked at again."""
 
 
-def keep(call: Call, shared: Shared) -> None:
+def keep(exchange: Exchange, shared: Replication) -> None:
     """What was agreed on has led to a snapshot: the next take of the same structure goes by it."""
-    if not call.alone:
-        plans = call.ranks.plans
+    if not exchange.alone:
+        plans = exchange.ranks.plans
         plans.pop(shared.own, None)
-        plans[shared.own] = Known(shared.structure, shared.paths, shared.spare)
+        plans[shared.own] = KnownPlan(shared.structure, shared.paths, shared.spare)
         while len(plans) > MOST_PLANS:
             plans.pop(next(iter(plans)))
 
 
-def remember(call: Call, document: Document) -> None:
+def remember(exchange: Exchange, document: Document) -> None:
     """Take note of what the ranks of a snapshot that was restored had agreed on: the next take may go by it."""
-    if call.alone or document.world_size != call.world:
+    if exchange.alone or document.world_size != exchange.world:
         return
     paths = frozenset(
         path.partition("/")[2] for path, entry in document.manifest.items() if getattr(entry, "replicated", False)
     )
-    call.ranks.restored = Known(document.structure, paths)
+    exchange.ranks.restored = KnownPlan(document.structure, paths)
 
 
 def _ask(
-    call: Call, flat: Flattened, found: Candidates, answer: a.Agreement
+    exchange: Exchange, flat: Flattened, found: ReplicaCandidates, answer: a.ConsensusReply
 ) -> tuple[frozenset[str], frozenset[tuple[str, int]]]:
     """Say what this rank is asked for; what is shared, and which boxes others write."""
     details = a.Details()
-    if call.rank in answer.speakers:
+    if exchange.rank in answer.speakers:
         details.items = b"".join([*found.items.values(), *found.names.values()])
     for path, shards in flat.shards.items() if answer.boxes else ():
         boxes = [(piece.box.offsets, piece.box.sizes, piece.replica) for piece in shards.pieces]
         if shards.open:
-            details.boxes.append(a.Boxes(path, str(shards.dtype), shards.shape, boxes))
+            details.boxes.append(a.ShardBoxes(path, str(shards.dtype), shards.shape, boxes))
     for path, shards in flat.shards.items() if answer.layouts else ():
-        if not shards.open and call.ranks.among(shards.ranks or ()):
-            details.layouts[path] = _layout(flat, path, shards), list(_numbers(call, path, shards))
-    settlement = call.exchange(details, lambda all_: a.settle(all_, answer.speakers), a.Details, a.Settlement)
+        if not shards.open and exchange.ranks.among(shards.ranks or ()):
+            details.layouts[path] = _layout(flat, path, shards), list(_numbers(exchange, path, shards))
+    settlement = exchange.agree(details, lambda all_: a.settle(all_, answer.speakers), a.Details, a.Settlement)
     common = set(digests(settlement.items))
     differ = [path for path, name in found.names.items() if name in common and found.items[path] not in common]
     if differ:
@@ -247,7 +247,7 @@ def _ask(
             + listed([f"{path} (here {_shown(flat.entries[path])})" for path in differ])
         )
     paths = frozenset(path for path, item in found.items.items() if item in common)
-    spare = frozenset((path, number) for rank, path, number in settlement.spare if rank == call.rank)
+    spare = frozenset((path, number) for rank, path, number in settlement.spare if rank == exchange.rank)
     return paths, spare
 
 
@@ -255,18 +255,18 @@ def _shown(entry: Any) -> str:
     return str(entry.readable or entry.serialized_value)[:80]
 
 
-def _sums(call: Call, flat: Flattened) -> tuple[bytes, bytes]:
+def _sums(exchange: Exchange, flat: Flattened) -> tuple[bytes, bytes]:
     """This rank's part in the check that all holders of a sharded tensor have it, in one layout."""
     have, expected = [], []
     for path, shards in flat.shards.items():
         if shards.open:
             continue
-        numbers = _numbers(call, path, shards)
-        if not call.ranks.among(shards.ranks or ()):
+        numbers = _numbers(exchange, path, shards)
+        if not exchange.ranks.among(shards.ranks or ()):
             continue  # torch gives a DTensor to ranks outside of its mesh as well
         digest = a.layout_digest(path, _layout(flat, path, shards))
         have.append(digest)
-        if numbers[0] == call.rank:
+        if numbers[0] == exchange.rank:
             expected.append(digest * len(numbers))
     return a.as_sum(have), a.as_sum(expected)
 
@@ -276,32 +276,32 @@ def _layout(flat: Flattened, path: str, shards: Shards) -> str:
     return f"{shards.layout}, the same as {flat.ties[path]}" if path in flat.ties else shards.layout
 
 
-def _numbers(call: Call, path: str, shards: Shards) -> tuple[int, ...]:
+def _numbers(exchange: Exchange, path: str, shards: Shards) -> tuple[int, ...]:
     """The ranks that hold a sharded tensor, as this call numbers them."""
-    numbers = call.ranks.numbers(shards.ranks or ())
+    numbers = exchange.ranks.numbers(shards.ranks or ())
     if len(numbers) != len(shards.ranks or ()):
-        gone = [rank for rank in shards.ranks or () if call.ranks.number(rank) is None]
+        gone = [rank for rank in shards.ranks or () if exchange.ranks.number(rank) is None]
         raise SnapshotError(
             f"{path}: rank {gone[0]} holds a part of it, and is not in the process group that was given"
         )
     return numbers
 
 
-def holders(call: Call, piece: Piece) -> tuple[int, ...]:
+def holders_of(exchange: Exchange, piece: Piece) -> tuple[int, ...]:
     """Who holds the same box, as this call numbers them."""
-    if piece.holders is None or len(piece.holders) == 1 or call.alone:
-        return (call.rank,)
-    return call.ranks.numbers(piece.holders)
+    if piece.holders is None or len(piece.holders) == 1 or exchange.alone:
+        return (exchange.rank,)
+    return exchange.ranks.numbers(piece.holders)
 
 
-def own_bytes(call: Call, flat: Flattened, paths: frozenset[str], spare: frozenset[tuple[str, int]]) -> int:
+def own_bytes(exchange: Exchange, flat: Flattened, paths: frozenset[str], spare: frozenset[tuple[str, int]]) -> int:
     """Bytes that only this rank can write, and its share of what some others could."""
     total = sum(leaf.nbytes for leaf in flat.leaves if leaf.entry not in paths)
     total += sum(len(blob.data) for blob in flat.blobs if blob.path not in paths)
     for path, shards in flat.shards.items():
         for number, piece in enumerate(shards.pieces):
             if not piece.replica and (path, number) not in spare:
-                total += piece.tensor.nbytes // len(holders(call, piece))
+                total += piece.tensor.nbytes // len(holders_of(exchange, piece))
     return total
 
 
@@ -310,7 +310,7 @@ def _entries(flat: Flattened, paths: frozenset[str], *, leader: bool) -> int:
     return pieces + len(flat.entries) - (0 if leader else len(paths))
 
 
-def _warn(flat: Flattened, alike: Alike, paths: frozenset[str]) -> None:
+def _warn(flat: Flattened, alike: ReplicationRules, paths: frozenset[str]) -> None:
     left = [
         path
         for path, entry in flat.entries.items()
@@ -334,10 +334,10 @@ def _warn(flat: Flattened, alike: Alike, paths: frozenset[str]) -> None:
         )
 
 
-def check_alike(call: Call, flat: Flattened, shared: Shared) -> None:
+def check_replicas(exchange: Exchange, flat: Flattened, shared: Replication) -> None:
     """Compare over the ranks, by digests of all bytes, what is replicated, and the boxes that several hold; raise where
     it differs."""
-    if call.alone:
+    if exchange.alone:
         return
     mine: dict[str, str] = {}
     leaves = _by_path(flat)
@@ -346,8 +346,8 @@ def check_alike(call: Call, flat: Flattened, shared: Shared) -> None:
             mine[path + leaf.path.removeprefix(leaf.entry).replace("%[", "[")] = leaf_digest(leaf)
     for path, shards in flat.shards.items():
         for piece in shards.pieces:
-            if len(holders(call, piece)) > 1:
-                among = ", ".join(map(str, holders(call, piece)))
+            if len(holders_of(exchange, piece)) > 1:
+                among = ", ".join(map(str, holders_of(exchange, piece)))
                 name, dtype = f"{path}[{piece.box}] (on the ranks {among})", NAMES[piece.tensor.dtype]
                 plain = is_plain(piece.tensor)
                 mine[name] = leaf_digest(
@@ -368,7 +368,7 @@ def check_alike(call: Call, flat: Flattened, shared: Shared) -> None:
             )
         return True
 
-    call.exchange(mine, lead, dict[str, str], bool)
+    exchange.agree(mine, lead, dict[str, str], bool)
 
 
 def leaf_digest(leaf: Leaf) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from snapshot.errors import SnapshotError
-from snapshot.plan.layout import Extent, FilePlan, Part
+from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.runtime.arena import Slot, arena
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.state.leaves import Leaf
@@ -24,7 +24,7 @@ from snapshot.tensors.memory import SHORT, buffer, copy, copy_short, view
 from snapshot.trace import span
 
 
-class Staged:
+class StagedPart:
     """A part's bytes in host memory, and what has to be given back when they are written."""
 
     __slots__ = ("_budget", "_shares", "buffers", "slot")
@@ -38,7 +38,7 @@ class Staged:
         self.slot = slot
         self._budget = budget
 
-    def shares(self, file: FilePlan, part: Part) -> Sequence[Buffer]:
+    def shares(self, file: FilePlan, part: FilePart) -> Sequence[Buffer]:
         """The bytes of each extent in this part, in order: what is digested."""
         if self._shares is not None:
             return self._shares
@@ -57,7 +57,7 @@ class Staged:
             self._budget.release(slot.size)
 
 
-class Source:
+class Stager:
     """The tensors of one take, as a source of parts."""
 
     fetches = False
@@ -75,7 +75,7 @@ class Source:
         self.plain = [leaf.plain for leaf in leaves]
         self.streams = _Streams([leaf.tensor for leaf in leaves if not leaf.plain])
 
-    def needs_slot(self, file: FilePlan, part: Part) -> int:
+    def needs_slot(self, file: FilePlan, part: FilePart) -> int:
         """How many bytes of a slot staging a part will take; 0 where its tensors' own memory will do."""
         if self.copies:
             return part.end - part.begin
@@ -86,7 +86,7 @@ class Source:
             if not plain[each.leaf]
         )
 
-    def stage(self, file: FilePlan, part: Part, slot: Slot | None, budget: MemoryBudget | None) -> Staged:
+    def stage(self, file: FilePlan, part: FilePart, slot: Slot | None, budget: MemoryBudget | None) -> StagedPart:
         """Bring a part into host memory. With a slot for all of it, everything is copied, else only what must be."""
         header = file.header[part.begin : part.end] if part.begin < len(file.header) else b""
         with span("stage", bytes=part.end - part.begin, copied=slot is not None):
@@ -99,7 +99,7 @@ class Source:
                 self._check(file, part)
         return staged
 
-    async def fetch(self, file: FilePlan, part: Part, slot: Slot, budget: MemoryBudget) -> Staged:
+    async def fetch(self, file: FilePlan, part: FilePart, slot: Slot, budget: MemoryBudget) -> StagedPart:
         """The same, where that waits for another storage."""
         return await in_thread(self.stage, file, part, slot, budget)
 
@@ -117,7 +117,7 @@ class Source:
         self._watched = {}
         self.leaves = ()
 
-    def _check(self, file: FilePlan, part: Part) -> None:
+    def _check(self, file: FilePlan, part: FilePart) -> None:
         leaves = self.leaves  # before the others, which `forget` clears first
         watched = self._watched
         for extent in file.extents[part.first : part.last]:
@@ -134,7 +134,9 @@ class Source:
                     'staging="blocking"'
                 )
 
-    def _copy(self, file: FilePlan, part: Part, slot: Slot, budget: MemoryBudget | None, header: bytes) -> Staged:
+    def _copy(
+        self, file: FilePlan, part: FilePart, slot: Slot, budget: MemoryBudget | None, header: bytes
+    ) -> StagedPart:
         if header:
             slot.view[: len(header)] = header
         base, whole = slot.address - part.begin, slot.view
@@ -149,11 +151,11 @@ class Source:
                     continue
             begin, end = max(begin, part_begin), min(end, part_end)
             self._fill(leaves[extent.leaf], extent, begin, end, slot, begin - part_begin)
-        return Staged([whole[: part_end - part_begin]], None, slot, budget)
+        return StagedPart([whole[: part_end - part_begin]], None, slot, budget)
 
     def _borrow(
-        self, file: FilePlan, part: Part, slot: Slot | None, budget: MemoryBudget | None, header: bytes
-    ) -> Staged:
+        self, file: FilePlan, part: FilePart, slot: Slot | None, budget: MemoryBudget | None, header: bytes
+    ) -> StagedPart:
         shares: list[Buffer] = []
         used = 0
         leaves, plain = self.leaves, self.plain
@@ -167,7 +169,7 @@ class Source:
             self._fill(leaves[extent.leaf], extent, begin, end, slot, used)
             shares.append(slot.view[used : used + end - begin])
             used += end - begin
-        return Staged([header, *shares] if header else list(shares), shares, slot, budget)
+        return StagedPart([header, *shares] if header else list(shares), shares, slot, budget)
 
     def _fill(self, leaf: Leaf, extent: Extent, begin: int, end: int, slot: Slot, at: int) -> None:
         """Copy the file's bytes [begin, end), which are an extent's, to a slot."""
@@ -252,7 +254,7 @@ class FileDigests:
         self._running: RunningDigest | None = None
         self._next = 0
 
-    def update(self, part: Part, shares: Sequence[Buffer]) -> None:
+    def update(self, part: FilePart, shares: Sequence[Buffer]) -> None:
         """Take the shares that the part's extents have in it."""
         extents, digests, part_end = self._file.extents, self.digests, part.end
         for index, share in zip(range(part.first, part.last), shares, strict=True):

@@ -14,27 +14,33 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from snapshot.distributed.exchange import Call, Undecided
+from snapshot.distributed.exchange import Exchange, Undecided
 from snapshot.errors import CommitUnknown, RankError, SnapshotError, StorageError, system_limits
 from snapshot.events import Meter, emit
 from snapshot.manifest.document import DEEPEST, nesting
 from snapshot.plan.globs import matcher
 from snapshot.plan.layout import SavePlan, location
-from snapshot.plan.plan_cache import Planner
-from snapshot.runtime.loop import Work, cancelled, in_own_thread, refuse_on_loop, run, work_on
-from snapshot.runtime.session import Operation
+from snapshot.plan.plan_cache import PlanCache
+from snapshot.runtime.loop import LoopFuture, cancelled, in_own_thread, refuse_on_loop, run, work_on
+from snapshot.runtime.session import Session
 from snapshot.save import cleanup
-from snapshot.save.manifest_builder import Described, describe, filled, kept, told
-from snapshot.save.optimizer_barrier import Held
-from snapshot.save.prefetch import Staging
-from snapshot.save.rank_share import Portion
+from snapshot.save.manifest_builder import (
+    RankManifest,
+    build_entries,
+    encode_for_leader,
+    encode_own_part,
+    shard_checksums,
+)
+from snapshot.save.optimizer_barrier import PendingCopy
+from snapshot.save.prefetch import PartPrefetcher
+from snapshot.save.rank_share import RankShare
 from snapshot.save.rendezvous import Opening, expectation, open_take
 from snapshot.save.replication import keep
-from snapshot.save.staging import Source
-from snapshot.save.transaction import Done, Ending, kept_path, told_path
+from snapshot.save.staging import Stager
+from snapshot.save.transaction import Ending, RankDone, leader_part_path, own_part_path
 from snapshot.save.verify_writes import expect_written, share_of
 from snapshot.save.writer import Writer, write_small
-from snapshot.state.overlap_eligible import Owned
+from snapshot.state.overlap_eligible import OverlapEligible
 from snapshot.state.stateful import check_app_state
 from snapshot.storage import URL, Expect, in_thread, uninterrupted
 from snapshot.tensors.digest import SIZE, block_count, of_range
@@ -52,20 +58,20 @@ LOOK = 0.5
 """Seconds between two looks at whether another rank has failed, while this one writes."""
 
 
-_planner = Planner()
+_planner = PlanCache()
 
 
-def make(portion: Portion, operation: Operation, *, staged: bool, late: bytes = b"") -> SavePlan:
+def plan_writes(portion: RankShare, session: Session, *, staged: bool, late: bytes = b"") -> SavePlan:
     """What is written where."""
     blobs = sum(len(blob.data) + SIZE * block_count(len(blob.data)) for blob in portion.blobs)
-    limits = operation.storage.limits
+    limits = session.storage.limits
     payload = portion.nbytes
     at_once = payload if staged else limits.preferred_part * limits.parallel_parts if limits.alignment > 1 else 0
-    at_once = min(at_once, operation.budget.limit, payload)
+    at_once = min(at_once, session.budget.limit, payload)
     loads = tuple(portion.loads) if len(portion.loads) > 1 else ()
     # Where a file takes one part after the other, what cores there are is not what bounds how many are written.
     sequential = limits.in_order and limits.parts_per_file == 1
-    lanes = (sequential and (operation.settings.lanes or limits.parallel_files)) or operation.settings.lane_count()
+    lanes = (sequential and (session.settings.lanes or limits.parallel_files)) or session.settings.lane_count()
     return _planner.plan(portion.leaves, blobs, limits, lanes, at_once, loads, late)
 
 
@@ -74,32 +80,32 @@ class Take:
 
     def __init__(
         self,
-        call: Call,
-        operation: Operation,
+        exchange: Exchange,
+        session: Session,
         opening: Opening,
         metadata: msgspec.Raw,
         meter: Meter,
         read_back: float = 0.0,
     ) -> None:
-        self._call = call
-        self.operation = operation
-        self._storage = operation.storage
+        self._exchange = exchange
+        self.session = session
+        self._storage = session.storage
         self._verb = meter.verb
         self._meter = meter
         self._save_id = opening.save_id
-        self.ending = Ending(call, operation, opening.save_id, metadata)
+        self.ending = Ending(exchange, session, opening.save_id, metadata)
         self.ending.expect = opening.expect
         self._claimed = opening.claimed
         self._began = time.perf_counter()
-        self._staging: Staging | None = None
+        self._staging: PartPrefetcher | None = None
         self._stager: threading.Thread | None = None
         """Stages what may be staged after the call."""
         self._process: WriterProcess | None = None
         """What writes the data files, where that is not this process."""
-        self._work: Work[None] | None = None
-        self._checked: Work[Expect] | None = None
+        self._work: LoopFuture[None] | None = None
+        self._checked: LoopFuture[Expect] | None = None
         """A look at what is at the path, beside all else."""
-        self.held: Held | None = None
+        self.held: PendingCopy | None = None
         """What is still to be copied when the call returns."""
         self._writing = False
         self._read_back = read_back
@@ -126,59 +132,61 @@ class Take:
                 self.held.end()
             if not self._writing:
                 self._meter.close()
-                self._call.fail(error)
+                self._exchange.fail(error)
                 cleanup.leave(self._save_id)
                 if self._claimed:
                     run(cleanup.withdraw(self._storage, self._save_id))
-                run(self.operation.close())
-                emit("failed", self._verb, str(self.operation.url), error=error)
+                run(self.session.close())
+                emit("failed", self._verb, str(self.session.url), error=error)
 
-    def prepare(self, portion: Portion, plan: SavePlan | None, *, stage: bool, owned: Owned | None = None) -> None:
+    def prepare(
+        self, portion: RankShare, plan: SavePlan | None, *, stage: bool, owned: OverlapEligible | None = None
+    ) -> None:
         """Plan, or check the plan that was given. `stage`: everything will be copied, by the caller's thread, but for
         what is `owned`: that may be copied later."""
         late = b""
         owners: list[torch.Tensor] = []
         if owned:
             flat = portion.flat
-            leaves = portion.leaves if self._call.alone else flat.leaves
+            leaves = portion.leaves if self._exchange.alone else flat.leaves
             late, owners = owned.late(portion.leaves, leaves, flat.shards, flat.ties)
             try:
-                self.held = Held(owned.optimizers, owners) if owners else None
+                self.held = PendingCopy(owned.optimizers, owners) if owners else None
             except RuntimeError:  # tensors of inference mode do not count how often they were changed
                 late, owners = b"", []
             if self.held is not None:
                 self.held.begin()
-        made = make(portion, self.operation, staged=stage, late=late)
+        made = plan_writes(portion, self.session, staged=stage, late=late)
         if plan is not None and plan.structure != made.structure:
             raise ValueError("the plan was made for other names, shapes or dtypes, or for another storage")
         self._portion = portion
         self._plan = made
         copies = stage or self._storage.limits.alignment > 1
-        source = Source(portion.leaves, copies=copies, parallel=stage)
+        source = Stager(portion.leaves, copies=copies, parallel=stage)
         if self.held is not None:
             source.watch(late, owners, self.held.versions)
-        budget, part_bytes = self.operation.budget, self.operation.settings.part_bytes
+        budget, part_bytes = self.session.budget, self.session.settings.part_bytes
         if stage and not part_bytes and self._storage.capabilities.blocking:
             part_bytes = PART_AHEAD
         self._writer = Writer(self._storage, source, budget, self._meter.wrote, part_bytes)
         self._meter.begin(made.total_bytes)
-        emit("start", self._verb, str(self.operation.url), bytes=made.total_bytes)
+        emit("start", self._verb, str(self.session.url), bytes=made.total_bytes)
 
     def check_path(self, *, overwrite: bool) -> None:
         """Begin to look at what is at the path; the writing waits for the answer."""
-        self._checked = work_on(expectation(self.operation, overwrite=overwrite))
+        self._checked = work_on(expectation(self.session, overwrite=overwrite))
         self._checked.begin()
 
-    def fetch_from(self, source: Source) -> None:
+    def fetch_from(self, source: Stager) -> None:
         """Have the planned leaves' bytes from elsewhere than from their tensors."""
         self._writer.source = source
 
-    def stage_and_start(self, process: WriterProcess | None = None) -> Work[None]:
+    def stage_and_start(self, process: WriterProcess | None = None) -> LoopFuture[None]:
         """Stage what must be staged now, and begin to write: afterwards, or as soon as the budget is used up."""
         self._process = process
         source = self._writer.source
-        staging = Staging(
-            self._writer, self.operation.budget, self._plan.files, self._meter.staged, shared=process is not None
+        staging = PartPrefetcher(
+            self._writer, self.session.budget, self._plan.files, self._meter.staged, shared=process is not None
         )
         self._staging = staging
         count = len(self._plan.files)
@@ -220,7 +228,7 @@ class Take:
             if cause is not None:
                 raise cause from None
 
-    def _stage(self, staging: Staging, files: range) -> None:
+    def _stage(self, staging: PartPrefetcher, files: range) -> None:
         """Stage what may be staged after the call. What fails in it fails the writing, which waits for it."""
         assert self.held is not None
         try:
@@ -235,7 +243,7 @@ class Take:
 
     def _all_staged(self) -> None:
         self._meter.staged(self._plan.blob_bytes)  # which never was the application's
-        emit("staged", self._verb, str(self.operation.url), bytes=self._plan.total_bytes)
+        emit("staged", self._verb, str(self.session.url), bytes=self._plan.total_bytes)
 
     async def write(self) -> None:
         """Claim, write, commit, clean; if anything fails, leave nothing.
@@ -245,43 +253,43 @@ class Take:
         self._writing = True
         cleanup.enter(self._save_id)
         try:
-            if self._call.rank == 0 and not self._claimed:
+            if self._exchange.rank == 0 and not self._claimed:
                 await cleanup.lay_claim(self._storage, self._save_id)
             described, done = await self._while_all_go_on(self._write_files())
             if self._read_back:
-                await self._while_all_go_on(expect_written(self.operation, described, self._read_back, self._verb))
+                await self._while_all_go_on(expect_written(self.session, described, self._read_back, self._verb))
             if self.held is not None:
                 await in_thread(self.held.let_go)
                 if self.held.changed:
                     raise SnapshotError(CHANGED)
             await self.ending.finish(described, done, self._plan.structure)
-            keep(self._call, self._portion.shared)
+            keep(self._exchange, self._portion.shared)
         except CommitUnknown as error:
-            emit("failed", self._verb, str(self.operation.url), error=error)
+            emit("failed", self._verb, str(self.session.url), error=error)
             raise
         except BaseException as error:
             if self._staging is not None:
                 self._staging.stop(error)
-            gone = await uninterrupted(in_own_thread(self._call.fail, error))
+            gone = await uninterrupted(in_own_thread(self._exchange.fail, error))
             note = await uninterrupted(self.ending.abort(gone))
             if note:
                 error.add_note(note)
             else:
-                emit("failed", self._verb, str(self.operation.url), error=error)
+                emit("failed", self._verb, str(self.session.url), error=error)
             if isinstance(error, StorageError):  # it may come of what another rank's failure cleaned away
                 first = await uninterrupted(in_own_thread(self._first_fault))
-                if isinstance(first, RankError) and first.rank != self._call.rank:
+                if isinstance(first, RankError) and first.rank != self._exchange.rank:
                     raise first from error
             raise
         finally:
             await self._end_staging()
             self._forget()
             cleanup.leave(self._save_id)
-            await uninterrupted(in_own_thread(self._call.close))
-            await uninterrupted(self.operation.close())
+            await uninterrupted(in_own_thread(self._exchange.close))
+            await uninterrupted(self.session.close())
             self._meter.close()
         seconds = time.perf_counter() - self._began
-        emit("committed", self._verb, str(self.operation.url), bytes=self._plan.total_bytes, seconds=round(seconds, 3))
+        emit("committed", self._verb, str(self.session.url), bytes=self._plan.total_bytes, seconds=round(seconds, 3))
 
     async def _end_staging(self) -> None:
         """Give its memory back, when the part that is being copied is: it was the last."""
@@ -300,17 +308,17 @@ class Take:
 
     def _first_fault(self) -> SnapshotError | None:
         with contextlib.suppress(SnapshotError, Undecided):
-            return self._call.given_up()
+            return self._exchange.given_up()
         return None
 
     async def _while_all_go_on(self, work: Coroutine[Any, Any, T]) -> T:
         """Do work, and stop if another rank has failed meanwhile."""
-        if self._call.alone:
+        if self._exchange.alone:
             return await work
         task = asyncio.create_task(work)
         try:
             while not (await asyncio.wait([task], timeout=LOOK))[0]:
-                error = await in_own_thread(self._call.given_up)
+                error = await in_own_thread(self._exchange.given_up)
                 if error is not None:
                     raise error
         except BaseException:
@@ -318,38 +326,44 @@ class Take:
             raise
         return task.result()
 
-    async def _write_files(self) -> tuple[Described, Done]:
+    async def _write_files(self) -> tuple[RankManifest, RankDone]:
         """Write the data files, and what describes them, for the leader to read."""
-        rank, save_id = self._call.rank, self._save_id
+        rank, save_id = self._exchange.rank, self._save_id
         files = self._plan.files
         locations = [location(save_id, rank, n, "safetensors") for n in range(len(files))]
         binary = location(save_id, rank, len(files), "bin")
-        self.ending.names = [*locations, binary, kept_path(save_id, rank), told_path(save_id, rank)]
+        self.ending.names = [*locations, binary, own_part_path(save_id, rank), leader_part_path(save_id, rank)]
         if self._process is None or self._staging is None:
             written = await self._writer.write(files, locations, self._staging)
         else:
             self.ending.by_another = locations
             written = await self._process.write(
-                self.operation.url, self.operation.options, durable=self.operation.durable,
-                budget=self.operation.budget.total, files=files, locations=locations, parts=self._staging.parts,
-                staging=self._staging, progress=self._meter.wrote,
-            )  # fmt: skip
-        described = await in_thread(describe, self._portion, written, binary)
+                self.session.url,
+                self.session.options,
+                durable=self.session.durable,
+                budget=self.session.budget.total,
+                files=files,
+                locations=locations,
+                parts=self._staging.parts,
+                staging=self._staging,
+                progress=self._meter.wrote,
+            )
+        described = await in_thread(build_entries, self._portion, written, binary)
         if described.chunks:
             await write_small(self._storage, binary, described.chunks, self._meter.wrote)
-        part = await in_thread(kept, described)
+        part = await in_thread(encode_own_part, described)
         if part:
-            await write_small(self._storage, kept_path(save_id, rank), [part], lambda _: None)
-        tells = await in_thread(told, described) if rank else b""
+            await write_small(self._storage, own_part_path(save_id, rank), [part], lambda _: None)
+        tells = await in_thread(encode_for_leader, described) if rank else b""
         if tells:
-            await write_small(self._storage, told_path(save_id, rank), [tells], lambda _: None)
+            await write_small(self._storage, leader_part_path(save_id, rank), [tells], lambda _: None)
         if rank:
             await self._storage.settle()  # the leader's commit does it for what the leader wrote
-        sums = filled(described) if described.cut else (b"", b"")
-        return described, Done((len(tells), of_range(tells)), (len(part), of_range(part), len(described.own)), sums)
+        sums = shard_checksums(described) if described.cut else (b"", b"")
+        return described, RankDone((len(tells), of_range(tells)), (len(part), of_range(part), len(described.own)), sums)
 
 
-def as_json(metadata: Mapping[str, Any] | None) -> msgspec.Raw:
+def encode_metadata(metadata: Mapping[str, Any] | None) -> msgspec.Raw:
     """The user's metadata as it stands in the manifest; `TypeError` for what JSON cannot hold."""
     try:
         json.dumps(metadata, allow_nan=False)  # JSON has no NaN, and msgspec would make it null
@@ -362,23 +376,23 @@ def as_json(metadata: Mapping[str, Any] | None) -> msgspec.Raw:
 
 
 def begin(
-    call: Call,
+    exchange: Exchange,
     path: str | os.PathLike[str],
     app_state: Mapping[str, Any],
     meter: Meter,
     replicated: Sequence[str] | None,
     overwrite: bool,
     metadata: Mapping[str, Any] | None,
-    opener: Callable[[URL], Operation],
+    opener: Callable[[URL], Session],
     verify_writes: bool | float = False,
 ) -> tuple[Take, Opening]:
     """Check what can be checked before anything is done, and agree with the other ranks on what is begun."""
     refuse_on_loop()
     check_app_state(app_state)
-    note = as_json(metadata)
+    note = encode_metadata(metadata)
     matcher(replicated or ())
     read_back = share_of(verify_writes)
-    operation, opening = open_take(
-        call, URL.parse(os.fspath(path)), meter.verb, replicated or (), opener, overwrite=overwrite, claim=True
+    session, opening = open_take(
+        exchange, URL.parse(os.fspath(path)), meter.verb, replicated or (), opener, overwrite=overwrite, claim=True
     )
-    return Take(call, operation, opening, note, meter, read_back), opening
+    return Take(exchange, session, opening, note, meter, read_back), opening

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from snapshot.distributed.exchange import LEADER, Call, Undecided
+from snapshot.distributed.exchange import LEADER, Exchange, Undecided
 from snapshot.errors import (
     CommitUnknown,
     CorruptSnapshotError,
@@ -24,12 +24,12 @@ from snapshot.errors import (
     StorageNotFoundError,
 )
 from snapshot.events import log
-from snapshot.manifest.document import METADATA, Part, PartEntry, decode_part, encode
+from snapshot.manifest.document import METADATA, ManifestPart, PartEntry, decode_part, encode
 from snapshot.plan.consensus import total
 from snapshot.runtime.loop import in_own_thread, run
-from snapshot.runtime.session import Operation
+from snapshot.runtime.session import Session
 from snapshot.save import cleanup
-from snapshot.save.manifest_builder import Described, join
+from snapshot.save.manifest_builder import RankManifest, build_document
 from snapshot.storage import ABSENT, Expect, in_thread, uninterrupted
 from snapshot.trace import span
 
@@ -38,17 +38,17 @@ AT_ONCE = 64
 """How many ranks' words the leader reads side by side."""
 
 
-def told_path(save_id: str, rank: int) -> str:
+def leader_part_path(save_id: str, rank: int) -> str:
     """What a rank tells the leader: gone when the manifest is there."""
     return f"data/{save_id}-{rank}-0.json"
 
 
-def kept_path(save_id: str, rank: int) -> str:
+def own_part_path(save_id: str, rank: int) -> str:
     """A rank's part of a large manifest."""
     return f"data/{save_id}-{rank}.json"
 
 
-class Done(msgspec.Struct, array_like=True):
+class RankDone(msgspec.Struct, array_like=True):
     """What a rank says when all of its own is on storage: which bytes describe it."""
 
     told: tuple[int, str]
@@ -62,10 +62,10 @@ class Done(msgspec.Struct, array_like=True):
 class Ending:
     """The commit of a take, or its end without one."""
 
-    def __init__(self, call: Call, operation: Operation, save_id: str, metadata: msgspec.Raw) -> None:
-        self._call = call
-        self._operation = operation
-        self._storage = operation.storage
+    def __init__(self, exchange: Exchange, session: Session, save_id: str, metadata: msgspec.Raw) -> None:
+        self._exchange = exchange
+        self._session = session
+        self._storage = session.storage
         self._save_id = save_id
         self._metadata = metadata
         self._structure = ""
@@ -84,22 +84,26 @@ class Ending:
         self.names: list[str] = []
         """The files that this rank may have made, for where nobody can list them."""
 
-    async def finish(self, described: Described, done: Done, structure: str) -> None:
+    async def finish(self, described: RankManifest, done: RankDone, structure: str) -> None:
         """All ranks have written: the leader commits, and all wait for that."""
         self._structure = structure
-        if self._call.alone:
+        if self._exchange.alone:
             await uninterrupted(self._commit(described, [done]))
             return
-        self._call.posted = True
+        self._exchange.posted = True
         exchange = asyncio.ensure_future(
             in_own_thread(
-                self._call.exchange, done, lambda all_: run(uninterrupted(self._commit(described, all_))), Done, bool
+                self._exchange.agree,
+                done,
+                lambda all_: run(uninterrupted(self._commit(described, all_))),
+                RankDone,
+                bool,
             )
         )
         try:
             await asyncio.shield(exchange)
         except asyncio.CancelledError as error:  # of this rank, not of the exchange: unless it is too late, give it up
-            await uninterrupted(in_own_thread(self._call.fail, error))
+            await uninterrupted(in_own_thread(self._exchange.fail, error))
             try:
                 await uninterrupted(_awaited(exchange))
             except CommitUnknown:
@@ -114,15 +118,15 @@ class Ending:
         """The leader was lost after all had written. Where a commit needs its claim, taking that away decides it; else
         whether it commits can only be seen on storage."""
         if await self._stands() or await self._late():
-            log.warning("%s: %s, but the snapshot is committed", self._operation.url, lost)
+            log.warning("%s: %s, but the snapshot is committed", self._session.url, lost)
             return
         if not self._gone:
             raise CommitUnknown(
-                f"{self._operation.url}: {lost}, after its decision to commit; the snapshot may still appear: look "
+                f"{self._session.url}: {lost}, after its decision to commit; the snapshot may still appear: look "
                 "again later (Snapshot(path).exists())"
             ) from lost
         raise RankError(
-            f"rank {LEADER}: {self._operation.url}: {lost}, after its decision to commit; its claim was taken away, so "
+            f"rank {LEADER}: {self._session.url}: {lost}, after its decision to commit; its claim was taken away, so "
             "nothing was committed, nor can be",
             rank=LEADER,
         ) from lost
@@ -143,51 +147,53 @@ class Ending:
         except SnapshotError:
             return False
 
-    async def _commit(self, described: Described, done: Sequence[Done]) -> bool:
+    async def _commit(self, described: RankManifest, done: Sequence[RankDone]) -> bool:
         """Make all parts one manifest, and commit it."""
         if total(each.filled[0] for each in done) != total(each.filled[1] for each in done):
             raise CorruptSnapshotError("all ranks together did not write every shard once")
         parts = [
-            PartEntry(kept_path(self._save_id, rank), *each.kept[:2], [rank], each.kept[2])
+            PartEntry(own_part_path(self._save_id, rank), *each.kept[:2], [rank], each.kept[2])
             for rank, each in enumerate(done)
         ]
         at_once = asyncio.Semaphore(AT_ONCE)
-        limit = self._operation.settings.manifest_bytes
+        limit = self._session.settings.manifest_bytes
 
-        async def tells(rank: int) -> Part:
-            where = told_path(self._save_id, rank)
+        async def tells(rank: int) -> ManifestPart:
+            where = leader_part_path(self._save_id, rank)
 
-            async def read() -> Part:
+            async def read() -> ManifestPart:
                 data = await self._storage.get(where, limit=limit)
                 return decode_part(data, PartEntry(where, *done[rank].told, [rank], -1), where)
 
             try:
                 async with at_once:
-                    return await self._operation.twice(where, read)
+                    return await self._session.twice(where, read)
             except StorageNotFoundError as error:
                 raise SnapshotError(
                     f"{error}: rank {rank} wrote it, and rank 0 does not see it; all ranks must share one storage"
                 ) from error
 
         others = await asyncio.gather(*map(tells, range(1, len(done))))
-        document = await in_thread(join, described, self._save_id, self._metadata, self._structure, parts, others)
+        document = await in_thread(
+            build_document, described, self._save_id, self._metadata, self._structure, parts, others
+        )
         data = await in_thread(encode, document)
-        return await self.commit(data, [told_path(self._save_id, rank) for rank in range(1, len(done))])
+        return await self.commit(data, [leader_part_path(self._save_id, rank) for rank in range(1, len(done))])
 
     async def commit(self, data: bytes, told: Sequence[str] = ()) -> bool:
         """Commit a manifest whose files are written. Afterwards clean up, and remove what the ranks told the leader."""
         await cleanup.claimed(self._storage, self._save_id)
         await self._expect_written()
-        await in_own_thread(self._call.commit)
+        await in_own_thread(self._exchange.commit)
         sent = False
         try:
             expect = await cleanup.condition(self._storage, self.expect)
             sent = self._decided = True
-            with span("commit", path=str(self._operation.url)):
+            with span("commit", path=str(self._session.url)):
                 await self._storage.commit(cleanup.claim_path(self._save_id), METADATA, data, expect=expect)
         except StorageConflictError as error:
             raise SnapshotExistsError(
-                f"{self._operation.url}: another take was faster, or cleaned this one away; nothing of this one is "
+                f"{self._session.url}: another take was faster, or cleaned this one away; nothing of this one is "
                 f"left ({error})"
             ) from error
         except StorageError as error:
@@ -199,7 +205,7 @@ class Ending:
             else:
                 self._unknown = True
                 raise CommitUnknown(
-                    f"{self._operation.url}: the manifest was sent, and no answer came: the snapshot may be there, or "
+                    f"{self._session.url}: the manifest was sent, and no answer came: the snapshot may be there, or "
                     "still appear: look again later (Snapshot(path).exists()). Its files were left, and a claim, by "
                     f"which they are cleaned away if it does not ({error})"
                 ) from error
@@ -231,7 +237,7 @@ class Ending:
         """
         if self._unknown:
             return ""
-        if not (self._call.alone or gone or self._gone) and self._call.rank:
+        if not (self._exchange.alone or gone or self._gone) and self._exchange.rank:
             return ""  # the leader's word was first: what is there is the leader's to remove
         with contextlib.suppress(SnapshotError, TimeoutError):
             async with self._not_for_long():
@@ -242,13 +248,13 @@ class Ending:
                     except SnapshotError:
                         if not self._refused:
                             return "whether the snapshot was committed cannot be seen: look again later"
-                claim = {cleanup.claim_path(self._save_id)} if self._call.rank == 0 else set()
+                claim = {cleanup.claim_path(self._save_id)} if self._exchange.rank == 0 else set()
                 await self._storage.delete([*{*await self._mine(), *claim}])
         return ""
 
     async def _mine(self) -> list[str]:
         """The files of this rank; of the leader, all of the take."""
-        rank = None if self._call.rank == 0 else self._call.rank
+        rank = None if self._exchange.rank == 0 else self._exchange.rank
         try:
             return [path for path in await cleanup.ours(self._storage) if cleanup.is_of(path, self._save_id, rank)]
         except SnapshotError:

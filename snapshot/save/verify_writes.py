@@ -10,12 +10,12 @@ import msgspec
 
 from snapshot.errors import CorruptSnapshotError
 from snapshot.events import Meter, emit
-from snapshot.load.requests import Want
+from snapshot.load.requests import ReadRequest
 from snapshot.load.stored_ranges import wants_of
 from snapshot.manifest.document import FORMAT, Document
 from snapshot.reports import listed
-from snapshot.runtime.session import Operation
-from snapshot.save.manifest_builder import Described
+from snapshot.runtime.session import Session
+from snapshot.save.manifest_builder import RankManifest
 from snapshot.verbs.verify import Stretch, Verification, cut_wants
 
 PIECE = 4 << 20
@@ -30,29 +30,29 @@ def share_of(verify_writes: bool | float) -> float:
     return share
 
 
-async def expect_written(operation: Operation, described: Described, share: float, verb: str) -> None:
+async def expect_written(session: Session, described: RankManifest, share: float, verb: str) -> None:
     """Read a share of what this process has written, and raise where it is not what was meant to be there."""
     files, manifest = described.files, {**described.shared, **described.own}
-    storage = operation.storage
+    storage = session.storage
     await storage.drop_caches(list(files))
     document = Document(FORMAT, "", "", 1, "", "", msgspec.Raw(b"{}"), files, [], manifest)
-    verification = Verification(operation, document, Meter(verb, None))
+    verification = Verification(session, document, Meter(verb, None))
     everything = verification.everything(wants_of([manifest, {}], files, verification.faults), {}, {})
     chosen = everything if share == 1.0 else _sampled(everything, share)
     await verification.look(chosen, lambda _: None)
     faults = list(dict.fromkeys(verification.faults))
     if faults:
         raise CorruptSnapshotError(
-            f"{operation.url}: {len(faults)} of the ranges that were read back are not what was written, and nothing "
+            f"{session.url}: {len(faults)} of the ranges that were read back are not what was written, and nothing "
             f"was committed:{listed(faults)}",
             faults=faults,
         )
-    emit("read_back", verb, str(operation.url), bytes=chosen.nbytes)
+    emit("read_back", verb, str(session.url), bytes=chosen.nbytes)
 
 
 def _sampled(everything: Stretch, share: float) -> Stretch:
     """Choose pieces at random: of each file that share, and one at least."""
-    pieces: dict[str, list[Want]] = defaultdict(list)
+    pieces: dict[str, list[ReadRequest]] = defaultdict(list)
     for want in cut_wants((*everything.plain, *everything.wants), PIECE):
         pieces[want.location].append(want)
     made = Stretch()
@@ -62,5 +62,5 @@ def _sampled(everything: Stretch, share: float) -> Stretch:
     return made
 
 
-def _some(pieces: Sequence[Want], share: float) -> list[Want]:
+def _some(pieces: Sequence[ReadRequest], share: float) -> list[ReadRequest]:
     return random.SystemRandom().sample(pieces, max(1, round(share * len(pieces))))

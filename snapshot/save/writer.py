@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from snapshot.plan.layout import FilePlan, Part, part_size
+from snapshot.plan.layout import FilePart, FilePlan, part_size
 from snapshot.plan.plan_cache import parts_of
 from snapshot.runtime.arena import GRAIN, arena
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import cancelled
-from snapshot.save.staging import FileDigests, Source, Staged
+from snapshot.save.staging import FileDigests, StagedPart, Stager
 from snapshot.storage import FileWriter, Storage, drive, in_thread, uninterrupted
 from snapshot.trace import span
 
 Progress = Callable[[int], None]
 
 
-class Staging(Protocol):
+class StagedParts(Protocol):
     """What has parts staged ahead of the writer; see `engine.ahead`."""
 
-    async def get(self, number: int, position: int) -> Staged:
+    async def get(self, number: int, position: int) -> StagedPart:
         """A part of a file, as soon as it is there. Whoever got it releases it."""
         ...
 
@@ -41,7 +41,7 @@ class Staging(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenFile:
     """A data file that is whole on storage."""
 
     file: FilePlan
@@ -54,9 +54,14 @@ class Writer:
     """Writes the data files of one take."""
 
     def __init__(
-        self, storage: Storage, source: Source, budget: MemoryBudget, progress: Progress, wanted_part: int = 0,
+        self,
+        storage: Storage,
+        source: Stager,
+        budget: MemoryBudget,
+        progress: Progress,
+        wanted_part: int = 0,
         most_files: int = 1 << 30,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`most_files`: so many are written side by side; with `staging` ahead of it, that has to know."""
         self._storage = storage
         self.source = source
@@ -68,7 +73,7 @@ class Writer:
         self._open: list[FileWriter] = []
         self._stopped = False
 
-    def parts(self, file: FilePlan) -> list[Part]:
+    def parts(self, file: FilePlan) -> list[FilePart]:
         """How a file is cut."""
         limits = self._storage.limits
         return parts_of(file, part_size(limits, self._budget.limit, file.size, self._wanted_part))
@@ -84,8 +89,8 @@ class Writer:
         return made
 
     async def write(
-        self, files: Sequence[FilePlan], locations: Sequence[str], staging: Staging | None = None
-    ) -> list[Written]:
+        self, files: Sequence[FilePlan], locations: Sequence[str], staging: StagedParts | None = None
+    ) -> list[WrittenFile]:
         """Write all files. If one fails, all are aborted, and nothing of them is left."""
         if staging is None and self.serial:
             work = [partial(in_thread, drive, self._serial, *each) for each in zip(files, locations, strict=True)]
@@ -106,17 +111,17 @@ class Writer:
             if staging is not None:
                 staging.release()
 
-    async def _in_turn(self, lane: Callable[[], Coroutine[Any, Any, Written]]) -> Written:
+    async def _in_turn(self, lane: Callable[[], Coroutine[Any, Any, WrittenFile]]) -> WrittenFile:
         async with self._files:
             return await lane()
 
-    async def _abort(self, lanes: Sequence[asyncio.Task[Written]]) -> None:
+    async def _abort(self, lanes: Sequence[asyncio.Task[WrittenFile]]) -> None:
         self._stopped = True
         await cancelled(lanes)
         # the first error is the one that counts
         await asyncio.gather(*(writer.abort() for writer in self._open), return_exceptions=True)
 
-    async def _serial(self, file: FilePlan, location: str) -> Written:
+    async def _serial(self, file: FilePlan, location: str) -> WrittenFile:
         """A lane that one thread does alone, part by part: each is digested, and written, while it is in a cache."""
         writer = await self._storage.create(location, file.size)
         self._open.append(writer)
@@ -133,9 +138,9 @@ class Writer:
             self._progress(part.end - part.begin)
         await writer.finish()
         digests.finish()
-        return Written(file, location, digests.digests, digests.tables)
+        return WrittenFile(file, location, digests.digests, digests.tables)
 
-    async def _lane(self, number: int, file: FilePlan, location: str, staging: Staging | None) -> Written:
+    async def _lane(self, number: int, file: FilePlan, location: str, staging: StagedParts | None) -> WrittenFile:
         writer = await uninterrupted(self._storage.create(location, file.size))
         self._open.append(writer)
         this = asyncio.current_task()
@@ -167,9 +172,11 @@ class Writer:
             raise
         await writer.finish()
         digests.finish()
-        return Written(file, location, digests.digests, digests.tables)
+        return WrittenFile(file, location, digests.digests, digests.tables)
 
-    async def _with_slot(self, file: FilePlan, part: Part, digests: FileDigests, ahead: Staged | None) -> Staged:
+    async def _with_slot(
+        self, file: FilePlan, part: FilePart, digests: FileDigests, ahead: StagedPart | None
+    ) -> StagedPart:
         """One of the parts that are digested and written at once: staged ahead, or now. Those that wait to be staged
         are not among them: they might keep out the ones for whose memory staging waits."""
         try:
@@ -189,11 +196,11 @@ class Writer:
             self._slots.release()
             raise
 
-    async def _next(self, file: FilePlan, part: Part, digests: FileDigests) -> Staged:
+    async def _next(self, file: FilePlan, part: FilePart, digests: FileDigests) -> StagedPart:
         needed = self.source.needs_slot(file, part)
         if not needed:
             return await in_thread(self._stage, file, part, 0, digests)
-        size = arena_size(needed)
+        size = arena_bytes(needed)
         await self._budget.acquire(size)
         try:
             if self.source.fetches:
@@ -203,7 +210,7 @@ class Writer:
             self._budget.release(size)
             raise
 
-    async def _fetch(self, file: FilePlan, part: Part, needed: int, digests: FileDigests) -> Staged:
+    async def _fetch(self, file: FilePlan, part: FilePart, needed: int, digests: FileDigests) -> StagedPart:
         slot = arena().take(needed)  # not in a thread: a cancellation would lose it
         try:
             staged = await self.source.fetch(file, part, slot, self._budget)
@@ -213,7 +220,7 @@ class Writer:
             raise
         return staged
 
-    def _stage(self, file: FilePlan, part: Part, needed: int, digests: FileDigests) -> Staged:
+    def _stage(self, file: FilePlan, part: FilePart, needed: int, digests: FileDigests) -> StagedPart:
         slot = arena().take(needed, pinned=self.source.pinned) if needed else None
         try:
             staged = self.source.stage(file, part, slot, self._budget)
@@ -224,22 +231,22 @@ class Writer:
             raise
         return staged
 
-    async def _write(self, writer: FileWriter, location: str, part: Part, staged: Staged) -> None:
+    async def _write(self, writer: FileWriter, location: str, part: FilePart, staged: StagedPart) -> None:
         with span("write", file=location, begin=part.begin, bytes=part.end - part.begin):
             await writer.write(part.begin, staged.buffers)
         self._progress(part.end - part.begin)
 
-    def _release(self, staged: Staged, _: asyncio.Task[None]) -> None:
+    def _release(self, staged: StagedPart, _: asyncio.Task[None]) -> None:
         staged.release()
         self._slots.release()
 
 
-def _digest(digests: FileDigests, file: FilePlan, part: Part, staged: Staged) -> None:
+def _digest(digests: FileDigests, file: FilePlan, part: FilePart, staged: StagedPart) -> None:
     with span("digest", bytes=part.end - part.begin):
         digests.update(part, staged.shares(file, part))
 
 
-def arena_size(nbytes: int) -> int:
+def arena_bytes(nbytes: int) -> int:
     """What a slot of the arena for so many bytes takes of the budget."""
     return -(-nbytes // GRAIN) * GRAIN
 

@@ -29,7 +29,7 @@ from snapshot.state.compound import form_of
 from snapshot.state.dicts import dict_maker
 from snapshot.state.flatten_cache import LOW, remember, replay
 from snapshot.state.leaves import Blob, Leaf
-from snapshot.state.once import Once
+from snapshot.state.once import FromOneRank
 from snapshot.state.state_tree import live_leaves
 from snapshot.state.tensor_leaves import SIMPLE, TensorLeaves
 from snapshot.tensors import composite, generators
@@ -73,7 +73,7 @@ class Flattened(TensorLeaves):
             self._tensor_like(path, value)
         elif isinstance(value, (np.ndarray, np.generic)):
             self._array(path, value, depth)
-        elif type(value) is Once:
+        elif type(value) is FromOneRank:
             before = len(self.entries)
             _VISITORS.get(type(value.value), Flattened._visit)(self, path, value.value, depth)
             self.once.update(islice(self.entries, before, None))

@@ -84,7 +84,7 @@ def _names(path: str, value: Any, entries: Mapping[str, Entry | None], names: li
             _names(name, child, entries, names)
 
 
-class _Likeness:
+class TensorTraits:
     """What many tensors are like, as lists that are compared at once. Asking torch for one thing about a tensor costs
     as much as all else that is done with it: what others imply is not asked for."""
 
@@ -103,12 +103,12 @@ class _Likeness:
 
     def __eq__(self, other: object) -> bool:
         """Whether they are alike, wherever they lie."""
-        return isinstance(other, _Likeness) and {**vars(self), "addresses": 0} == {**vars(other), "addresses": 0}
+        return isinstance(other, TensorTraits) and {**vars(self), "addresses": 0} == {**vars(other), "addresses": 0}
 
     __hash__ = None  # type: ignore[assignment]
 
 
-class _Recipe:
+class _Template:
     """What flattening made of a state."""
 
     def __init__(
@@ -138,7 +138,7 @@ class _Recipe:
         self.scalar_names = [names[index] for index in self.scalars_at]
         self.inexact = [at for at, scalar in enumerate(self.scalars) if type(scalar) not in _EXACT]
         tensors = [children[index] for index in self.tensors_at]
-        self.likeness = _Likeness(tensors)
+        self.likeness = TensorTraits(tensors)
         self.pattern = _pattern(self.likeness.addresses)
         self.likeness.addresses = []
         named = [names[index] for index in self.tensors_at]
@@ -169,7 +169,7 @@ class _Recipe:
         if structure != self.structure or list(map(type, children)) != self.types:
             raise _Unlike
         tensors = [children[index] for index in self.tensors_at]
-        likeness = _Likeness(tensors)
+        likeness = TensorTraits(tensors)
         if likeness != self.likeness:
             raise _Unlike
         addresses = likeness.addresses
@@ -215,7 +215,7 @@ def _pattern(addresses: list[int]) -> list[int]:
     return [first.setdefault(address, at) for at, address in enumerate(addresses)]
 
 
-_recipes: OrderedDict[str, _Recipe] = OrderedDict()
+_recipes: OrderedDict[str, _Template] = OrderedDict()
 _lock = threading.Lock()
 _failures: dict[str, int] = {}
 """How often in a row a state was not like the one before."""
@@ -244,7 +244,7 @@ def remember(path: str, value: Any, flat: Flattened, before: tuple[int, ...]) ->
     if times & (times - 1) or type(value) not in _CONTAINERS:
         return
     try:
-        recipe = _Recipe(path, value, dict(islice(flat.entries.items(), entries, None)), flat.leaves[leaves:], flat)
+        recipe = _Template(path, value, dict(islice(flat.entries.items(), entries, None)), flat.leaves[leaves:], flat)
     except (_Unlike, RuntimeError):
         return
     with _lock:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Once:
+class FromOneRank:
     """A value, with all beneath it, that stands in the manifest once, for every rank that asks for its name.
 
     Only one rank may give it: no other may have a value under the same path.

@@ -100,9 +100,7 @@ class SavedOptimizer:
 def record_of(optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[Any]) -> OptimizerRecord:
     """Return what is recorded of optimizers with these parameters."""
     dtypes = [NAMES.get(each.dtype, "") if isinstance(each, torch.Tensor) else "" for each in parameters]
-    return OptimizerRecord(
-        _class_names(optimizers), tuple(dtypes[:1] if len(set(dtypes)) == 1 else dtypes)
-    )  # fmt: skip
+    return OptimizerRecord(_class_names(optimizers), tuple(dtypes[:1] if len(set(dtypes)) == 1 else dtypes))
 
 
 def _class_names(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[str, ...]:
@@ -148,18 +146,18 @@ def change_of(saved: SavedOptimizer, optimizers: Sequence[torch.optim.Optimizer]
         return None
     here = ", ".join(type(each).__name__ for each in optimizers)
     known = not saved.state or all(_state_names(each) or each.state for each in optimizers)
-    what = "the names of state and options are the same" if known else (
-        "the names of the options are the same; which names its state has is not known before its first step"
-    )  # fmt: skip
+    what = (
+        "the names of state and options are the same"
+        if known
+        else ("the names of the options are the same; which names its state has is not known before its first step")
+    )
     return f"saved by {_short(saved.classes)}, restored into {here}: {what}"
 
 
 def grouped_otherwise(saved: SavedOptimizer, live: Sequence[Sequence[str]]) -> str | None:
     """Say that the parameters that both have are in other groups; None if they are not."""
     common = {name for group in live for name in group}.intersection(*[[n for g in saved.groups for n in g]])
-    there, here = (
-        {frozenset(group) & common for group in groups} - {frozenset()} for groups in (saved.groups, live)
-    )  # fmt: skip
+    there, here = ({frozenset(group) & common for group in groups} - {frozenset()} for groups in (saved.groups, live))
     if there == here:
         return None
     sizes = [[len(group) for group in groups] for groups in (saved.groups, live)]

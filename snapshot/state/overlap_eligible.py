@@ -37,7 +37,7 @@ def base_of(tensor: torch.Tensor) -> int:
     return int(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size())
 
 
-class Owned:
+class OverlapEligible:
     """What the optimizers of an app state own: the parameters of its modules, and the state of each."""
 
     def __init__(self, app_state: Mapping[str, Any]) -> None:

@@ -227,7 +227,7 @@ def _held(
     placements: meshes.Placements,
     coordinate: Shape,
     order: tuple[int, ...] | None,
-) -> meshes.Held:
+) -> meshes.HeldShards:
     """What the local part is of the whole.
 
     Strides that do not divide evenly are read in two ways, and nothing in a DTensor tells which: torch's operations cut

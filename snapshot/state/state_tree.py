@@ -29,9 +29,7 @@ def live_leaves(path: str, value: Any, compounds: dict[str, Any] | None = None) 
     return found
 
 
-def _walk(
-    path: str, value: Any, found: dict[str, Any], compounds: dict[str, Any], within: bool = False
-) -> None:  # fmt: skip
+def _walk(path: str, value: Any, found: dict[str, Any], compounds: dict[str, Any], within: bool = False) -> None:
     """`within`: whether it is in an object of which it is known that it does not hold itself."""
     kind = type(value)
     if kind in _SEQUENCES:
@@ -90,7 +88,7 @@ def _built(path: str, entry: Container, children: list[Any]) -> Any:
         raise CorruptSnapshotError(f"{path}: {error}") from error
 
 
-class Choice:
+class ChosenState:
     """Which leaves of a tree of entries are restored; the rest stays as it is in the application."""
 
     def __init__(self, entries: Mapping[str, Any], wanted: Callable[[str], bool]) -> None:

@@ -181,9 +181,14 @@ def _compressed(kind: str) -> Callable[[Parts, Mapping[str, Any]], torch.Tensor]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*beta state.*")
             return torch.sparse_compressed_tensor(
-                parts[outer], parts[inner], parts["values"], params["shape"], layout=_LAYOUTS[kind],
-                device=parts["values"].device, check_invariants=True
-            )  # fmt: skip
+                parts[outer],
+                parts[inner],
+                parts["values"],
+                params["shape"],
+                layout=_LAYOUTS[kind],
+                device=parts["values"].device,
+                check_invariants=True,
+            )
 
     return build
 

@@ -43,7 +43,7 @@ Placement = Copy | Split
 Placements = tuple[Placement, ...]
 
 
-class Held(NamedTuple):
+class HeldShards(NamedTuple):
     """What a rank holds of a tensor."""
 
     shape: Shape
@@ -59,7 +59,7 @@ def held(
     placements: Placements,
     coordinate: Shape,
     order: tuple[int, ...] | None = None,
-) -> Held:
+) -> HeldShards:
     """What the rank at a coordinate of the mesh holds.
 
     The dimensions of the mesh cut from left to right, each what the ones before it left. With an `order` of the mesh's
@@ -82,12 +82,12 @@ def held(
     for part in itertools.product(*located):
         sizes = tuple(size for _, _, size in part)
         boxes.append((Box(tuple(at for at, _, _ in part), sizes), Box(tuple(at for _, at, _ in part), sizes)))
-    return Held(tuple(sum(size for _, _, size in axis) for axis in located), tuple(boxes))
+    return HeldShards(tuple(sum(size for _, _, size in axis) for axis in located), tuple(boxes))
 
 
 def everywhere(
     shape: Shape, mesh_shape: Shape, placements: Placements, order: tuple[int, ...] | None = None
-) -> Iterator[tuple[Shape, Held]]:
+) -> Iterator[tuple[Shape, HeldShards]]:
     """What each coordinate of the mesh holds, in the mesh's order."""
     for coordinate in itertools.product(*map(range, mesh_shape)):
         yield coordinate, held(shape, mesh_shape, placements, coordinate, order)

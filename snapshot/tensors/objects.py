@@ -31,7 +31,7 @@ TRUST = (
 
 def load_object(
     path: str, data: bytearray, serializer: str, obj_type: str, *, allow_pickle: bool, stored: int | None = None
-) -> Any:  # fmt: skip
+) -> Any:
     """The object whose bytes these are; `stored` of them are in a file, if they were decompressed."""
     if serializer == "bytes":
         return bytes(data)
@@ -201,14 +201,42 @@ class _DryRun(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Any]] = {
         code[0]: pickle._Unpickler.dispatch[code[0]]
         for code in (
-            pickle.GLOBAL, pickle.NEWOBJ, pickle.REDUCE, pickle.BUILD, pickle.APPEND, pickle.APPENDS, pickle.SETITEM,
-            pickle.SETITEMS, pickle.MARK, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_TUPLE,
-            pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET, pickle.NONE, pickle.NEWFALSE, pickle.NEWTRUE,
-            pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINSTRING,
-            pickle.BINPERSID, pickle.BINGET, pickle.LONG_BINGET, pickle.BINPUT, pickle.LONG_BINPUT, pickle.STOP,
-            pickle.PROTO, pickle.LONG1,
+            pickle.GLOBAL,
+            pickle.NEWOBJ,
+            pickle.REDUCE,
+            pickle.BUILD,
+            pickle.APPEND,
+            pickle.APPENDS,
+            pickle.SETITEM,
+            pickle.SETITEMS,
+            pickle.MARK,
+            pickle.TUPLE,
+            pickle.TUPLE1,
+            pickle.TUPLE2,
+            pickle.TUPLE3,
+            pickle.EMPTY_TUPLE,
+            pickle.EMPTY_LIST,
+            pickle.EMPTY_DICT,
+            pickle.EMPTY_SET,
+            pickle.NONE,
+            pickle.NEWFALSE,
+            pickle.NEWTRUE,
+            pickle.BININT,
+            pickle.BININT1,
+            pickle.BININT2,
+            pickle.BINFLOAT,
+            pickle.BINUNICODE,
+            pickle.SHORT_BINSTRING,
+            pickle.BINPERSID,
+            pickle.BINGET,
+            pickle.LONG_BINGET,
+            pickle.BINPUT,
+            pickle.LONG_BINPUT,
+            pickle.STOP,
+            pickle.PROTO,
+            pickle.LONG1,
         )
-    }  # fmt: skip
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         return _STANDS.get(name, _Inert)

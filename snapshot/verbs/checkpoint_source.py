@@ -17,16 +17,16 @@ from snapshot.errors import CorruptSnapshotError, StorageError
 from snapshot.formats.embedded_tensors import Layout, streamed
 from snapshot.formats.foreign import is_packed
 from snapshot.load.fetch import expect_good
-from snapshot.load.read_plan import MOST_TIMES, ROOM, Gather
+from snapshot.load.read_plan import MOST_TIMES, ROOM, ReadPlan
 from snapshot.load.reader import Reader
-from snapshot.load.requests import Want, want_all
+from snapshot.load.requests import ReadRequest, want_all
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import TENSORS
-from snapshot.plan.layout import FilePlan, Part
+from snapshot.plan.layout import FilePart, FilePlan
 from snapshot.runtime.arena import Slot
 from snapshot.runtime.budget import MemoryBudget
-from snapshot.runtime.session import Operation
-from snapshot.save.staging import Source, Staged
+from snapshot.runtime.session import Session
+from snapshot.save.staging import StagedPart, Stager
 from snapshot.state.leaves import Leaf
 from snapshot.storage import in_thread
 from snapshot.tensors.digest import BLOCK
@@ -53,14 +53,14 @@ def expect_room(document: Document, leaves: Sequence[Leaf], origins: Sequence[An
                 )
 
 
-class Fetched(Source):
+class Fetched(Stager):
     """Leaves whose tensors are read from a checkpoint, part by part; or whose bytes are given, or made in time."""
 
     fetches = waits = True
 
     def __init__(
         self,
-        operation: Operation,
+        session: Session,
         document: Document,
         leaves: Sequence[Leaf],
         origins: Sequence[Any],
@@ -76,7 +76,7 @@ class Fetched(Source):
         """
         super().__init__([], copies=True)
         self.leaves = leaves
-        self._operation = operation
+        self._session = session
         self._document = document
         self._origins = origins
         self._verify = verify
@@ -92,15 +92,15 @@ class Fetched(Source):
         self._parted: set[int] = set()
         """Leaves that are read part by part."""
 
-    def needs_slot(self, file: FilePlan, part: Part) -> int:
+    def needs_slot(self, file: FilePlan, part: FilePart) -> int:
         return part.end - part.begin
 
-    async def fetch(self, file: FilePlan, part: Part, slot: Slot, budget: MemoryBudget) -> Staged:
+    async def fetch(self, file: FilePlan, part: FilePart, slot: Slot, budget: MemoryBudget) -> StagedPart:
         """Read a part into a slot. The parts of one file come in order."""
         if part.begin < len(file.header):
             header = file.header[part.begin : part.end]
             slot.view[: len(header)] = header
-        gather = Gather(self._document.files)
+        gather = ReadPlan(self._document.files)
         copies: list[Callable[[], object]] = []
         for extent in file.extents[part.first : part.last]:
             begin, end = max(extent.begin, part.begin), min(extent.end, part.end)
@@ -122,10 +122,10 @@ class Fetched(Source):
             self._left[index] -= count
             if not self._left[index]:
                 del self._held[index]
-        return Staged([slot.view[: part.end - part.begin]], None, slot, budget)
+        return StagedPart([slot.view[: part.end - part.begin]], None, slot, budget)
 
     async def _want(
-        self, gather: Gather, index: int, entry: Any, first: int, nbytes: int, slot: Slot, at: int
+        self, gather: ReadPlan, index: int, entry: Any, first: int, nbytes: int, slot: Slot, at: int
     ) -> list[Callable[[], object]]:
         """Want a range of a tensor's bytes in the slot; what has to be copied there afterwards."""
         leaf = self.leaves[index]
@@ -159,7 +159,7 @@ class Fetched(Source):
                     self._parted.add(index)
                     return None
                 held = await in_thread(self._room, entry)
-                gather = Gather(self._document.files)
+                gather = ReadPlan(self._document.files)
                 gather.into(self.leaves[index].path, entry, held)
                 await self._read(gather)
                 await in_thread(gather.finish)
@@ -171,7 +171,7 @@ class Fetched(Source):
         """Memory for all of a tensor; of a long one the system may write what is not needed now to a file."""
         dtype, count = BY_NAME[entry.dtype], math.prod(entry.shape)
         nbytes = count * dtype.itemsize
-        if nbytes <= self._operation.budget.limit // 4:
+        if nbytes <= self._session.budget.limit // 4:
             return torch.empty(entry.shape, dtype=dtype)
         try:
             with tempfile.NamedTemporaryFile(prefix="snapshot-convert-") as file:
@@ -201,19 +201,17 @@ class Fetched(Source):
             await self._reader().read(wants, lambda _: None)
         return any(_is_odd(shape, layout.strides) for shape, layout in layouts)
 
-    async def _read(self, gather: Gather) -> None:
+    async def _read(self, gather: ReadPlan) -> None:
         result = await self._reader().read(gather.wants, lambda _: None)
         self.bytes_read += result.bytes_read
-        expect_good(self._operation, result)
+        expect_good(self._session, result)
 
     def _reader(self) -> Reader:
-        operation = self._operation
-        return Reader(
-            operation.storage, operation.budget, verify=self._verify, wanted_part=operation.settings.part_bytes
-        )
+        session = self._session
+        return Reader(session.storage, session.budget, verify=self._verify, wanted_part=session.settings.part_bytes)
 
     def _finish(
-        self, gather: Gather, copies: list[Callable[[], object]], file: FilePlan, part: Part, slot: Slot
+        self, gather: ReadPlan, copies: list[Callable[[], object]], file: FilePlan, part: FilePart, slot: Slot
     ) -> None:
         gather.finish()
         for copy in copies:
@@ -228,7 +226,7 @@ class Fetched(Source):
                 self._sums[extent.leaf] = zlib.crc32(slot.view[at], self._sums.get(extent.leaf, 0))
 
 
-def _noted(layouts: list[tuple[tuple[int, ...], Layout]], shape: tuple[int, ...], layout: Layout) -> list[Want]:
+def _noted(layouts: list[tuple[tuple[int, ...], Layout]], shape: tuple[int, ...], layout: Layout) -> list[ReadRequest]:
     """Note where a tensor is, and want nothing of it."""
     layouts.append((shape, layout))
     return []

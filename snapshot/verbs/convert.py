@@ -17,18 +17,28 @@ from snapshot.manifest.validate import locations_of
 from snapshot.options import Settings
 from snapshot.reports import ConvertReport
 from snapshot.runtime.loop import run
-from snapshot.runtime.session import Operation
+from snapshot.runtime.session import Session
 from snapshot.storage import URL
 from snapshot.verbs.export import Export, Plan
-from snapshot.verbs.to_snapshot import Choice, as_snapshot
+from snapshot.verbs.to_snapshot import Selection, as_snapshot
 
 FORMATS = ("snapshot", "safetensors", "torch", "dcp")
 
 
 def converted(
-    origin: URL, options: Mapping[str, Any] | None, url: URL, target_options: Mapping[str, Any] | None, to: str,
-    choice: Choice, meter: Meter, *, shard_bytes: int, overwrite: bool, durable: bool, budget: int | None,
-) -> ConvertReport:  # fmt: skip
+    origin: URL,
+    options: Mapping[str, Any] | None,
+    url: URL,
+    target_options: Mapping[str, Any] | None,
+    to: str,
+    choice: Selection,
+    meter: Meter,
+    *,
+    shard_bytes: int,
+    overwrite: bool,
+    durable: bool,
+    budget: int | None,
+) -> ConvertReport:
     """Convert what stands at `origin` to what is to stand at `url`."""
     if to not in FORMATS:
         raise ValueError(f"to={to!r}: it is one of {', '.join(map(repr, FORMATS))}")
@@ -42,7 +52,7 @@ def converted(
         raise ValueError(f"{url}: is where it is read from; convert to another place")
     began = time.perf_counter()
     half = None if budget is None else max(1, budget // 2)
-    source = Operation(origin, options, budget=half)
+    source = Session(origin, options, budget=half)
     try:
         document = run(source.open())
         run(source.expect_files(document, locations_of(document.manifest, document.files)))
@@ -50,10 +60,15 @@ def converted(
             expect_sums(source, stored_in(document.manifest), document.files)
         if to == "snapshot":
             report = as_snapshot(
-                source, document, choice, url,
-                lambda place: Operation(place, target_options, durable=durable, budget=half), meter,
-                overwrite=overwrite, timeout=Settings.current().timeout,
-            )  # fmt: skip
+                source,
+                document,
+                choice,
+                url,
+                lambda place: Session(place, target_options, durable=durable, budget=half),
+                meter,
+                overwrite=overwrite,
+                timeout=Settings.current().timeout,
+            )
         else:
             report = _exported(
                 source, document, choice, url, target_options, to, meter, shard_bytes, overwrite, durable
@@ -70,9 +85,17 @@ def converted(
 
 
 def _exported(
-    source: Operation, document: Document, choice: Choice, url: URL, options: Mapping[str, Any] | None, to: str,
-    meter: Meter, shard_bytes: int, overwrite: bool, durable: bool,
-) -> ConvertReport:  # fmt: skip
+    source: Session,
+    document: Document,
+    choice: Selection,
+    url: URL,
+    options: Mapping[str, Any] | None,
+    to: str,
+    meter: Meter,
+    shard_bytes: int,
+    overwrite: bool,
+    durable: bool,
+) -> ConvertReport:
     export = Export(source, document, choice)
     name: str | None = None
     if to == "torch" or (to == "safetensors" and url.location.endswith(".safetensors")):
@@ -80,7 +103,7 @@ def _exported(
         if not name or (not above and url.scheme != "file"):
             raise ValueError(f"{url}: is no name of a file")
         url = URL(url.scheme, above or "/", url.query)
-    target = Operation(url, options, durable=durable, budget=source.budget.limit)
+    target = Session(url, options, durable=durable, budget=source.budget.limit)
     try:
         plan: Plan
         if to == "torch":

@@ -22,12 +22,12 @@ from snapshot.formats.foreign import ForeignDocument
 from snapshot.load.checksums import expect_sums
 from snapshot.load.stored_ranges import TABLE, stored_in, uncovered, wants_of
 from snapshot.manifest.counting import count_entries
-from snapshot.manifest.document import Document, Part, PartEntry, encode
+from snapshot.manifest.document import Document, ManifestPart, PartEntry, encode
 from snapshot.manifest.validate import locations_of
 from snapshot.options import Settings
 from snapshot.reports import CopyReport, listed
 from snapshot.runtime.loop import run
-from snapshot.runtime.session import Operation
+from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.save.rendezvous import expectation
 from snapshot.save.transaction import Ending
@@ -35,8 +35,8 @@ from snapshot.save.writer import write_small
 from snapshot.storage import URL, in_thread, uninterrupted
 from snapshot.tensors.digest import of_range
 from snapshot.verbs.copy_foreign import copy_files
-from snapshot.verbs.copy_stream import Passed, Range, pass_files, tokens
-from snapshot.verbs.to_snapshot import Choice, alone, as_snapshot
+from snapshot.verbs.copy_stream import CheckedRange, CopiedFile, pass_files, tokens
+from snapshot.verbs.to_snapshot import Selection, alone, as_snapshot
 
 WHERE = re.compile(
     r"endpoint|account_(name|host)|profile|connection_string|host|(^|_)port$|url|protocol|project|(^|_)fo$",
@@ -46,18 +46,26 @@ WHERE = re.compile(
 
 
 def copied(
-    origin: URL, options: Mapping[str, Any] | None, url: URL, target_options: Mapping[str, Any] | None, choice: Choice,
-    meter: Meter, *, overwrite: bool, durable: bool, budget: int | None,
-) -> CopyReport:  # fmt: skip
+    origin: URL,
+    options: Mapping[str, Any] | None,
+    url: URL,
+    target_options: Mapping[str, Any] | None,
+    choice: Selection,
+    meter: Meter,
+    *,
+    overwrite: bool,
+    durable: bool,
+    budget: int | None,
+) -> CopyReport:
     """Copy what stands at `origin` to `url`, whatever storages these are on."""
     if budget is not None and budget <= 0:
         raise ValueError(f"memory_budget_bytes is {budget}, and must be more than 0")
     began = time.perf_counter()
     half = None if budget is None else max(1, budget // 2)
-    source = Operation(origin, options, budget=half)
+    source = Session(origin, options, budget=half)
 
-    def opener(place: URL) -> Operation:
-        return Operation(place, target_options, durable=durable, budget=half)
+    def opener(place: URL) -> Session:
+        return Session(place, target_options, durable=durable, budget=half)
 
     try:
         document = run(source.open_main())
@@ -112,7 +120,7 @@ def _expect_apart(origin: URL, url: URL) -> None:
 
 
 def _part(
-    source: Operation, document: Document, choice: Choice, url: URL, opener: Any, meter: Meter, *, overwrite: bool
+    source: Session, document: Document, choice: Selection, url: URL, opener: Any, meter: Meter, *, overwrite: bool
 ) -> CopyReport:
     """What of a snapshot was selected, as a snapshot: the files hold other things, too, and are written anew."""
     run(source.load(document, list(document.parts)))
@@ -131,7 +139,7 @@ def _part(
 
 
 def _whole(
-    source: Operation, document: Document, target: Operation, meter: Meter, *, overwrite: bool, verify: bool
+    source: Session, document: Document, target: Session, meter: Meter, *, overwrite: bool, verify: bool
 ) -> CopyReport:
     try:
         copy = _Copy(source, document, target, meter, verify=verify)
@@ -143,7 +151,7 @@ def _whole(
 class _Copy:
     """One whole snapshot of ours, on the way to another storage."""
 
-    def __init__(self, source: Operation, document: Document, target: Operation, meter: Meter, *, verify: bool) -> None:
+    def __init__(self, source: Session, document: Document, target: Session, meter: Meter, *, verify: bool) -> None:
         self._source = source
         self._document = document
         self._target = target
@@ -183,10 +191,10 @@ class _Copy:
         count = count_entries(document.manifest) + sum(count_entries(each.manifest) for each in parts)
         return CopyReport("snapshot", count, len(files), nbytes, "digests" if self._verify else "sizes")
 
-    def _files(self, parts: Sequence[Part], held: Mapping[str, tuple[int, str | None]]) -> list[Passed]:
+    def _files(self, parts: Sequence[ManifestPart], held: Mapping[str, tuple[int, str | None]]) -> list[CopiedFile]:
         """The files, longest first, with what is to be compared of each."""
         document = self._document
-        ranges: dict[str, list[Range]] = {location: [] for location in document.files}
+        ranges: dict[str, list[CheckedRange]] = {location: [] for location in document.files}
         if self._verify:
             faults: list[str] = []
             wants = wants_of([document.manifest, *(part.manifest for part in parts)], document.files, faults)
@@ -197,17 +205,25 @@ class _Copy:
                 )
             for location, file in document.files.items():
                 if file.header:
-                    ranges[location].append(Range(f"{location} (header)", 0, file.header, file.header_digest, True))
+                    ranges[location].append(
+                        CheckedRange(f"{location} (header)", 0, file.header, file.header_digest, True)
+                    )
             for want in wants:
                 if want.begin < want.end:
                     plain = getattr(want.stored, "serializer", "") == TABLE
-                    ranges[want.location].append(Range(want.name, want.begin, want.end, want.stored.digest, plain))
+                    ranges[want.location].append(
+                        CheckedRange(want.name, want.begin, want.end, want.stored.digest, plain)
+                    )
         return [
-            Passed(location, file.size, held[location][1], tuple(sorted(ranges[location], key=lambda each: each.begin)))
+            CopiedFile(
+                location, file.size, held[location][1], tuple(sorted(ranges[location], key=lambda each: each.begin))
+            )
             for location, file in sorted(document.files.items(), key=lambda item: (-item[1].size, item[0]))
         ]
 
-    async def _write(self, ending: Ending, save_id: str, files: Sequence[Passed], parts: Mapping[str, Part]) -> None:
+    async def _write(
+        self, ending: Ending, save_id: str, files: Sequence[CopiedFile], parts: Mapping[str, ManifestPart]
+    ) -> None:
         """Claim, write, commit, clean, as a take does it; if anything fails, leave nothing."""
         storage = self._target.storage
         places = _places(save_id, [*self._document.files, *parts])
@@ -216,9 +232,12 @@ class _Copy:
             await cleanup.lay_claim(storage, save_id)
             names = [places[each.location] for each in files]
             await pass_files(
-                self._source, self._target, files, self._meter.wrote,
+                self._source,
+                self._target,
+                files,
+                self._meter.wrote,
                 lambda writer, plans, ahead: writer.write(plans, names, ahead),
-            )  # fmt: skip
+            )
             entries = []
             for kept, (location, part) in zip(self._document.parts, parts.items(), strict=True):
                 data = await in_thread(_moved_part, part, places)
@@ -266,7 +285,7 @@ def _moved(document: Document, save_id: str, places: Mapping[str, str], parts: l
     return data
 
 
-def _moved_part(part: Part, places: Mapping[str, str]) -> bytes:
+def _moved_part(part: ManifestPart, places: Mapping[str, str]) -> bytes:
     _move(part.manifest, places)
     data = encode(part)
     _move(part.manifest, {there: here for here, there in places.items()})

@@ -18,11 +18,11 @@ from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import METADATA
 from snapshot.reports import CopyReport
 from snapshot.runtime.loop import run
-from snapshot.runtime.session import Operation
+from snapshot.runtime.session import Session
 from snapshot.storage import URL, Storage
 from snapshot.tensors.digest import of_range
-from snapshot.verbs.copy_stream import Passed, pass_files, tokens
-from snapshot.verbs.staged_files import Outputs
+from snapshot.verbs.copy_stream import CopiedFile, pass_files, tokens
+from snapshot.verbs.staged_files import StagedFiles
 
 MEGATRON = "metadata.json"
 """What Megatron-core's directories are told by."""
@@ -50,9 +50,15 @@ class _Layout:
 
 
 def copy_files(
-    source: Operation, document: ForeignDocument, url: URL, opener: Callable[[URL], Operation], meter: Meter, *,
-    overwrite: bool, verify: bool,
-) -> CopyReport:  # fmt: skip
+    source: Session,
+    document: ForeignDocument,
+    url: URL,
+    opener: Callable[[URL], Session],
+    meter: Meter,
+    *,
+    overwrite: bool,
+    verify: bool,
+) -> CopyReport:
     """Copy a checkpoint of another library, file by file."""
     layout = run(_layout(source, document, url))
     if source.storage.url == layout.place and layout.names.keys() & {*layout.names.values(), *layout.markers}:
@@ -72,13 +78,13 @@ def copy_files(
     )
 
 
-async def _write(source: Operation, layout: _Layout, target: Operation, meter: Meter, *, overwrite: bool) -> int:
+async def _write(source: Session, layout: _Layout, target: Session, meter: Meter, *, overwrite: bool) -> int:
     """Copy the files; how many bytes they have."""
     if not target.storage.capabilities.write:
         raise SnapshotError(f"{target.url}: this storage cannot be written to")
-    files = [Passed(location, *layout.held[location]) for location in layout.names]
+    files = [CopiedFile(location, *layout.held[location]) for location in layout.names]
     files.sort(key=lambda each: (-each.size, each.location))
-    outputs = Outputs(
+    outputs = StagedFiles(
         target.storage, [layout.names[each.location] for each in files], layout.gone, layout.others, layout.more
     )
     await outputs.expect(overwrite=overwrite)
@@ -87,9 +93,12 @@ async def _write(source: Operation, layout: _Layout, target: Operation, meter: M
     emit("start", "copy", str(target.url), bytes=nbytes)
     try:
         await pass_files(
-            source, target, files, meter.wrote,
+            source,
+            target,
+            files,
+            meter.wrote,
             lambda writer, plans, ahead: outputs.write(writer, plans, lambda: list(layout.markers.items()), ahead),
-        )  # fmt: skip
+        )
     except SnapshotError as error:
         await _expect_unchanged(source, layout, error)
         raise
@@ -97,7 +106,7 @@ async def _write(source: Operation, layout: _Layout, target: Operation, meter: M
     return nbytes
 
 
-async def _expect_unchanged(source: Operation, layout: _Layout, cause: SnapshotError) -> None:
+async def _expect_unchanged(source: Session, layout: _Layout, cause: SnapshotError) -> None:
     """Say so where what was read was replaced meanwhile."""
     with suppress(SnapshotError):
         if await tokens(source.storage, layout.names) == layout.held:
@@ -106,7 +115,7 @@ async def _expect_unchanged(source: Operation, layout: _Layout, cause: SnapshotE
     raise raised from cause
 
 
-async def _layout(source: Operation, document: ForeignDocument, url: URL) -> _Layout:
+async def _layout(source: Session, document: ForeignDocument, url: URL) -> _Layout:
     """Which files are copied, and where to. What describes them is read again, and is still what it was: so they are
     of one checkpoint, unless their tokens change."""
     storage = source.storage
@@ -123,9 +132,13 @@ async def _layout(source: Operation, document: ForeignDocument, url: URL) -> _La
     elif document.format == "dcp":
         locations += [each for each in (MEGATRON,) if each not in locations and await _exists(storage, each)]
         made = _Layout(
-            url, {each: each for each in locations}, {dcp.METADATA: b""}, (dcp.METADATA,), (METADATA,),
+            url,
+            {each: each for each in locations},
+            {dcp.METADATA: b""},
+            (dcp.METADATA,),
+            (METADATA,),
             r"__\d+_\d+\.distcp",
-        )  # fmt: skip
+        )
     elif document.format == "torchsnapshot":
         made = _Layout(url, {each: each for each in locations}, {METADATA: b""}, (), (METADATA, dcp.METADATA))
     else:
@@ -133,10 +146,13 @@ async def _layout(source: Operation, document: ForeignDocument, url: URL) -> _La
         if not folder and name.endswith(".json"):  # an index by its own name, to an index
             url, index = beside, name
         made = _Layout(
-            url, {each: each for each in locations}, {index: b""} if index else {},
+            url,
+            {each: each for each in locations},
+            {index: b""} if index else {},
             tuple(dict.fromkeys((index or safetensors.INDEX, safetensors.INDEX, safetensors.ALONE))),
-            (METADATA, dcp.METADATA), r"model-\d{5}-of-\d{5}\.safetensors",
-        )  # fmt: skip
+            (METADATA, dcp.METADATA),
+            r"model-\d{5}-of-\d{5}\.safetensors",
+        )
     await source.expect_files(document, document.files.keys() & made.names.keys())
     made.held = await tokens(storage, made.names)
     for marker in made.markers:

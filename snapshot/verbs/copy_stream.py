@@ -15,13 +15,13 @@ import xxhash
 
 from snapshot.errors import CorruptSnapshotError
 from snapshot.load.reader import HOT
-from snapshot.plan.layout import Extent, FilePlan, Part
+from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.runtime.arena import Slot, arena
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import cancelled
-from snapshot.runtime.session import Operation
-from snapshot.save.staging import FileDigests, Source, Staged
-from snapshot.save.writer import Writer, arena_size
+from snapshot.runtime.session import Session
+from snapshot.save.staging import FileDigests, StagedPart, Stager
+from snapshot.save.writer import Writer, arena_bytes
 from snapshot.storage import Buffer, Storage, uninterrupted
 from snapshot.tensors.digest import BLOCK, RunningDigest, of_range
 
@@ -30,7 +30,7 @@ FILES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class CheckedRange:
     """What is stored in a range of a file."""
 
     name: str
@@ -42,14 +42,14 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class CopiedFile:
     """A file that is copied."""
 
     location: str
     size: int
     token: str | None
     """What it was when it was looked at: if it is replaced meanwhile, reading it fails."""
-    ranges: tuple[Range, ...] = ()
+    ranges: tuple[CheckedRange, ...] = ()
     """What is compared as it passes: in order, and without holes; or nothing."""
 
     def plan(self) -> FilePlan:
@@ -57,27 +57,27 @@ class Passed:
         return FilePlan(b"", tuple(Extent(0, each.begin, each.end) for each in self.ranges), self.size)
 
 
-class Passing(Source):
+class FileStream(Stager):
     """The bytes of files on another storage."""
 
     fetches = True
 
-    def __init__(self, storage: Storage, files: Sequence[Passed]) -> None:
+    def __init__(self, storage: Storage, files: Sequence[CopiedFile]) -> None:
         super().__init__([], copies=True)
         self._storage = storage
         self.waits = not storage.capabilities.blocking
         self.plans = [file.plan() for file in files]
         self._files = {id(plan): file for plan, file in zip(self.plans, files, strict=True)}
 
-    def needs_slot(self, file: FilePlan, part: Part) -> int:
+    def needs_slot(self, file: FilePlan, part: FilePart) -> int:
         return part.end - part.begin
 
-    async def fetch(self, file: FilePlan, part: Part, slot: Slot, budget: MemoryBudget) -> Staged:
+    async def fetch(self, file: FilePlan, part: FilePart, slot: Slot, budget: MemoryBudget) -> StagedPart:
         """Read a part into a slot."""
         passed = self._files[id(file)]
         view = slot.view[: part.end - part.begin]
         await self._storage.read_into(passed.location, part.begin, [view], token=passed.token)
-        return Staged([view], None, slot, budget)
+        return StagedPart([view], None, slot, budget)
 
     def digests(self, file: FilePlan) -> FileDigests:
         return Checked(file, self._files[id(file)])
@@ -99,12 +99,12 @@ class _PlainDigest:
 class Checked(FileDigests):
     """Digests a file's ranges, and raises as soon as one is not what was written."""
 
-    def __init__(self, file: FilePlan, passed: Passed) -> None:
+    def __init__(self, file: FilePlan, passed: CopiedFile) -> None:
         super().__init__(file)
         self._passed = passed
         self._open: RunningDigest | _PlainDigest | None = None
 
-    def update(self, part: Part, shares: Sequence[Buffer]) -> None:
+    def update(self, part: FilePart, shares: Sequence[Buffer]) -> None:
         """Take the shares that the part's extents have in it."""
         for index, share in zip(range(part.first, part.last), shares, strict=True):
             each = self._passed.ranges[index]
@@ -120,26 +120,26 @@ class Checked(FileDigests):
                 self._compare(each, self._open.finish()[0])
                 self._open = None
 
-    def _compare(self, each: Range, actual: str) -> None:
+    def _compare(self, each: CheckedRange, actual: str) -> None:
         if actual != each.digest:
             where = f"{self._passed.location}[{each.begin}:{each.end}]"
             line = f"{each.name}: {where} is {actual}, and {each.digest} was written"
             raise CorruptSnapshotError(line, faults=[line])
 
 
-class Ahead:
+class ReadAhead:
     """Reads parts before it is their turn, so that several requests are under way; each file's in their order, so that
     whoever has memory is not waiting for it behind those who have none."""
 
-    def __init__(self, writer: Writer, source: Passing, budget: MemoryBudget, at_once: int) -> None:
+    def __init__(self, writer: Writer, source: FileStream, budget: MemoryBudget, at_once: int) -> None:
         self._writer = writer
         self._source = source
         self._budget = budget
         self._at_once = max(2, at_once // max(1, min(FILES, len(source.plans))))
-        self._reads: dict[tuple[int, int], asyncio.Task[Staged]] = {}
+        self._reads: dict[tuple[int, int], asyncio.Task[StagedPart]] = {}
         self._stopped = False
 
-    async def get(self, number: int, position: int) -> Staged:
+    async def get(self, number: int, position: int) -> StagedPart:
         """A part of a file. Whoever got it releases it."""
         parts = self._writer.parts(self._source.plans[number])
         for ahead in range(position, min(position + self._at_once, len(parts))):
@@ -149,9 +149,9 @@ class Ahead:
         del self._reads[number, position]
         return staged
 
-    async def _read(self, number: int, part: Part) -> Staged:
+    async def _read(self, number: int, part: FilePart) -> StagedPart:
         nbytes = part.end - part.begin
-        size = arena_size(nbytes)
+        size = arena_bytes(nbytes)
         await self._budget.acquire(size)
         try:
             slot = arena().take(nbytes)  # not in a thread: a cancellation would lose it
@@ -183,22 +183,22 @@ class Ahead:
         self._reads.clear()
 
 
-Write = Callable[[Writer, Sequence[FilePlan], Ahead | None], Coroutine[Any, Any, object]]
+Write = Callable[[Writer, Sequence[FilePlan], ReadAhead | None], Coroutine[Any, Any, object]]
 
 
 async def pass_files(
-    source: Operation, target: Operation, files: Sequence[Passed], progress: Callable[[int], None], write: Write
+    source: Session, target: Session, files: Sequence[CopiedFile], progress: Callable[[int], None], write: Write
 ) -> None:
     """Have files pass from one storage to another, several parts of several files at once. `write` has the writer write
     them, under the names that they get."""
-    passing = Passing(source.storage, files)
+    passing = FileStream(source.storage, files)
     part = target.settings.part_bytes
     writer = Writer(target.storage, passing, target.budget, progress, part, FILES)
     if writer.serial:
         writer = Writer(target.storage, passing, target.budget, progress, part or HOT, FILES)
         await write(writer, passing.plans, None)
         return
-    ahead = Ahead(writer, passing, target.budget, source.storage.limits.parallel_parts)
+    ahead = ReadAhead(writer, passing, target.budget, source.storage.limits.parallel_parts)
     try:
         await write(writer, passing.plans, ahead)
     finally:

@@ -25,10 +25,10 @@ from snapshot.plan.globs import matcher, unmatched
 from snapshot.plan.renaming import Rename
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import run
-from snapshot.runtime.session import Operation
+from snapshot.runtime.session import Session
 from snapshot.state.stateful_kinds import Kind
 from snapshot.verbs.diff_bytes import Pair, Side, compare
-from snapshot.verbs.diff_entries import NO_NUMBERS, Found, compared, content_of, shown
+from snapshot.verbs.diff_entries import NO_NUMBERS, EntryDifference, compared, content_of, shown
 from snapshot.verbs.select import change_of
 
 Rank = int | None
@@ -37,7 +37,7 @@ TIED = (FORMAT, "torch.save")
 """Formats that know that two names are of one tensor."""
 
 
-class Names:
+class DiffNames:
     """A checkpoint's entries by their names, each by the rank that it belongs to."""
 
     def __init__(self, document: Document, manifest: Mapping[str, Any]) -> None:
@@ -100,45 +100,58 @@ class Names:
 
 
 @dataclass
-class _Item:
+class _DiffItem:
     """A name that both have."""
 
     path: str
-    found: Found
+    found: EntryDifference
     pairs: list[Pair] = field(default_factory=list)
 
 
 def compare_snapshots(
-    openers: Sequence[Callable[[int | None], Operation]], *, values: bool, select: Sequence[str],
-    exclude: Sequence[str], rename: Rename | None, budget: int | None, meter: Meter,
-) -> Diff:  # fmt: skip
+    openers: Sequence[Callable[[int | None], Session]],
+    *,
+    values: bool,
+    select: Sequence[str],
+    exclude: Sequence[str],
+    rename: Rename | None,
+    budget: int | None,
+    meter: Meter,
+) -> Diff:
     """Compare what stands at two places. Half of the budget is for what is compared, and a quarter to read each."""
     for name, globs in (("select", select), ("exclude", exclude)):
         if isinstance(globs, str):
             raise TypeError(f"{name}: a list of globs is wanted, and {globs!r} is one string: [{globs!r}]")
     if budget is not None and budget <= 0:
         raise ValueError(f"memory_budget_bytes is {budget}, and must be more than 0")
-    opened: list[Operation] = []
+    opened: list[Session] = []
     try:
         for opener in openers:
             opened.append(opener(None if budget is None else max(1, budget // 4)))
         return differences(
             *opened, values=values, select=select, exclude=exclude, rename=rename, budget=budget, meter=meter
-        )  # fmt: skip
+        )
     finally:
         meter.close()
-        for operation in opened:
-            run(operation.close())
+        for session in opened:
+            run(session.close())
 
 
 def differences(
-    a: Operation, b: Operation, *, values: bool, select: Sequence[str], exclude: Sequence[str], rename: Rename | None,
-    budget: int | None, meter: Meter,
-) -> Diff:  # fmt: skip
+    a: Session,
+    b: Session,
+    *,
+    values: bool,
+    select: Sequence[str],
+    exclude: Sequence[str],
+    rename: Rename | None,
+    budget: int | None,
+    meter: Meter,
+) -> Diff:
     """Compare what stands at two places."""
     began = time.perf_counter()
-    documents = [run(operation.open()) for operation in (a, b)]
-    sides = [Side(operation, document) for operation, document in zip((a, b), documents, strict=True)]
+    documents = [run(session.open()) for session in (a, b)]
+    sides = [Side(session, document) for session, document in zip((a, b), documents, strict=True)]
     here, there = (_names(side) for side in sides)
     here.rename(rename)
     chosen = _chosen([*here.forms, *there.forms], select, exclude)
@@ -164,10 +177,10 @@ def differences(
     return found
 
 
-def _names(side: Side) -> Names:
+def _names(side: Side) -> DiffNames:
     manifest = dict(side.document.manifest)
-    run(unfold(side.operation, side.document, manifest, lambda _: True, Kind))
-    return Names(side.document, manifest)
+    run(unfold(side.session, side.document, manifest, lambda _: True, Kind))
+    return DiffNames(side.document, manifest)
 
 
 def _chosen(names: Iterable[str], select: Sequence[str], exclude: Sequence[str]) -> Any:
@@ -192,8 +205,8 @@ def _ranks(here: Mapping[Rank, Any], there: Mapping[Rank, Any], world: int) -> l
 
 
 def _matched(
-    here: Names, there: Names, chosen: Any, values: bool
-) -> tuple[dict[str, Any], dict[str, Any], list[_Item]]:
+    here: DiffNames, there: DiffNames, chosen: Any, values: bool
+) -> tuple[dict[str, Any], dict[str, Any], list[_DiffItem]]:
     """What only the first has, what only the second has, and what both have."""
     removed: dict[str, Any] = {}
     added: dict[str, Any] = {}
@@ -212,14 +225,14 @@ def _matched(
                 if is_leaf(entry):
                     only[path] = entry
                 continue
-            item = _Item(path, *compared(path, a, b, values, same_format=here.format == there.format))
+            item = _DiffItem(path, *compared(path, a, b, values, same_format=here.format == there.format))
             if known:
                 _tied(item, name, rank, ties, here, there)
             items.append(item)
     return removed, added, items
 
 
-def _tied(item: _Item, name: str, rank: Rank, ties: Any, here: Names, there: Names) -> None:
+def _tied(item: _DiffItem, name: str, rank: Rank, ties: Any, here: DiffNames, there: DiffNames) -> None:
     """Whether a tensor is the same as others in both, of those that both have."""
     before, after = (
         {each for each in tied.get((name, rank), ()) if each in here.forms and each in there.forms} for tied in ties
@@ -250,7 +263,7 @@ def _moved(removed: dict[str, Any], added: dict[str, Any]) -> list[Change]:
     return changes
 
 
-def _change(item: _Item) -> Change | None:
+def _change(item: _DiffItem) -> Change | None:
     found = item.found
     if any(pair.differs and not pair.cast for pair in item.pairs) and "bytes" not in found.what:
         found.add("bytes", "")
@@ -262,6 +275,9 @@ def _change(item: _Item) -> Change | None:
     if found.numberless and not {"bytes", "dtype", "kind"}.isdisjoint(found.what):
         found.details.append(NO_NUMBERS)
     return Change(
-        "changed", item.path, tuple(found.what), "; ".join(filter(None, found.details)),
+        "changed",
+        item.path,
+        tuple(found.what),
+        "; ".join(filter(None, found.details)),
         values=None if numbers is None else numbers.values(),
-    )  # fmt: skip
+    )

@@ -15,12 +15,12 @@ from snapshot.events import Meter
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.manifest.validate import check_tensor, locations_of
-from snapshot.plan.layout import PAGE, Extent, FilePlan, Part, cut_file
+from snapshot.plan.layout import PAGE, Extent, FilePart, FilePlan, cut_file
 from snapshot.runtime.arena import Slot, arena
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import cancelled
-from snapshot.runtime.session import Operation
-from snapshot.save.writer import arena_size
+from snapshot.runtime.session import Session
+from snapshot.save.writer import arena_bytes
 from snapshot.state.leaves import Leaf
 from snapshot.storage import in_thread, uninterrupted
 from snapshot.tensors.dtypes import ITEMSIZE
@@ -36,7 +36,7 @@ LARGEST_PART = 32 << 20
 class Side:
     """One of two checkpoints."""
 
-    operation: Operation
+    session: Session
     document: Document
 
 
@@ -61,9 +61,7 @@ class Pair:
 
 def as_bytes(stored: e.ObjectEntry) -> e.TensorEntry:
     """The bytes of an object as a tensor of them."""
-    return e.TensorEntry(
-        stored.location, stored.byte_range, "uint8", (stored.nbytes,), stored.digest, stored.blocks
-    )  # fmt: skip
+    return e.TensorEntry(stored.location, stored.byte_range, "uint8", (stored.nbytes,), stored.digest, stored.blocks)
 
 
 async def compare(a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryBudget, meter: Meter) -> int:
@@ -72,7 +70,7 @@ async def compare(a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryBudget,
         entries = {pair.name: getattr(pair, of) for pair in pairs}
         for name, entry in entries.items():
             check_tensor(name, entry, side.document.files)
-        await side.operation.expect_files(side.document, locations_of(entries, side.document.files))
+        await side.session.expect_files(side.document, locations_of(entries, side.document.files))
     meter.begin(2 * sum(pair.nbytes for pair in pairs))
     file = _file(pairs)
     here, there = (_fetched(side, pairs, of) for side, of in ((a, "a"), (b, "b")))
@@ -81,7 +79,7 @@ async def compare(a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryBudget,
 
     async def lane() -> None:
         for part in parts:
-            size = arena_size(part.end - part.begin)
+            size = arena_bytes(part.end - part.begin)
             await budget.acquire(2 * size)
             slots: list[Slot] = []
             try:
@@ -123,10 +121,10 @@ def _file(pairs: Sequence[Pair]) -> FilePlan:
 def _fetched(side: Side, pairs: Sequence[Pair], of: str) -> Fetched:
     nothing = torch.empty(0, device="meta")
     leaves = [Leaf(pair.name, nothing, pair.dtype, tuple(pair.a.shape), pair.nbytes) for pair in pairs]
-    return Fetched(side.operation, side.document, leaves, [getattr(pair, of) for pair in pairs], verify=True)
+    return Fetched(side.session, side.document, leaves, [getattr(pair, of) for pair in pairs], verify=True)
 
 
-def _look(file: FilePlan, part: Part, pairs: Sequence[Pair], here: Slot, there: Slot) -> None:
+def _look(file: FilePlan, part: FilePart, pairs: Sequence[Pair], here: Slot, there: Slot) -> None:
     for index, low, high in _shares(file, part):
         pair = pairs[index]
         a, b = here.tensor[low:high], there.tensor[low:high]
@@ -136,7 +134,7 @@ def _look(file: FilePlan, part: Part, pairs: Sequence[Pair], here: Slot, there: 
             pair.numbers.update(a, b)
 
 
-def _shares(file: FilePlan, part: Part) -> Iterator[tuple[int, int, int]]:
+def _shares(file: FilePlan, part: FilePart) -> Iterator[tuple[int, int, int]]:
     """What of a part is whose: which pair's, from where in it, to where."""
     for extent in file.extents[part.first : part.last]:
         low, high = max(extent.begin, part.begin), min(extent.end, part.end)

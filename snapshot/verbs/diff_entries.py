@@ -24,7 +24,7 @@ NO_NUMBERS = "no numbers for this kind"
 
 
 @dataclass
-class Found:
+class EntryDifference:
     """What of an entry differs."""
 
     what: list[str] = field(default_factory=list)
@@ -59,9 +59,9 @@ def shown(entry: Any) -> str:
     return kind_of(entry)
 
 
-def compared(path: str, a: Any, b: Any, values: bool, *, same_format: bool) -> tuple[Found, list[Pair]]:
+def compared(path: str, a: Any, b: Any, values: bool, *, same_format: bool) -> tuple[EntryDifference, list[Pair]]:
     """What differs between two entries, and the pairs of tensors that have to be read to know the rest."""
-    found = Found(counts=int(is_leaf(b)))
+    found = EntryDifference(counts=int(is_leaf(b)))
     pairs: list[Pair] = []
     if kind_of(a) != kind_of(b):
         found.add("kind", f"{shown(a)} -> {shown(b)}")
@@ -98,7 +98,7 @@ def _apart(a: Scalar, b: Scalar) -> str:
     return f"{kind_of(a)} {texts[0]} -> {texts[1]}, from character {first:,} on"
 
 
-def _containers(found: Found, a: e.Container, b: e.Container, same_format: bool) -> None:
+def _containers(found: EntryDifference, a: e.Container, b: e.Container, same_format: bool) -> None:
     """What a container's children do not say themselves: their order and number, keys' types, its own settings."""
     if isinstance(a, e.DictEntry) and isinstance(b, e.DictEntry):
         here, there = (dict(zip(each.components(), each.keys, strict=True)) for each in (a, b))
@@ -117,7 +117,7 @@ def _containers(found: Found, a: e.Container, b: e.Container, same_format: bool)
             found.add(what, what if name in long else f"{what} {before} -> {after}")
 
 
-def _tensors(found: Found, pairs: list[Pair], path: str, a: Any, b: Any, values: bool) -> None:
+def _tensors(found: EntryDifference, pairs: list[Pair], path: str, a: Any, b: Any, values: bool) -> None:
     if (a.dtype, tuple(a.shape)) != (b.dtype, tuple(b.shape)):
         found.what += [name for name in ("dtype", "shape") if getattr(a, name) != getattr(b, name)]
         found.details.append(f"{shown(a)} -> {shown(b)}")
@@ -130,7 +130,7 @@ def _tensors(found: Found, pairs: list[Pair], path: str, a: Any, b: Any, values:
         _bytes(found, pairs, path, a, b, values)
 
 
-def _bytes(found: Found, pairs: list[Pair], path: str, a: Any, b: Any, values: bool) -> None:
+def _bytes(found: EntryDifference, pairs: list[Pair], path: str, a: Any, b: Any, values: bool) -> None:
     """Whether two tensors of one shape have the same bytes, if that is known; what has to be read, if not."""
     differs = True if a.dtype != b.dtype else by_digests(a, b)
     if differs and a.dtype == b.dtype:
@@ -164,7 +164,9 @@ def _digests(entry: Any) -> dict[Any, str] | None:
     return made
 
 
-def _arrays(found: Found, pairs: list[Pair], path: str, a: e.NDArrayEntry, b: e.NDArrayEntry, values: bool) -> None:
+def _arrays(
+    found: EntryDifference, pairs: list[Pair], path: str, a: e.NDArrayEntry, b: e.NDArrayEntry, values: bool
+) -> None:
     for name in ("dtype", "shape", "order", "scalar"):
         before, after = getattr(a, name), getattr(b, name)
         if before != after:
@@ -177,7 +179,7 @@ def _arrays(found: Found, pairs: list[Pair], path: str, a: e.NDArrayEntry, b: e.
 
 
 def _parts(
-    found: Found, pairs: list[Pair], path: str, a: e.TensorPartsEntry, b: e.TensorPartsEntry, values: bool
+    found: EntryDifference, pairs: list[Pair], path: str, a: e.TensorPartsEntry, b: e.TensorPartsEntry, values: bool
 ) -> None:
     if a.params != b.params or a.parts.keys() != b.parts.keys():
         found.add("kind", _params(a.params, b.params))
@@ -185,7 +187,7 @@ def _parts(
     where = [name for name in both if name.endswith("indices")]
     numbers = values and bool(where) and a.params == b.params
     numbers = numbers and not any(_known_to_differ(a.parts[name], b.parts[name]) for name in where)
-    inner = Found()
+    inner = EntryDifference()
     for name in both:
         own = numbers and name == "values"
         _tensors(inner, pairs, f"{path}[{name}]", a.parts[name], b.parts[name], own)
@@ -214,7 +216,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-def _objects(found: Found, pairs: list[Pair], path: str, a: e.ObjectEntry, b: e.ObjectEntry) -> None:
+def _objects(found: EntryDifference, pairs: list[Pair], path: str, a: e.ObjectEntry, b: e.ObjectEntry) -> None:
     if (a.serializer, a.obj_type) != (b.serializer, b.obj_type) and a.obj_type != b.obj_type:
         found.add("kind", f"{a.obj_type} -> {b.obj_type}")
     if a.nbytes != b.nbytes or is_refused(a) or is_refused(b):

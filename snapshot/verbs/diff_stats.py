@@ -122,7 +122,7 @@ class Numbers:
         relative = self._norm / self._first if self._first else math.inf if self._norm else 0.0
         return Values(
             self._elements, self._differing, self._largest, self._norm, relative, self._not_numbers, self._within
-        )  # fmt: skip
+        )
 
 
 def _wide(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -31,7 +31,7 @@ from snapshot.manifest.document import Document
 from snapshot.manifest.paths import uncomponent
 from snapshot.plan.layout import Extent, FilePlan, exact_file
 from snapshot.reports import ConvertReport, listed, with_article
-from snapshot.runtime.session import Operation
+from snapshot.runtime.session import Session
 from snapshot.save.writer import Writer
 from snapshot.state.leaves import Leaf
 from snapshot.state.state_tree import inflate
@@ -40,8 +40,8 @@ from snapshot.verbs import losses
 from snapshot.verbs.checkpoint_source import Fetched, expect_room
 from snapshot.verbs.classless import without_classes
 from snapshot.verbs.select import Objects, clean, expect_sound, is_leaf_value, places_of, seen
-from snapshot.verbs.staged_files import Outputs
-from snapshot.verbs.to_snapshot import Choice
+from snapshot.verbs.staged_files import StagedFiles
+from snapshot.verbs.to_snapshot import Selection
 
 _KEPT_BY_TORCH = frozenset({"parameter", "requires_grad", "order"})
 DCP_ALIGNMENT = 64
@@ -89,7 +89,7 @@ class _Nested(msgspec.Struct):
 class Export:
     """What rank 0 sees of a checkpoint, on the way to another format."""
 
-    def __init__(self, source: Operation, document: Document, choice: Choice) -> None:
+    def __init__(self, source: Session, document: Document, choice: Selection) -> None:
         self._source = source
         self._document = document
         self._choice = choice
@@ -176,12 +176,18 @@ class Export:
         return plan
 
     def _archive(
-        self, plan: Plan, root: str, content: bytes, held: dict[str, bytes], numbers: Sequence[int], base: int,
+        self,
+        plan: Plan,
+        root: str,
+        content: bytes,
+        held: dict[str, bytes],
+        numbers: Sequence[int],
+        base: int,
         extents: list[Extent],
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Lay out an archive of torch's at `base` in a file: a pickle, and the leaves of these numbers; its length."""
         members = [_member(plan, str(number), plan.leaves[number].nbytes, number) for number in numbers]
-        members += [torch_archive.Member(key, len(data), data) for key, data in held.items()]
+        members += [torch_archive.ArchiveMember(key, len(data), data) for key, data in held.items()]
         found, size = torch_archive.laid_out(torch_archive.around(root, content, members, _identity()), zlib.crc32)
         self._extents(plan, found, base, extents, (number for number in numbers if plan.leaves[number].nbytes))
         return size
@@ -329,9 +335,7 @@ class Export:
         for name, what in items:
             padding = -position % DCP_ALIGNMENT
             if padding:
-                extents.append(
-                    Extent(plan.leaf("", "uint8", (padding,), bytes(padding)), position, position + padding)
-                )  # fmt: skip
+                extents.append(Extent(plan.leaf("", "uint8", (padding,), bytes(padding)), position, position + padding))
                 position += padding
             if isinstance(what, bytes):
                 extents.append(Extent(plan.leaf(name, "uint8", (len(what),), what), position, position + len(what)))
@@ -345,7 +349,7 @@ class Export:
                 content = torch_archive.pickled_tensor(dtype, shape)
                 found, size = torch_archive.laid_out(
                     torch_archive.around("archive", content, [member], _identity()), zlib.crc32
-                )  # fmt: skip
+                )
                 self._extents(plan, found, position, extents, iter([number]))
             placed[name] = where, position, size
             position += size
@@ -353,18 +357,23 @@ class Export:
 
     # All
 
-    async def write(self, plan: Plan, target: Operation, meter: Meter, *, overwrite: bool) -> ConvertReport:
+    async def write(self, plan: Plan, target: Session, meter: Meter, *, overwrite: bool) -> ConvertReport:
         """Write what was planned."""
-        outputs = Outputs(target.storage, [name for name, _ in plan.files], plan.markers, plan.others, plan.more)
+        outputs = StagedFiles(target.storage, [name for name, _ in plan.files], plan.markers, plan.others, plan.more)
         read = self._document.files.keys() & {*outputs.names, *plan.markers}
         if read and not target.storage.capabilities.renames and self._source.storage.url == target.storage.url:
             raise ValueError(f"{target.url}: holds {min(read)}, which is read; convert to another place")
         expect_room(self._document, plan.leaves, plan.origins)
         await outputs.expect(overwrite=overwrite)
         source = Fetched(
-            self._source, self._document, plan.leaves, plan.origins, verify=self._choice.verify, orders=plan.orders,
+            self._source,
+            self._document,
+            plan.leaves,
+            plan.origins,
+            verify=self._choice.verify,
+            orders=plan.orders,
             sums=plan.sums,
-        )  # fmt: skip
+        )
         meter.begin(sum(file.size for _, file in plan.files))
         writer = Writer(target.storage, source, target.budget, meter.wrote, target.settings.part_bytes)
         await outputs.write(writer, [file for _, file in plan.files], plan.last)
@@ -377,11 +386,11 @@ class Export:
         return ConvertReport(plan.kind, len(tensors), nbytes, left_out, names, changed=tuple(plan.changed))
 
 
-def _member(plan: Plan, name: str, size: int, number: int) -> torch_archive.Member:
+def _member(plan: Plan, name: str, size: int, number: int) -> torch_archive.ArchiveMember:
     """A member whose bytes are a leaf's."""
     sums = plan.sums
     assert sums is not None
-    return torch_archive.Member(name, size, sum=lambda: sums.get(number, 0))
+    return torch_archive.ArchiveMember(name, size, sum=lambda: sums.get(number, 0))
 
 
 def _in_order(sizes: Sequence[int], most: int) -> list[list[int]]:

@@ -13,7 +13,7 @@ from snapshot.events import Meter
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.unpickling import is_refused
 from snapshot.load.fetch import fetch
-from snapshot.load.read_plan import Gather
+from snapshot.load.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.document import Document
@@ -24,7 +24,7 @@ from snapshot.plan.globs import matcher, unmatched
 from snapshot.plan.renaming import Rename, compile_rename
 from snapshot.reports import listed
 from snapshot.runtime.loop import run
-from snapshot.runtime.session import Operation
+from snapshot.runtime.session import Session
 from snapshot.tensors.objects import TRUST
 
 
@@ -162,8 +162,8 @@ def expect_sound(entries: Mapping[str, Any], document: Document) -> None:
 class Objects:
     """The values of what is neither a tensor nor in the manifest itself."""
 
-    def __init__(self, operation: Operation, document: Document, *, allow_pickle: bool, verify: bool) -> None:
-        self._operation = operation
+    def __init__(self, session: Session, document: Document, *, allow_pickle: bool, verify: bool) -> None:
+        self._session = session
         self._document = document
         self._allow_pickle = allow_pickle
         self._verify = verify
@@ -178,17 +178,17 @@ class Objects:
         ]
         if refused:
             raise UnsafeObjectError(
-                f"{self._operation.url}: holds what only running a pickle would make; leave it out with exclude=[...], "
+                f"{self._session.url}: holds what only running a pickle would make; leave it out with exclude=[...], "
                 f"or {TRUST}:{listed(refused)}"
             )
-        run(self._operation.expect_files(self._document, locations_of(entries, self._document.files)))
-        gather = Gather(self._document.files, allow_pickle=self._allow_pickle)
+        run(self._session.expect_files(self._document, locations_of(entries, self._document.files)))
+        gather = ReadPlan(self._document.files, allow_pickle=self._allow_pickle)
         for path, entry in entries.items():
             gather.new(path, entry)
         meter = Meter("convert", None)
-        fetch(self._operation, gather.objects, self._verify, meter)
+        fetch(self._session, gather.objects, self._verify, meter)
         gather.finish_objects(all_or_none=all_or_none)
-        fetch(self._operation, gather.wants, self._verify, meter)
+        fetch(self._session, gather.wants, self._verify, meter)
         gather.finish()
         return gather.values
 

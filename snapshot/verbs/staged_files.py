@@ -12,14 +12,14 @@ from snapshot.errors import SnapshotError, SnapshotExistsError, StorageError, St
 from snapshot.events import log
 from snapshot.plan.layout import FilePlan
 from snapshot.save.cleanup import DAY
-from snapshot.save.writer import Staging, Writer
+from snapshot.save.writer import StagedParts, Writer
 from snapshot.storage import Storage, uninterrupted
 
 ASIDE = ".convert-"
 """How the names of files begin that are not whole yet, on storages that can rename."""
 
 
-class Outputs:
+class StagedFiles:
     """The files of one conversion."""
 
     def __init__(
@@ -49,9 +49,12 @@ class Outputs:
             )
 
     async def write(
-        self, writer: Writer, files: Sequence[FilePlan], last: Callable[[], list[tuple[str, bytes]]],
-        staging: Staging | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        writer: Writer,
+        files: Sequence[FilePlan],
+        last: Callable[[], list[tuple[str, bytes]]],
+        staging: StagedParts | None = None,
+    ) -> None:
         """Write all files. What stood there is whole until all of them are, where the storage can rename; elsewhere it
         is gone before the first is replaced. So there never is a mixture."""
         storage, renames = self._storage, self._storage.capabilities.renames

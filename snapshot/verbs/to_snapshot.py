@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from snapshot.distributed.exchange import Call
+from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import SOLO
 from snapshot.errors import UnsafeObjectError
 from snapshot.events import Meter, log
@@ -21,10 +21,10 @@ from snapshot.manifest.document import Document
 from snapshot.plan.renaming import Rename
 from snapshot.reports import ConvertReport, with_article
 from snapshot.runtime.loop import run
-from snapshot.runtime.session import Operation
-from snapshot.save.rank_share import Portion
+from snapshot.runtime.session import Session
+from snapshot.save.rank_share import RankShare
 from snapshot.save.rendezvous import expectation, open_take
-from snapshot.save.replication import Shared
+from snapshot.save.replication import Replication
 from snapshot.save.take import Take
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf
@@ -44,13 +44,13 @@ from snapshot.verbs.select import (
 )
 
 
-def alone(verb: str, timeout: float) -> Call:
+def alone(verb: str, timeout: float) -> Exchange:
     """A call of this process alone, whatever group it is in."""
-    return Call(SOLO, verb, timeout)
+    return Exchange(SOLO, verb, timeout)
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """What of a checkpoint is converted, and how."""
 
     select: Sequence[str] = ()
@@ -66,11 +66,11 @@ class Choice:
                 raise TypeError(f"{name}: a list of globs is wanted, and {globs!r} is one string: [{globs!r}]")
 
 
-class Recorded(Portion):
+class Recorded(RankShare):
     """What a checkpoint holds, as if it had been flattened here."""
 
-    def __init__(self, call: Call, flat: Flattened, world: int, replicated: set[str]) -> None:
-        super().__init__(call, flat, Shared("", frozenset(), (0,)))
+    def __init__(self, exchange: Exchange, flat: Flattened, world: int, replicated: set[str]) -> None:
+        super().__init__(exchange, flat, Replication("", frozenset(), (0,)))
         self.world = world
         self._replicated = replicated
 
@@ -86,14 +86,14 @@ class Recorded(Portion):
 class Recording:
     """A checkpoint's entries, on the way into a snapshot."""
 
-    def __init__(self, operation: Operation, document: Document, choice: Choice) -> None:
+    def __init__(self, session: Session, document: Document, choice: Selection) -> None:
         self.flat = Flattened()
         self.origins: list[Any] = []
         """Of each leaf that is read, its entry; the tensors of objects are here already."""
         self.replicated: set[str] = set()
         self._document = document
         self._dtype = choice.dtype
-        self._objects = Objects(operation, document, allow_pickle=choice.allow_pickle, verify=choice.verify)
+        self._objects = Objects(session, document, allow_pickle=choice.allow_pickle, verify=choice.verify)
         self._seen: dict[Any, str] = {}
         self.tensors = 0
         self.uncast: list[str] = []
@@ -197,9 +197,16 @@ class Recording:
 
 
 def as_snapshot(
-    source: Operation, document: Document, choice: Choice, url: URL, opener: Callable[[URL], Operation], meter: Meter,
-    *, overwrite: bool, timeout: float,
-) -> ConvertReport:  # fmt: skip
+    source: Session,
+    document: Document,
+    choice: Selection,
+    url: URL,
+    opener: Callable[[URL], Session],
+    meter: Meter,
+    *,
+    overwrite: bool,
+    timeout: float,
+) -> ConvertReport:
     """Write a checkpoint as a snapshot of ours; its ranks stay what they were."""
     expect_matches(document, choice.select, choice.exclude)
     recording = Recording(source, document, choice)
@@ -213,11 +220,11 @@ def as_snapshot(
     recording.objects(entries)
     if recording.flat.pickled:
         log.warning("%s: stored as pickles, as they were: %s", url, ", ".join(sorted(recording.flat.pickled)[:20]))
-    with alone("convert", timeout) as call:
-        operation, opening = open_take(call, url, "convert", (), opener, claim=True)
-        with Take(call, operation, opening, with_root(document), meter) as take:
-            take.ending.expect = run(expectation(operation, overwrite=overwrite))
-            portion = Recorded(call, recording.flat, document.world_size, recording.replicated)
+    with alone("convert", timeout) as exchange:
+        session, opening = open_take(exchange, url, "convert", (), opener, claim=True)
+        with Take(exchange, session, opening, with_root(document), meter) as take:
+            take.ending.expect = run(expectation(session, overwrite=overwrite))
+            portion = Recorded(exchange, recording.flat, document.world_size, recording.replicated)
             take.prepare(portion, None, stage=False)
             take.fetch_from(Fetched(source, document, portion.leaves, recording.origins, verify=choice.verify))
             run(take.write())

@@ -15,7 +15,7 @@ from snapshot.events import Meter
 from snapshot.formats import zip_checksums
 from snapshot.formats.unpickling import INLINE
 from snapshot.load.reader import Reader
-from snapshot.load.requests import Want
+from snapshot.load.requests import ReadRequest
 from snapshot.load.stored_ranges import TABLE, Place, stored_of, uncovered, wants_of
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import count_entries
@@ -23,11 +23,11 @@ from snapshot.manifest.document import Document
 from snapshot.manifest.rank_view import by_key, is_rank, rank_view
 from snapshot.manifest.validate import check_tree
 from snapshot.reports import VerifyReport, counted
-from snapshot.runtime.session import Operation
+from snapshot.runtime.session import Session
 from snapshot.storage import in_thread
 from snapshot.tensors.digest import BLOCK, of_range
 from snapshot.verbs.copy_stream import tokens
-from snapshot.verbs.verify_journal import Key, VerifyNotes
+from snapshot.verbs.verify_journal import Key, VerifyJournal
 
 AGAIN = 10
 """How often a snapshot is looked at that others keep replacing."""
@@ -38,18 +38,18 @@ STRETCH = 64 << 20
 
 
 async def verify_files(
-    operation: Operation, meter: Meter, *, quick: bool = False, resume: str | os.PathLike[str] | None = None
+    session: Session, meter: Meter, *, quick: bool = False, resume: str | os.PathLike[str] | None = None
 ) -> VerifyReport:
     """Read everything; faults are listed, not raised, but for a manifest that cannot be read at all.
 
     What another take replaces meanwhile loses its files: then what stands there now is looked at instead.
     """
-    document = await operation.open()
+    document = await session.open()
     for _ in range(AGAIN):
-        report = await Verification(operation, document, meter).run(quick, resume)
+        report = await Verification(session, document, meter).run(quick, resume)
         if report.ok:
             break
-        now = await operation.open()
+        now = await session.open()
         if now.save_id == document.save_id:
             break
         document = now
@@ -85,14 +85,14 @@ def _tree_faults(document: Document) -> list[str]:
 class Stretch:
     """What is verified between two notes."""
 
-    plain: list[Want] = field(default_factory=list)
+    plain: list[ReadRequest] = field(default_factory=list)
     """Headers, and long tables: digested as they are, however long."""
-    wants: list[Want] = field(default_factory=list)
+    wants: list[ReadRequest] = field(default_factory=list)
     sums: list[Place] = field(default_factory=list)
     """Archives of others, which carry checksums."""
     nbytes: int = 0
 
-    def add(self, want: Want) -> None:
+    def add(self, want: ReadRequest) -> None:
         """One more range."""
         plain = want.stored.serializer == TABLE and (not want.name or want.end - want.begin > BLOCK)
         (self.plain if plain else self.wants).append(want)
@@ -107,8 +107,8 @@ class Stretch:
 class Verification:
     """One look at one snapshot."""
 
-    def __init__(self, operation: Operation, document: Document, meter: Meter) -> None:
-        self._operation = operation
+    def __init__(self, session: Session, document: Document, meter: Meter) -> None:
+        self._session = session
         self._document = document
         self._meter = meter
         self.faults: list[str] = []
@@ -119,8 +119,8 @@ class Verification:
     async def run(self, quick: bool, resume: str | os.PathLike[str] | None) -> VerifyReport:
         """Look at all of it; `quick`: at what there is, and not into it."""
         began = time.perf_counter()
-        operation, document = self._operation, self._document
-        missing = await operation.missing_files(document, set(document.files), errno.EIO)
+        session, document = self._session, self._document
+        missing = await session.missing_files(document, set(document.files), errno.EIO)
         self.faults += _held_by(missing, document.manifest)
         bare: dict[str, list[Place]] = {}
         wants = wants_of([document.manifest], document.files, self.faults, bare)
@@ -139,17 +139,23 @@ class Verification:
             any(place not in sums or sums[place] in self._without for place in places) for places in bare.values()
         )
         return VerifyReport(
-            count_entries(document.manifest), self._heads + max(self._read, self._summed), time.perf_counter() - began,
-            tuple(dict.fromkeys(self.faults)), unverifiable, quick, len(document.files.keys() - {INLINE}), before,
-        )  # fmt: skip
+            count_entries(document.manifest),
+            self._heads + max(self._read, self._summed),
+            time.perf_counter() - began,
+            tuple(dict.fromkeys(self.faults)),
+            unverifiable,
+            quick,
+            len(document.files.keys() - {INLINE}),
+            before,
+        )
 
-    def everything(self, wants: list[Want], sums: Mapping[Place, Place], missing: Mapping[str, str]) -> Stretch:
+    def everything(self, wants: list[ReadRequest], sums: Mapping[Place, Place], missing: Mapping[str, str]) -> Stretch:
         """All that is to be read: what `wants` asks for, and the headers of files."""
         plain = []
         for location, file in self._document.files.items():
             if file.header and location not in missing:
                 held = e.ObjectEntry(location, (0, file.header), TABLE, "", file.header_digest)
-                plain.append(Want("", held, location, 0, file.header))
+                plain.append(ReadRequest("", held, location, 0, file.header))
         wants = [*plain, *wants]
         made = Stretch(sums=sorted(set(sums.values())))
         for want in wants:
@@ -160,10 +166,10 @@ class Verification:
     async def _resumed(self, everything: Stretch, resume: str | os.PathLike[str]) -> int:
         """Go on where a verification of the same was interrupted, and note how far this one comes; how many bytes
         were verified before."""
-        operation, document = self._operation, self._document
+        session, document = self._session, self._document
         known = sorted(each for each in document.files if each != INLINE and each in _locations(everything))
-        held = await tokens(operation.storage, known)
-        notes = await in_thread(VerifyNotes.open, resume, str(operation.url), document.save_id, held)
+        held = await tokens(session.storage, known)
+        notes = await in_thread(VerifyJournal.open, resume, str(session.url), document.save_id, held)
         try:
             self.faults += notes.faults
             self._without |= notes.without
@@ -193,20 +199,20 @@ class Verification:
         if stretch.sums:
             self.faults += await self._sum_faults(stretch.sums, progress)
 
-    async def _plain_faults(self, want: Want) -> list[str]:
+    async def _plain_faults(self, want: ReadRequest) -> list[str]:
         """Whether a header, or a long table, is what was written."""
         where = f"{want.location}[{want.begin}:{want.end}]"
         name = f"{want.name}: " if want.name else ""
         held = bytearray(want.end - want.begin)
 
         async def actual() -> str:
-            await self._operation.storage.read_into(want.location, want.begin, [held])
+            await self._session.storage.read_into(want.location, want.begin, [held])
             self._heads += len(held)
             return of_range(held)
 
         try:
             found = await actual()
-            if found != want.stored.digest and not self._operation.storage.capabilities.blocking:
+            if found != want.stored.digest and not self._session.storage.capabilities.blocking:
                 found = await actual()
         except (CorruptSnapshotError, StorageError) as error:
             return [f"{name}{where}: {each}" for each in _damage(error)]
@@ -214,13 +220,15 @@ class Verification:
             return []
         return [f"{name}{where} is {found}, and {want.stored.digest} was written"]
 
-    async def _data_faults(self, wants: Sequence[Want], progress: Callable[[int], None]) -> tuple[list[str], int]:
+    async def _data_faults(
+        self, wants: Sequence[ReadRequest], progress: Callable[[int], None]
+    ) -> tuple[list[str], int]:
         """What does not verify, and how many bytes were read. What cannot be read does not keep the rest from being
         looked at: it is narrowed down to the entries that it is of."""
         if not wants:
             return [], 0
-        operation = self._operation
-        reader = Reader(operation.storage, operation.budget, verify=True, wanted_part=operation.settings.part_bytes)
+        session = self._session
+        reader = Reader(session.storage, session.budget, verify=True, wanted_part=session.settings.part_bytes)
         try:
             await reader.read(wants, progress)
         except (CorruptSnapshotError, StorageError) as error:
@@ -246,10 +254,10 @@ class Verification:
 
     async def _sum_faults(self, archives: Sequence[Place], progress: Callable[[int], None]) -> list[str]:
         """What does not have the checksum that others' archives carry."""
-        operation = self._operation
+        session = self._session
         self._summed += sum(end - begin for _, begin, end in archives)
         try:
-            found, without = await zip_checksums.faults(operation.storage, operation.budget, archives, progress)
+            found, without = await zip_checksums.faults(session.storage, session.budget, archives, progress)
         except (CorruptSnapshotError, StorageError) as error:
             return _damage(error)
         self._without |= without
@@ -299,7 +307,7 @@ def _stretches(everything: Stretch, done: set[Key]) -> Iterator[Stretch]:
     yield made
 
 
-def cut_wants(wants: Iterable[Want], length: int = 0) -> Iterator[Want]:
+def cut_wants(wants: Iterable[ReadRequest], length: int = 0) -> Iterator[ReadRequest]:
     """Yield wants in the order of their places on storage; the long ones, whose blocks have digests, in pieces."""
     length = length or STRETCH
     for want in sorted(wants, key=lambda want: (want.location, want.begin)):
@@ -308,7 +316,7 @@ def cut_wants(wants: Iterable[Want], length: int = 0) -> Iterator[Want]:
             continue
         for begin in range(want.begin, want.end, length):
             end = min(begin + length, want.end)
-            yield Want(want.name, want.stored, want.location, begin, end)
+            yield ReadRequest(want.name, want.stored, want.location, begin, end)
 
 
 def _damage(error: CorruptSnapshotError | StorageError) -> list[str]:

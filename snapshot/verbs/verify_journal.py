@@ -27,7 +27,7 @@ PAUSE = 1.0
 """Seconds between two syncs: what a loss of power takes is looked at again."""
 
 
-class VerifyNotes:
+class VerifyJournal:
     """The notes of one verification, open to be added to."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
@@ -45,7 +45,7 @@ class VerifyNotes:
     @staticmethod
     def open(
         path: str | os.PathLike[str], url: str, save_id: str, held: Mapping[str, tuple[int, str | None]]
-    ) -> VerifyNotes:
+    ) -> VerifyJournal:
         """The notes at a path; empty ones, where there are none yet, or where what they are of has changed.
 
         `ValueError` for a file that is something else, or of another snapshot's verification: it is not written over.
@@ -57,7 +57,7 @@ class VerifyNotes:
         try:
             file.seek(0)
             lines = file.read().splitlines(keepends=True)
-            notes = VerifyNotes(place, file)
+            notes = VerifyJournal(place, file)
             if _known(place, lines, url) == head and all(token for _, token in held.values()):
                 kept = len(lines[0]) + notes._read(lines[1:])
                 file.truncate(kept)

@@ -30,23 +30,23 @@ import snapshot
 from snapshot import registry
 from snapshot.errors import SnapshotError
 from snapshot.events import emit, log
-from snapshot.plan.layout import FilePlan, Part
+from snapshot.plan.layout import FilePart, FilePlan
 from snapshot.reports import counted
 from snapshot.runtime.loop import cancelled, in_own_thread
-from snapshot.runtime.shared_memory import Segment
-from snapshot.save.staging import Staged
-from snapshot.save.writer import Progress, Staging, Written
+from snapshot.runtime.shared_memory import SharedSegment
+from snapshot.save.staging import StagedPart
+from snapshot.save.writer import Progress, StagedParts, WrittenFile
 from snapshot.storage import URL, Storage, uninterrupted
 from snapshot.worker.protocol import (
     Begin,
     Cancel,
     Channel,
     Failed,
+    FileLane,
     Finished,
     Free,
     Give,
     Happened,
-    Lane,
     Map,
     Moved,
     Received,
@@ -77,7 +77,7 @@ class _Take:
     def __init__(self, number: int, progress: Progress) -> None:
         self.number = number
         self.progress = progress
-        self.lent: dict[tuple[int, int], Staged] = {}
+        self.lent: dict[tuple[int, int], StagedPart] = {}
         """Parts that the process may be reading."""
         self.ended: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
 
@@ -117,7 +117,7 @@ class WriterProcess:
         self._channel = Channel(ours, self._received, self._closed)
         self._numbers = itertools.count(1)
         self._takes: dict[int, _Take] = {}
-        self._shown: dict[int, Segment] = {}
+        self._shown: dict[int, SharedSegment] = {}
         self._end: SnapshotError | None = None
         self._burial: asyncio.Task[None] | None = None
 
@@ -140,10 +140,10 @@ class WriterProcess:
         budget: int,
         files: Sequence[FilePlan],
         locations: Sequence[str],
-        parts: Sequence[Sequence[Part]],
-        staging: Staging,
+        parts: Sequence[Sequence[FilePart]],
+        staging: StagedParts,
         progress: Progress,
-    ) -> list[Written]:
+    ) -> list[WrittenFile]:
         """Write all files from what is staged, as `Writer.write` does it. If one fails, nothing of them is left.
 
         `budget` is the operation's, `parts` how its writer cuts the files.
@@ -155,13 +155,21 @@ class WriterProcess:
         try:
             if self._end is not None:
                 raise SnapshotError(*self._end.args)
-            lanes = [Lane.of(*each) for each in zip(files, locations, parts, strict=True)]
+            lanes = [FileLane.of(*each) for each in zip(files, locations, parts, strict=True)]
             self._channel.send(
                 Begin(
-                    take.number, url.reveal(), pickle.dumps(dict(options or {})), durable, budget, lanes, _plugins(),
-                    list(os.environb.items()), list(map(os.fsencode, _path())), _umask(),
+                    take.number,
+                    url.reveal(),
+                    pickle.dumps(dict(options or {})),
+                    durable,
+                    budget,
+                    lanes,
+                    _plugins(),
+                    list(os.environb.items()),
+                    list(map(os.fsencode, _path())),
+                    _umask(),
                 )
-            )  # fmt: skip
+            )
             self._takes[take.number] = take
             pumps = [
                 asyncio.create_task(self._pump(take, number, len(cut), staging)) for number, cut in enumerate(parts)
@@ -182,9 +190,9 @@ class WriterProcess:
             self._takes.pop(take.number, None)
             staging.release()
         whole = zip(files, locations, finished.files, strict=True)
-        return [Written(file, location, *made) for file, location, made in whole]
+        return [WrittenFile(file, location, *made) for file, location, made in whole]
 
-    async def _pump(self, take: _Take, file: int, count: int, staging: Staging) -> None:
+    async def _pump(self, take: _Take, file: int, count: int, staging: StagedParts) -> None:
         """Hand over a file's parts, in order, as they are staged."""
         for position in range(count):
             try:
@@ -203,7 +211,7 @@ class WriterProcess:
             nbytes = len(staged.buffers[0])
             self._channel.send(Give(take.number, file, position, slot.segment.number, slot.offset, nbytes))
 
-    def _show(self, segment: Segment) -> None:
+    def _show(self, segment: SharedSegment) -> None:
         """Let the process see a segment, and those that are gone no more."""
         for number in [number for number, each in self._shown.items() if each.closed]:
             del self._shown[number]

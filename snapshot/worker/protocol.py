@@ -19,7 +19,7 @@ import msgspec
 from snapshot import errors
 from snapshot.errors import SnapshotError
 from snapshot.events import log
-from snapshot.plan.layout import Extent, FilePlan, Part
+from snapshot.plan.layout import Extent, FilePart, FilePlan
 
 _LENGTH = struct.Struct("<Q")
 _AT_ONCE = 256 << 10
@@ -31,7 +31,7 @@ class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
     """One of those below."""
 
 
-class Lane(Message):
+class FileLane(Message):
     """A file that is to be written, as far as a writer has to know it."""
 
     location: str
@@ -44,7 +44,7 @@ class Lane(Message):
     """Where each extent ends, as 64-bit integers; the next one begins there."""
 
     @classmethod
-    def of(cls, file: FilePlan, location: str, parts: Sequence[Part]) -> Lane:
+    def of(cls, file: FilePlan, location: str, parts: Sequence[FilePart]) -> FileLane:
         """What to say of a file."""
         begin = file.extents[0].begin if file.extents else file.size
         ends = array.array("Q", [extent.end for extent in file.extents]).tobytes()
@@ -68,7 +68,7 @@ class Begin(Message):
     """A pickle."""
     durable: bool
     budget: int
-    lanes: list[Lane]
+    lanes: list[FileLane]
     plugins: list[tuple[str, str, str]]
     """Scheme, module and name of each plugin that was registered."""
     environment: list[tuple[bytes, bytes]]

@@ -25,11 +25,11 @@ import torch
 
 from snapshot import registry
 from snapshot.events import Event, add_handler
-from snapshot.plan.layout import FilePlan, Part, cut_file
+from snapshot.plan.layout import FilePart, FilePlan, cut_file
 from snapshot.runtime.loop import cancelled, run
-from snapshot.runtime.session import Operation
-from snapshot.save.staging import Staged
-from snapshot.save.writer import Writer, Written
+from snapshot.runtime.session import Session
+from snapshot.save.staging import StagedPart
+from snapshot.save.writer import Writer, WrittenFile
 from snapshot.storage import URL, uninterrupted
 from snapshot.worker.protocol import (
     Begin,
@@ -68,7 +68,7 @@ def lower_priority() -> None:
             ctypes.CDLL(None).syscall(number, 1, 0, _LOWEST_BEST_EFFORT)
 
 
-class Lent(Staged):
+class Lent(StagedPart):
     """A part that lies in the parent's memory."""
 
     __slots__ = ("_give_back",)
@@ -85,26 +85,26 @@ class Lent(Staged):
             back[0].send(back[1])
 
 
-class Arrivals:
+class RemoteParts:
     """The parts of one take, as they arrive: what staging is to the writer of a thread."""
 
     def __init__(self) -> None:
-        self._parts: dict[tuple[int, int], asyncio.Future[Staged]] = {}
+        self._parts: dict[tuple[int, int], asyncio.Future[StagedPart]] = {}
         self._error: BaseException | None = None
 
-    def _part(self, number: int, position: int) -> asyncio.Future[Staged]:
+    def _part(self, number: int, position: int) -> asyncio.Future[StagedPart]:
         if (number, position) not in self._parts:
             self._parts[number, position] = asyncio.get_running_loop().create_future()
         return self._parts[number, position]
 
-    def arrived(self, number: int, position: int, part: Staged) -> None:
+    def arrived(self, number: int, position: int, part: StagedPart) -> None:
         """Here is a part."""
         if self._error is None:
             waited = self._part(number, position)
             if not waited.done():  # else nobody waits any more: it was cancelled
                 waited.set_result(part)
 
-    async def get(self, number: int, position: int) -> Staged:
+    async def get(self, number: int, position: int) -> StagedPart:
         """The part, as soon as it is there."""
         if self._error is not None:
             raise self._error
@@ -123,7 +123,7 @@ class Arrivals:
         self._parts.clear()
 
 
-class PartsGiven(Writer):
+class RemoteWriter(Writer):
     """A writer that cuts files as the parent did."""
 
     def __init__(
@@ -132,7 +132,7 @@ class PartsGiven(Writer):
         super().__init__(storage, None, budget, progress)  # type: ignore[arg-type]  # all parts are staged already
         self._part_bytes = {id(file): nbytes for file, nbytes in part_bytes}
 
-    def parts(self, file: FilePlan) -> list[Part]:
+    def parts(self, file: FilePlan) -> list[FilePart]:
         return cut_file(file, self._part_bytes[id(file)])
 
 
@@ -143,7 +143,7 @@ class Server:
         self._ended = asyncio.Event()
         self._channel = Channel(end, self._received, self._ended.set)
         self._segments: dict[int, memoryview] = {}
-        self._takes: dict[int, tuple[asyncio.Task[list[Written]], Arrivals]] = {}
+        self._takes: dict[int, tuple[asyncio.Task[list[WrittenFile]], RemoteParts]] = {}
 
     async def serve(self) -> None:
         """Serve until the parent is gone; then give up what is under way."""
@@ -162,7 +162,7 @@ class Server:
     def _received(self, message: Received) -> None:
         match message:
             case Begin():
-                arrivals = Arrivals()
+                arrivals = RemoteParts()
                 task = asyncio.create_task(self._write(message, arrivals))
                 self._takes[message.take] = (task, arrivals)
                 task.add_done_callback(partial(self._answer, message.take))
@@ -181,7 +181,7 @@ class Server:
                 arrivals.stop(asyncio.CancelledError())  # also for who could not be interrupted just now
                 task.cancel()
 
-    def _answer(self, take: int, task: asyncio.Task[list[Written]]) -> None:
+    def _answer(self, take: int, task: asyncio.Task[list[WrittenFile]]) -> None:
         del self._takes[take]
         error = asyncio.CancelledError("it was cancelled") if task.cancelled() else task.exception()
         if error is None:
@@ -189,10 +189,10 @@ class Server:
         else:
             self._channel.send(Failed.of(take, error))
 
-    async def _write(self, begin: Begin, arrivals: Arrivals) -> list[Written]:
+    async def _write(self, begin: Begin, arrivals: RemoteParts) -> list[WrittenFile]:
         _imitate(begin)
         options = pickle.loads(begin.options)  # noqa: S301 - the parent's own
-        operation = Operation(URL.parse(begin.url), options, durable=begin.durable, budget=begin.budget)
+        session = Session(URL.parse(begin.url), options, durable=begin.durable, budget=begin.budget)
         try:
             files = [lane.file() for lane in begin.lanes]
             part_bytes = [(file, lane.part_bytes) for file, lane in zip(files, begin.lanes, strict=True)]
@@ -200,13 +200,13 @@ class Server:
             def progress(nbytes: int) -> None:
                 self._channel.send(Moved(begin.take, nbytes))
 
-            writer = PartsGiven(operation.storage, operation.budget, progress, part_bytes)
+            writer = RemoteWriter(session.storage, session.budget, progress, part_bytes)
             locations = [lane.location for lane in begin.lanes]
             written = await writer.write(files, locations, arrivals)
-            await operation.storage.settle()
+            await session.storage.settle()
             return written
         finally:
-            await uninterrupted(operation.close())
+            await uninterrupted(session.close())
 
 
 def _imitate(begin: Begin) -> None:

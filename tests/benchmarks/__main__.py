@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from snapshot.bench.command import Names, count, header, positive
+from snapshot.bench.command import NameList, count, header, positive
 from snapshot.bench.competitors import PEERS
 from snapshot.bench.workspace import describe, place
 from snapshot.cli.arguments import add_storage, handed_on, options_of
@@ -53,8 +53,8 @@ def _parser() -> argparse.ArgumentParser:
         return made
 
     made = add("background", "what saving in the background costs the training beside it", _background)
-    made.add_argument("--case", type=Names("case", TRAINED), default=tuple(TRAINED), metavar="LIST")
-    made.add_argument("--peers", type=Names("peer", PEERS), default=PEERS, metavar="LIST")
+    made.add_argument("--case", type=NameList("case", TRAINED), default=tuple(TRAINED), metavar="LIST")
+    made.add_argument("--peers", type=NameList("peer", PEERS), default=PEERS, metavar="LIST")
     made.add_argument("--trace", metavar="FILE", help="a timeline of this library, to open at ui.perfetto.dev")
     made.add_argument("--figure", metavar="FILE.svg", help="draw the time of each training step")
     add("ranks", "N ranks that save and restore together, beside one alone", _ranks).add_argument(

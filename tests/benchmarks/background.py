@@ -21,7 +21,7 @@ from typing import Any
 from snapshot.bench.child import Task
 from snapshot.bench.competitors import installed
 from snapshot.bench.rounds import LIBRARIES, Child, ChildFailed
-from snapshot.bench.workspace import Place, available_memory
+from snapshot.bench.workspace import Workspace, available_memory
 from snapshot.cli.cleanup_signals import held
 from snapshot.cli.screen import say
 from snapshot.reports import size_text
@@ -39,7 +39,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 class Run:
     """What was asked for."""
 
-    where: Place
+    where: Workspace
     scale: float
     rounds: int
     systems: tuple[str, ...]

@@ -16,7 +16,7 @@ from torch import nn
 
 from snapshot import Snapshot, StateDict
 from snapshot.bench import raw_io as raw
-from snapshot.bench.competitors import DCP, Ours, System, TorchSnapshot
+from snapshot.bench.competitors import DCP, Competitor, Ours, TorchSnapshot
 from snapshot.bench.workloads import CASES, SEED, Case, Payload
 from snapshot.cli.arguments import inherited
 from snapshot.options import Settings
@@ -80,7 +80,7 @@ class Background:
     synced: ClassVar[str] = "files, folders"
     """What has reached the device when it says that it is done."""
 
-    def __init__(self, payload: Payload, system: type[System]) -> None:
+    def __init__(self, payload: Payload, system: type[Competitor]) -> None:
         self.payload = payload
         self.system = system(payload)
 

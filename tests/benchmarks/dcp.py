@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from snapshot.bench.workloads import CASES, Payload
-from snapshot.bench.workspace import Place
+from snapshot.bench.workspace import Workspace
 from snapshot.interop.dcp import SnapshotReader, SnapshotWriter
 from snapshot.reports import size_text
 
@@ -61,7 +61,7 @@ WRITERS: dict[str, Callable[[str, bool], StorageWriter]] = {
 READERS: dict[str, Callable[[str], StorageReader]] = {"torch": FileSystemReader, "snapshot": SnapshotReader}
 
 
-def compare(where: Place, scale: float, rounds: int) -> Iterator[str]:
+def compare(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
     """The lines of the tables; each system takes its turn in every round."""
     if not where.local:
         raise ValueError("--dcp measures beside torch's own storage, which needs a folder of a file system")
@@ -83,7 +83,7 @@ def compare(where: Place, scale: float, rounds: int) -> Iterator[str]:
         where.empty()
 
 
-def _saves(where: Place, payload: Payload, rounds: int, durable: bool) -> dict[str, list[float]]:
+def _saves(where: Workspace, payload: Payload, rounds: int, durable: bool) -> dict[str, list[float]]:
     """Each into a fresh folder, which is gone before the next."""
     seconds: dict[str, list[float]] = {name: [] for name in WRITERS}
     for number in range(rounds + 1):
@@ -100,7 +100,7 @@ def _saves(where: Place, payload: Payload, rounds: int, durable: bool) -> dict[s
     return seconds
 
 
-def _loads(where: Place, payload: Payload, rounds: int) -> dict[str, list[float]]:
+def _loads(where: Workspace, payload: Payload, rounds: int) -> dict[str, list[float]]:
     """Into the live tensors; and that they hold what was saved."""
     seconds: dict[str, list[float]] = {name: [] for name in READERS}
     expected = payload.digest()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from snapshot.bench.workloads import CASES, Payload
-from snapshot.bench.workspace import Place
+from snapshot.bench.workspace import Workspace
 from snapshot.reports import size_text
 from snapshot.snapshot import Snapshot
 from snapshot.state.stateful import StateDict
@@ -41,7 +41,7 @@ print((resident("VmHWM") - before) // 1024, report.seconds)
 """
 
 
-def compare(where: Place, scale: float, rounds: int) -> Iterator[str]:
+def compare(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
     """The lines of the tables."""
     if not where.local:
         raise ValueError("--formats measures beside torch's own readers, which need a folder of a file system")

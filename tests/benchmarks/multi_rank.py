@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from snapshot import Snapshot, StateDict
 from snapshot.bench.workloads import CASES
-from snapshot.bench.workspace import Place, available_memory
+from snapshot.bench.workspace import Workspace, available_memory
 from snapshot.cli.arguments import inherited
 from snapshot.cli.cleanup_signals import held
 from snapshot.cli.screen import say
@@ -183,7 +183,7 @@ class _Ranks:
 
 
 @contextmanager
-def _started(world: int, where: Place, scale: float) -> Iterator[tuple[_Ranks, int]]:
+def _started(world: int, where: Workspace, scale: float) -> Iterator[tuple[_Ranks, int]]:
     """Ranks that have a model each, and how many bytes it is. Whatever happens, no process is left."""
     context = multiprocessing.get_context("spawn")
     processes: list[Any] = []
@@ -208,7 +208,7 @@ def _started(world: int, where: Place, scale: float) -> Iterator[tuple[_Ranks, i
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def compare(where: Place, world: int, scale: float, rounds: int) -> Iterator[str]:
+def compare(where: Workspace, world: int, scale: float, rounds: int) -> Iterator[str]:
     """Measure, and give the lines of a table."""
     if where.url.scheme == "memory":
         raise ValueError(f"{where.url}: is the memory of one process, and ranks need a storage that all of them see")

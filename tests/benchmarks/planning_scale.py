@@ -14,18 +14,24 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from snapshot.distributed.exchange import Call
+from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import Ranks
-from snapshot.manifest.document import Part, PartEntry, decode_part, encode
-from snapshot.plan.consensus import Agreement, Record, agree, settle
+from snapshot.manifest.document import ManifestPart, PartEntry, decode_part, encode
+from snapshot.plan.consensus import ConsensusReply, RankRecord, agree, settle
 from snapshot.plan.layout import FilePlan, location, make_plan
 from snapshot.reports import size_text
-from snapshot.runtime.gc_pause import no_collection
-from snapshot.save.collect import Alike
-from snapshot.save.manifest_builder import Described, describe, join, kept, told
-from snapshot.save.rank_share import Portion
-from snapshot.save.replication import Shared, agree_on
-from snapshot.save.writer import Written
+from snapshot.runtime.gc_pause import gc_paused
+from snapshot.save.collect import ReplicationRules
+from snapshot.save.manifest_builder import (
+    RankManifest,
+    build_document,
+    build_entries,
+    encode_for_leader,
+    encode_own_part,
+)
+from snapshot.save.rank_share import RankShare
+from snapshot.save.replication import Replication, agree_on_replicas
+from snapshot.save.writer import WrittenFile
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Leaf
 from snapshot.state.sharded import Piece, Shards
@@ -64,7 +70,7 @@ class _Asked(Exception):
     """Raised in the place of an exchange: what a rank says is known by then."""
 
 
-class _Simulated(Call):
+class _Simulated(Exchange):
     """A call whose answers are worked out beforehand."""
 
     def __init__(self, rank: int, world: int, ranks: Ranks) -> None:
@@ -151,16 +157,16 @@ class _Simulation:
         self.answers: list[Any] = []
         self.leader = 0.0
 
-    def speak(self, rank: int, ranks: Ranks, answers: list[Any]) -> tuple[Any, Shared | None, Flattened, float]:
+    def speak(self, rank: int, ranks: Ranks, answers: list[Any]) -> tuple[Any, Replication | None, Flattened, float]:
         """What a rank says next, given the answers so far."""
         flat = self.make(rank, self.world)
-        call = _Simulated(rank, self.world, ranks)
-        call.answers = list(answers)
+        exchange = _Simulated(rank, self.world, ranks)
+        exchange.answers = list(answers)
         shared = None
         began = time.perf_counter()
         with contextlib.suppress(_Asked):
-            shared = agree_on(call, flat, Alike({}, self.globs, ranks))
-        return call.said[-1], shared, flat, time.perf_counter() - began
+            shared = agree_on_replicas(exchange, flat, ReplicationRules({}, self.globs, ranks))
+        return exchange.said[-1], shared, flat, time.perf_counter() - began
 
     def agree(self, members: tuple[int, ...]) -> None:
         """All exchanges."""
@@ -169,33 +175,33 @@ class _Simulation:
             for rank in members:
                 if rank % self.step == 0 or rank == 1:
                     said.append(self.speak(rank, Ranks(rank, members), self.answers)[0])
-                elif isinstance(said[-1], Record) and self.kind == "stages":
+                elif isinstance(said[-1], RankRecord) and self.kind == "stages":
                     said.append(msgspec.structs.replace(said[-1], candidates=f"{said[-1].candidates}{rank}"))
                 else:
                     said.append(said[-1])
             began = time.perf_counter()
-            asked = isinstance(said[0], Record)
+            asked = isinstance(said[0], RankRecord)
             answer: Any = agree(said) if asked else settle(said, self.answers[-1].speakers)
             self.leader += time.perf_counter() - began
             self.answers.append(answer)
-            if isinstance(answer, Agreement) and answer.settled:
+            if isinstance(answer, ConsensusReply) and answer.settled:
                 return
 
-    def plan(self, rank: int, ranks: Ranks, answers: list[Any]) -> tuple[Described, float]:
+    def plan(self, rank: int, ranks: Ranks, answers: list[Any]) -> tuple[RankManifest, float]:
         """What a rank writes; how long it took to find out."""
         _, shared, flat, seconds = self.speak(rank, ranks, answers)
         assert shared is not None
         began = time.perf_counter()
-        portion = Portion(_Simulated(rank, self.world, ranks), flat, shared)
+        portion = RankShare(_Simulated(rank, self.world, ranks), flat, shared)
         plan = make_plan(portion.leaves, 0, Limits(), 2, 0)
         seconds += time.perf_counter() - began
         written = [
-            Written(file, location(SAVE, rank, n, "safetensors"), [DIGEST] * len(file.extents), _tables(file))
+            WrittenFile(file, location(SAVE, rank, n, "safetensors"), [DIGEST] * len(file.extents), _tables(file))
             for n, file in enumerate(plan.files)
         ]
-        return describe(portion, written, location(SAVE, rank, len(written), "bin")), seconds
+        return build_entries(portion, written, location(SAVE, rank, len(written), "bin")), seconds
 
-    def hear(self, tells: bytes) -> Part:
+    def hear(self, tells: bytes) -> ManifestPart:
         """What the leader does with each rank's words."""
         began = time.perf_counter()
         part = decode_part(tells, PartEntry("", len(tells), of_range(tells), [0], -1), "")
@@ -207,11 +213,11 @@ class _Simulation:
         self.agree(members)
         seconds: list[float] = []
         again: list[float] = []
-        heard: list[Part] = []
+        heard: list[ManifestPart] = []
         sizes: list[int] = []
         entries = 0
-        first: Described | None = None
-        described: Described | None = None
+        first: RankManifest | None = None
+        described: RankManifest | None = None
         tells = b""
         for rank in members:
             if rank % self.step and rank > 1:
@@ -224,7 +230,7 @@ class _Simulation:
             described, once = self.plan(rank, ranks, self.answers)
             if rank % max(1, self.world // 8) == 0:
                 again.append(self.plan(rank, ranks, self.answers[-1:])[1])
-            part = kept(described)
+            part = encode_own_part(described)
             sizes.append(len(part))
             entries += len(described.own) + len(described.shared)
             if first is None:
@@ -232,12 +238,12 @@ class _Simulation:
                 self.leader += once
                 continue
             seconds.append(once)
-            tells = told(described)
+            tells = encode_for_leader(described)
             heard.append(self.hear(tells))
         assert first is not None
         parts = [PartEntry(f"data/{SAVE}-{rank}.json", size, DIGEST, [rank], size) for rank, size in enumerate(sizes)]
         began = time.perf_counter()
-        document = encode(join(first, SAVE, msgspec.Raw(b"{}"), "", parts, heard))
+        document = encode(build_document(first, SAVE, msgspec.Raw(b"{}"), "", parts, heard))
         self.leader += time.perf_counter() - began
         mean = sum(seconds) / len(seconds)
         return Cost(
@@ -258,7 +264,7 @@ def simulate(worlds: Sequence[int]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     for kind in KINDS:
         for world in worlds:
-            with no_collection():
+            with gc_paused():
                 cost = _Simulation(kind, world).run()
             yield (
                 f"| {kind} | {world:,} | {cost.entries:,} | {cost.leader:.2f} | {cost.rank * 1e3:.0f} | "

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from snapshot.bench.competitors import installed
 from snapshot.bench.rounds import ChildFailed
 from snapshot.bench.workloads import CASES
-from snapshot.bench.workspace import Place
+from snapshot.bench.workspace import Workspace
 from snapshot.storage import URL
 from tests.benchmarks import background
 from tests.benchmarks.__main__ import main
@@ -108,6 +108,9 @@ def test_what_cannot_be_measured_is_status_2_with_its_reason(
 
 IN_A_FORK = """
 import os, sys
+
+sys.path.insert(0, os.environ["PYTHONPATH"])  # the warm interpreter has begun without it
+from tests.benchmarks.__main__ import main
 
 folder, *arguments = sys.argv[1:]
 os.chdir(folder)
@@ -205,7 +208,7 @@ def test_a_failure_of_ours_is_a_fault_and_one_of_a_peer_is_a_line() -> None:
             raise ChildFailed("no luck")
 
     table = Table("train")
-    run = background.Run(Place(URL.parse("memory://x"), local=False), 1.0, 1, (), None)
+    run = background.Run(Workspace(URL.parse("memory://x"), local=False), 1.0, 1, (), None)
     for name in (OURS[0], "DCP", "DCP"):
         seat = background._Seat(Fails(), Row(name, name))  # type: ignore[arg-type]
         assert not background._repeat(run, table, seat, 1, "save")

@@ -9,7 +9,7 @@ import torch
 
 from snapshot import Snapshot, StateDict
 from snapshot.cli import main
-from snapshot.cli.listing import Item, folded, heaviest, items
+from snapshot.cli.listing import ListedItem, folded, heaviest, items
 from snapshot.cli.screen import cells
 from snapshot.manifest.entries import DTensorEntry, Mesh, Shard, TensorEntry
 from snapshot.testing import recording
@@ -174,7 +174,7 @@ def test_what_several_ranks_had_is_said():
 
 def test_what_takes_the_space_is_counted_by_the_first_parts_of_names():
     def item(path, nbytes):
-        return Item(path, path, 0, "Tensor", "float32", (1,), nbytes, "", "")
+        return ListedItem(path, path, 0, "Tensor", "float32", (1,), nbytes, "", "")
 
     found = [item("m/a.b.c", 1), item("m/a.d", 2), item("m/e", 4), item("n", 8)]
     assert [(name, total.entries, total.nbytes) for name, total in heaviest(found, 2)] == [
@@ -184,7 +184,7 @@ def test_what_takes_the_space_is_counted_by_the_first_parts_of_names():
 
 def test_only_numbers_without_a_gap_are_folded():
     def names(*paths):
-        return [fold.name for fold in folded(Item(p, p, 0, "Tensor", "float32", (1,), 4, "", "") for p in paths)]
+        return [fold.name for fold in folded(ListedItem(p, p, 0, "Tensor", "float32", (1,), 4, "", "") for p in paths)]
 
     assert names("l.0", "l.2", "l.5") == ["l.0", "l.2", "l.5"]
     assert names("l.0", "l.1", "l.2", "l.5", "l.7", "l.8") == ["l.{0..2}", "l.5", "l.{7..8}"]

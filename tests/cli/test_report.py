@@ -8,7 +8,7 @@ import torch
 
 from snapshot import Snapshot, StateDict
 from snapshot.cli import main
-from snapshot.cli.listing import Item
+from snapshot.cli.listing import ListedItem
 from snapshot.cli.report import _pruned, _tree
 from snapshot.cli.timeline import Span, timeline
 
@@ -156,7 +156,7 @@ def test_others_checkpoints_and_empty_ones_have_pages(root, tmp_path, capsys):
 
 
 def test_very_many_parts_are_drawn_together():
-    found = [Item(f"m/{i}", f"m/{i}", 0, "Tensor", "float32", (1,), 1 + i % 3, "", "") for i in range(10_000)]
+    found = [ListedItem(f"m/{i}", f"m/{i}", 0, "Tensor", "float32", (1,), 1 + i % 3, "", "") for i in range(10_000)]
     tree = _tree(found)
     assert leaves(tree) == sum(item.nbytes for item in found)
     assert len(tree["c"]) <= 301
@@ -164,5 +164,7 @@ def test_very_many_parts_are_drawn_together():
 
 
 def test_a_name_may_also_be_the_beginning_of_others():
-    found = [Item(path, path, 0, "Tensor", "float32", (1,), 8, "", "") for path in ("m/a", "m/a.b", "m/a.b.c", "m")]
+    found = [
+        ListedItem(path, path, 0, "Tensor", "float32", (1,), 8, "", "") for path in ("m/a", "m/a.b", "m/a.b.c", "m")
+    ]
     assert leaves(_tree(found)) == 32

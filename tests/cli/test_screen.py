@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot.cli.screen import NARROWEST, Column, Table, as_json, ask, cells, coloured, fit, paint, printable
+from snapshot.cli.screen import NARROWEST, Column, ScreenTable, as_json, ask, cells, coloured, fit, paint, printable
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
@@ -33,7 +33,7 @@ def test_wide_and_combining_characters_are_counted_as_they_are_shown():
 
 @given(st.lists(st.tuples(TEXTS, st.integers(0, 10**12), TEXTS), min_size=1, max_size=8))
 def test_in_a_pipe_a_table_is_whole_and_aligned(rows):
-    table = Table([Column("name", shrinks=True), Column("size", right=True), Column("note", optional=True)])
+    table = ScreenTable([Column("name", shrinks=True), Column("size", right=True), Column("note", optional=True)])
     for name, number, note in rows:
         table.add(name, str(number), note)
     lines = str(table).split("\n")
@@ -49,7 +49,7 @@ def test_in_a_pipe_a_table_is_whole_and_aligned(rows):
 @pytest.mark.parametrize("columns", [20, 40, 41, 60, 80, 200])
 def test_on_a_terminal_a_table_is_no_wider_than_it(columns, terminal):
     terminal(columns)
-    table = Table(
+    table = ScreenTable(
         [
             Column("name", shrinks=True),
             Column("kind", optional=True),

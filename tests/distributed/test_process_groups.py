@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from snapshot import Snapshot, SnapshotError, StateDict
-from snapshot.distributed.exchange import Call
+from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import Ranks
-from snapshot.manager.agreement import Agreement
+from snapshot.manager.agreement import StepVote
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
@@ -78,11 +78,11 @@ def test_a_group_that_is_made_again_on_the_same_store_meets_nothing_of_the_first
     def session(rank):
         ranks = Ranks(rank, (0, 1), store)
         for number in range(3):
-            call = Call(ranks, "take", 20)
-            with call:
-                assert call.exchange(rank + number, sum, int, int) == 1 + 2 * number
-            call.close()
-        agreement = Agreement(ranks.connected()[0], "stop", rank, 2, 20)
+            exchange = Exchange(ranks, "take", 20)
+            with exchange:
+                assert exchange.agree(rank + number, sum, int, int) == 1 + 2 * number
+            exchange.close()
+        agreement = StepVote(ranks.connected()[0], "stop", rank, 2, 20)
         first = [agreement.ask(False) for _ in range(3)]
         later = any(agreement.ask(rank == 1) for _ in range(1_000_000))  # as often as the slower one needs
         ranks.stop()

@@ -163,16 +163,16 @@ def test_tied_weights_that_are_split_or_sharded_are_written_once(two, folder):
 
 
 def _exchanges(path, change):
-    from snapshot.distributed.exchange import Call
+    from snapshot.distributed.exchange import Exchange
 
     rank, counted = dist.get_rank(), []
-    plain = Call.exchange
+    plain = Exchange.exchange
 
     def counting(self, *args):
         counted[-1] += 1
         return plain(self, *args)
 
-    Call.exchange = counting
+    Exchange.exchange = counting
     try:
         for step in range(4):
             counted.append(0)
@@ -185,7 +185,7 @@ def _exchanges(path, change):
         counted.append(0)
         Snapshot(f"{path}-2").restore({"s": state})
     finally:
-        Call.exchange = plain
+        Exchange.exchange = plain
     return counted
 
 
@@ -198,7 +198,7 @@ def test_a_repeated_take_needs_two_exchanges_before_the_bytes_flow(four, folder)
 
 
 def _restarted(path, restore):
-    from snapshot.distributed.exchange import Call
+    from snapshot.distributed.exchange import Exchange
     from snapshot.distributed.group import ranks_of
 
     ranks_of(None).plans.clear()
@@ -207,18 +207,18 @@ def _restarted(path, restore):
     if restore:
         Snapshot(path).restore({"s": state})
     counted = 0
-    plain = Call.exchange
+    plain = Exchange.exchange
 
     def counting(self, *args):
         nonlocal counted
         counted += 1
         return plain(self, *args)
 
-    Call.exchange = counting
+    Exchange.exchange = counting
     try:
         Snapshot.take(path, {"s": state}, replicated=["s/w"], overwrite=True)
     finally:
-        Call.exchange = plain
+        Exchange.exchange = plain
     return counted
 
 

@@ -104,7 +104,7 @@ def test_archives_that_are_laid_out_are_zipfile_s(members, late):
     """With checksums that are known at once, or late."""
     sums = {name: zlib.crc32(data) for name, data in members.items()}
     made = [
-        torch_archive.Member(f"a/{name}", len(data), None if late else data, sum=lambda name=name: sums[name])
+        torch_archive.ArchiveMember(f"a/{name}", len(data), None if late else data, sum=lambda name=name: sums[name])
         for name, data in members.items()
     ]
     frames, size = torch_archive.laid_out(made, zlib.crc32)

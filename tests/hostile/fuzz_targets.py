@@ -27,7 +27,7 @@ with atheris.instrument_imports(include=["snapshot"]):
         torchsnapshot,
         zip_directory,
     )
-    from snapshot.load.read_plan import Gather
+    from snapshot.load.read_plan import ReadPlan
     from snapshot.load.stored_ranges import uncovered, wants_of
     from snapshot.manifest.document import copied, decode_document
     from snapshot.manifest.entries import Container, TensorEntry
@@ -65,7 +65,7 @@ def manifest(data):
                 with contextlib.suppress(SnapshotError):
                     check_tree(key, entries)
                     locations_of(entries, document.files)
-                    gather = Gather(document.files)
+                    gather = ReadPlan(document.files)
                     for path, entry in entries.items():
                         if not isinstance(entry, Container) and small:
                             gather.new(path, entry)

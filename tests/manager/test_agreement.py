@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from snapshot.errors import RankError
 from snapshot.manager import agreement
-from snapshot.manager.agreement import MOST, Agreement
+from snapshot.manager.agreement import MOST, StepVote
 
 
 class Store:
@@ -95,7 +95,7 @@ class Interleaved:
             raise self.failed[0]
 
 
-class InTurns(Agreement):
+class InTurns(StepVote):
     """Talks in its own thread, and goes without a look for as many calls as chance says."""
 
     chance = random.Random()
@@ -157,7 +157,7 @@ def test_all_ranks_act_at_the_same_calls_and_none_before_there_was_a_wish(
 
 def test_a_rank_that_comes_late_acts_where_the_others_did():
     store = Store()
-    ranks = [Agreement(store, "q", rank, 2, 60) for rank in range(2)]
+    ranks = [StepVote(store, "q", rank, 2, 60) for rank in range(2)]
     at = next(call for call in range(1, 1000) if ranks[0].ask(True))
     answers = [ranks[1].ask(False) for _ in range(at)]
     assert answers == [False] * (at - 1) + [True]
@@ -167,7 +167,7 @@ def test_most_calls_touch_no_store_and_a_wish_is_noticed_within_a_bounded_number
     now = [0.0]
     monkeypatch.setattr(agreement.time, "monotonic", lambda: now[0])
     store = Store()
-    ranks = [Agreement(store, "q", rank, 2, 60) for rank in range(2)]
+    ranks = [StepVote(store, "q", rank, 2, 60) for rank in range(2)]
 
     def calls(count, seconds):
         before = store.calls
@@ -190,7 +190,7 @@ def test_most_calls_touch_no_store_and_a_wish_is_noticed_within_a_bounded_number
 
 def test_keys_of_what_is_over_do_not_pile_up():
     store = Store()
-    ranks = [Agreement(store, "q", rank, 2, 60) for rank in range(2)]
+    ranks = [StepVote(store, "q", rank, 2, 60) for rank in range(2)]
     acted = 0
     for _ in range(6000):
         answers = [one.ask(rank == 0) for rank, one in enumerate(ranks)]
@@ -208,10 +208,10 @@ def test_a_store_that_is_gone_or_silent_is_an_error_and_no_hang():
     with pytest.raises(
         RankError, match=r"rank 0: the store .* cannot be reached any more \(Connection reset by peer\)"
     ):
-        Agreement(Gone(), "q", 1, 2, 60).ask(False)
+        StepVote(Gone(), "q", 1, 2, 60).ask(False)
 
     silent = threading.Event()
     store = Store(turn=lambda: silent.wait(60))
     with pytest.raises(RankError, match=r"answers nothing for 0\.05 s"):
-        Agreement(store, "q", 1, 2, 0.05).ask(False)
+        StepVote(store, "q", 1, 2, 0.05).ask(False)
     silent.set()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapshot import SnapshotError
-from snapshot.plan.consensus import FIRST, Boxes, Details, Record, agree, as_sum, layout_digest, settle
+from snapshot.plan.consensus import FIRST, Details, RankRecord, ShardBoxes, agree, as_sum, layout_digest, settle
 from snapshot.tensors.geometry import split
 
 digest = b"%016d".__mod__
@@ -20,7 +20,7 @@ def record(**changes):
         "have": bytes(16),
         "expected": bytes(16),
     }
-    return Record(**{**plain, "load": 1, "entries": 1, "boxes": False, **changes})
+    return RankRecord(**{**plain, "load": 1, "entries": 1, "boxes": False, **changes})
 
 
 def test_ranks_that_are_alike_need_no_more():
@@ -70,7 +70,7 @@ def test_sharded_tensors_that_one_holder_lacks_are_found(tensors, data):
 
 
 def boxes(*held, shape=(6, 4), dtype="float32"):
-    return Details(boxes=[Boxes("w", dtype, shape, [(box.offsets, box.sizes, 0) for box in held])])
+    return Details(boxes=[ShardBoxes("w", dtype, shape, [(box.offsets, box.sizes, 0) for box in held])])
 
 
 @given(st.integers(1, 24), st.integers(1, 4), st.data())

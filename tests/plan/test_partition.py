@@ -5,16 +5,16 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot.plan.partition import SHORTEST, Item, deal
+from snapshot.plan.partition import SHORTEST, PartitionItem, partition
 from snapshot.tensors.geometry import overlap, whole
 
 shapes = st.lists(st.integers(0, 700), max_size=3).map(tuple)
-items = st.lists(st.builds(Item, shapes, st.sampled_from([1, 2, 4, 8]), st.booleans()), max_size=12)
+items = st.lists(st.builds(PartitionItem, shapes, st.sampled_from([1, 2, 4, 8]), st.booleans()), max_size=12)
 
 
 @given(items, st.lists(st.integers(0, 1 << 20), min_size=1, max_size=6))
 def test_every_element_is_dealt_once(given_items, loads):
-    shares = deal(given_items, loads)
+    shares = partition(given_items, loads)
     assert len(shares) == len(loads)
     for number, item in enumerate(given_items):
         boxes = [dealt.box or whole(item.shape) for share in shares for dealt in share if dealt.item == number]
@@ -26,7 +26,7 @@ def test_every_element_is_dealt_once(given_items, loads):
 
 @given(items, st.integers(1, 6))
 def test_pieces_are_flat_ranges_and_no_shorter_than_need_be(given_items, world):
-    for share in deal(given_items, [0] * world):
+    for share in partition(given_items, [0] * world):
         for dealt in share:
             if dealt.box is not None:
                 item = given_items[dealt.item]
@@ -38,7 +38,7 @@ def test_pieces_are_flat_ranges_and_no_shorter_than_need_be(given_items, world):
 
 def loads_of(given_items, loads):
     made = list(loads)
-    for rank, share in enumerate(deal(given_items, loads)):
+    for rank, share in enumerate(partition(given_items, loads)):
         for dealt in share:
             item = given_items[dealt.item]
             made[rank] += item.nbytes if dealt.box is None else dealt.box.numel * item.itemsize
@@ -48,21 +48,21 @@ def loads_of(given_items, loads):
 def test_a_transformer_s_tensors_are_in_balance_over_eight_ranks():
     width = 768
     layer = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width), *[(width,)] * 8]
-    tensors = [Item(shape, 4) for shape in [(50_257, width), (1024, width), *layer * 12]]
+    tensors = [PartitionItem(shape, 4) for shape in [(50_257, width), (1024, width), *layer * 12]]
     for own in ([0] * 8, [10_000_000, 0, 0, 3_000_000, 0, 0, 0, 20_000_000]):
         loads = loads_of(tensors, own)
         assert max(loads) <= 1.1 * sum(loads) / 8
 
 
 def test_one_huge_tensor_is_split():
-    loads = loads_of([Item((1 << 14, 1 << 10), 4)], [0] * 8)
+    loads = loads_of([PartitionItem((1 << 14, 1 << 10), 4)], [0] * 8)
     assert max(loads) == min(loads) == (1 << 26) // 8
 
 
 def test_who_has_more_of_its_own_gets_less():
-    assert loads_of([Item((1 << 22,), 1)], [1 << 22, 0]) == [1 << 22, 1 << 22]
+    assert loads_of([PartitionItem((1 << 22,), 1)], [1 << 22, 0]) == [1 << 22, 1 << 22]
 
 
 def test_many_ranks_get_no_more_pieces_than_thousands():
-    shares = deal([Item((1 << 20, 1 << 10), 4)] * 20, [0] * 8192)
+    shares = partition([PartitionItem((1 << 20, 1 << 10), 4)] * 20, [0] * 8192)
     assert sum(map(len, shares)) < 9000

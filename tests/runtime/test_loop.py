@@ -12,7 +12,7 @@ import torch
 
 from snapshot import Snapshot, SnapshotError, StateDict
 from snapshot.events import Event, add_handler, remove_handler
-from snapshot.runtime.gc_pause import no_collection
+from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run, start
 from snapshot.storage import drive, in_thread, uninterrupted
 
@@ -104,15 +104,15 @@ def test_blocking_calls_on_the_loop_itself_are_refused():
 
 def test_the_collector_rests_and_comes_back():
     assert gc.isenabled()
-    with no_collection():
+    with gc_paused():
         assert not gc.isenabled()
-        with no_collection():
+        with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()
     gc.disable()
     try:
-        with no_collection():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:

@@ -23,7 +23,7 @@ from snapshot import (
 )
 from snapshot.events import add_handler, remove_handler
 from snapshot.runtime.arena import arena
-from snapshot.save.prefetch import Staging
+from snapshot.save.prefetch import PartPrefetcher
 from snapshot.testing import faulty, stalling
 from tests.helpers.warm_interpreter import Failed
 
@@ -246,7 +246,7 @@ def test_an_interrupted_call_leaves_nothing_under_way(tmp_path, monkeypatch):
                 raise KeyboardInterrupt
 
             if name == "Meter":
-                patch.setattr(Staging, "stage", interrupted)
+                patch.setattr(PartPrefetcher, "stage", interrupted)
             else:
                 patch.setattr("snapshot.snapshot.PendingSnapshot", interrupted)
             with pytest.raises(KeyboardInterrupt):

@@ -14,7 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from snapshot import ModelState, Snapshot, SnapshotError, StateDict, StorageError
 from snapshot.runtime.arena import arena
-from snapshot.save.staging import Source
+from snapshot.save.staging import Stager
 from snapshot.testing import faulty, stalling
 
 KiB = 1 << 10
@@ -680,7 +680,7 @@ print(most[0] - before)
 
 def test_what_is_given_up_has_its_memory_back_when_the_wait_is_over(monkeypatch):
     """The part that is being copied then is copied to its end."""
-    copying, go_on, real = threading.Event(), threading.Event(), Source.stage
+    copying, go_on, real = threading.Event(), threading.Event(), Stager.stage
 
     def slow(self, *arguments):
         if threading.current_thread().name == "snapshot-io-stage":
@@ -688,7 +688,7 @@ def test_what_is_given_up_has_its_memory_back_when_the_wait_is_over(monkeypatch)
             go_on.wait(30)
         return real(self, *arguments)
 
-    monkeypatch.setattr(Source, "stage", slow)
+    monkeypatch.setattr(Stager, "stage", slow)
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
     pending = Snapshot.async_take("memory://given-up", app, staging="overlapped", overwrite=True)

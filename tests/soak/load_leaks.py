@@ -11,7 +11,7 @@ import torch.distributed as dist
 from snapshot import release_memory
 from snapshot.runtime.arena import arena
 from snapshot.save import cleanup, optimizer_barrier
-from snapshot.save.concurrency import in_flight
+from snapshot.save.concurrency import take_slots
 
 
 def files_of(folder):
@@ -36,13 +36,13 @@ class Leaks:
         ctypes.CDLL(None).malloc_trim(0)
         end = time.monotonic() + 10
         while (
-            arena()._out or cleanup._active or in_flight()._taken or optimizer_barrier._held
+            arena()._out or cleanup._active or take_slots()._taken or optimizer_barrier._held
         ) and time.monotonic() < end:
             time.sleep(0.01)
         assert arena()._out == 0, arena()
         assert not cleanup._active, cleanup._active
-        assert not in_flight()._taken
-        assert in_flight()._pool.used == 0
+        assert not take_slots()._taken
+        assert take_slots()._pool.used == 0
         assert optimizer_barrier._held == ()
         self.seen.append(
             {

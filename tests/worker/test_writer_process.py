@@ -22,9 +22,9 @@ from snapshot.plugins.file import FileStorage
 from snapshot.runtime.arena import GRAIN, Arena, arena
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import run, start
-from snapshot.runtime.session import Operation
-from snapshot.runtime.shared_memory import Segment
-from snapshot.save.staging import Source
+from snapshot.runtime.session import Session
+from snapshot.runtime.shared_memory import SharedSegment
+from snapshot.save.staging import Stager
 from snapshot.save.writer import Writer
 from snapshot.state.leaves import Leaf
 from snapshot.storage import URL
@@ -33,7 +33,7 @@ from snapshot.tensors.memory import is_plain
 from snapshot.testing import stalling
 from snapshot.worker import client
 from snapshot.worker.client import check, writer_process
-from snapshot.worker.protocol import Failed, Lane
+from snapshot.worker.protocol import Failed, FileLane
 from tests.helpers.held_storage import HeldStorage, held, until
 
 PART = 1 << 20
@@ -71,9 +71,9 @@ class Take:
             for i, each in enumerate(tensors)
         ]
         self.url = URL.parse(f"{scheme}://{root}")
-        self.operation = Operation(self.url, None, durable=False, budget=1 << 30)
+        self.operation = Session(self.url, None, durable=False, budget=1 << 30)
         self.budget = MemoryBudget(1 << 30)
-        self.source = Source(leaves, copies=True)
+        self.source = Stager(leaves, copies=True)
         self.files = make_plan(leaves, 0, self.operation.storage.limits, lanes, 0).files
         self.locations = [f"data/{n}.safetensors" for n in range(len(self.files))]
         self.parts = [cut_file(file, PART) for file in self.files]
@@ -324,7 +324,7 @@ def test_errors_cross_with_what_they_say():
 def test_a_file_is_described_by_its_ends(tmp_path):
     take = Take(tmp_path, odd())
     for file, parts in zip(take.files, take.parts, strict=True):
-        lane = Lane.of(file, "x", parts)
+        lane = FileLane.of(file, "x", parts)
         assert [(each.begin, each.end) for each in lane.file().extents] == [
             (each.begin, each.end) for each in file.extents
         ]
@@ -377,7 +377,7 @@ def test_options_of_the_main_module_are_refused(monkeypatch):
 # Shared memory
 
 
-def resident(segment: Segment) -> int:
+def resident(segment: SharedSegment) -> int:
     return os.fstat(segment.descriptor).st_blocks * 512
 
 

@@ -11,35 +11,35 @@ from typing import Any
 import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
-from snapshot.distributed.exchange import Call
+from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import SOLO
 from snapshot.errors import CommitUnknown, CorruptSnapshotError, SnapshotError, StorageNotFoundError
-from snapshot.interop.dcp.names import Names, Unkept, containers, flat_paths, nested_paths, record, taken_apart
+from snapshot.interop.dcp.names import DcpNames, Unkept, containers, flat_paths, nested_paths, record, taken_apart
 from snapshot.manifest import document as d
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import FileEntry, Part
+from snapshot.manifest.document import FileEntry, ManifestPart
 from snapshot.manifest.merge import merge
 from snapshot.manifest.paths import component, uncomponent
 from snapshot.options import Settings
-from snapshot.runtime.gc_pause import no_collection
+from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
-from snapshot.runtime.session import Operation
-from snapshot.save.manifest_builder import Described, filled, kept
-from snapshot.save.take import as_json
-from snapshot.save.transaction import Done, Ending, kept_path
+from snapshot.runtime.session import Session
+from snapshot.save.manifest_builder import RankManifest, encode_own_part, shard_checksums
+from snapshot.save.take import encode_metadata
+from snapshot.save.transaction import Ending, RankDone, own_part_path
 from snapshot.save.writer import write_small
 from snapshot.storage import uninterrupted
 from snapshot.tensors.digest import of_range
 
 AT_ONCE = 16
-_part = msgspec.json.Decoder(Part)
+_part = msgspec.json.Decoder(ManifestPart)
 
 
 class Told:
     """What a rank tells the coordinator: its entries, by item, and its files. As text where it has to travel."""
 
-    def __init__(self, part: Part | None = None, raw: Sequence[str] = ()) -> None:
-        part = part or Part({})
+    def __init__(self, part: ManifestPart | None = None, raw: Sequence[str] = ()) -> None:
+        part = part or ManifestPart({})
         self.entries: dict[str, Any] = part.manifest
         """By the item's name, as one component, and what lies below it."""
         self.files: dict[str, FileEntry] = part.files
@@ -52,26 +52,24 @@ class Told:
         return sum(file.size for file in self.files.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _told, (msgspec.json.encode(Part(self.entries, files=self.files)), self.raw)
+        return _told, (msgspec.json.encode(ManifestPart(self.entries, files=self.files)), self.raw)
 
 
 def _told(data: bytes, raw: list[str]) -> Told:
     return Told(_part.decode(data), raw)
 
 
-def join_and_commit(
-    operation: Operation, save_id: str, expect: Any, metadata: Metadata, told: Sequence[Told]
-) -> int:  # fmt: skip
+def join_and_commit(session: Session, save_id: str, expect: Any, metadata: Metadata, told: Sequence[Told]) -> int:
     """Commit what all ranks have written; how many bytes that is. If anything fails, nothing of it is left."""
-    call = Call(SOLO, "dcp.save", Settings.current().timeout)
-    ending = Ending(call, operation, save_id, msgspec.Raw(b"{}"))
+    exchange = Exchange(SOLO, "dcp.save", Settings.current().timeout)
+    ending = Ending(exchange, session, save_id, msgspec.Raw(b"{}"))
     try:
-        with no_collection():
+        with gc_paused():
             manifest, files, note = _joined(metadata, told)
-        ending = Ending(call, operation, save_id, as_json(note))
+        ending = Ending(exchange, session, save_id, encode_metadata(note))
         ending.expect = expect
         described = _described(manifest, files)
-        run(_commit(operation, save_id, ending, described, told[1:]))
+        run(_commit(session, save_id, ending, described, told[1:]))
     except CommitUnknown:
         raise
     except BaseException as error:
@@ -83,39 +81,37 @@ def join_and_commit(
 
 
 async def _commit(
-    operation: Operation, save_id: str, ending: Ending, described: Described, others: Sequence[Told]
+    session: Session, save_id: str, ending: Ending, described: RankManifest, others: Sequence[Told]
 ) -> None:
-    await _expect_theirs(operation, others)
-    part = kept(described)
+    await _expect_theirs(session, others)
+    part = encode_own_part(described)
     if part:
-        await write_small(operation.storage, kept_path(save_id, 0), [part], lambda _: None)
-    done = Done((0, ""), (len(part), of_range(part), len(described.own)), filled(described))
+        await write_small(session.storage, own_part_path(save_id, 0), [part], lambda _: None)
+    done = RankDone((0, ""), (len(part), of_range(part), len(described.own)), shard_checksums(described))
     await ending.finish(described, done, described.structure)
 
 
-async def _expect_theirs(operation: Operation, others: Sequence[Told]) -> None:
+async def _expect_theirs(session: Session, others: Sequence[Told]) -> None:
     """Raise where another rank's files cannot be seen from here: what would be committed is no use to anyone."""
     at_once = asyncio.Semaphore(AT_ONCE)
 
     async def look(location: str, size: int) -> None:
         async with at_once:
             try:
-                found = (await operation.storage.stat(location)).size
+                found = (await session.storage.stat(location)).size
             except StorageNotFoundError as error:
                 raise SnapshotError(
                     f"{error}: another rank wrote it, and the coordinator does not see it; all ranks must share one "
                     "storage"
                 ) from error
         if found != size:
-            raise CorruptSnapshotError(f"{operation.url.join(location)}: has {found:,} of {size:,} bytes")
+            raise CorruptSnapshotError(f"{session.url.join(location)}: has {found:,} of {size:,} bytes")
 
     files = {location: file.size for each in others for location, file in each.files.items()}
     await asyncio.gather(*(look(location, size) for location, size in files.items()))
 
 
-def _joined(
-    metadata: Metadata, told: Sequence[Told]
-) -> tuple[dict[str, Any], dict[str, FileEntry], dict[str, Any]]:  # fmt: skip
+def _joined(metadata: Metadata, told: Sequence[Told]) -> tuple[dict[str, Any], dict[str, FileEntry], dict[str, Any]]:
     """The manifest, its files, and what has to be noted of DCP's names."""
     found: dict[str, Any] = dict(told[0].entries) if told else {}
     for rank, each in enumerate(told[1:], 1):
@@ -134,7 +130,7 @@ def _joined(
     above = {} if nested is None else containers(metadata.planner_data[name] for name in names)
     manifest: dict[str, Any] = {}
     below = _below(found)
-    made = Names(paths, metadata.planner_data, frozenset(name for each in told for name in each.raw))
+    made = DcpNames(paths, metadata.planner_data, frozenset(name for each in told for name in each.raw))
     for name in names:
         head, path = component(name), paths[name]
         if above and (parent := path.rpartition("/")[0]) and parent not in manifest:
@@ -194,11 +190,11 @@ def _whole(entry: e.ShardedTensorEntry, *, several: bool) -> Any:
     return entry
 
 
-def _described(manifest: dict[str, Any], files: dict[str, FileEntry]) -> Described:
+def _described(manifest: dict[str, Any], files: dict[str, FileEntry]) -> RankManifest:
     """All of it, as what one rank alone wrote."""
     lines = (f"{path}\0{_likeness(entry)}" for path, entry in sorted(manifest.items()))
     structure = of_range("\n".join(lines).encode("utf-8", "surrogatepass"))
-    return Described(manifest, {}, files, [], structure, 1, len(manifest) > d.IN_ONE, frozenset())
+    return RankManifest(manifest, {}, files, [], structure, 1, len(manifest) > d.IN_ONE, frozenset())
 
 
 def _likeness(entry: Any) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from snapshot.distributed.exchange import Call
+from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import SOLO
 from snapshot.errors import SnapshotError
 from snapshot.interop.dcp.commit import Told
@@ -23,14 +23,14 @@ from snapshot.manifest.paths import component
 from snapshot.options import Settings
 from snapshot.plan.layout import location
 from snapshot.reports import listed, with_article
-from snapshot.runtime.gc_pause import no_collection
+from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
-from snapshot.runtime.session import Operation
-from snapshot.save.manifest_builder import Described, describe
-from snapshot.save.rank_share import Portion
-from snapshot.save.replication import Shared
-from snapshot.save.staging import Source
-from snapshot.save.take import make
+from snapshot.runtime.session import Session
+from snapshot.save.manifest_builder import RankManifest, build_entries
+from snapshot.save.rank_share import RankShare
+from snapshot.save.replication import Replication
+from snapshot.save.staging import Stager
+from snapshot.save.take import plan_writes
 from snapshot.save.writer import Writer, write_small
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob
@@ -41,7 +41,7 @@ from snapshot.tensors.geometry import Box
 _OWN = ("resolve_data", "lookup_object", "transform_object")
 
 
-def write_items(operation: Operation, save_id: str, rank: int, plan: SavePlan, planner: SavePlanner) -> Told:
+def write_items(session: Session, save_id: str, rank: int, plan: SavePlan, planner: SavePlanner) -> Told:
     """Write what a plan names, and tell of it."""
     told = Told()
     names = list(dict.fromkeys(item.index.fqn for item in plan.items))
@@ -50,11 +50,11 @@ def write_items(operation: Operation, save_id: str, rank: int, plan: SavePlan, p
     pickled: list[str] = []
     lossy: list[str] = []
     number = 0
-    for items in _rounds(plan.items, planner, operation.budget.limit):
+    for items in _rounds(plan.items, planner, session.budget.limit):
         round_ = _Round(flat_paths(names) if paths is None else paths, keys, planner)
-        with no_collection():  # but not while files are written: in the background, that may take minutes
+        with gc_paused():  # but not while files are written: in the background, that may take minutes
             round_.add(items)
-        written = run(round_.write(operation, save_id, rank, number))
+        written = run(round_.write(session, save_id, rank, number))
         number = written.next_number
         merge(told.entries, round_.entries(written.described), f"rank {rank}")  # shards of one tensor come together
         told.files.update(written.described.files)
@@ -108,7 +108,7 @@ def _nbytes(item: WriteItem) -> int:
 
 @dataclass
 class _Written:
-    described: Described
+    described: RankManifest
     next_number: int
 
 
@@ -217,20 +217,20 @@ class _Round:
 
     # Write
 
-    async def write(self, operation: Operation, save_id: str, rank: int, number: int) -> _Written:
+    async def write(self, session: Session, save_id: str, rank: int, number: int) -> _Written:
         """Write the data files, from this number on."""
         self._tie_shards()
-        portion = Portion(Call(SOLO, "dcp.save", Settings.current().timeout), self.flat, _NOTHING_SHARED)
-        plan = make(portion, operation, staged=False)
+        portion = RankShare(Exchange(SOLO, "dcp.save", Settings.current().timeout), self.flat, _NOTHING_SHARED)
+        plan = plan_writes(portion, session, staged=False)
         last = number + len(plan.files)
         locations = [location(save_id, rank, n, "safetensors") for n in range(number, last)]
         binary = location(save_id, rank, last, "bin")
-        storage = operation.storage
-        source = Source(portion.leaves, copies=storage.limits.alignment > 1)
-        writer = Writer(storage, source, operation.budget, _unseen, operation.settings.part_bytes)
+        storage = session.storage
+        source = Stager(portion.leaves, copies=storage.limits.alignment > 1)
+        writer = Writer(storage, source, session.budget, _unseen, session.settings.part_bytes)
         written = await writer.write(plan.files, locations)
-        with no_collection():
-            described = await in_thread(describe, portion, written, binary)
+        with gc_paused():
+            described = await in_thread(build_entries, portion, written, binary)
         if described.chunks:
             await write_small(storage, binary, described.chunks, _unseen)
         return _Written(described, last + 1)
@@ -248,7 +248,7 @@ class _Round:
                 if owner != path:
                     self.flat.ties[path] = owner
 
-    def entries(self, described: Described) -> dict[str, Any]:
+    def entries(self, described: RankManifest) -> dict[str, Any]:
         """The items' entries by name (as a component); under longer paths what is below those that are containers."""
         made = {path[2:]: entry for path, entry in described.own.items()}  # all are of rank 0, as there is one
         found: dict[str, Any] = {}
@@ -267,7 +267,7 @@ class _Round:
         return found
 
 
-_NOTHING_SHARED = Shared("", frozenset(), ())
+_NOTHING_SHARED = Replication("", frozenset(), ())
 
 
 def _holder(holders: dict[Keys, dict[str, Any]], keys: Keys) -> dict[str, Any]:

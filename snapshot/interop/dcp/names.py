@@ -38,7 +38,7 @@ class Partial(msgspec.Struct, forbid_unknown_fields=True):
     """Path component -> offsets and sizes."""
 
 
-class Record(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+class DcpRecord(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """What is kept of DCP's names where the paths alone do not say it. Strings are escaped as components are."""
 
     top: bool = False
@@ -55,7 +55,7 @@ class Record(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
 
 
 @dataclass
-class Names:
+class DcpNames:
     """The items of a snapshot."""
 
     paths: dict[str, str]
@@ -199,13 +199,13 @@ class _Walk:
         return True
 
 
-def record(names: Names, entries: Mapping[str, Any]) -> dict[str, Any]:
+def record(names: DcpNames, entries: Mapping[str, Any]) -> dict[str, Any]:
     """What has to stand in the metadata for `recall` to give the same names; nothing where the paths say it all."""
     paths, keys = derive(entries)
     derived = names.planner_data == keys and type(names.planner_data) is dict
     if derived and paths == names.paths and not names.raw and not names.partial:
         return {}
-    made = Record(derived=derived, raw=sorted(map(component, names.raw)))
+    made = DcpRecord(derived=derived, raw=sorted(map(component, names.raw)))
     made.partial = {component(name): each for name, each in names.partial.items()}
     if paths != names.paths:
         made.top = names.paths == {uncomponent(path): path for path in entries if "/" not in path}
@@ -238,11 +238,11 @@ def _escaped(key: str | int) -> str | int:
 _entries = msgspec.json.Decoder(dict[str, e.AnyEntry])
 
 
-def recall(metadata: msgspec.Raw, entries: Mapping[str, Any], where: object) -> Names:
+def recall(metadata: msgspec.Raw, entries: Mapping[str, Any], where: object) -> DcpNames:
     """The items of a snapshot, from its entries (under paths without a rank) and what was recorded of names."""
     try:
         told = msgspec.json.decode(metadata, type=dict[str, msgspec.Raw]) if len(metadata) else {}
-        made = msgspec.json.decode(told[KEY], type=Record) if KEY in told else Record(derived=True)
+        made = msgspec.json.decode(told[KEY], type=DcpRecord) if KEY in told else DcpRecord(derived=True)
         paths, keys = derive(entries)
         if made.top:
             paths = {uncomponent(path): path for path in entries if "/" not in path}
@@ -250,7 +250,7 @@ def recall(metadata: msgspec.Raw, entries: Mapping[str, Any], where: object) -> 
             paths = {uncomponent(name): path for name, path in made.items.items()}
         partial = {uncomponent(name): each for name, each in made.partial.items()}
         raw = frozenset(map(uncomponent, made.raw))
-        return Names(paths, keys if made.derived else _decoded(made.planner_data), raw, partial)
+        return DcpNames(paths, keys if made.derived else _decoded(made.planner_data), raw, partial)
     except (msgspec.MsgspecError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptSnapshotError(f"{where}: what its metadata say of {KEY} cannot be read: {error}") from error
 

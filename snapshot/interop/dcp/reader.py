@@ -33,19 +33,19 @@ from torch.futures import Future
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError
 from snapshot.events import Meter, emit
-from snapshot.interop.dcp.names import Names, partial_entry, recall
+from snapshot.interop.dcp.names import DcpNames, partial_entry, recall
 from snapshot.interop.dcp.writer import rank_folder, shown, storage_knows
 from snapshot.load.class_binding import Binding
 from snapshot.load.fetch import fetch
-from snapshot.load.read_plan import Gather
+from snapshot.load.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import FORMAT, Document
 from snapshot.manifest.rank_view import nearest, rank_view
 from snapshot.manifest.validate import check_tensor, check_tree, locations_of
-from snapshot.reports import Notes
-from snapshot.runtime.gc_pause import no_collection
+from snapshot.reports import RestoreIssues
+from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
-from snapshot.runtime.session import Operation
+from snapshot.runtime.session import Session
 from snapshot.state.state_tree import inflate
 from snapshot.storage import URL
 from snapshot.tensors.dtypes import BY_NAME
@@ -62,7 +62,7 @@ class _Opened:
     document: Document
     entries: dict[str, Any]
     """Under paths without a rank."""
-    names: Names
+    names: DcpNames
     tensors: dict[str, Any]
     """The entries of the items that are tensors, by name."""
 
@@ -127,15 +127,15 @@ class SnapshotReader(StorageReader):
         """What is in the snapshot. With `rank`, of what that rank saved without collectives."""
         rank = kwargs.get("rank")
         url = self._url() if rank is None else self._url().join(rank_folder(rank))
-        operation = self._operation(url)
+        session = self._session(url)
         try:
-            with no_collection():
-                document = run(operation.open())
+            with gc_paused():
+                document = run(session.open())
                 self._opened = opened = _opened(url, document)
                 meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=document.save_id, load_id=self.load_id)
                 return Metadata(_described(opened), opened.names.planner_data, None, meta)
         finally:
-            run(operation.close())
+            run(session.close())
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._opened is None:  # the metadata are another reader's
@@ -155,17 +155,17 @@ class SnapshotReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """On each rank: objects first, then tensors."""
         opened = self._known()
-        operation = self._operation(opened.url)
+        session = self._session(opened.url)
         meter = Meter(VERB, None)
         try:
-            run(operation.use(opened.document))
-            load = _Load(operation, opened, planner, self.verify, self.allow_pickle, meter)
+            run(session.use(opened.document))
+            load = _Load(session, opened, planner, self.verify, self.allow_pickle, meter)
             load.read(plan.items)
         except BaseException as error:
             emit("failed", VERB, str(opened.url), error=error)
             raise
         finally:
-            run(operation.close())
+            run(session.close())
             meter.close()
         emit("restored", VERB, str(opened.url), bytes=load.bytes_read)
         done: Future[None] = Future()
@@ -179,8 +179,8 @@ class SnapshotReader(StorageReader):
             raise ValueError("no path: give it to SnapshotReader, or a checkpoint_id to dcp.load")
         return URL.parse(self.path)
 
-    def _operation(self, url: URL) -> Operation:
-        return Operation(url, self.storage_options, budget=self.memory_budget_bytes)
+    def _session(self, url: URL) -> Session:
+        return Session(url, self.storage_options, budget=self.memory_budget_bytes)
 
     def _known(self) -> _Opened:
         if self._opened is None:
@@ -242,10 +242,15 @@ class _Load:
     """One rank's reads."""
 
     def __init__(
-        self, operation: Operation, opened: _Opened, planner: LoadPlanner, verify: bool, allow_pickle: bool,
+        self,
+        session: Session,
+        opened: _Opened,
+        planner: LoadPlanner,
+        verify: bool,
+        allow_pickle: bool,
         meter: Meter,
-    ) -> None:  # fmt: skip
-        self._operation = operation
+    ) -> None:
+        self._session = session
         self._opened = opened
         self._planner = planner
         self._verify = verify
@@ -281,7 +286,7 @@ class _Load:
             entry = self._opened.tensors.get(item.storage_index.fqn)
             entries |= self._tree(path) if entry is None else {path: entry}
         document = self._opened.document
-        run(self._operation.expect_files(document, locations_of(entries, document.files)))
+        run(self._session.expect_files(document, locations_of(entries, document.files)))
 
     def _tree(self, path: str) -> dict[str, Any]:
         """The entry of an object, and those below it."""
@@ -299,14 +304,14 @@ class _Load:
 
     def _objects(self, items: Sequence[ReadItem]) -> list[tuple[ReadItem, io.BytesIO]]:
         """Each object, as torch writes it: what was stored typed is made anew for that."""
-        gather = Gather(self._opened.document.files, allow_pickle=self._allow_pickle)
+        gather = ReadPlan(self._opened.document.files, allow_pickle=self._allow_pickle)
         trees = {}
         for item in items:
             path = self._path(item)
             if path not in trees:
                 trees[path] = tree = self._tree(path)
                 check_tree(path, tree)
-                Binding({}, {}, Notes(), exact=False).bind(tree)  # to the classes that were allowed
+                Binding({}, {}, RestoreIssues(), exact=False).bind(tree)  # to the classes that were allowed
                 for below, entry in tree.items():
                     if not isinstance(entry, e.Container):
                         gather.new(below, entry)
@@ -329,7 +334,7 @@ class _Load:
         """All tensors; or, since a planner of somebody else's may make each when it is asked for it, so many at a time
         as the budget allows. Nothing is read twice into one place at a time: what comes later stays, as with torch."""
         plain = _is_plain(self._planner)
-        budget = self._operation.budget.limit
+        budget = self._session.budget.limit
         chosen: list[tuple[ReadItem, torch.Tensor]] = []
         places: set[int] = set()
         size = 0
@@ -345,16 +350,16 @@ class _Load:
         yield chosen
 
     def _tensors(self, chosen: Sequence[tuple[ReadItem, torch.Tensor]]) -> None:
-        with no_collection():
+        with gc_paused():
             gather = self._wanted(chosen)
         self._fetch(gather)
         for item, target in chosen:
             self._planner.commit_tensor(item, target)
 
-    def _wanted(self, chosen: Sequence[tuple[ReadItem, torch.Tensor]]) -> Gather:
+    def _wanted(self, chosen: Sequence[tuple[ReadItem, torch.Tensor]]) -> ReadPlan:
         opened = self._opened
         files = opened.document.files
-        gather = Gather(files, allow_pickle=self._allow_pickle)
+        gather = ReadPlan(files, allow_pickle=self._allow_pickle)
         for item, target in chosen:
             name = item.storage_index.fqn
             path, entry = self._path(item), opened.tensors.get(name)
@@ -378,10 +383,10 @@ class _Load:
                 gather.into_box(path, entry, box, target, live=True)
         return gather
 
-    def _fetch(self, gather: Gather) -> None:
-        seen = fetch(self._operation, gather.objects, self._verify, self._meter)
+    def _fetch(self, gather: ReadPlan) -> None:
+        seen = fetch(self._session, gather.objects, self._verify, self._meter)
         gather.finish_objects()
-        read = fetch(self._operation, gather.wants, self._verify, self._meter)
+        read = fetch(self._session, gather.wants, self._verify, self._meter)
         gather.finish()
         self.bytes_read += seen.bytes_read + read.bytes_read
 

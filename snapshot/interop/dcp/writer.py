@@ -31,7 +31,7 @@ from snapshot.interop.dcp.items import write_items
 from snapshot.manifest.document import METADATA
 from snapshot.registry import plugin_for
 from snapshot.runtime.loop import finish_before_exit, run, start
-from snapshot.runtime.session import Operation
+from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.save.rendezvous import expectation
 from snapshot.storage import URL, uninterrupted
@@ -92,42 +92,42 @@ def _forget(where: str, save_id: str) -> None:
 class _Save:
     """A save that this process coordinates, from its claim until it is committed or given up."""
 
-    def __init__(self, operation: Operation, save_id: str, where: str, began: float) -> None:
-        self.operation = operation
+    def __init__(self, session: Session, save_id: str, where: str, began: float) -> None:
+        self.session = session
         self.save_id = save_id
         self.where = where
         self.began = began
         self.expect: Any = None
-        self._given_up = weakref.finalize(self, _give_up, operation, save_id, where)
+        self._given_up = weakref.finalize(self, _give_up, session, save_id, where)
         self._given_up.atexit = False  # what the interpreter's exit leaves, the next save removes
 
     def over(self) -> None:
         """It is committed, or everything was taken back."""
         self._given_up.detach()
         _forget(self.where, self.save_id)
-        run(self.operation.close())
+        run(self.session.close())
 
     def give_up(self) -> None:
         """It was never finished: take everything back."""
         self._given_up.detach()
-        run(_take_back(self.operation, self.save_id))
+        run(_take_back(self.session, self.save_id))
         self.over()
 
 
-def _give_up(operation: Operation, save_id: str, where: str) -> None:
+def _give_up(session: Session, save_id: str, where: str) -> None:
     """What `_Save.give_up` does, where nobody may wait for it."""
 
     async def end() -> None:
-        await _take_back(operation, save_id)
+        await _take_back(session, save_id)
         _forget(where, save_id)
-        await operation.close()
+        await session.close()
 
     finish_before_exit(start(end()))
 
 
-async def _take_back(operation: Operation, save_id: str) -> None:
+async def _take_back(session: Session, save_id: str) -> None:
     """Take the claim away, so that nothing can be committed any more, and then what any rank has written."""
-    storage = operation.storage
+    storage = session.storage
     with contextlib.suppress(SnapshotError, TimeoutError):
         async with cleanup.not_for_long(storage):
             await storage.delete([cleanup.claim_path(save_id)])
@@ -243,8 +243,8 @@ class SnapshotWriter(StorageWriter):
             told = plan.storage_data
             if isinstance(told, _Where) and told.arrived > self._since and told.text != str(url) and not self._alone:
                 raise SnapshotError(f"rank {rank} was told to save to {told.text}, and the coordinator to {url}")
-        operation = self._open(url)
-        save = _Save(operation, self.save_id, str(url), time.perf_counter())
+        session = self._open(url)
+        save = _Save(session, self.save_id, str(url), time.perf_counter())
         try:
             run(self._claim(save))
         except BaseException as error:
@@ -260,13 +260,13 @@ class SnapshotWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """On each rank: write its data files."""
         save, ticket = self._save, self._ticket(plan)  # of another path there is nothing to take back
-        operation = save.operation if save is not None else self._open(self._url())
+        session = save.session if save is not None else self._open(self._url())
         self.save_id = ticket.save_id
         try:
-            told = write_items(operation, ticket.save_id, ticket.rank, plan, planner)
-            run(self._written(operation, ticket, coordinates=save is not None))
+            told = write_items(session, ticket.save_id, ticket.rank, plan, planner)
+            run(self._written(session, ticket, coordinates=save is not None))
         except BaseException as error:
-            run(_take_back(operation, ticket.save_id))
+            run(_take_back(session, ticket.save_id))
             if save is not None:
                 self._failed(save, error)
                 if self._save is save:  # else the next save has taken it back already
@@ -275,7 +275,7 @@ class SnapshotWriter(StorageWriter):
             raise
         finally:
             if save is None:
-                run(operation.close())
+                run(session.close())
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(index=MetadataIndex(""), size_in_bytes=told.nbytes, storage_data=told)])
         return done
@@ -287,13 +287,13 @@ class SnapshotWriter(StorageWriter):
             raise SnapshotError("finish() was called, and no save was begun; a SnapshotWriter serves one at a time")
         told = [result.storage_data for rank in results for result in rank if isinstance(result.storage_data, Told)]
         try:
-            nbytes = join_and_commit(save.operation, save.save_id, save.expect, metadata, told)
+            nbytes = join_and_commit(save.session, save.save_id, save.expect, metadata, told)
         except BaseException as error:
             self._failed(save, error)
             raise
         else:
             if not self._alone:
-                run(leave_notice(save.operation.storage))
+                run(leave_notice(save.session.storage))
         finally:
             save.over()
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=save.save_id)
@@ -308,35 +308,35 @@ class SnapshotWriter(StorageWriter):
         url = URL.parse(self.path)
         return url.join(rank_folder(self._rank)) if self._alone else url
 
-    def _open(self, url: URL) -> Operation:
-        return Operation(url, self.storage_options, durable=self.durable, budget=self.memory_budget_bytes)
+    def _open(self, url: URL) -> Session:
+        return Session(url, self.storage_options, durable=self.durable, budget=self.memory_budget_bytes)
 
     async def _claim(self, save: _Save) -> None:
         """Claim the path. Takes and copies of this process spare the claim, until the save is over or given up; the
         next save through DCP's API does not: an error of another rank may have ended this one without a word."""
-        save.expect = await expectation(save.operation, overwrite=self.overwrite)
+        save.expect = await expectation(save.session, overwrite=self.overwrite)
         if self._alone:
             await self._refuse_shadow()
         if (earlier := _newest.get(save.where)) is not None:
             cleanup.leave(earlier)
         _newest[save.where] = save.save_id
         try:
-            await cleanup.lay_claim(save.operation.storage, save.save_id)
+            await cleanup.lay_claim(save.session.storage, save.save_id)
         except BaseException:
-            await uninterrupted(cleanup.withdraw(save.operation.storage, save.save_id))
+            await uninterrupted(cleanup.withdraw(save.session.storage, save.save_id))
             raise
 
     async def _refuse_shadow(self) -> None:
         """Raise where a snapshot of all ranks stands: it would be read in the place of what each rank saves now."""
-        operation = self._open(URL.parse(self.path or ""))
+        session = self._open(URL.parse(self.path or ""))
         try:
-            await operation.storage.stat(METADATA)
+            await session.storage.stat(METADATA)
         except StorageNotFoundError:
             return
         finally:
-            await operation.close()
+            await session.close()
         raise SnapshotExistsError(
-            f"{operation.url}: holds a snapshot of all ranks, which would be read in place of what ranks save without "
+            f"{session.url}: holds a snapshot of all ranks, which would be read in place of what ranks save without "
             "collectives; delete it first, or save to another path"
         )
 
@@ -354,15 +354,15 @@ class SnapshotWriter(StorageWriter):
             raise SnapshotError(f"this rank was told to save to {where}, and the coordinator to {ticket.where}")
         return ticket
 
-    async def _written(self, operation: Operation, ticket: Ticket, *, coordinates: bool) -> None:
+    async def _written(self, session: Session, ticket: Ticket, *, coordinates: bool) -> None:
         """Make what was written as durable as it has to be, and raise if another rank has given up meanwhile."""
         if not coordinates:
-            await operation.storage.settle()
+            await session.storage.settle()
         try:
-            await operation.storage.stat(cleanup.claim_path(ticket.save_id))
+            await session.storage.stat(cleanup.claim_path(ticket.save_id))
         except StorageNotFoundError as error:
             raise SnapshotError(
-                f"{operation.url}: the claim of this save is gone: another rank has failed, another save was faster, "
+                f"{session.url}: the claim of this save is gone: another rank has failed, another save was faster, "
                 "or not all ranks see one storage"
             ) from error
 

@@ -15,11 +15,11 @@ from msgspec.structs import replace
 
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError
-from snapshot.interop.megatron.tree import COMMON, NOTHING, Boxes, Parts, built, filled, is_main
+from snapshot.interop.megatron.tree import COMMON, NOTHING, MegatronBoxes, Parts, built, filled, is_main
 from snapshot.manifest.entries import TENSORS, DictEntry, ObjectEntry
 from snapshot.manifest.paths import component, uncomponent
 from snapshot.reports import with_article
-from snapshot.state.once import Once
+from snapshot.state.once import FromOneRank
 from snapshot.state.state_tree import MISSING
 from snapshot.state.stateful_kinds import Kind
 
@@ -44,7 +44,7 @@ class _MegatronKind(Kind):
         self.state = stateful._places()
         names = {f"{key}/{component(name)}": held for name, held in self.state.items()}
         self.compounds = {}
-        self.live = {path: held if isinstance(held, Boxes) else MISSING for path, held in names.items()}
+        self.live = {path: held if isinstance(held, MegatronBoxes) else MISSING for path, held in names.items()}
         self._stored: dict[str, tuple[int, ...]] = {}
         self._left: list[str] = []
         self._theirs = False
@@ -94,7 +94,7 @@ class _MegatronKind(Kind):
             entry = entries.get(path)
             if isinstance(entry, ObjectEntry) or (self._theirs and path != common):  # no list of ours is a pickle
                 self._listed.add(uncomponent(path.partition("/")[2]))
-            if not isinstance(held, Boxes) or entry is None:
+            if not isinstance(held, MegatronBoxes) or entry is None:
                 continue
             if not isinstance(entry, TENSORS):
                 found.append(f"{path}: the snapshot holds no tensor under this name")
@@ -180,9 +180,9 @@ class MegatronState:
         """What is stored: tensors and objects by their keys, and on rank 0 the common state."""
         parts = Parts(self._made())
         state: dict[str, Any] = dict(parts.tensors)
-        state |= {name: Once(each.data) for name, each in parts.objects.items() if is_main(each.replica_id)}
+        state |= {name: FromOneRank(each.data) for name, each in parts.objects.items() if is_main(each.replica_id)}
         if ranks_of(self._pg).rank == 0:
-            state[COMMON] = Once(parts.common)
+            state[COMMON] = FromOneRank(parts.common)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

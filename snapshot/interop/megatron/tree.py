@@ -40,7 +40,7 @@ class Built:
     tree: Any
 
 
-class Boxes:
+class MegatronBoxes:
     """All that this rank holds of one tensor: the `ShardedTensor`s of one key."""
 
     def __init__(self, key: str) -> None:
@@ -66,9 +66,9 @@ class Boxes:
         self.flexible = self.flexible or bool(part.allow_shape_mismatch)
         self.parts.append(part)
 
-    def within(self, shape: Shape) -> Boxes:
+    def within(self, shape: Shape) -> MegatronBoxes:
         """The same boxes, as far as they lie in a stored tensor of another shape."""
-        made = Boxes(self.key)
+        made = MegatronBoxes(self.key)
         made.parts, made.shape = self.parts, shape
         return made
 
@@ -144,7 +144,7 @@ class Parts:
     """What a state dict holds, by kind, in order."""
 
     def __init__(self, tree: Any) -> None:
-        self.tensors: dict[str, Boxes] = {}
+        self.tensors: dict[str, MegatronBoxes] = {}
         self.objects: dict[str, Any] = {}
         """By their unique keys: objects of several ranks share a key, and not that."""
         self._add(tree)
@@ -164,7 +164,7 @@ class Parts:
         elif isinstance(tree, Built):
             self._add(tree.tree)
         elif is_of(tree, "ShardedTensor"):
-            self.tensors.setdefault(tree.key, Boxes(tree.key)).add(tree)
+            self.tensors.setdefault(tree.key, MegatronBoxes(tree.key)).add(tree)
         elif is_of(tree, "ShardedObject"):
             held = self.objects.setdefault(tree.unique_key, tree)
             if not is_main(held.replica_id):
