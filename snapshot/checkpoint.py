@@ -31,7 +31,7 @@ from snapshot.reports import ConvertReport, CopyReport, VerifyReport
 from snapshot.runtime.loop import refuse_on_loop, run
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
-from snapshot.storage import URL
+from snapshot.url import URL
 from snapshot.verbs.verify import verify_files
 
 if TYPE_CHECKING:

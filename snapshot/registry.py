@@ -9,7 +9,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from snapshot.errors import MissingExtraError, SnapshotError, StorageError
-from snapshot.storage import URL, Context, Storage
+from snapshot.storage import Context, Storage
+from snapshot.url import URL
 
 GROUP = "snapshot.storage"
 """The entry-point group that third parties' plugins register in: `scheme = "package.module:Class"`."""

@@ -29,7 +29,7 @@ from snapshot.save.take import begin, plan_writes
 from snapshot.state.overlap_eligible import OverlapEligible
 from snapshot.state.prepared import Prepare
 from snapshot.state.stateful import Stateful, check_app_state
-from snapshot.storage import URL
+from snapshot.url import URL
 from snapshot.worker.client import check, writer_process
 
 if TYPE_CHECKING:

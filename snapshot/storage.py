@@ -1,106 +1,46 @@
 """The storage contract: the one seam between the library and every backend.
 
 A plugin stores named files under one root. The contract is small, asynchronous, and copies nothing: whoever calls owns
-the memory, a plugin only moves bytes out of it or into it. This module imports nothing of ours but the errors.
+the memory, a plugin only moves bytes out of it or into it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import mmap
-import os
-import re
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
-from urllib.parse import quote, unquote
 
+from snapshot.aio import in_thread
+from snapshot.aio import shielded as uninterrupted
 from snapshot.errors import SnapshotError, StorageError, StorageNotFoundError
+from snapshot.url import URL
 
+__all__ = [
+    "ABSENT",
+    "ANYTHING",
+    "URL",
+    "Buffer",
+    "Capabilities",
+    "Clients",
+    "Context",
+    "Expect",
+    "FileStat",
+    "FileWriter",
+    "Limits",
+    "Memory",
+    "Storage",
+    "check_path",
+    "in_thread",
+    "map_exceptions",
+    "uninterrupted",
+]
 T = TypeVar("T")
 Buffer = Any
 """Whatever exports contiguous bytes: a memoryview, a ctypes array, bytes. (A `collections.abc.Buffer` from 3.12 on.)"""
-
-_SECRET_WITH_SLASH = re.compile(r"[^/:@]+:(?!\d+(?:/|$))[^@]*@")
-"""`name:secret@` where the secret has a `/`, which should be written `%2F`, but people paste keys as they are."""
-_NAMES = {"abfs", "abfss", "sftp", "ssh", "ftp"}
-"""Schemes where what stands before an `@` is a container or a user; elsewhere it may be a token."""
-_ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/(?!/)")
-_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*(?:::[A-Za-z][A-Za-z0-9+.\-]*)*)://")
-
-
-@dataclass(frozen=True, slots=True)
-class URL:
-    """Where something is stored. Its text hides passwords and query strings; `reveal()` gives all of it to a client."""
-
-    scheme: str
-    location: str
-    """What follows `scheme://`, without the query; for `file` a path of the file system."""
-    query: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> URL:
-        """Read `scheme://location?query`; anything without a scheme is a path of the file system.
-
-        >>> str(URL.parse("s3://key:secret@bucket/run?token=abc"))
-        's3://key:***@bucket/run?***'
-        """
-        if not text:
-            raise ValueError("an empty path; the current folder is '.'")
-        found = _SCHEME.match(text)
-        if not found:
-            if _ONE_SLASH.match(text):
-                scheme, _, rest = text.partition(":/")
-                raise ValueError(
-                    f"{scheme}:/...: a URL has two slashes behind its scheme, {scheme}://...; and a path of the file "
-                    f"system that begins so is ./{scheme}:/..."
-                )
-            return cls("file", str(Path(os.path.expanduser(text)).absolute()))  # as in shells, ~nobody is a name
-        scheme, rest = found[1].lower(), text[found.end() :]
-        if scheme == "file":
-            if not rest.startswith("/"):
-                host, slash, path = rest.partition("/")
-                if host != "localhost" or not slash:
-                    raise ValueError(f"{text!r}: a file URL has three slashes, as in file:///absolute/path")
-                rest = "/" + path
-            return cls("file", unquote(rest))
-        location, _, query = rest.partition("?")
-        return cls(scheme, location.rstrip("/"), query)
-
-    def join(self, path: str) -> URL:
-        """The URL of a file below this one; the query stays behind the path."""
-        return URL(self.scheme, f"{self.location.rstrip('/')}/{path}" if path else self.location, self.query)
-
-    def reveal(self) -> str:
-        """The whole text, secrets included: for a client's eyes only. Parsing it gives this URL again."""
-        if self.scheme == "file":
-            return f"file://{quote(self.location)}"
-        return f"{self.scheme}://{self.location}" + (f"?{self.query}" if self.query else "")
-
-    def apart(self) -> tuple[str, str]:
-        """What stands before the `@` of a host or bucket, and all that follows it; an `@` in a path is of the path."""
-        end = self.location.partition("/")[0].rfind("@")
-        if end < 0 and (pasted := _SECRET_WITH_SLASH.match(self.location)):
-            end = pasted.end() - 1
-        return self.location[: max(end, 0)], self.location[end + 1 :]
-
-    def __str__(self) -> str:
-        if self.scheme == "file":
-            return self.location
-        user, rest = self.apart()
-        if len(user) + len(rest) < len(self.location):
-            rest = f"@{rest}"
-        if user:
-            name, colon, _ = user.partition(":")
-            user = f"{name}:***" if colon else user if self.scheme in _NAMES else "***"
-        return f"{self.scheme}://{user}{rest}" + ("?***" if self.query else "")
-
-    def __repr__(self) -> str:
-        return f"URL({str(self)!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,55 +294,6 @@ def check_path(path: str) -> str:
     if "\0" in path or not {"", ".", ".."}.isdisjoint(path.split("/")):
         raise ValueError(f"{path!r}: a path in a storage is relative, without empty parts, '.' or '..'")
     return path
-
-
-_here = threading.local()
-
-
-def inline() -> bool:
-    """Whether this thread drives a coroutine without a loop."""
-    return getattr(_here, "inline", False)
-
-
-def drive(work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
-    """Run a coroutine to its end in this thread, without a loop: for calls of storages that are `blocking`."""
-    _here.inline = True
-    coroutine = work(*arguments)
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
-    finally:
-        _here.inline = False
-        coroutine.close()
-    raise RuntimeError(f"{work} waits for a loop, and its storage says that it is blocking")
-
-
-async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Run a function that blocks in the loop's pool of threads.
-
-    A cancellation waits for it: when this returns or raises, no thread uses the arguments any more. Otherwise a
-    buffer that was given back, or a descriptor whose number was given anew, would still be written to.
-    """
-    if inline():
-        return function(*arguments)
-    future = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        while not future.done():
-            with suppress(BaseException):
-                await asyncio.shield(future)
-        raise
-
-
-async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
-    """Do work to its end, however often it is cancelled meanwhile: cleaning up half is worse than being late."""
-    task = asyncio.ensure_future(work)
-    while not task.done():
-        with suppress(BaseException):
-            await asyncio.shield(task)
-    return task.result()
 
 
 @contextmanager

@@ -15,35 +15,51 @@ import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
+from snapshot.per_process import PerProcess
+
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-_path = ""
-_lock = threading.Lock()
-_spans: list[str] = []
-_rows: dict[str, tuple[list[int], list[int]]] = {}
-"""For each name: the rows that are free, and how many there are."""
+
+
+class _Timeline:
+    """The spans that were recorded and not written yet."""
+
+    def __init__(self, path: str = "") -> None:
+        self.path = path
+        self.lock = threading.Lock()
+        self.spans: list[str] = []
+        self.rows: dict[str, tuple[list[int], list[int]]] = {}
+        """For each name: the rows that are free, and how many there are."""
+
+    def forked(self) -> _Timeline:
+        """Record into the same file, without the spans of the parent."""
+        return _Timeline(self.path)
+
+
+_timeline = PerProcess(_Timeline, _Timeline.forked)
 
 
 def to(path: str) -> None:
     """Record into a file from now on; nothing if the path is empty."""
-    global _path  # noqa: PLW0603 - one timeline for a process
-    _path = path
+    _timeline.get().path = path
 
 
 def span(name: str, **fields: Any) -> AbstractContextManager[Any]:
     """Record what is done inside the context, with some fields that say of what."""
-    return _Span(name, fields) if _path else _NOTHING
+    timeline = _timeline.made()
+    return _Span(timeline, name, fields) if timeline is not None and timeline.path else _NOTHING
 
 
 class _Span:
-    __slots__ = ("_began", "_fields", "_name", "_row")
+    __slots__ = ("_began", "_fields", "_name", "_row", "_timeline")
 
-    def __init__(self, name: str, fields: dict[str, Any]) -> None:
+    def __init__(self, timeline: _Timeline, name: str, fields: dict[str, Any]) -> None:
+        self._timeline = timeline
         self._name = name
         self._fields = fields
 
     def __enter__(self) -> None:
-        with _lock:
-            free, count = _rows.setdefault(self._name, ([], [0]))
+        with self._timeline.lock:
+            free, count = self._timeline.rows.setdefault(self._name, ([], [0]))
             if not free:
                 count[0] += 1
                 free.append(count[0])
@@ -64,29 +80,20 @@ class _Span:
             },
             default=str,
         )
-        with _lock:
-            heapq.heappush(_rows[self._name][0], self._row)
-            _spans.append(line)
+        with self._timeline.lock:
+            heapq.heappush(self._timeline.rows[self._name][0], self._row)
+            self._timeline.spans.append(line)
 
 
 def save() -> None:
     """Append what was recorded to the file. The format leaves the closing bracket out, so that it can go on."""
-    with _lock:
-        lines, path = list(_spans), _path
-        _spans.clear()
+    timeline = _timeline.get()
+    with timeline.lock:
+        lines, path = timeline.spans, timeline.path
+        timeline.spans = []
     if not lines or not path:
         return
     with suppress(FileExistsError), open(path, "x") as file:
         file.write("[\n")
     with open(path, "a") as file:
         file.write("".join(f"{line},\n" for line in lines))
-
-
-def _after_fork() -> None:
-    global _lock  # noqa: PLW0603 - as above
-    _lock = threading.Lock()
-    _spans.clear()
-    _rows.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

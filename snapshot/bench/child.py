@@ -25,7 +25,7 @@ from snapshot.bench.competitors import SYSTEMS, Wait
 from snapshot.bench.page_cache import StaysCached, drop
 from snapshot.bench.workloads import CASES
 from snapshot.cli.arguments import inherited
-from snapshot.storage import URL
+from snapshot.url import URL
 
 
 @dataclass(frozen=True, slots=True)

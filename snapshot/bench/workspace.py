@@ -21,7 +21,8 @@ from snapshot.cli.cleanup_signals import held
 from snapshot.errors import StorageError
 from snapshot.options import Settings
 from snapshot.registry import open_storage
-from snapshot.storage import URL, map_exceptions
+from snapshot.storage import map_exceptions
+from snapshot.url import URL
 
 PACKAGES = ("snapshot-torch", "torch", "numpy", "safetensors", "torchsnapshot")
 

@@ -26,8 +26,8 @@ from snapshot.cli.screen import as_json, bar, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.formats.safetensors import SHARD
 from snapshot.snapshot import Snapshot
-from snapshot.storage import URL
 from snapshot.tensors.dtypes import BY_NAME
+from snapshot.url import URL
 from snapshot.verbs.convert import FORMATS
 
 

@@ -13,7 +13,7 @@ from snapshot.cli.screen import as_json, bar, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotExistsError
 from snapshot.snapshot import Snapshot
-from snapshot.storage import URL
+from snapshot.url import URL
 
 
 def add(verbs: Verbs) -> None:

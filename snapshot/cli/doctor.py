@@ -22,7 +22,7 @@ from snapshot.cli.screen import Column, ScreenTable, as_json, paint, printable
 from snapshot.cli.status import ExitStatus
 from snapshot.reports import size_text
 from snapshot.runtime.loop import run as wait
-from snapshot.storage import URL
+from snapshot.url import URL
 from snapshot.version import VERSION
 
 EXTRAS = {

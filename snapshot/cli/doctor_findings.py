@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from snapshot.storage import URL
+from snapshot.url import URL
 
 MiB = 1 << 20
 

@@ -15,7 +15,8 @@ from snapshot.cli.doctor_findings import Findings, existing_folder
 from snapshot.errors import SnapshotError, StorageConflictError, StorageNotFoundError
 from snapshot.registry import open_storage
 from snapshot.reports import size_text
-from snapshot.storage import ABSENT, URL, Storage
+from snapshot.storage import ABSENT, Storage
+from snapshot.url import URL
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from snapshot.reports import counted
 from snapshot.runtime.loop import run as wait
 from snapshot.snapshot import Snapshot
 from snapshot.state.stateful import StateDict
-from snapshot.storage import URL
+from snapshot.url import URL
 
 BETTER = 1.15
 """How many times as fast as the defaults other settings are, if they are to be proposed."""

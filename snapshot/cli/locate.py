@@ -14,7 +14,7 @@ from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.registry import open_storage
 from snapshot.runtime.loop import run
 from snapshot.save.cleanup import save_id_of
-from snapshot.storage import URL
+from snapshot.url import URL
 
 T = TypeVar("T")
 AT_ONCE = 16

@@ -18,7 +18,7 @@ from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.metadata import SnapshotMetadata
 from snapshot.plan.globs import matcher
 from snapshot.reports import counted, entries_text, size_text
-from snapshot.storage import URL
+from snapshot.url import URL
 
 FOLDED = 40
 """Lines of one key that are shown, where not all were asked for."""

@@ -21,7 +21,7 @@ from snapshot.manifest.document import METADATA
 from snapshot.reports import counted, size_text
 from snapshot.runtime.loop import run as on_loop
 from snapshot.save.cleanup import DAY
-from snapshot.storage import URL
+from snapshot.url import URL
 
 UNASKED = "nothing was removed: this needs a terminal to ask at, or --yes; --dry-run only shows"
 

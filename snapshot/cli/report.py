@@ -21,7 +21,7 @@ from snapshot.load.stored_ranges import stored_of
 from snapshot.manifest.entry import Entry
 from snapshot.metadata import SnapshotMetadata
 from snapshot.reports import counted, entries_text
-from snapshot.storage import URL
+from snapshot.url import URL
 from snapshot.version import VERSION
 
 SMALLEST = 1 / 4000

@@ -22,7 +22,7 @@ from snapshot.runtime.loop import run as on_loop
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.snapshot import Snapshot
-from snapshot.storage import URL
+from snapshot.url import URL
 
 DATA = (".safetensors", ".bin")
 """How the names of data files end."""

@@ -25,9 +25,9 @@ from snapshot.manifest.entry import Entry
 from snapshot.manifest.rank_view import resolve_path
 from snapshot.manifest.scalars import Scalar
 from snapshot.reports import Progress, counted, size_text
-from snapshot.storage import URL
 from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.tensors.geometry import split, whole
+from snapshot.url import URL
 
 AT_ONCE = 32 << 20
 """Bytes of a tensor that are read at once."""

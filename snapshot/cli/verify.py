@@ -14,7 +14,7 @@ from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoun
 from snapshot.formats.detect import UnknownFormatError
 from snapshot.reports import VerifyReport
 from snapshot.snapshot import Snapshot
-from snapshot.storage import URL
+from snapshot.url import URL
 
 
 def add(verbs: Verbs) -> None:

@@ -9,7 +9,8 @@ from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundE
 from snapshot.formats import dcp, safetensors, torch_save
 from snapshot.formats.foreign import ForeignDocument, says_absent
 from snapshot.formats.notice import NOTICE
-from snapshot.storage import URL, Storage
+from snapshot.storage import Storage
+from snapshot.url import URL
 
 HEAD = 16
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."

@@ -25,8 +25,9 @@ from snapshot.manifest.entries import (
     TupleEntry,
 )
 from snapshot.manifest.paths import encode_key, uncomponent
-from snapshot.storage import ABSENT, URL, Buffer, Capabilities, Expect, FileStat, FileWriter, Storage, check_path
+from snapshot.storage import ABSENT, Buffer, Capabilities, Expect, FileStat, FileWriter, Storage, check_path
 from snapshot.tensors.digest import of_range
+from snapshot.url import URL
 
 LINKLESS = ("dcp", "torchsnapshot")
 """Formats whose files are in one folder, and no links. (Hugging Face's cache is made of links, and a file that the user

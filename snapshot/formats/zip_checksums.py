@@ -7,10 +7,11 @@ import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from snapshot.aio import in_thread
 from snapshot.formats import zip_directory
 from snapshot.formats.unpickling import INLINE
 from snapshot.manifest.validate import Files
-from snapshot.storage import Storage, in_thread
+from snapshot.storage import Storage
 
 PIECE = 4 << 20
 Range = tuple[str, int, int]

@@ -25,7 +25,7 @@ from snapshot.manifest.document import FORMAT
 from snapshot.pending import PendingSnapshot
 from snapshot.snapshot import Snapshot
 from snapshot.state.rng import RNGState
-from snapshot.storage import URL
+from snapshot.url import URL
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

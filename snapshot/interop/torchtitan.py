@@ -22,7 +22,7 @@ from snapshot.errors import MissingExtraError
 from snapshot.interop.dcp import SnapshotReader, SnapshotWriter
 from snapshot.manager.root import Root
 from snapshot.runtime.loop import run
-from snapshot.storage import URL
+from snapshot.url import URL
 
 
 def use_snapshots(manager: Any = None, *, storage_options: Mapping[str, Any] | None = None) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from snapshot.aio import in_thread
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import RestoreError, SnapshotError
 from snapshot.events import Meter
@@ -33,7 +34,6 @@ from snapshot.runtime.arena import Slot
 from snapshot.runtime.loop import run, start
 from snapshot.runtime.session import Session
 from snapshot.state.stateful_kinds import Kind
-from snapshot.storage import in_thread
 from snapshot.tensors.digest import BLOCK, digests, of_range
 from snapshot.tensors.memory import buffer, copy
 

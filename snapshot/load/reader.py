@@ -7,7 +7,6 @@ verified as far as it can be. Every byte of storage is fetched once.
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from snapshot.aio import in_thread, run_inline, shielded
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
 from snapshot.events import emit
 from snapshot.formats.embedded_tensors import HEAD, LONGEST_HEAD, Layout, Short, archived, layout_of, streamed
@@ -25,13 +25,10 @@ from snapshot.plan.coalesce import ReadPart, plan_reads
 from snapshot.runtime.arena import Slot
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import cancelled
-from snapshot.storage import Buffer, Storage, drive, in_thread, uninterrupted
+from snapshot.storage import Buffer, Storage
 from snapshot.tensors.digest import BLOCK, of_range, of_table
 from snapshot.tensors.memory import buffer
 
-_counting = threading.Lock()
-# no fork while another thread holds it: nobody in the child would ever give it back
-os.register_at_fork(before=_counting.acquire, after_in_parent=_counting.release, after_in_child=_counting.release)
 HOT = 4 << 20
 """What a thread reads, and then digests, before the next: short enough to be in a cache still."""
 
@@ -76,6 +73,7 @@ class Reader:
         touched: set[str] | None = None,
     ) -> None:
         self._storage = storage
+        self._counting = threading.Lock()
         self._budget = budget
         self._verify = verify
         limits = storage.limits
@@ -130,13 +128,13 @@ class Reader:
             if self._verify:
                 await self.prepare_checks(wants)
             if self._blocking:
-                lanes += [asyncio.create_task(in_thread(drive, lane)) for _ in range(self._lanes)]
+                lanes += [asyncio.create_task(in_thread(run_inline, lane)) for _ in range(self._lanes)]
             else:
                 lanes += [asyncio.create_task(lane()) for _ in range(self._lanes)]
             await asyncio.gather(*lanes)
         except BaseException as error:
             self._stopped = True
-            await uninterrupted(cancelled(lanes))
+            await shielded(cancelled(lanes))
             if isinstance(error, (CorruptSnapshotError, StorageNotFoundError)):
                 raise CorruptSnapshotError(
                     f"{error}{_touched(self.result.touched)}", faults=[str(error)], touched=sorted(self.result.touched)
@@ -274,7 +272,7 @@ class Reader:
         try:
             await asyncio.gather(*reads)
         except BaseException:
-            await uninterrupted(cancelled(reads))
+            await shielded(cancelled(reads))
             raise
 
     async def _fetch(self, part: ReadPart, wants: Sequence[ReadRequest]) -> None:
@@ -353,7 +351,7 @@ class Reader:
         check.update(begin - want.stored.byte_range[0], data)
         if check.table is not None:
             return check.bad is None or self._refuse(want, check.bad)
-        with _counting:
+        with self._counting:
             check.left -= len(data)
             complete = check.left == 0
         if complete:

@@ -33,7 +33,7 @@ from snapshot.options import Settings
 from snapshot.pending import PendingSnapshot
 from snapshot.runtime.loop import LoopFuture, run
 from snapshot.snapshot import AppState, Snapshot
-from snapshot.storage import URL
+from snapshot.url import URL
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -27,8 +27,9 @@ from snapshot.manager.step_metadata import noted_metrics
 from snapshot.manifest.document import FORMAT, METADATA, FileEntry, PartEntry
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
-from snapshot.storage import ANYTHING, URL, FileStat, Storage
+from snapshot.storage import ANYTHING, FileStat, Storage
 from snapshot.tensors.digest import of_range
+from snapshot.url import URL
 
 T = TypeVar("T")
 Item = TypeVar("Item")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import threading
 from collections import defaultdict
 from typing import Any
@@ -17,6 +16,8 @@ import torch
 
 from snapshot.errors import system_limits
 from snapshot.options import Settings
+from snapshot.per_process import PerProcess
+from snapshot.runtime.host_memory import total_memory
 from snapshot.runtime.shared_memory import SharedSegment
 from snapshot.tensors.memory import address_of, populate
 
@@ -165,20 +166,17 @@ class Arena:
         return f"Arena({self._kept:,} bytes kept, {self._out:,} in use{shared})"
 
 
-_arena: Arena | None = None
-_lock = threading.Lock()
+def _make_arena() -> Arena:
+    wanted = Settings.current().arena_bytes
+    return Arena(total_memory() // 4 // Settings.processes() if wanted < 0 else wanted)
+
+
+_arena = PerProcess(_make_arena)
 
 
 def arena() -> Arena:
-    """This process's arena."""
-    global _arena  # noqa: PLW0603 - one arena a process is the point
-    with _lock:
-        if _arena is None:
-            from snapshot.runtime.budget import total_memory
-
-            wanted = Settings.current().arena_bytes
-            _arena = Arena(total_memory() // 4 // Settings.processes() if wanted < 0 else wanted)
-        return _arena
+    """Return this process's arena."""
+    return _arena.get()
 
 
 def release_memory() -> int:
@@ -189,11 +187,3 @@ def release_memory() -> int:
     True
     """
     return arena().release()
-
-
-def _after_fork() -> None:
-    global _arena, _lock
-    _arena, _lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)

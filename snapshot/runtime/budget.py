@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from snapshot.aio import inline
 from snapshot.runtime.arena import Slot, arena
 from snapshot.runtime.latch import Latch
-from snapshot.storage import inline
 
 
 class BudgetStatistics(NamedTuple):
@@ -228,31 +228,3 @@ class MemoryBudget:
     def __repr__(self) -> str:
         seen = self.statistics()
         return f"MemoryBudget({seen.used:,} of {seen.limit:,} bytes used, peak {seen.peak:,}, {seen.waits} waits)"
-
-
-def available_memory() -> int:
-    """How much memory this process may still use: the host's, or its control group's if that is less."""
-    free = _meminfo("MemAvailable")
-    for limit, usage in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            with open(limit) as most, open(usage) as used:
-                free = min(free, int(most.read()) - int(used.read()))
-        except (OSError, ValueError):
-            continue
-    return max(free, 0)
-
-
-def _meminfo(name: str) -> int:
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
-    except (OSError, StopIteration):
-        return 8 << 30
-
-
-def total_memory() -> int:
-    """The host's memory."""
-    return _meminfo("MemTotal")

@@ -1,47 +1,55 @@
-"""No garbage collection in the middle of making many small objects.
+"""No garbage collection while many small objects are made.
 
-Ten thousand entries are enough to start a collection of everything that the process holds, which takes longer than
-all else that is done with them; none of them is garbage.
+Ten thousand entries are enough to start a collection of everything that the process holds. That takes longer than all
+else that is done with the entries, and none of them is garbage.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_lock = threading.Lock()
-_inside = 0
-_was_enabled = False
+from snapshot.per_process import PerProcess
+
+
+class _Pauses:
+    """How many contexts are inside `gc_paused`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._was_enabled = False
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside = max(0, self._inside - 1)
+            if self._inside == 0 and self._was_enabled:
+                gc.enable()
+
+    def forked(self) -> None:
+        """The threads that were inside are not in the child: it collects again."""
+        if self._inside and self._was_enabled:
+            gc.enable()
+
+
+_pauses = PerProcess(_Pauses, _Pauses.forked)
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Inside, the collector does not start by itself. May be nested, and entered by several threads."""
-    global _inside, _was_enabled  # noqa: PLW0603 - the collector is one for the process
-    with _lock:
-        if _inside == 0:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _inside += 1
+    """Keep the collector from starting by itself. May be nested, and entered by several threads."""
+    pauses = _pauses.get()
+    pauses.enter()
     try:
         yield
     finally:
-        with _lock:
-            _inside = max(0, _inside - 1)
-            if _inside == 0 and _was_enabled:
-                gc.enable()
-
-
-def _after_fork() -> None:
-    """The threads that were inside are not in the child: it collects again."""
-    global _inside, _lock  # noqa: PLW0603 - as above
-    _lock = threading.Lock()
-    if _inside and _was_enabled:
-        gc.enable()
-    _inside = 0
-
-
-os.register_at_fork(after_in_child=_after_fork)
+        pauses.leave()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
-import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 from snapshot.errors import system_limits
 from snapshot.events import log
 from snapshot.options import Settings
+from snapshot.per_process import PerProcess
 from snapshot.runtime.client_cache import SharedClients
 from snapshot.runtime.latch import Latch
 
@@ -59,31 +59,12 @@ def _start_threads(pool: ThreadPoolExecutor, count: int) -> None:
         ready.set()
 
 
-_lock = threading.Lock()
-_current: _Loop | None = None
-
-
-def _loop() -> _Loop:
-    global _current  # noqa: PLW0603 - one loop a process is the point
-    with _lock:
-        if _current is None:
-            _current = _Loop()
-        return _current
+_loop = PerProcess(_Loop)  # threads do not survive a fork: a child makes its own
 
 
 def clients() -> SharedClients:
-    """What storages share, as long as this loop runs."""
-    return _loop().clients
-
-
-def _after_fork() -> None:
-    """Threads do not survive a fork: the child makes its own loop, and forgets the parent's work."""
-    global _current, _lock
-    _current, _lock = None, threading.Lock()
-    _unfinished.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+    """Return the clients that storages share, as long as this loop runs."""
+    return _loop.get().clients
 
 
 class LoopFuture(Future[T]):
@@ -191,7 +172,7 @@ class LoopFuture(Future[T]):
 
 def work_on(work: Coroutine[Any, Any, T]) -> LoopFuture[T]:
     """Work for the loop, that is not begun."""
-    return LoopFuture(work, _loop().loop)
+    return LoopFuture(work, _loop.get().loop)
 
 
 def start(work: Coroutine[Any, Any, T]) -> LoopFuture[T]:
@@ -209,7 +190,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     except RuntimeError:
         work.close()
         raise
-    future = LoopFuture(work, _loop().loop)
+    future = LoopFuture(work, _loop.get().loop)
     try:
         future.begin()
         return future.result()
@@ -222,7 +203,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 def refuse_on_loop() -> None:
     """Raise where a wait for the loop would be a wait for itself."""
-    if threading.current_thread() is _loop().thread:
+    if threading.current_thread() is _loop.get().thread:
         raise RuntimeError("a snapshot's blocking call was made on the library's own I/O loop (from a callback?)")
 
 
@@ -248,21 +229,23 @@ async def in_own_thread(work: Callable[..., T], *args: Any) -> T:
     return await asyncio.shield(asyncio.wrap_future(future))
 
 
-_unfinished: set[LoopFuture[Any]] = set()
+_unfinished: PerProcess[set[LoopFuture[Any]]] = PerProcess(set)
 """Background work that the interpreter's exit waits for."""
 
 
 def finish_before_exit(future: LoopFuture[Any]) -> None:
     """Let the interpreter's exit wait for background work, instead of losing it."""
-    _unfinished.add(future)
-    future.add_done_callback(_unfinished.discard)
+    unfinished = _unfinished.get()
+    unfinished.add(future)
+    future.add_done_callback(unfinished.discard)
 
 
 def _wait_at_exit() -> None:
-    for work in list(_unfinished):
+    for work in list(_unfinished.get()):
         work.settled()
-    if _current is not None:
-        concurrent.futures.wait([asyncio.run_coroutine_threadsafe(_current.clients.close(), _current.loop)], timeout=5)
+    made = _loop.made()
+    if made is not None:
+        concurrent.futures.wait([asyncio.run_coroutine_threadsafe(made.clients.close(), made.loop)], timeout=5)
 
 
 # The pool refuses new work from `threading`'s own exit on, which comes before `atexit`: so wait there, where it can

@@ -36,7 +36,8 @@ from snapshot.registry import open_storage, plugin_for
 from snapshot.runtime.budget import MemoryBudget, Pool
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import clients
-from snapshot.storage import URL, Context, Storage
+from snapshot.storage import Context, Storage
+from snapshot.url import URL
 
 T = TypeVar("T")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -11,9 +10,11 @@ from typing import Any
 
 from snapshot.errors import SnapshotBusyError
 from snapshot.options import MiB, Settings
+from snapshot.per_process import PerProcess
 from snapshot.reports import counted
 from snapshot.runtime.arena import arena
-from snapshot.runtime.budget import Pool, available_memory
+from snapshot.runtime.budget import Pool
+from snapshot.runtime.host_memory import available_memory
 from snapshot.runtime.latch import Latch
 
 
@@ -95,17 +96,9 @@ class TakeSlots:
         return max(64 * MiB, free // 2 // Settings.processes())
 
 
-_in_flight = TakeSlots()
+_take_slots = PerProcess(TakeSlots)
 
 
 def take_slots() -> TakeSlots:
-    """This process's."""
-    return _in_flight
-
-
-def _after_fork() -> None:
-    global _in_flight  # noqa: PLW0603 - what the parent has under way is not the child's
-    _in_flight = TakeSlots()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+    """Return the slots of this process."""
+    return _take_slots.get()

@@ -1,14 +1,13 @@
 """Tensors that a pending snapshot has still to copy are kept from changing: an optimizer's `step()` waits.
 
-The wait is one hook for the process, which torch calls before those of any optimizer; it is installed once, and kept,
-since a hook that goes away while hooks run breaks the step of whoever runs them. Loading a state dict waits, too: torch
-has no hook for that which reaches all modules, so the two methods are wrapped, once.
+The wait is one global hook, which torch calls before those of any optimizer. Loading a state dict waits, too: torch has
+no hook for that which reaches all modules, so two methods are wrapped. Hook and wrappers are there while an overlapped
+take is pending, and go with the last one.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -17,17 +16,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from snapshot.events import log
+from snapshot.per_process import PerProcess
 from snapshot.runtime.latch import Latch
 from snapshot.runtime.loop import LIBRARY
 from snapshot.state.overlap_eligible import base_of, local
 
 R = TypeVar("R")
 _version = attrgetter("_version")
-_held: tuple[PendingCopy, ...] = ()
-_lock = threading.Lock()
-_installed = False
 
 
 class PendingCopy:
@@ -62,10 +60,7 @@ class PendingCopy:
 
     def begin(self) -> None:
         """From now on whoever would change these tensors by an optimizer's step, or by loading a state, waits."""
-        global _held  # noqa: PLW0603 - one hook a process, and one list for it
-        with _lock:
-            _install()
-            _held = (*_held, self)
+        _barrier.get().add(self)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all is copied, or given up; whether it is. Then the tensors may change."""
@@ -94,48 +89,98 @@ class PendingCopy:
         self._over.open()
 
     def _drop(self) -> None:
-        global _held  # noqa: PLW0603 - as above
-        with _lock:
-            _held = tuple(each for each in _held if each is not self)
+        _barrier.get().discard(self)
         self._tensors = ()
 
 
-def _install() -> None:
-    global _installed  # noqa: PLW0603 - as above
-    if not _installed:
-        register_optimizer_step_pre_hook(_before_step)
-        for kind in (torch.nn.Module, torch.optim.Optimizer):
-            kind.load_state_dict = _waiting(kind.load_state_dict)  # type: ignore[method-assign]
-        _installed = True
+class _Barrier:
+    """The copies that are pending in this process, and what torch calls for them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.pending: tuple[PendingCopy, ...] = ()
+        self._hook: RemovableHandle | None = None
+        self._loads: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        """Of each class, its `load_state_dict` and the wrapper that is there instead."""
+
+    def add(self, copy: PendingCopy) -> None:
+        with self._lock:
+            if self._hook is None:
+                self._hook = register_optimizer_step_pre_hook(self._before_step)
+            for kind in (torch.nn.Module, torch.optim.Optimizer):
+                if kind not in self._loads:
+                    self._loads[kind] = kind.load_state_dict, _waiting(kind.load_state_dict)
+                    kind.load_state_dict = self._loads[kind][1]  # type: ignore[method-assign]
+            self.pending = (*self.pending, copy)
+
+    def discard(self, copy: PendingCopy) -> None:
+        with self._lock:
+            self.pending = tuple(each for each in self.pending if each is not copy)
+            if not self.pending:
+                self._unwrap()
+
+    def _unwrap(self) -> None:
+        for kind, (original, wrapper) in list(self._loads.items()):
+            if kind.load_state_dict is wrapper:  # else somebody has wrapped it again: it goes with the next take
+                kind.load_state_dict = original
+                del self._loads[kind]
+
+    def _unhook(self) -> None:
+        """Remove the step hook, from within it. That is safe only if it is the last one that torch calls: torch would
+        fail if it went on to the next one in a dict that has changed."""
+        with self._lock:
+            if self._hook is not None and not self.pending:
+                hooks = self._hook.hooks_dict_ref()
+                if hooks is not None and list(hooks) == [self._hook.id]:
+                    self._hook.remove()
+                    self._hook = None
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self.pending:
+            self._unhook()
+            return
+        if _in_library("an optimizer's step"):
+            return
+        for copy in self.pending:
+            try:
+                concerned = copy.concerns(optimizer)
+            except Exception:  # noqa: BLE001 - an optimizer that is none of torch's may hold anything
+                log.exception("an optimizer's tensors cannot be looked at: its step waits for a pending snapshot")
+                concerned = True
+            if concerned:
+                copy.wait()
+
+    def forked(self) -> _Barrier:
+        """What the parent has still to copy, it copies from memory of its own."""
+        self._lock = threading.Lock()
+        self.pending = ()
+        self._unwrap()
+        return self
+
+
+_barrier = PerProcess(_Barrier, _Barrier.forked)
+
+
+def pending_copies() -> tuple[PendingCopy, ...]:
+    """Return the copies that are pending in this process."""
+    return _barrier.get().pending
 
 
 def wait_for_copies() -> None:
     """Wait until no pending snapshot has anything left to copy."""
-    if not _held or _in_library("loading a state"):
+    pending = pending_copies()
+    if not pending or _in_library("loading a state"):
         return
-    for held in _held:
-        held.wait()
+    for copy in pending:
+        copy.wait()
 
 
 def _in_library(what: str) -> bool:
-    """Whether this is a thread of the library's, which others may be waiting for: it cannot wait for them."""
+    """Return True in a thread of the library, which others may be waiting for: it cannot wait for them."""
     if not threading.current_thread().name.startswith(LIBRARY):
         return False
     log.error("%s in a callback of a snapshot does not wait for what is still being copied", what)
     return True
-
-
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if not _held or _in_library("an optimizer's step"):
-        return
-    for held in _held:
-        try:
-            concerned = held.concerns(optimizer)
-        except Exception:  # noqa: BLE001 - an optimizer that is none of torch's may hold anything
-            log.exception("an optimizer's tensors cannot be looked at: its step waits for a pending snapshot")
-            concerned = True
-        if concerned:
-            held.wait()
 
 
 def _waiting(load: Callable[..., R]) -> Callable[..., R]:
@@ -145,12 +190,3 @@ def _waiting(load: Callable[..., R]) -> Callable[..., R]:
         return load(*args, **kwargs)
 
     return load_state_dict
-
-
-def _after_fork() -> None:
-    """What the parent has still to copy, it copies from memory of its own."""
-    global _held, _lock
-    _held, _lock = (), threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -19,7 +19,8 @@ from snapshot.manifest.document import METADATA, Document
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
-from snapshot.storage import ABSENT, URL, Expect, FileStat
+from snapshot.storage import ABSENT, Expect, FileStat
+from snapshot.url import URL
 
 Open = Callable[[URL], Session]
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from snapshot.aio import in_thread
 from snapshot.errors import SnapshotError
 from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.runtime.arena import Slot, arena
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.state.leaves import Leaf
-from snapshot.storage import Buffer, in_thread
+from snapshot.storage import Buffer
 from snapshot.tensors.digest import BLOCK, RunningDigest, of_range
 from snapshot.tensors.geometry import boxes_of_range
 from snapshot.tensors.memory import SHORT, buffer, copy, copy_short, view

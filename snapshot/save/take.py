@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
+from snapshot.aio import in_thread, shielded
 from snapshot.distributed.exchange import Exchange, Undecided
 from snapshot.errors import CommitUnknown, RankError, SnapshotError, StorageError, system_limits
 from snapshot.events import Meter, emit
@@ -42,8 +43,9 @@ from snapshot.save.verify_writes import expect_written, share_of
 from snapshot.save.writer import Writer, write_small
 from snapshot.state.overlap_eligible import OverlapEligible
 from snapshot.state.stateful import check_app_state
-from snapshot.storage import URL, Expect, in_thread, uninterrupted
+from snapshot.storage import Expect
 from snapshot.tensors.digest import SIZE, block_count, of_range
+from snapshot.url import URL
 from snapshot.worker.client import WriterProcess
 
 T = TypeVar("T")
@@ -270,14 +272,14 @@ class Take:
         except BaseException as error:
             if self._staging is not None:
                 self._staging.stop(error)
-            gone = await uninterrupted(in_own_thread(self._exchange.fail, error))
-            note = await uninterrupted(self.ending.abort(gone))
+            gone = await shielded(in_own_thread(self._exchange.fail, error))
+            note = await shielded(self.ending.abort(gone))
             if note:
                 error.add_note(note)
             else:
                 emit("failed", self._verb, str(self.session.url), error=error)
             if isinstance(error, StorageError):  # it may come of what another rank's failure cleaned away
-                first = await uninterrupted(in_own_thread(self._first_fault))
+                first = await shielded(in_own_thread(self._first_fault))
                 if isinstance(first, RankError) and first.rank != self._exchange.rank:
                     raise first from error
             raise
@@ -285,8 +287,8 @@ class Take:
             await self._end_staging()
             self._forget()
             cleanup.leave(self._save_id)
-            await uninterrupted(in_own_thread(self._exchange.close))
-            await uninterrupted(self.session.close())
+            await shielded(in_own_thread(self._exchange.close))
+            await shielded(self.session.close())
             self._meter.close()
         seconds = time.perf_counter() - self._began
         emit("committed", self._verb, str(self.session.url), bytes=self._plan.total_bytes, seconds=round(seconds, 3))
@@ -294,7 +296,7 @@ class Take:
     async def _end_staging(self) -> None:
         """Give its memory back, when the part that is being copied is: it was the last."""
         if self._stager is not None and self._stager.is_alive():
-            await uninterrupted(in_own_thread(self._stager.join))
+            await shielded(in_own_thread(self._stager.join))
         if self._staging is not None:
             self._staging.release()
 
@@ -322,7 +324,7 @@ class Take:
                 if error is not None:
                     raise error
         except BaseException:
-            await uninterrupted(cancelled([task]))
+            await shielded(cancelled([task]))
             raise
         return task.result()
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from snapshot.aio import in_thread, shielded
 from snapshot.distributed.exchange import LEADER, Exchange, Undecided
 from snapshot.errors import (
     CommitUnknown,
@@ -30,7 +31,7 @@ from snapshot.runtime.loop import in_own_thread, run
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.save.manifest_builder import RankManifest, build_document
-from snapshot.storage import ABSENT, Expect, in_thread, uninterrupted
+from snapshot.storage import ABSENT, Expect
 from snapshot.trace import span
 
 T = TypeVar("T")
@@ -88,14 +89,14 @@ class Ending:
         """All ranks have written: the leader commits, and all wait for that."""
         self._structure = structure
         if self._exchange.alone:
-            await uninterrupted(self._commit(described, [done]))
+            await shielded(self._commit(described, [done]))
             return
         self._exchange.posted = True
         exchange = asyncio.ensure_future(
             in_own_thread(
                 self._exchange.agree,
                 done,
-                lambda all_: run(uninterrupted(self._commit(described, all_))),
+                lambda all_: run(shielded(self._commit(described, all_))),
                 RankDone,
                 bool,
             )
@@ -103,9 +104,9 @@ class Ending:
         try:
             await asyncio.shield(exchange)
         except asyncio.CancelledError as error:  # of this rank, not of the exchange: unless it is too late, give it up
-            await uninterrupted(in_own_thread(self._exchange.fail, error))
+            await shielded(in_own_thread(self._exchange.fail, error))
             try:
-                await uninterrupted(_awaited(exchange))
+                await shielded(_awaited(exchange))
             except CommitUnknown:
                 raise
             except (SnapshotError, Undecided):

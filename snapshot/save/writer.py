@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from snapshot.aio import in_thread, run_inline, shielded
 from snapshot.plan.layout import FilePart, FilePlan, part_size
 from snapshot.plan.plan_cache import parts_of
 from snapshot.runtime.arena import GRAIN, arena
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import cancelled
 from snapshot.save.staging import FileDigests, StagedPart, Stager
-from snapshot.storage import FileWriter, Storage, drive, in_thread, uninterrupted
+from snapshot.storage import FileWriter, Storage
 from snapshot.trace import span
 
 Progress = Callable[[int], None]
@@ -93,7 +94,7 @@ class Writer:
     ) -> list[WrittenFile]:
         """Write all files. If one fails, all are aborted, and nothing of them is left."""
         if staging is None and self.serial:
-            work = [partial(in_thread, drive, self._serial, *each) for each in zip(files, locations, strict=True)]
+            work = [partial(in_thread, run_inline, self._serial, *each) for each in zip(files, locations, strict=True)]
         else:
             work = [
                 partial(self._lane, number, file, where, staging)
@@ -105,7 +106,7 @@ class Writer:
         except BaseException as error:
             if staging is not None:
                 staging.stop(error)
-            await uninterrupted(self._abort(lanes))
+            await shielded(self._abort(lanes))
             raise
         finally:
             if staging is not None:
@@ -141,7 +142,7 @@ class Writer:
         return WrittenFile(file, location, digests.digests, digests.tables)
 
     async def _lane(self, number: int, file: FilePlan, location: str, staging: StagedParts | None) -> WrittenFile:
-        writer = await uninterrupted(self._storage.create(location, file.size))
+        writer = await shielded(self._storage.create(location, file.size))
         self._open.append(writer)
         this = asyncio.current_task()
         if this is not None and this.cancelling():  # meanwhile, where it was not heard
@@ -168,7 +169,7 @@ class Writer:
                 writes.add(write)
             await asyncio.gather(*writes)
         except BaseException:
-            await uninterrupted(cancelled(writes))
+            await shielded(cancelled(writes))
             raise
         await writer.finish()
         digests.finish()
@@ -274,5 +275,5 @@ async def write_small(storage: Storage, path: str, chunks: Sequence[bytes | byte
             progress(len(piece))
         await writer.finish()
     except BaseException:
-        await uninterrupted(writer.abort())
+        await shielded(writer.abort())
         raise

@@ -9,7 +9,6 @@ all else.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from snapshot.manifest.entries import Container, DictEntry
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.scalars import SCALARS, Scalar
 from snapshot.manifest.typed import TYPED, plain_entry
+from snapshot.per_process import PerProcess
 from snapshot.state.dicts import module_versions
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.composite import is_freed
@@ -215,23 +215,31 @@ def _pattern(addresses: list[int]) -> list[int]:
     return [first.setdefault(address, at) for at, address in enumerate(addresses)]
 
 
-_recipes: OrderedDict[str, _Template] = OrderedDict()
-_lock = threading.Lock()
-_failures: dict[str, int] = {}
-"""How often in a row a state was not like the one before."""
+class _Templates:
+    """The templates that are kept, by path."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.kept: OrderedDict[str, _Template] = OrderedDict()
+        self.failures: dict[str, int] = {}
+        """How often in a row a state was not like the one before."""
+
+
+_templates = PerProcess(_Templates)
 
 
 def replay(path: str, value: Any, flat: Flattened) -> bool:
     """Flatten a value as the last one under the path was, if it is like that; whether it was."""
-    recipe = _recipes.get(path)
-    if recipe is None:
+    templates = _templates.get()
+    template = templates.kept.get(path)
+    if template is None:
         return False
     try:
-        recipe.follow(value, flat)
+        template.follow(value, flat)
     except (_Unlike, RecursionError, RuntimeError):  # what torch refuses to say of odd tensors, flattening tells better
-        _recipes.pop(path, None)
+        templates.kept.pop(path, None)
         return False
-    _failures.pop(path, None)
+    templates.failures.pop(path, None)
     return True
 
 
@@ -240,27 +248,17 @@ def remember(path: str, value: Any, flat: Flattened, before: tuple[int, ...]) ->
     entries, leaves, *others = before
     if len(flat.leaves) - leaves < FEW or tuple(others) != (len(flat.blobs), len(flat.pickled), len(flat.shards)):
         return
-    times = _failures[path] = _failures.get(path, 0) + 1
+    templates = _templates.get()
+    times = templates.failures[path] = templates.failures.get(path, 0) + 1
     if times & (times - 1) or type(value) not in _CONTAINERS:
         return
     try:
-        recipe = _Template(path, value, dict(islice(flat.entries.items(), entries, None)), flat.leaves[leaves:], flat)
+        template = _Template(path, value, dict(islice(flat.entries.items(), entries, None)), flat.leaves[leaves:], flat)
     except (_Unlike, RuntimeError):
         return
-    with _lock:
-        _recipes.pop(path, None)
-        _recipes[path] = recipe
-        while len(_recipes) > MOST:
-            forgotten, _ = _recipes.popitem(last=False)
-            _failures.pop(forgotten, None)
-
-
-def _after_fork() -> None:
-    """Another thread may have been in the middle of a change."""
-    global _lock  # noqa: PLW0603 - as it is made anew
-    _lock = threading.Lock()
-    _recipes.clear()
-    _failures.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+    with templates.lock:
+        templates.kept.pop(path, None)
+        templates.kept[path] = template
+        while len(templates.kept) > MOST:
+            forgotten, _ = templates.kept.popitem(last=False)
+            templates.failures.pop(forgotten, None)

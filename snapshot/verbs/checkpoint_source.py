@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from snapshot.aio import in_thread
 from snapshot.errors import CorruptSnapshotError, StorageError
 from snapshot.formats.embedded_tensors import Layout, streamed
 from snapshot.formats.foreign import is_packed
@@ -28,7 +29,6 @@ from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.session import Session
 from snapshot.save.staging import StagedPart, Stager
 from snapshot.state.leaves import Leaf
-from snapshot.storage import in_thread
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
 from snapshot.tensors.geometry import Box, boxes_of_range

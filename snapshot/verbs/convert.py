@@ -18,7 +18,7 @@ from snapshot.options import Settings
 from snapshot.reports import ConvertReport
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
-from snapshot.storage import URL
+from snapshot.url import URL
 from snapshot.verbs.export import Export, Plan
 from snapshot.verbs.to_snapshot import Selection, as_snapshot
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from snapshot.aio import in_thread, shielded
 from snapshot.errors import CommitUnknown, CorruptSnapshotError, SnapshotError, StorageError, UnsupportedFormatError
 from snapshot.events import Meter, emit
 from snapshot.formats.foreign import ForeignDocument
@@ -32,8 +33,8 @@ from snapshot.save import cleanup
 from snapshot.save.rendezvous import expectation
 from snapshot.save.transaction import Ending
 from snapshot.save.writer import write_small
-from snapshot.storage import URL, in_thread, uninterrupted
 from snapshot.tensors.digest import of_range
+from snapshot.url import URL
 from snapshot.verbs.copy_foreign import copy_files
 from snapshot.verbs.copy_stream import CheckedRange, CopiedFile, pass_files, tokens
 from snapshot.verbs.to_snapshot import Selection, alone, as_snapshot
@@ -244,11 +245,11 @@ class _Copy:
                 await write_small(storage, places[location], [data], lambda _: None)
                 entries.append(PartEntry(places[location], len(data), of_range(data), kept.ranks, kept.count))
             data = await in_thread(_moved, self._document, save_id, places, entries)
-            await uninterrupted(ending.commit(data))
+            await shielded(ending.commit(data))
         except CommitUnknown:
             raise
         except BaseException as error:
-            note = await uninterrupted(ending.abort(gone=True))
+            note = await shielded(ending.abort(gone=True))
             if note:
                 error.add_note(note)
             raise

@@ -19,8 +19,9 @@ from snapshot.manifest.document import METADATA
 from snapshot.reports import CopyReport
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
-from snapshot.storage import URL, Storage
+from snapshot.storage import Storage
 from snapshot.tensors.digest import of_range
+from snapshot.url import URL
 from snapshot.verbs.copy_stream import CopiedFile, pass_files, tokens
 from snapshot.verbs.staged_files import StagedFiles
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import xxhash
 
+from snapshot.aio import shielded
 from snapshot.errors import CorruptSnapshotError
 from snapshot.load.reader import HOT
 from snapshot.plan.layout import Extent, FilePart, FilePlan
@@ -22,7 +23,7 @@ from snapshot.runtime.loop import cancelled
 from snapshot.runtime.session import Session
 from snapshot.save.staging import FileDigests, StagedPart, Stager
 from snapshot.save.writer import Writer, arena_bytes
-from snapshot.storage import Buffer, Storage, uninterrupted
+from snapshot.storage import Buffer, Storage
 from snapshot.tensors.digest import BLOCK, RunningDigest, of_range
 
 FILES = 16
@@ -176,7 +177,7 @@ class ReadAhead:
     async def close(self) -> None:
         """Wait until nothing is read any more, and give back what nobody got."""
         self._stopped = True
-        await uninterrupted(cancelled(list(self._reads.values())))
+        await shielded(cancelled(list(self._reads.values())))
         for read in self._reads.values():
             if not read.cancelled() and read.exception() is None:
                 read.result().release()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from snapshot.aio import in_thread, shielded
 from snapshot.events import Meter
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
@@ -22,7 +23,6 @@ from snapshot.runtime.loop import cancelled
 from snapshot.runtime.session import Session
 from snapshot.save.writer import arena_bytes
 from snapshot.state.leaves import Leaf
-from snapshot.storage import in_thread, uninterrupted
 from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.verbs.checkpoint_source import Fetched
 from snapshot.verbs.diff_stats import Numbers
@@ -92,7 +92,7 @@ async def compare(a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryBudget,
                 try:
                     await asyncio.gather(*reads)
                 finally:
-                    await uninterrupted(cancelled(reads))
+                    await shielded(cancelled(reads))
                 await in_thread(_look, file, part, pairs, *slots)
                 meter.wrote(2 * sum(high - low for _, low, high in _shares(file, part)))
             finally:
@@ -104,7 +104,7 @@ async def compare(a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryBudget,
     try:
         await asyncio.gather(*lanes)
     finally:
-        await uninterrupted(cancelled(lanes))
+        await shielded(cancelled(lanes))
     return here.bytes_read + there.bytes_read
 
 

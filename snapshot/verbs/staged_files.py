@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from snapshot.aio import shielded
 from snapshot.errors import SnapshotError, SnapshotExistsError, StorageError, StorageNotFoundError
 from snapshot.events import log
 from snapshot.plan.layout import FilePlan
 from snapshot.save.cleanup import DAY
 from snapshot.save.writer import StagedParts, Writer
-from snapshot.storage import Storage, uninterrupted
+from snapshot.storage import Storage
 
 ASIDE = ".convert-"
 """How the names of files begin that are not whole yet, on storages that can rename."""
@@ -79,7 +80,7 @@ class StagedFiles:
                 await storage.settle()
         except BaseException:
             if renames:
-                await uninterrupted(self._gone(aside))
+                await shielded(self._gone(aside))
             raise
         await self._clean({*self.names, *(name for name, _ in small)})
 

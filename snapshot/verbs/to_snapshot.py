@@ -28,8 +28,8 @@ from snapshot.save.replication import Replication
 from snapshot.save.take import Take
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf
-from snapshot.storage import URL
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
+from snapshot.url import URL
 from snapshot.verbs import losses
 from snapshot.verbs.checkpoint_source import Fetched, expect_room
 from snapshot.verbs.select import (

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from snapshot.aio import in_thread
 from snapshot.errors import CorruptSnapshotError, StorageError
 from snapshot.events import Meter
 from snapshot.formats import zip_checksums
@@ -24,7 +25,6 @@ from snapshot.manifest.rank_view import by_key, is_rank, rank_view
 from snapshot.manifest.validate import check_tree
 from snapshot.reports import VerifyReport, counted
 from snapshot.runtime.session import Session
-from snapshot.storage import in_thread
 from snapshot.tensors.digest import BLOCK, of_range
 from snapshot.verbs.copy_stream import tokens
 from snapshot.verbs.verify_journal import Key, VerifyJournal

@@ -28,15 +28,18 @@ from typing import Any
 
 import snapshot
 from snapshot import registry
+from snapshot.aio import shielded
 from snapshot.errors import SnapshotError
 from snapshot.events import emit, log
+from snapshot.per_process import PerProcess
 from snapshot.plan.layout import FilePart, FilePlan
 from snapshot.reports import counted
 from snapshot.runtime.loop import cancelled, in_own_thread
 from snapshot.runtime.shared_memory import SharedSegment
 from snapshot.save.staging import StagedPart
 from snapshot.save.writer import Progress, StagedParts, WrittenFile
-from snapshot.storage import URL, Storage, uninterrupted
+from snapshot.storage import Storage
+from snapshot.url import URL
 from snapshot.worker.protocol import (
     Begin,
     Cancel,
@@ -184,7 +187,7 @@ class WriterProcess:
             take.take_back()
         except BaseException as error:
             staging.stop(error)
-            await uninterrupted(self._give_up(take, pumps))
+            await shielded(self._give_up(take, pumps))
             raise
         finally:
             self._takes.pop(take.number, None)
@@ -296,40 +299,45 @@ def _ending(status: int) -> str:
     return f"signal {name}" + (" (was there too little memory?)" if status == -signal.SIGKILL else "")
 
 
-_current: WriterProcess | None = None
-_lock = threading.Lock()
+class _Place:
+    """The writer process of this process, if it was started."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.current: WriterProcess | None = None
+
+    def running(self) -> WriterProcess:
+        with self._lock:
+            if self.current is None or not self.current.alive:
+                if self.current is not None:
+                    self.current.leave()
+                try:
+                    self.current = WriterProcess()
+                except OSError as error:
+                    raise SnapshotError(f"the writer process cannot be started: {error}") from error
+            return self.current
+
+    def forked(self) -> None:
+        """A child has no writer process yet, and must not keep the parent's from seeing the parent's end."""
+        if self.current is not None:
+            self.current.forget()
+
+
+_place = PerProcess(_Place, _Place.forked)
 
 
 def writer_process() -> WriterProcess:
-    """This process's writer process, started if there is none. It is not waited for: it comes up in the background."""
-    global _current  # noqa: PLW0603 - one a process is the point
-    with _lock:
-        if _current is None or not _current.alive:
-            if _current is not None:
-                _current.leave()
-            try:
-                _current = WriterProcess()
-            except OSError as error:
-                raise SnapshotError(f"the writer process cannot be started: {error}") from error
-        return _current
+    """Return this process's writer process; start it if there is none. It comes up in the background."""
+    return _place.get().running()
 
 
 def _at_exit() -> None:
-    if _current is not None:
-        _current.finish()
-
-
-def _after_fork() -> None:
-    """A forked child has no writer process yet, and must not keep the parent's from seeing the parent's end."""
-    global _current, _lock  # noqa: PLW0603 - as above
-    _lock = threading.Lock()
-    if _current is not None:
-        _current.forget()
-        _current = None
+    place = _place.made()
+    if place is not None and place.current is not None:
+        place.current.finish()
 
 
 atexit.register(_at_exit)
-os.register_at_fork(after_in_child=_after_fork)
 
 
 # What it cannot do

@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from snapshot import registry
+from snapshot.aio import shielded
 from snapshot.events import Event, add_handler
 from snapshot.plan.layout import FilePart, FilePlan, cut_file
 from snapshot.runtime.loop import cancelled, run
 from snapshot.runtime.session import Session
 from snapshot.save.staging import StagedPart
 from snapshot.save.writer import Writer, WrittenFile
-from snapshot.storage import URL, uninterrupted
+from snapshot.url import URL
 from snapshot.worker.protocol import (
     Begin,
     Cancel,
@@ -206,7 +207,7 @@ class Server:
             await session.storage.settle()
             return written
         finally:
-            await uninterrupted(session.close())
+            await shielded(session.close())
 
 
 def _imitate(begin: Begin) -> None:

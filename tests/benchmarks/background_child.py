@@ -25,7 +25,7 @@ from snapshot import Snapshot
 from snapshot.bench.child import Task, reset_peak, status
 from snapshot.bench.workloads import Payload
 from snapshot.cli.arguments import inherited
-from snapshot.storage import URL
+from snapshot.url import URL
 from tests.benchmarks.background_systems import HELD, WAYS, Started
 
 STEP = 0.05

@@ -20,7 +20,7 @@ import torch
 from snapshot import Snapshot, StateDict
 from snapshot.bench.child import reset_peak, status
 from snapshot.registry import open_storage
-from snapshot.storage import URL
+from snapshot.url import URL
 
 MiB = 1 << 20
 PART = 16 * MiB

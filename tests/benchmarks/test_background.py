@@ -19,7 +19,7 @@ from snapshot.bench.competitors import installed
 from snapshot.bench.rounds import ChildFailed
 from snapshot.bench.workloads import CASES
 from snapshot.bench.workspace import Workspace
-from snapshot.storage import URL
+from snapshot.url import URL
 from tests.benchmarks import background
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.background_child import Training, family

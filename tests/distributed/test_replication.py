@@ -166,13 +166,13 @@ def _exchanges(path, change):
     from snapshot.distributed.exchange import Exchange
 
     rank, counted = dist.get_rank(), []
-    plain = Exchange.exchange
+    plain = Exchange.agree
 
     def counting(self, *args):
         counted[-1] += 1
         return plain(self, *args)
 
-    Exchange.exchange = counting
+    Exchange.agree = counting
     try:
         for step in range(4):
             counted.append(0)
@@ -185,7 +185,7 @@ def _exchanges(path, change):
         counted.append(0)
         Snapshot(f"{path}-2").restore({"s": state})
     finally:
-        Exchange.exchange = plain
+        Exchange.agree = plain
     return counted
 
 
@@ -207,18 +207,18 @@ def _restarted(path, restore):
     if restore:
         Snapshot(path).restore({"s": state})
     counted = 0
-    plain = Exchange.exchange
+    plain = Exchange.agree
 
     def counting(self, *args):
         nonlocal counted
         counted += 1
         return plain(self, *args)
 
-    Exchange.exchange = counting
+    Exchange.agree = counting
     try:
         Snapshot.take(path, {"s": state}, replicated=["s/w"], overwrite=True)
     finally:
-        Exchange.exchange = plain
+        Exchange.agree = plain
     return counted
 
 

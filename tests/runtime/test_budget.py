@@ -6,7 +6,8 @@ import threading
 import pytest
 
 from snapshot.runtime.arena import GRAIN, Arena
-from snapshot.runtime.budget import MemoryBudget, Pool, available_memory, total_memory
+from snapshot.runtime.budget import MemoryBudget, Pool
+from snapshot.runtime.host_memory import available_memory, total_memory
 from snapshot.storage import drive
 
 

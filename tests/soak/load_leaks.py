@@ -36,14 +36,14 @@ class Leaks:
         ctypes.CDLL(None).malloc_trim(0)
         end = time.monotonic() + 10
         while (
-            arena()._out or cleanup._active or take_slots()._taken or optimizer_barrier._held
+            arena()._out or cleanup._active or take_slots()._taken or optimizer_barrier.pending_copies()
         ) and time.monotonic() < end:
             time.sleep(0.01)
         assert arena()._out == 0, arena()
         assert not cleanup._active, cleanup._active
         assert not take_slots()._taken
         assert take_slots()._pool.used == 0
-        assert optimizer_barrier._held == ()
+        assert optimizer_barrier.pending_copies() == ()
         self.seen.append(
             {
                 "descriptors": len(os.listdir("/proc/self/fd")), "threads": threading.active_count(),

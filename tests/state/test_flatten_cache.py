@@ -52,17 +52,17 @@ def flattened(state):
 
 @pytest.fixture(autouse=True)
 def nothing_is_remembered():
-    flatten_cache._recipes.clear()
-    flatten_cache._failures.clear()
+    flatten_cache._templates.get().kept.clear()
+    flatten_cache._templates.get().failures.clear()
 
 
 def anew(state):
     """The same, as if for the first time."""
-    kept = dict(flatten_cache._recipes)
-    flatten_cache._recipes.clear()
+    kept = dict(flatten_cache._templates.get().kept)
+    flatten_cache._templates.get().kept.clear()
     made = flattened(state)
-    flatten_cache._recipes.clear()
-    flatten_cache._recipes.update(kept)
+    flatten_cache._templates.get().kept.clear()
+    flatten_cache._templates.get().kept.update(kept)
     return made
 
 
@@ -213,8 +213,8 @@ def test_what_differs_each_time_is_remembered_ever_more_rarely():
     remembered = []
     for i in range(20):
         flattened({f"t{i}-{k}": torch.ones(2) for k in range(COUNT)})
-        remembered.append("s" in flatten_cache._recipes)
-        flatten_cache._recipes.clear()
+        remembered.append("s" in flatten_cache._templates.get().kept)
+        flatten_cache._templates.get().kept.clear()
     assert [i for i, was in enumerate(remembered, 1) if was] == [1, 2, 4, 8, 16]
 
 
@@ -233,5 +233,5 @@ def test_repeated_takes_of_a_training_run_are_exact(tmp_path):
         for key, value in expected.items():
             back = Snapshot(tmp_path / str(step)).get_state_dict_for_key(key)
             assert repr(dict(back)) == repr(dict(value))
-        assert "s" not in flatten_cache._recipes
-        assert "model" in flatten_cache._recipes
+        assert "s" not in flatten_cache._templates.get().kept
+        assert "model" in flatten_cache._templates.get().kept

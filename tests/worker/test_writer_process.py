@@ -276,7 +276,7 @@ def test_what_died_in_between_is_replaced(tmp_path):
 
 
 def test_what_cannot_start_is_told_of(tmp_path, monkeypatch):
-    monkeypatch.setattr(client, "_current", None)
+    monkeypatch.setattr(client._place.get(), "current", None)
     monkeypatch.setattr(spawn, "get_executable", lambda: "/bin/false")
     with pytest.raises(SnapshotError, match="exit code 1"):
         run(Take(tmp_path / "a", odd()).by_process())
@@ -286,7 +286,7 @@ def test_what_cannot_start_is_told_of(tmp_path, monkeypatch):
 def test_a_fork_has_none_and_holds_nothing_of_the_parents(tmp_path):
     run(Take(tmp_path / "a", odd()).by_process())
     slot = arena().take(100, shared=True)
-    end = client._current._channel._socket.fileno()
+    end = client._place.get().current._channel._socket.fileno()
     child = os.fork()
     if not child:
         with contextlib.suppress(BaseException):
@@ -294,7 +294,7 @@ def test_a_fork_has_none_and_holds_nothing_of_the_parents(tmp_path):
             with contextlib.suppress(OSError):
                 os.fstat(end)
                 os._exit(2)
-            os._exit(0 if client._current is None and "shared" not in repr(arena()) else 3)
+            os._exit(0 if client._place.made() is None and "shared" not in repr(arena()) else 3)
         os._exit(4)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     slot.view[0] = 7

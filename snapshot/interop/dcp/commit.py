@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
+from snapshot.aio import shielded
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import SOLO
 from snapshot.errors import CommitUnknown, CorruptSnapshotError, SnapshotError, StorageNotFoundError
@@ -28,7 +29,6 @@ from snapshot.save.manifest_builder import RankManifest, encode_own_part, shard_
 from snapshot.save.take import encode_metadata
 from snapshot.save.transaction import Ending, RankDone, own_part_path
 from snapshot.save.writer import write_small
-from snapshot.storage import uninterrupted
 from snapshot.tensors.digest import of_range
 
 AT_ONCE = 16
@@ -73,7 +73,7 @@ def join_and_commit(session: Session, save_id: str, expect: Any, metadata: Metad
     except CommitUnknown:
         raise
     except BaseException as error:
-        said = run(uninterrupted(ending.abort(False)))
+        said = run(shielded(ending.abort(False)))
         if said:
             error.add_note(said)
         raise

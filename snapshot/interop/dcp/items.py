@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from snapshot.aio import in_thread
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import SOLO
 from snapshot.errors import SnapshotError
@@ -35,7 +36,6 @@ from snapshot.save.writer import Writer, write_small
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob
 from snapshot.state.sharded import Piece, Shards
-from snapshot.storage import in_thread
 from snapshot.tensors.geometry import Box
 
 _OWN = ("resolve_data", "lookup_object", "transform_object")

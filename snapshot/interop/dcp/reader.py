@@ -47,9 +47,9 @@ from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.state.state_tree import inflate
-from snapshot.storage import URL
 from snapshot.tensors.dtypes import BY_NAME
 from snapshot.tensors.geometry import Box, inside
+from snapshot.url import URL
 
 VERB = "dcp.load"
 

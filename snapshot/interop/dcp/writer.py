@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from snapshot.aio import shielded
 from snapshot.errors import SnapshotError, SnapshotExistsError, StorageNotFoundError
 from snapshot.events import emit, log
 from snapshot.formats.notice import leave_notice
@@ -34,7 +35,7 @@ from snapshot.runtime.loop import finish_before_exit, run, start
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.save.rendezvous import expectation
-from snapshot.storage import URL, uninterrupted
+from snapshot.url import URL
 
 VERB = "dcp.save"
 
@@ -323,7 +324,7 @@ class SnapshotWriter(StorageWriter):
         try:
             await cleanup.lay_claim(save.session.storage, save.save_id)
         except BaseException:
-            await uninterrupted(cleanup.withdraw(save.session.storage, save.save_id))
+            await shielded(cleanup.withdraw(save.session.storage, save.save_id))
             raise
 
     async def _refuse_shadow(self) -> None:

@@ -1,0 +1,31 @@
+"""How much memory the host has, and how much of it is free."""
+
+from __future__ import annotations
+
+
+def available_memory() -> int:
+    """How much memory this process may still use: the host's, or its control group's if that is less."""
+    free = _meminfo("MemAvailable")
+    for limit, usage in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            with open(limit) as most, open(usage) as used:
+                free = min(free, int(most.read()) - int(used.read()))
+        except (OSError, ValueError):
+            continue
+    return max(free, 0)
+
+
+def _meminfo(name: str) -> int:
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+    except (OSError, StopIteration):
+        return 8 << 30
+
+
+def total_memory() -> int:
+    """The host's memory."""
+    return _meminfo("MemTotal")
