@@ -30,11 +30,35 @@ os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
 
 # Tiers and groups
 
+ROOMS = {"faults": "deadly", "interop": "libraries", "device": "device", "benchmarks": "bench"}
+"""The tier of all tests of a room, but for modules that are marked otherwise."""
+FIRST = (
+    "tests/distributed/test_silent_ranks.py",
+    "moto",
+    "tests/interop/",
+    "weed",
+    "tests/device/",
+    "tests/faults/",
+    "tests/distributed/",
+    "tests/test_examples.py",
+    "tests/benchmarks/",
+)
+"""What takes long begins first, so that no process ends alone with it: beginnings of groups."""
+WORKERS = 3
+"""Processes that run the tests: one more than the cores of a small machine, since many tests wait."""
+
 
 def pytest_configure(config):
     """Choose the fast tier if neither tests nor marks are named on the command line."""
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
         config.option.markexpr = f"smoke or not ({TIERS})"
+
+
+def pytest_xdist_auto_num_workers(config):
+    """Start one process for a few tests, more for folders."""
+    if all("::" in each or each.endswith(".py") for each in config.args):
+        return 0
+    return max(WORKERS, len(os.sched_getaffinity(0)))
 
 
 def pytest_ignore_collect(collection_path):
@@ -44,27 +68,36 @@ def pytest_ignore_collect(collection_path):
     return None
 
 
-def pytest_itemcollected(item):
-    """Mark a test with its tier, and with the group of tests that share a process.
+@pytest.hookimpl(tryfirst=True)  # before marks choose, and before xdist reads its groups
+def pytest_collection_modifyitems(items):
+    """Mark tests with their tiers and groups, and put what takes long in front."""
+    groups = {item: _mark(item) for item in items if HERE in item.path.parents}
 
-    A tier comes of the room or of the fixtures. A group is a server, or all tests of one module.
-    """
-    if HERE not in item.path.parents:  # a doctest of the library
-        return
-    fixtures = set(getattr(item, "fixturenames", ()))
-    room = item.path.relative_to(HERE).parts[0]
-    used = [name for name in SERVERS if name in fixtures]
-    if used:
+    def place(item):
+        group = groups.get(item, "")
+        return next((i for i, first in enumerate(FIRST) if group.startswith(first)), len(FIRST))
+
+    items.sort(key=place)
+
+
+def _mark(item):
+    """Mark a test by its room and by what it uses; return its group, whose tests share a process."""
+    used = {*item.fixturenames, *(each for each in _parameters(item) if isinstance(each, str))}
+    servers = [name for name in SERVERS if name in used]
+    group = servers[0] if servers else item.path.relative_to(HERE.parent).as_posix()
+    if servers:
         item.add_marker("servers")
-    if fixtures & {*POOLS, "fresh_pool"}:
+    if used & {*POOLS, "fresh_pool"}:
         item.add_marker("ranks")
-    if room in ROOMS:
-        item.add_marker(ROOMS[room])
-    item.add_marker(pytest.mark.xdist_group(used[0] if used else item.path.relative_to(HERE).as_posix()))
+    tier = ROOMS.get(item.path.relative_to(HERE).parts[0])
+    if tier:
+        item.add_marker(tier)
+    item.add_marker(pytest.mark.xdist_group(group))
+    return group
 
 
-ROOMS = {"faults": "deadly", "interop": "libraries", "device": "device", "benchmarks": "bench"}
-"""The tier of all tests of a room."""
+def _parameters(item):
+    return item.callspec.params.values() if hasattr(item, "callspec") else ()
 
 
 # The warm interpreter

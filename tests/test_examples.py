@@ -15,6 +15,8 @@ import torch.distributed as dist
 from snapshot import Snapshot, StateDict
 from tests.helpers.warm_interpreter import Warm
 
+pytestmark = pytest.mark.examples
+
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart.py"
 

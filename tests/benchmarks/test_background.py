@@ -28,6 +28,8 @@ from tests.benchmarks.background_systems import HELD, WAYS, RawCopy
 from tests.benchmarks.figure import Panel, draw
 from tests.helpers.warm_interpreter import Failed, Warm
 
+pytestmark = pytest.mark.bench
+
 ROOT = Path(__file__).parents[2]
 OURS = ["snapshot: blocking, thread", "snapshot: overlapped, thread", "snapshot: overlapped, process"]
 SVG = "{http://www.w3.org/2000/svg}"

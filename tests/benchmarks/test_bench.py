@@ -48,6 +48,7 @@ def bench(tmp_path: Path, warm: Warm) -> Callable[..., str]:
     return lambda *arguments: warm.run(IN_A_FORK, tmp_path, *arguments, PYTHONPATH=str(ROOT))
 
 
+@pytest.mark.bench
 def test_json_holds_each_system_beside_the_raw_baselines_and_nothing_is_left(
     tmp_path: Path, bench: Callable[..., str]
 ) -> None:
@@ -68,6 +69,7 @@ def test_json_holds_each_system_beside_the_raw_baselines_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.bench
 def test_a_table_names_what_it_is_measured_on(tmp_path: Path, bench: Callable[..., str]) -> None:
     place = tmp_path / "made" / "for it"
     shown = bench(str(place), *TINY, "--only", "take", "--peers", "none")
@@ -88,6 +90,7 @@ def test_a_storage_that_is_no_file_system_has_no_raw_baselines(tmp_path: Path, b
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.bench
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interruption_leaves_neither_files_nor_processes(
     tmp_path: Path, warm: Warm, number: int, status: int

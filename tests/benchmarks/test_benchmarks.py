@@ -14,6 +14,8 @@ from tests.benchmarks import planning_scale
 from tests.benchmarks.__main__ import main
 from tests.helpers.warm_interpreter import Warm
 
+pytestmark = pytest.mark.bench
+
 ROOT = Path(__file__).parents[2]
 
 

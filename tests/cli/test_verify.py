@@ -92,6 +92,7 @@ def test_what_it_does_not_understand_is_status_2(arguments: list[str], capsys: p
     assert "usage: snapshot" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_installed_command_gives_the_status_to_its_shell(tmp_path: Path) -> None:
     path = damage(taken(tmp_path / "s"))
     done = subprocess.run(

@@ -11,6 +11,8 @@ import pytest
 
 from tests.device import fakedev
 
+pytestmark = pytest.mark.device
+
 
 @pytest.mark.skipif(bool(fakedev.missing()), reason=f"the fake accelerator cannot be built: {fakedev.missing()}")
 @pytest.mark.timeout(600)  # a compiler may have to read all of torch's headers first

@@ -107,21 +107,23 @@ def known(world, verb, template):
 def attempt(cases, folder, template):
     """Try cases side by side, and judge each; a line for each that ended otherwise than it should.
 
-    On a machine that is too busy, ranks that live give no sign of it for a moment: what failed is tried again, alone
-    and with more patience, and has to end as it should then.
+    On a busy machine, ranks that live give no sign of it for a moment. So what failed is tried again with more
+    patience, then alone, and has to end as it should then.
     """
-    faults = []
-    for number, batch in enumerate(_batches(cases)):
-        for case, text in _side_by_side(batch, f"{folder}/{number}", template, SHORT):
-            log.warning("again, with more patience: %s", text)
-            faults += [text for _, text in _side_by_side([case], f"{folder}/{number}-again", template, PATIENT)]
-    return faults
+    for tries, (timeout, at_once) in enumerate([(SHORT, AT_ONCE), (PATIENT, AT_ONCE), (PATIENT, 1)]):
+        faults = []
+        for number, batch in enumerate(_batches(cases, at_once)):
+            faults += _side_by_side(batch, f"{folder}/{tries}-{number}", template, timeout)
+        for _, text in faults:
+            log.warning("failed with a timeout of %s s: %s", timeout, text)
+        cases = [case for case, _ in faults]
+    return [text for _, text in faults]
 
 
-def _batches(cases):
+def _batches(cases, at_once):
     batch = []
     for case in cases:
-        if batch and sum(each.world for each in batch) + case.world > AT_ONCE:
+        if batch and sum(each.world for each in batch) + case.world > at_once:
             yield batch
             batch = []
         batch.append(case)

@@ -365,6 +365,7 @@ assert not pending.done() or not rank
 """
 
 
+@pytest.mark.ranks
 def test_what_is_pending_is_finished_at_exit(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", EXIT]
     jobs = [

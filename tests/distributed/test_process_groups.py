@@ -13,6 +13,8 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import Ranks
 from snapshot.manager.agreement import StepVote
 
+pytestmark = pytest.mark.ranks
+
 SCRIPT = """
 import sys, torch, torch.distributed as dist
 from snapshot import Snapshot, StateDict

@@ -8,6 +8,8 @@ from tests.distributed import failing_ranks as ranks
 from tests.distributed.fault_cases import SOON, Case, attempt, known
 from tests.helpers.rank_pool import Died
 
+pytestmark = pytest.mark.ranks
+
 SAVES = [
     # world, rank, point, act
     (2, 0, "call", "die"),

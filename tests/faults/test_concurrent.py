@@ -5,7 +5,7 @@ import pytest
 from tests.faults.concurrent_jobs import Process, Threads
 from tests.faults.concurrent_rounds import PAIRS, Place, between, forked, three, together
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.deadly, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,7 +16,7 @@ from tests.faults.killed_jobs import check, logged, outcome, prepare
 from tests.faults.mounted_disks import disk
 from tests.faults.shared_folder import Place, take
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.deadly, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.mark.parametrize(("verb", "every"), [("take", 15), ("overwrite", 16), ("delete", 9), ("read", 15)])

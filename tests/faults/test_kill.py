@@ -4,11 +4,13 @@ import pytest
 
 from tests.faults.killed_jobs import VERBS, kill_at_operations, kill_at_system_calls, kill_while_pruning
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.deadly, pytest.mark.usefixtures("one_thread")]
 SAMPLED = {"async_take": 3, "async_overwrite": 3, "overlapped": 3, "read": 8}  # all of theirs are in tests/soak
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    "verb", [pytest.param(each, marks=pytest.mark.smoke) if each == "take" else each for each in VERBS]
+)
 def test_whoever_is_killed_at_an_operation_leaves_old_or_new(forker, tmp_path, verb):
     kills, new = kill_at_operations(forker, tmp_path, verb, every=SAMPLED.get(verb, 1))
     assert kills >= 2

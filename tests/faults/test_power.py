@@ -16,7 +16,7 @@ from tests.faults.power_loss import (
 )
 from tests.faults.shared_folder import Place
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.deadly, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -70,10 +70,10 @@ def on_http(folder, nginx):
         yield proxy, f"{proxy.url}{parts.path}/{quote(name)}", None
 
 
-@pytest.fixture(params=["s3", "http"])
+@pytest.fixture(params=["moto", "nginx"], ids=["s3", "http"])
 def place(request):
     """Puts a folder's files on a server."""
-    if request.param == "s3":
+    if request.param == "moto":
         pytest.importorskip("boto3")
         server = request.getfixturevalue("moto")
         return lambda folder: on_s3(folder, server)

@@ -170,6 +170,8 @@ class Pool:
         """
         if self._pending:
             raise RuntimeError(f"the run before has not ended on ranks {sorted(self._pending)}: finish it first")
+        if not self._processes:  # it was closed in between
+            self._open()
         module = sys.modules[(function.func if isinstance(function, functools.partial) else function).__module__]
         file = getattr(module, "__file__", None)
         request = pickle.dumps((module.__name__, file, pickle.dumps((function, args))))

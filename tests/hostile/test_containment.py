@@ -185,6 +185,7 @@ def test_files_and_folders_have_the_rights_of_the_umask_at_every_step(writer_pro
 # What runs, and what is opened
 
 
+@pytest.mark.slow
 def test_no_program_is_started_nothing_unpickled_and_nothing_written_outside_of_the_folder(tmp_path):
     """Python's own audit events tell: a shell is never asked, and one process started if that was wanted."""
     script = Path(__file__).with_name("audited_process.py")

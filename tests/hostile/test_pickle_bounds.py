@@ -46,6 +46,7 @@ def test_a_compressed_pickle_is_bounded_by_what_is_stored(tmp_path, what, length
             Snapshot(tmp_path / "x.pt").read_object("0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", LISTS)
 def test_a_pickle_that_is_stored_takes_a_few_hundred_times_its_length_at_most(tmp_path, what):
     (tmp_path / "x.pt").write_bytes(archive(listed(what, 400_000)))
@@ -93,6 +94,7 @@ def test_metadata_of_dcp_that_repeats_itself_is_refused(tmp_path, make, size):
         Snapshot(tmp_path).get_manifest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_the_state_of_a_real_optimizer_opens(tmp_path, method):
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(5_000)]

@@ -13,6 +13,8 @@ from snapshot.interop.megatron import MegatronState
 from tests.helpers.rank_pool import Pool
 from tests.interop.megatron_dirs import LAYERS, Split, load, megatron, save, sharded, write_directory
 
+pytestmark = pytest.mark.libraries
+
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.libraries
+
 HERE = Path(__file__).parent
 CACHE = Path.home() / ".cache" / "snapshot-tests"
 

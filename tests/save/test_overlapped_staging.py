@@ -663,6 +663,7 @@ pending.wait()
     assert same(dict(Snapshot(tmp_path / "s").get_state_dict_for_key("model")), dict(torch.load(tmp_path / "p")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [64, 16])
 def test_memory_stays_inside_the_budget(tmp_path, warm, budget):
     """Also where one tensor is larger than it."""

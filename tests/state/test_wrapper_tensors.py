@@ -170,7 +170,7 @@ def test_without_a_live_one_the_inner_tensors_are_read():
     snapshot = plainly_take({"state": StateDict(w=nested(1))})
     read = snapshot.read_object("0/state/w")
     assert isinstance(read, SavedObject)
-    assert read.class_name.endswith("wrapped.Nested")
+    assert read.class_name.endswith("wrapper_tensors.Nested")
     assert torch.equal(read.high, nested(1).high)
     assert torch.equal(read.low.codes, quantised(1).codes)
     assert read.low.shape == (4, 16)

