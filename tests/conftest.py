@@ -1,4 +1,4 @@
-"""Fixtures that all rooms share (ranks, servers, a warm interpreter), and the tiers and groups of the tests.
+"""The tiers of the tests, and fixtures that all rooms share: ranks, servers, a warm interpreter.
 
 `python -m pytest` runs the fast tier: all tests without a tier's mark (see `[tool:pytest]` in setup.cfg), and those
 marked `smoke`. If files or folders are named, all of their tests run: `python -m pytest tests/storage`. `.ci/run` runs
@@ -16,7 +16,7 @@ from tests.helpers.warm_interpreter import Warm
 
 HERE = Path(__file__).parent
 TIERS = "servers or ranks or deadly or libraries or device or bench or examples or slow"
-SERVERS = ("weed", "azurite", "gcs", "sshd", "webdav", "nginx", "moto")
+SERVERS = {"moto", "weed", "gcs", "azurite", "nginx", "webdav", "sshd"}
 
 # A machine that is busy with something else is slow, and no test says anything about time.
 settings.register_profile("snapshot", deadline=None)
@@ -28,22 +28,21 @@ os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
 
 
-# Tiers and groups
+# Tiers, and processes that share the work
 
-ROOMS = {"faults": "deadly", "interop": "libraries", "device": "device", "benchmarks": "bench"}
-"""The tier of all tests of a room, but for modules that are marked otherwise."""
 FIRST = (
-    "tests/distributed/test_silent_ranks.py",
-    "moto",
-    "tests/interop/",
-    "weed",
-    "tests/device/",
-    "tests/faults/",
-    "tests/distributed/",
-    "tests/test_examples.py",
-    "tests/benchmarks/",
+    "distributed/test_silent_ranks.py",
+    "storage/test_s3_faults.py",
+    "interop/",
+    "device/",
+    "storage/test_s3.py",
+    "faults/",
+    "distributed/",
+    "test_examples.py",
+    "benchmarks/",
+    "hostile/",
 )
-"""What takes long begins first, so that no process ends alone with it: beginnings of groups."""
+"""Modules that take long begin first, so that no process ends alone with one: beginnings of their paths."""
 WORKERS = 3
 """Processes that run the tests: one more than the cores of a small machine, since many tests wait."""
 
@@ -55,7 +54,7 @@ def pytest_configure(config):
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Start one process for a few tests, more for folders."""
+    """Start no process for single modules, and several for folders."""
     if all("::" in each or each.endswith(".py") for each in config.args):
         return 0
     return max(WORKERS, len(os.sched_getaffinity(0)))
@@ -68,36 +67,28 @@ def pytest_ignore_collect(collection_path):
     return None
 
 
-@pytest.hookimpl(tryfirst=True)  # before marks choose, and before xdist reads its groups
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
-    """Mark tests with their tiers and groups, and put what takes long in front."""
-    groups = {item: _mark(item) for item in items if HERE in item.path.parents}
+    """Mark the tests that use servers or ranks, and put long modules in front."""
+    for item in items:
+        used = {*getattr(item, "fixturenames", ()), *_texts_in_parameters(item)}
+        if used & SERVERS:
+            item.add_marker("servers")
+        if used & {*POOLS, "fresh_pool"}:
+            item.add_marker("ranks")
 
     def place(item):
-        group = groups.get(item, "")
-        return next((i for i, first in enumerate(FIRST) if group.startswith(first)), len(FIRST))
+        path = item.path.relative_to(HERE).as_posix() if HERE in item.path.parents else ""
+        return next((i for i, first in enumerate(FIRST) if path.startswith(first)), len(FIRST))
 
     items.sort(key=place)
 
 
-def _mark(item):
-    """Mark a test by its room and by what it uses; return its group, whose tests share a process."""
-    used = {*item.fixturenames, *(each for each in _parameters(item) if isinstance(each, str))}
-    servers = [name for name in SERVERS if name in used]
-    group = servers[0] if servers else item.path.relative_to(HERE.parent).as_posix()
-    if servers:
-        item.add_marker("servers")
-    if used & {*POOLS, "fresh_pool"}:
-        item.add_marker("ranks")
-    tier = ROOMS.get(item.path.relative_to(HERE).parts[0])
-    if tier:
-        item.add_marker(tier)
-    item.add_marker(pytest.mark.xdist_group(group))
-    return group
-
-
-def _parameters(item):
-    return item.callspec.params.values() if hasattr(item, "callspec") else ()
+def _texts_in_parameters(item):
+    """Return the strings that a test was parametrized with: some name a fixture."""
+    return (
+        [each for each in item.callspec.params.values() if isinstance(each, str)] if hasattr(item, "callspec") else []
+    )
 
 
 # The warm interpreter
