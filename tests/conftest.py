@@ -6,6 +6,7 @@ all tiers.
 """
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,15 @@ def pytest_collection_modifyitems(items):
         return next((i for i, first in enumerate(FIRST) if path.startswith(first)), len(FIRST))
 
     items.sort(key=place)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """List the skipped tests: how many for each reason."""
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
+    if reasons:
+        terminalreporter.write_sep("=", "skipped, and why")
+        for reason, count in reasons.most_common():
+            terminalreporter.write_line(f"{count:4} {reason}")
 
 
 def _texts_in_parameters(item):
