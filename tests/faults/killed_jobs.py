@@ -174,7 +174,7 @@ def kill_at_operations(forker, home, verb, *, every=1, foreign=True):
 def pruned(path, nth):
     """In a fork."""
     with tapped("deadly", Kill(nth)):
-        do_prune(f"killing+file://{path}")
+        do_prune(f"deadly+file://{path}")
 
 
 def kill_while_pruning(forker, home, *, every=1):
