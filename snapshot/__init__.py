@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from snapshot.difference import Diff
     from snapshot.errors import (
         CancelledError,
         CommitUnknown,
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
     from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest
     from snapshot.manager.signals import ignore_stop_signals
     from snapshot.pending import PendingSnapshot
-    from snapshot.reports import ConvertReport, CopyReport, Progress, RestoreReport, VerifyReport
+    from snapshot.progress import Progress
+    from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, VerifyReport
     from snapshot.runtime.arena import release_memory
     from snapshot.saved import SavedObject
     from snapshot.snapshot import Snapshot
@@ -71,7 +71,6 @@ __all__ = [
 ]
 
 _MODULES = {
-    "snapshot.difference": ("Diff",),
     "snapshot.runtime.arena": ("release_memory",),
     "snapshot.errors": (
         "CancelledError",
@@ -100,10 +99,11 @@ _MODULES = {
     "snapshot.reports": (
         "ConvertReport",
         "CopyReport",
-        "Progress",
+        "Diff",
         "RestoreReport",
         "VerifyReport",
     ),
+    "snapshot.progress": ("Progress",),
     "snapshot.saved": ("SavedObject",),
     "snapshot.snapshot": ("Snapshot",),
     "snapshot.state.model_state": ("ModelState",),

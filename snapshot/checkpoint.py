@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from snapshot.difference import Diff
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import (
     CorruptSnapshotError,
@@ -20,14 +19,16 @@ from snapshot.errors import (
     SnapshotNotFoundError,
     StorageError,
 )
-from snapshot.events import Meter, ProgressArgument, emit
+from snapshot.events import emit
 from snapshot.formats.safetensors import SHARD
+from snapshot.load.open import exists, is_foreign, open_document, read_from
 from snapshot.load.read_object import read_object, read_state_dict
 from snapshot.manifest.document import Document, copied
 from snapshot.manifest.entry import Entry
 from snapshot.metadata import SnapshotMetadata
 from snapshot.plan.renaming import Rename
-from snapshot.reports import ConvertReport, CopyReport, VerifyReport
+from snapshot.progress import Meter, ProgressArgument
+from snapshot.reports import ConvertReport, CopyReport, Diff, VerifyReport
 from snapshot.runtime.loop import refuse_on_loop, run
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
@@ -120,7 +121,7 @@ class Checkpoint:
         whether it is whole."""
         session = self._session(None)
         try:
-            return run(session.exists())
+            return run(exists(session))
         finally:
             run(session.close())
 
@@ -348,11 +349,11 @@ class Checkpoint:
         session = self._session(None)
 
         try:
-            run(cleanup.remove(session.storage))
+            run(cleanup.delete_snapshot(session.storage))
         except (SnapshotNotFoundError, StorageError) as error:
             foreign = False
             with suppress(SnapshotError):
-                foreign = run(session.is_foreign())
+                foreign = run(is_foreign(session))
             if not foreign and getattr(error, "errno", None) == errno.ENOTDIR:
                 raise SnapshotNotFoundError(f"{self._url}: there is no snapshot to delete") from error
             if not foreign:
@@ -374,7 +375,7 @@ class Checkpoint:
         if self._document is None:
             session = self._session(None)
             try:
-                self._document = run(session.open())
+                self._document = run(open_document(session))
             finally:
                 run(session.close())
         return self._document
@@ -384,12 +385,12 @@ class Checkpoint:
         known = self._open()
         session = self._session(budget)
         try:
-            run(session.use(known))
+            run(read_from(session, known))
             return read(session, known)
         except CorruptSnapshotError:
             run(session.close())
             session = self._session(budget)
-            self._document = run(session.open())
+            self._document = run(open_document(session))
             if self._document.save_id == known.save_id:
                 raise
             return read(session, self._document)

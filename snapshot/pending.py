@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from snapshot.errors import CancelledError, SnapshotError
-from snapshot.events import Meter, log
-from snapshot.reports import Progress
+from snapshot.events import log
+from snapshot.progress import Meter, Progress
 from snapshot.runtime.loop import LIBRARY, LoopFuture, finish_before_exit
 from snapshot.save.optimizer_barrier import PendingCopy
 

@@ -2,47 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from snapshot.text import counted, entries_text, listed, size_text
 
-def size_text(nbytes: float) -> str:
-    """A number of bytes as a person writes it.
-
-    >>> size_text(3 << 20), size_text(12)
-    ('3.0 MiB', '12 B')
-    """
-    if nbytes < 1024:
-        return f"{int(nbytes)} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        nbytes /= 1024
-        if nbytes < 1024 or unit == "TiB":
-            break
-    return f"{nbytes:.1f} {unit}"
-
-
-def counted(number: int, noun: str, plural: str = "") -> str:
-    """A number with its noun.
-
-    >>> counted(1, "file"), counted(2000, "file"), counted(0, "entry", "entries")
-    ('1 file', '2,000 files', '0 entries')
-    """
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
-
-
-def with_article(noun: str) -> str:
-    """A noun, or the name of a class, with "a" or "an".
-
-    >>> with_article("int"), with_article("OrderedDict"), with_article("UUID"), with_article("float")
-    ('an int', 'an OrderedDict', 'a UUID', 'a float')
-    """
-    like_a_vowel = noun[:1].lower() in tuple("aeio") or (noun[:2].lower() == "un" and noun[:3].lower() != "uni")
-    return f"{'an' if like_a_vowel else 'a'} {noun}"
-
-
-def entries_text(number: int) -> str:
-    """A number of entries."""
-    return counted(number, "entry", "entries")
+MARKS = {"added": "+", "removed": "-", "changed": "~", "renamed": ">"}
+"""The mark at the beginning of each line of a `Diff`, by kind of change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,31 +210,6 @@ _COMPARED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a take or a restore has come."""
-
-    done: int
-    """Bytes that are where they belong."""
-    total: int
-    staged: int = 0
-    """Bytes that no longer depend on the application's memory (of an asynchronous take)."""
-    seconds: float = 0.0
-    """Since the call."""
-    rate: float = 0.0
-    """Bytes a second, in the last two seconds; 0 when it is over."""
-
-    @property
-    def mean_rate(self) -> float:
-        """Bytes a second, since the call."""
-        return self.done / self.seconds if self.seconds > 0 else 0.0
-
-    def __str__(self) -> str:
-        share = self.done / self.total if self.total else 1.0
-        rate = self.rate if self.done < self.total else self.mean_rate
-        return f"{size_text(self.done)} of {size_text(self.total)} ({share:.0%}), {size_text(rate)}/s"
-
-
 @dataclass(slots=True)
 class RestoreIssues:
     """Lines, and mismatches, as they are gathered."""
@@ -280,7 +221,124 @@ class RestoreIssues:
         self.lines.append(Line(kind, path, detail))
 
 
-def listed(items: Sequence[str], most: int = 20) -> str:
-    """Items below each other, not more than a screen of them."""
-    more = f"\n  … and {len(items) - most} more" if len(items) > most else ""
-    return "".join(f"\n  {item}" for item in items[:most]) + more
+@dataclass(frozen=True, slots=True)
+class Values:
+    """By how much the elements of two tensors differ. A NaN is equal to a NaN here, and 0.0 to -0.0."""
+
+    elements: int
+    differing: int
+    """How many of them differ."""
+    largest: float
+    """The largest absolute difference; of integers an exact int."""
+    norm: float
+    """The L2 norm of the difference."""
+    relative: float
+    """The same, relative to the norm of the first tensor; infinite where that is 0."""
+    not_numbers: int = 0
+    """How many of those that differ are a number on one side only: they count in none of the three above."""
+    within: str = ""
+    """The dtype that both were cast to, which may round, where only one of them is of integers."""
+
+    def __str__(self) -> str:
+        nan = f", {self.not_numbers:,} in being a number" if self.not_numbers else ""
+        share = f" ({self.relative:.2%} of the first's)" if self.relative < 1e4 else ""
+        return (
+            f"{self.differing:,} of {self.elements:,} differ{nan}, at most by {self.largest:.6g}, "
+            f"norm {self.norm:.6g}{share}{f', in {self.within}' if self.within else ''}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One entry that is not the same in both."""
+
+    kind: str
+    """`added`: only the second has it; `removed`: only the first; `changed`; or `renamed`: the same bytes under another
+    name."""
+    path: str
+    """Its logical path; with a rank before it (`1/rng/torch`) where it belongs to one rank of several alone."""
+    what: tuple[str, ...] = ()
+    """What has changed: `kind`, `dtype`, `shape`, `bytes`, `value`, `ties`, `keys`, `length`, `order`, ..."""
+    detail: str = ""
+    before: str = ""
+    """Of what was renamed, its name in the first."""
+    values: Values | None = None
+    """By how much, where that was asked for."""
+
+    def __str__(self) -> str:
+        if self.kind == "renamed":
+            return f"{MARKS[self.kind]} {self.before} -> {self.path}"
+        said = self.detail or ("" if self.values else ", ".join(self.what))
+        more = "; ".join(filter(None, (said, str(self.values or ""))))
+        if self.values and not self.values.differing and "bytes" in self.what:
+            more += " (only bytes differ)"
+        return f"{MARKS[self.kind]} {self.path}" + (f": {more}" if more else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """What differs between two snapshots. As a list of changes is, it is true if there are any."""
+
+    a: str
+    b: str
+    changes: tuple[Change, ...]
+    """In the order of their paths."""
+    equal: int
+    """Entries that are the same in both."""
+    entries_read: int = 0
+    """Entries whose bytes had to be read; all others were compared by what the manifests say."""
+    bytes_read: int = 0
+    """Bytes of data files that were read, of both."""
+    seconds: float = 0.0
+
+    def _of(self, kind: str) -> tuple[Change, ...]:
+        return tuple(change for change in self.changes if change.kind == kind)
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not self.changes
+
+    @property
+    def added(self) -> tuple[Change, ...]:
+        """What only the second has."""
+        return self._of("added")
+
+    @property
+    def removed(self) -> tuple[Change, ...]:
+        """What only the first has."""
+        return self._of("removed")
+
+    @property
+    def changed(self) -> tuple[Change, ...]:
+        """What both have, and is not the same."""
+        return self._of("changed")
+
+    @property
+    def renamed(self) -> tuple[Change, ...]:
+        """What has the same bytes under another name, where there is but one such."""
+        return self._of("renamed")
+
+    def __bool__(self) -> bool:
+        return bool(self.changes)
+
+    def __len__(self) -> int:
+        return len(self.changes)
+
+    def __iter__(self) -> Iterator[Change]:
+        return iter(self.changes)
+
+    @property
+    def summary(self) -> str:
+        """One line: how many of each kind, and how that was found out."""
+        if self.same:
+            head = f"the same: {entries_text(self.equal)}"
+        else:
+            counts = [f"{len(self._of(kind)):,} {kind}" for kind in MARKS if self._of(kind)]
+            head = f"{', '.join(counts)}, {self.equal:,} the same"
+        if self.entries_read:
+            return f"{head}; {entries_text(self.entries_read)} had to be read: {size_text(self.bytes_read)}"
+        return f"{head}; by the manifests alone, no data was read"
+
+    def __str__(self) -> str:
+        return self.summary + listed([str(change) for change in self.changes], 200)

@@ -5,32 +5,38 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from snapshot.checkpoint import Checkpoint
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
-from snapshot.events import Meter, ProgressArgument, emit
+from snapshot.events import emit
 from snapshot.load.options import RestoreOptions
+from snapshot.load.rendezvous import open_restore
 from snapshot.load.restore import Restore
 from snapshot.options import Settings
 from snapshot.pending import PendingSnapshot
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.renaming import Rename
+from snapshot.progress import Meter, ProgressArgument
 from snapshot.reports import RestoreReport
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import refuse_on_loop, run
 from snapshot.runtime.session import Session
-from snapshot.save.concurrency import take_slots
+from snapshot.save.background_take import BackgroundTake, LateCopies
+from snapshot.save.concurrency import TakeSlot, take_slots
 from snapshot.save.optimizer_barrier import wait_for_copies
+from snapshot.save.options import Staging, TakeOptions, WhenBusy, Worker
 from snapshot.save.rank_share import collect_rank_share
-from snapshot.save.rendezvous import expectation, open_restore, open_take, path_of
-from snapshot.save.take import begin, plan_writes
-from snapshot.state.overlap_eligible import OverlapEligible
+from snapshot.save.rendezvous import TakeOpening, open_dry_run, open_take
+from snapshot.save.staging import Stager
+from snapshot.save.take import Take, plan_writes
 from snapshot.state.prepared import Prepare
 from snapshot.state.stateful import Stateful, check_app_state
 from snapshot.url import URL
-from snapshot.worker.client import check, writer_process
+from snapshot.verbs.verify_writes import verify_written
+from snapshot.worker.client import expect_reachable, writer_process
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -112,27 +118,32 @@ class Snapshot(Checkpoint):
             CorruptSnapshotError: What was read back is not what was written; nothing was committed.
             TypeError: A value of `app_state` is not stateful; nothing was done.
         """
+        refuse_on_loop()
         with Exchange(ranks_of(pg), "take", _timeout(timeout)) as exchange, gc_paused():
-            work, opening = begin(
-                exchange,
-                path,
-                app_state,
-                Meter("take", _shown(progress, pg)),
-                replicated,
-                overwrite,
-                metadata,
-                lambda url: Session(url, storage_options, durable=durable, budget=memory_budget_bytes),
-                verify_writes,
+            options = TakeOptions(
+                replicated=replicated,
+                storage_options=storage_options,
+                prepare=_custom_tensor_prepare_func,
+                overwrite=overwrite,
+                durable=durable,
+                exclude=exclude,
+                memory_budget_bytes=memory_budget_bytes,
+                check_replicated=check_replicated,
+                verify_writes=verify_writes,
+                metadata=metadata,
+                plan=plan,
             )
-            with work:
-                if exchange.alone:
-                    work.ending.expect = run(expectation(work.session, overwrite=overwrite))
-                portion = collect_rank_share(
-                    exchange, app_state, _custom_tensor_prepare_func, exclude, opening, check_replicated
-                )
-                work.prepare(portion, plan, stage=False)
-                run(work.write())
-        return cls(path_of(path, opening), pg, storage_options)
+            check_app_state(app_state)
+            meter = Meter("take", _shown(progress, pg))
+            with _open_take(exchange, path, options, meter) as opening:
+                opening.transaction()  # a snapshot that is in the way is found before anything is collected
+                share = collect_rank_share(exchange, app_state, options, opening.globs)
+                made = plan_writes(share, opening.session, staged=False, expected=plan)
+                stager = Stager(share.leaves, copies=opening.session.storage.limits.alignment > 1)
+                verify = verify_written(options.verify_share, "take")
+                take = Take(opening, share, made, stager=stager, metadata=options.metadata_json, verify=verify)
+                run(take.write())
+        return cls(opening.path_as_given(path), pg, storage_options)
 
     @classmethod
     def async_take(
@@ -154,9 +165,9 @@ class Snapshot(Checkpoint):
         progress: ProgressArgument = None,
         timeout: float | None = None,
         plan: SavePlan | None = None,
-        staging: str = "blocking",
-        worker: str = "thread",
-        when_busy: str = "wait",
+        staging: Staging = "blocking",
+        worker: Worker = "thread",
+        when_busy: WhenBusy = "wait",
     ) -> PendingSnapshot:
         """Save the application's state as it is now, and write it while the application goes on.
 
@@ -184,48 +195,46 @@ class Snapshot(Checkpoint):
         1
         """
         refuse_on_loop()
-        meter = Meter("async_take", _shown(progress, pg))
         with Exchange(ranks_of(pg), "async_take", _timeout(timeout)) as exchange:
-            _one_of("staging", staging, "blocking", "overlapped")
-            _one_of("worker", worker, "thread", "process")
-            _one_of("when_busy", when_busy, "wait", "raise")
-            process = None
+            options = TakeOptions(
+                replicated=replicated,
+                storage_options=storage_options,
+                prepare=_custom_tensor_prepare_func,
+                overwrite=overwrite,
+                durable=durable,
+                exclude=exclude,
+                memory_budget_bytes=memory_budget_bytes,
+                check_replicated=check_replicated,
+                verify_writes=verify_writes,
+                metadata=metadata,
+                plan=plan,
+                staging=staging,
+                worker=worker,
+                when_busy=when_busy,
+            )
+            check_app_state(app_state)
+            sink = None
             if worker == "process":
-                check(URL.parse(os.fspath(path)), storage_options)
-                process = writer_process()
-            with take_slots().place(when_busy) as place, gc_paused():
-                default = take_slots().usual_limit()
-                work, opening = begin(
-                    exchange,
-                    path,
-                    app_state,
-                    meter,
-                    replicated,
-                    overwrite,
-                    metadata,
-                    lambda url: Session(
-                        url,
-                        storage_options,
-                        durable=durable,
-                        budget=memory_budget_bytes,
-                        default_budget=default,
-                        pool=place.pool,
-                    ),
-                    verify_writes,
-                )
-                with work:
-                    if exchange.alone:
-                        work.check_path(overwrite=overwrite)
-                    portion = collect_rank_share(
-                        exchange, app_state, _custom_tensor_prepare_func, exclude, opening, check_replicated
-                    )
-                    overlapped = staging == "overlapped" and _custom_tensor_prepare_func is None
-                    work.prepare(portion, plan, stage=True, owned=OverlapEligible(app_state) if overlapped else None)
-                    snapshot = cls(path_of(path, opening), pg, storage_options)  # a relative path is of this folder
-                    future = work.stage_and_start(process)
-                    place.leave_after(future)
-                    pending = PendingSnapshot(snapshot.path, future, meter, snapshot, work.held, opening.save_id)
-        return pending
+                expect_reachable(URL.parse(os.fspath(path)), storage_options)
+                sink = writer_process()
+            meter = Meter("async_take", _shown(progress, pg))
+            with (
+                take_slots().take(when_busy) as slot,
+                gc_paused(),
+                _open_take(exchange, path, options, meter, slot) as opening,
+            ):
+                share = collect_rank_share(exchange, app_state, options, opening.globs)
+                overlapped = staging == "overlapped" and _custom_tensor_prepare_func is None
+                with LateCopies(opening, share, app_state if overlapped else None) as late:
+                    made = plan_writes(share, opening.session, staged=True, late=late.marks, expected=plan)
+                    verify = verify_written(options.verify_share, "async_take")
+                    with BackgroundTake(
+                        opening, share, made, late, metadata=options.metadata_json, verify=verify, sink=sink
+                    ) as take:
+                        snapshot = cls(opening.path_as_given(path), pg, storage_options)  # of the current folder now
+                        work = take.stage_and_start()
+                        slot.leave_after(work)
+                        return PendingSnapshot(snapshot.path, work, meter, snapshot, late.pending, opening.save_id)
 
     @classmethod
     def plan(
@@ -251,17 +260,20 @@ class Snapshot(Checkpoint):
         """
         with Exchange(ranks_of(pg), "plan", _timeout(None)) as exchange:
             check_app_state(app_state)
-            session, opening = open_take(
-                exchange,
-                URL.parse(os.fspath(path)),
-                "plan",
-                replicated or (),
-                lambda url: Session(url, storage_options, durable=durable, budget=memory_budget_bytes),
-                claim=False,
+            options = TakeOptions(
+                replicated=replicated,
+                storage_options=storage_options,
+                prepare=_custom_tensor_prepare_func,
+                durable=durable,
+                exclude=exclude,
+                memory_budget_bytes=memory_budget_bytes,
+            )
+            session, globs = open_dry_run(
+                exchange, URL.parse(os.fspath(path)), replicated or (), partial(_session_for_take, options)
             )
             try:
-                portion = collect_rank_share(exchange, app_state, _custom_tensor_prepare_func, exclude, opening, False)
-                made = plan_writes(portion, session, staged=False)
+                share = collect_rank_share(exchange, app_state, options, globs)
+                made = plan_writes(share, session, staged=False)
             finally:
                 run(session.close())
             exchange.close()
@@ -384,6 +396,32 @@ def _shown(progress: ProgressArgument, pg: ProcessGroup | None) -> ProgressArgum
     return None if progress is True and ranks_of(pg).rank else progress
 
 
-def _one_of(name: str, value: str, *known: str) -> None:
-    if value not in known:
-        raise ValueError(f"{name}={value!r}: it is one of {', '.join(map(repr, known))}")
+def _open_take(
+    exchange: Exchange,
+    path: str | os.PathLike[str],
+    options: TakeOptions,
+    meter: Meter,
+    slot: TakeSlot | None = None,
+) -> TakeOpening:
+    """Agree with the other ranks on a take, and begin to look at what is at the path."""
+    opening = open_take(
+        exchange,
+        URL.parse(os.fspath(path)),
+        options.replicated or (),
+        meter,
+        partial(_session_for_take, options, slot=slot),
+        overwrite=options.overwrite,
+    )
+    opening.look_at_path(overwrite=options.overwrite)
+    return opening
+
+
+def _session_for_take(options: TakeOptions, url: URL, slot: TakeSlot | None = None) -> Session:
+    return Session(
+        url,
+        options.storage_options,
+        durable=options.durable,
+        budget=options.memory_budget_bytes,
+        default_budget=take_slots().usual_limit() if slot is not None else 0,
+        pool=slot.pool if slot is not None else None,
+    )

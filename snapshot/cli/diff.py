@@ -12,8 +12,8 @@ from snapshot.cli.locate import opened
 from snapshot.cli.quiet import torch_is_quiet
 from snapshot.cli.screen import as_json, bar, paint, printable, wrapped
 from snapshot.cli.status import ExitStatus
-from snapshot.difference import MARKS, Diff
 from snapshot.errors import SnapshotNotFoundError
+from snapshot.reports import MARKS, Diff
 from snapshot.snapshot import Snapshot
 
 STYLES = {"added": "green", "removed": "red", "changed": "yellow", "renamed": "cyan"}

@@ -20,8 +20,8 @@ from snapshot.cli.doctor_place import as_it_was, try_abilities
 from snapshot.cli.doctor_speed import measure_speeds, open_once
 from snapshot.cli.screen import Column, ScreenTable, as_json, paint, printable
 from snapshot.cli.status import ExitStatus
-from snapshot.reports import size_text
 from snapshot.runtime.loop import run as wait
+from snapshot.text import size_text
 from snapshot.url import URL
 from snapshot.version import VERSION
 

@@ -14,8 +14,8 @@ from snapshot.bench.workspace import file_system
 from snapshot.cli.doctor_findings import Findings, existing_folder
 from snapshot.errors import SnapshotError, StorageConflictError, StorageNotFoundError
 from snapshot.registry import open_storage
-from snapshot.reports import size_text
 from snapshot.storage import ABSENT, Storage
+from snapshot.text import size_text
 from snapshot.url import URL
 
 

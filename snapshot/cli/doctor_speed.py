@@ -17,10 +17,10 @@ from snapshot.cli.doctor_findings import Findings, MiB, existing_folder
 from snapshot.cli.screen import say
 from snapshot.errors import SnapshotError
 from snapshot.registry import open_storage
-from snapshot.reports import counted
 from snapshot.runtime.loop import run as wait
 from snapshot.snapshot import Snapshot
 from snapshot.state.stateful import StateDict
+from snapshot.text import counted
 from snapshot.url import URL
 
 BETTER = 1.15

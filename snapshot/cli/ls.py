@@ -17,7 +17,7 @@ from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.metadata import SnapshotMetadata
 from snapshot.plan.globs import matcher
-from snapshot.reports import counted, entries_text, size_text
+from snapshot.text import counted, entries_text, size_text
 from snapshot.url import URL
 
 FOLDED = 40

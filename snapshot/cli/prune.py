@@ -14,13 +14,14 @@ from snapshot.cli.locate import explained
 from snapshot.cli.screen import Column, ScreenTable, as_json, ask, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
+from snapshot.load.open import is_foreign
 from snapshot.manager.cleaning import Fate, Removed, remove, survey
 from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest, Policy
 from snapshot.manager.root import Root
 from snapshot.manifest.document import METADATA
-from snapshot.reports import counted, size_text
 from snapshot.runtime.loop import run as on_loop
 from snapshot.save.cleanup import DAY
+from snapshot.text import counted, size_text
 from snapshot.url import URL
 
 UNASKED = "nothing was removed: this needs a terminal to ask at, or --yes; --dry-run only shows"
@@ -117,7 +118,7 @@ async def _expect_folder(root: Root) -> None:
                 f"{root.url}: is a snapshot itself; name the folder that it lies in"
                 + (f": {URL(root.url.scheme, above, root.url.query)}" if above else "")
             )
-        if await session.is_foreign() or (root.url.scheme == "file" and os.path.isfile(root.url.location)):
+        if await is_foreign(session) or (root.url.scheme == "file" and os.path.isfile(root.url.location)):
             raise SnapshotError(f"{root.url}: is a file, or a checkpoint, and not a folder of steps")
 
 

@@ -20,7 +20,7 @@ from snapshot.cli.timeline import events_in, timeline
 from snapshot.load.stored_ranges import stored_of
 from snapshot.manifest.entry import Entry
 from snapshot.metadata import SnapshotMetadata
-from snapshot.reports import counted, entries_text
+from snapshot.text import counted, entries_text
 from snapshot.url import URL
 from snapshot.version import VERSION
 

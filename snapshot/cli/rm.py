@@ -15,13 +15,14 @@ from snapshot.cli.screen import Column, ScreenTable, as_json, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError
 from snapshot.formats.foreign import says_absent
+from snapshot.load.open import is_foreign
 from snapshot.manager.root import PINNED
 from snapshot.manifest.document import METADATA
-from snapshot.reports import counted, size_text
 from snapshot.runtime.loop import run as on_loop
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.snapshot import Snapshot
+from snapshot.text import counted, size_text
 from snapshot.url import URL
 
 DATA = (".safetensors", ".bin")
@@ -100,11 +101,11 @@ async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Name
             if not says_absent(storage, error):
                 raise
             return await _leftovers(session, arguments.older_than)
-        await cleanup.expect_ours(storage)
+        await cleanup.expect_own_manifest(storage)
         if not arguments.pinned and PINNED in await storage.list(PINNED):
             raise SnapshotError(f"{url}: is pinned by a manager, and stays; --pinned removes it all the same")
         await _expect_quiet(session, arguments.older_than)
-        files = [path for path in await cleanup.ours(storage) if path.endswith(DATA)]
+        files = [path for path in await cleanup.list_save_files(storage) if path.endswith(DATA)]
         return Target(url, "snapshot", len(files), await _size(session, files))
     finally:
         await session.close()
@@ -113,11 +114,11 @@ async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Name
 async def _leftovers(session: Session, older_than: float) -> Target:
     """What is left of takes that are over."""
     storage, url = session.storage, session.url
-    files = await cleanup.leftovers(storage, older_than)
+    files = await cleanup.find_leftovers(storage, older_than)
     if files:
         return Target(url, "leftovers", len(files), await _size(session, files))
     await _expect_quiet(session, older_than)
-    if await session.is_foreign():
+    if await is_foreign(session):
         raise SnapshotExistsError(f"{url}: was written by another library, and is left alone: remove it yourself")
     raise SnapshotNotFoundError(f"{url}: there is no snapshot")
 
@@ -149,7 +150,7 @@ async def _clear(url: URL, options: Mapping[str, Any], older_than: float, *, unp
     try:
         if unpin:
             await session.storage.delete([PINNED])
-        await cleanup.clear(session.storage, older_than)
+        await cleanup.delete_leftovers(session.storage, older_than)
     finally:
         await session.close()
 

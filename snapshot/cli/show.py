@@ -24,9 +24,10 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.rank_view import resolve_path
 from snapshot.manifest.scalars import Scalar
-from snapshot.reports import Progress, counted, size_text
+from snapshot.progress import Progress
 from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.tensors.geometry import split, whole
+from snapshot.text import counted, size_text
 from snapshot.url import URL
 
 AT_ONCE = 32 << 20

@@ -36,10 +36,6 @@ class Ranks:
         self._shared = shared
         self._connected: tuple[Any, Heartbeat] | None = None
         self._connecting = threading.Lock()
-        self.plans: dict[str, Any] = {}
-        """What was agreed on, by this rank's structure: for the next take of the same."""
-        self.restored: Any = None
-        """What the snapshot that was restored last says that its ranks had agreed on."""
         self._of_meshes: dict[int, tuple[tuple[int, ...], tuple[int, ...], bool]] = {}
         self._numbers = {member: number for number, member in enumerate(members)}
 

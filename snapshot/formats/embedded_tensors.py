@@ -20,9 +20,9 @@ from snapshot.errors import CorruptSnapshotError, MissingExtraError, Unsupported
 from snapshot.formats import safe_pickle, zip_directory
 from snapshot.formats.to_entries import Rebuilt, rebuilt
 from snapshot.manifest.entries import PLAIN, ObjectEntry, TensorEntry
-from snapshot.reports import counted
 from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.tensors.strides import contiguous, span
+from snapshot.text import counted
 
 HEAD = 4096
 """Of a long archive with one tensor, the first and last so many bytes say where it is; nearly always."""

@@ -15,9 +15,9 @@ from snapshot.formats import safe_pickle as p
 from snapshot.formats import zip_directory
 from snapshot.formats.pickle_scan import expect_stored
 from snapshot.formats.to_entries import Rebuilt, length_of, most_nodes, numpy_value, rebuilt, scalar
-from snapshot.reports import with_article
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
 from snapshot.tensors.strides import span
+from snapshot.text import with_article
 
 
 class NotPlainError(Exception):

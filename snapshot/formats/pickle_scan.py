@@ -10,7 +10,7 @@ from typing import NamedTuple
 from snapshot.errors import CorruptSnapshotError, UnsafeObjectError
 from snapshot.manifest.entries import MOST_COMPARISONS
 from snapshot.manifest.paths import LONGEST_INT
-from snapshot.reports import counted
+from snapshot.text import counted
 
 _KNOWN = [
     "PROTO",

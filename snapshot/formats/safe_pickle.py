@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 from snapshot.errors import CorruptSnapshotError
 from snapshot.formats.pickle_scan import scan
 from snapshot.manifest.entries import MOST_COMPARISONS
-from snapshot.reports import with_article
 from snapshot.tensors.dtypes import BY_NAME
+from snapshot.text import with_article
 
 MOST_NAMES = 10_000
 """Classes and functions that one pickle may name."""

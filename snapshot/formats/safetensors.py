@@ -13,9 +13,9 @@ from snapshot.formats.foreign import ForeignDocument, checked_location, document
 from snapshot.manifest.document import LONGEST_HEADER, ForeignFile
 from snapshot.manifest.entries import DictEntry, TensorEntry
 from snapshot.manifest.paths import component, encode_key
-from snapshot.reports import counted
 from snapshot.storage import Storage
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, SAFETENSORS
+from snapshot.text import counted
 
 INDEX = "model.safetensors.index.json"
 ALONE = "model.safetensors"

@@ -15,10 +15,10 @@ from snapshot.formats.to_entries import Rebuilt, Tree, container, extra_of
 from snapshot.formats.unpickling import INLINE, is_refused, locate, refused
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import Container, Extra, TensorEntry
-from snapshot.reports import counted
 from snapshot.storage import Storage
 from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.tensors.strides import span
+from snapshot.text import counted
 
 TAIL = 64 << 10
 """Read at once from the end: of most files the whole directory is in it."""

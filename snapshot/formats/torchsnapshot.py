@@ -19,9 +19,9 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.document import DEEPEST, METADATA, ForeignFile, nesting
 from snapshot.manifest.paths import component, encode_key, tagged_keys
 from snapshot.manifest.rank_view import is_rank
-from snapshot.reports import counted
 from snapshot.storage import Storage
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
+from snapshot.text import counted
 
 AT_ONCE = 16
 _QUANTISED = {"qint8", "quint8", "qint32"}

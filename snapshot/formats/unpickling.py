@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.manifest.entries import ObjectEntry
 from snapshot.manifest.paths import component_of, encode_key, tagged_keys
-from snapshot.reports import with_article
 from snapshot.tensors.objects import MODULE, REFUSED, refusal
+from snapshot.text import with_article
 
 INLINE = "(in the pickle)"
 """The location of bytes that stand in a pickle, and so in no range of a file."""

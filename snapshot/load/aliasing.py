@@ -14,25 +14,31 @@ from snapshot.state.stateful_kinds import Kind
 from snapshot.tensors.memory import address_of_tensor
 
 
-def shared_memory(gather: ReadPlan) -> list[str]:
+def shared_memory(read_plan: ReadPlan) -> list[str]:
     """Two stored ranges that would land in one live memory cannot both be right."""
     found: list[tuple[str, str]] = []
-    wants = [want for want in gather.wants if want.live and want.address]
-    begins = np.fromiter((want.address for want in wants), np.uint64, len(wants))
-    ends = begins + np.fromiter((want.end - want.begin for want in wants), np.uint64, len(wants))
+    requests = [request for request in read_plan.requests if request.live and request.address]
+    begins = np.fromiter((request.address for request in requests), np.uint64, len(requests))
+    ends = begins + np.fromiter((request.end - request.begin for request in requests), np.uint64, len(requests))
     order = np.argsort(begins, kind="stable")
-    reach = np.maximum.accumulate(ends[order]) if wants else ends
+    reach = np.maximum.accumulate(ends[order]) if requests else ends
     for i in np.flatnonzero(begins[order][1:] < reach[:-1]):
-        second = wants[int(order[i + 1])]
-        first = next(wants[int(j)] for j in order[: i + 1] if ends[j] > begins[order[i + 1]])
+        second = requests[int(order[i + 1])]
+        first = next(requests[int(j)] for j in order[: i + 1] if ends[j] > begins[order[i + 1]])
         same = first.address == second.address and first.stored.nbytes == second.stored.nbytes
         if not (same and first.stored.digest is not None and first.stored.digest == second.stored.digest):
             found.append((first.name, second.name))
     spans = [
-        (want.address, want.end - want.begin + want.address, want.name, (want.location, want.begin), True)
-        for want in (wants if gather.targets else ())
+        (
+            request.address,
+            request.end - request.begin + request.address,
+            request.name,
+            (request.location, request.begin),
+            True,
+        )
+        for request in (requests if read_plan.targets else ())
     ]
-    for name, target, source in gather.targets:
+    for name, target, source in read_plan.targets:
         if target.device.type == "cpu":
             begin = target.data_ptr()
             steps = sum((n - 1) * stride for n, stride in zip(target.shape, target.stride(), strict=True))
@@ -56,12 +62,12 @@ FEW = 256
 """Of so few live tensors it is quicker to ask each whether torch allocated it than to read the process's memory map."""
 
 
-def read_only_memory(gather: ReadPlan) -> list[str]:
+def read_only_memory(read_plan: ReadPlan) -> list[str]:
     """Live tensors over memory that the process may not write to, such as a file that is mapped for reading: a write
     would kill the process."""
-    spans = [(want.address, want.name) for want in gather.wants if want.live and want.address]
-    spans += [(target.data_ptr(), name) for name, target, _ in gather.targets if target.device.type == "cpu"]
-    if len(spans) <= FEW and all(map(_is_allocated, (gather.values.get(name) for _, name in spans))):
+    spans = [(request.address, request.name) for request in read_plan.requests if request.live and request.address]
+    spans += [(target.data_ptr(), name) for name, target, _ in read_plan.targets if target.device.type == "cpu"]
+    if len(spans) <= FEW and all(map(_is_allocated, (read_plan.values.get(name) for _, name in spans))):
         return []
     try:
         with open("/proc/self/maps", "rb") as file:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -23,19 +23,17 @@ import xxhash
 from snapshot.aio import in_thread
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import RestoreError, SnapshotError
-from snapshot.events import Meter
-from snapshot.load.match import Match
-from snapshot.load.read_plan import ReadPlan
 from snapshot.load.reader import Reader, ReadResult
 from snapshot.load.requests import ReadRequest
+from snapshot.load.restore_plan import RestorePlan
 from snapshot.plan.coalesce import ReadPart, plan_reads
-from snapshot.reports import listed
+from snapshot.progress import Meter
 from snapshot.runtime.arena import Slot
 from snapshot.runtime.loop import run, start
 from snapshot.runtime.session import Session
-from snapshot.state.stateful_kinds import Kind
 from snapshot.tensors.digest import BLOCK, digests, of_range
 from snapshot.tensors.memory import buffer, copy
+from snapshot.text import listed
 
 PART = 8 << 20
 AHEAD = 2
@@ -64,7 +62,7 @@ class ReadVote(msgspec.Struct, array_like=True):
     """What a rank says when all that it wants fits."""
 
     once: bool
-    wants: str
+    requests: str
     """A digest of all that it wants to read."""
     unexpected: list[str]
     """What is shared in the snapshot, and for which this rank has no use."""
@@ -89,30 +87,30 @@ class ReadDecision(msgspec.Struct, array_like=True):
 class ReadSet(msgspec.Struct, array_like=True):
     """What a rank says when it is asked."""
 
-    wants: bytes = b""
+    requests: bytes = b""
     names: bytes = b""
     unexpected: list[str] = msgspec.field(default_factory=list)
 
 
-def agree_on_reads(
-    exchange: Exchange, gather: ReadPlan, match: Match, kinds: Iterable[Kind], *, once: bool, atomic: bool
-) -> tuple[Ranges, bool]:
+def agree_on_reads(exchange: Exchange, plan: RestorePlan, *, once: bool, atomic: bool) -> tuple[Ranges, bool]:
     """All ranks are ready to read, or all raise, and nothing was touched. What all want, if it is to be read once; and
     whether all wait until every rank has verified its bytes, since any is `atomic`."""
     if exchange.alone:
         return frozenset(), False
-    wants = [want for want in (*gather.objects, *gather.wants) if want.opens is None] if once else []
-    ranges = {SharedRange(want.location, want.begin, want.end) for want in wants}
+    requests = (
+        [request for request in (*plan.reads.objects, *plan.reads.requests) if request.opens is None] if once else []
+    )
+    ranges = {SharedRange(request.location, request.begin, request.end) for request in requests}
     named = {_digest(repr(each).encode()): each for each in ranges}
-    ready = ReadVote(once, of_range(b"".join(sorted(named))), list(match.unexpected), match.unknown, atomic)
+    ready = ReadVote(once, of_range(b"".join(sorted(named))), list(plan.matched.unexpected), plan.unknown, atomic)
     go = exchange.agree(ready, _go, ReadVote, ReadDecision)
     if go.names or (go.once and len(go.speakers) > 1):
         wishes = ReadSet()
         if go.once and exchange.rank in go.speakers:
-            wishes.wants = b"".join(named)
+            wishes.requests = b"".join(named)
         if go.names:
-            wishes.names = b"".join(_digest(path.encode()) for kind in kinds for path in kind.live)
-            wishes.unexpected = list(match.unexpected)
+            wishes.names = b"".join(_digest(path.encode()) for kind in plan.kinds.values() for path in kind.live)
+            wishes.unexpected = list(plan.matched.unexpected)
         common = exchange.agree(wishes, lambda all_: _common(all_, go.speakers), ReadSet, bytes)
         if go.once and len(go.speakers) > 1:
             ranges = {named[key] for key in digests(common)}
@@ -124,7 +122,7 @@ def agree_on_reads(
 def _go(all_: list[ReadVote]) -> ReadDecision:
     seen: dict[str, int] = {}
     for rank, ready in enumerate(all_):
-        seen.setdefault(ready.wants, rank)
+        seen.setdefault(ready.requests, rank)
     nowhere = [what for what in all_[0].unknown if all(what.partition(";")[0] in _heads(each) for each in all_)]
     if nowhere:
         raise RestoreError(f"does not fit the snapshot, and nothing was touched:{listed(nowhere)}", nowhere)
@@ -149,17 +147,17 @@ def _common(all_: list[ReadSet], speakers: Sequence[int]) -> bytes:
         raise RestoreError(
             f"does not fit the application, and nothing was touched:{listed(mismatches, 100)}", mismatches
         )
-    return b"".join(sorted(set.intersection(*({*digests(all_[rank].wants)} for rank in speakers))))
+    return b"".join(sorted(set.intersection(*({*digests(all_[rank].requests)} for rank in speakers))))
 
 
-def divided(wants: Sequence[ReadRequest], common: Ranges) -> tuple[list[ReadRequest], list[ReadRequest]]:
+def divided(requests: Sequence[ReadRequest], common: Ranges) -> tuple[list[ReadRequest], list[ReadRequest]]:
     """What this rank reads alone, and what all read together."""
     if not common:
-        return list(wants), []
+        return list(requests), []
     parts: tuple[list[ReadRequest], list[ReadRequest]] = [], []
-    for want in wants:
-        shared = want.opens is None and SharedRange(want.location, want.begin, want.end) in common
-        parts[shared].append(want)
+    for request in requests:
+        shared = request.opens is None and SharedRange(request.location, request.begin, request.end) in common
+        parts[shared].append(request)
     return parts
 
 
@@ -171,7 +169,7 @@ class BroadcastReader:
         self,
         exchange: Exchange,
         session: Session,
-        wants: Sequence[ReadRequest],
+        requests: Sequence[ReadRequest],
         meter: Meter,
         touched: set[str],
         *,
@@ -182,12 +180,12 @@ class BroadcastReader:
         self._storage = session.storage
         self._reader = Reader(session.storage, session.budget, verify=verify, touched=touched)
         if verify:
-            run(self._reader.prepare_checks(wants))
-        ranges = sorted({SharedRange(want.location, want.begin, want.end) for want in wants})
+            run(self._reader.prepare_checks(requests))
+        ranges = sorted({SharedRange(request.location, request.begin, request.end) for request in requests})
         numbers = {each: number for number, each in enumerate(ranges)}
-        self._wants: dict[int, list[ReadRequest]] = defaultdict(list)
-        for want in wants:
-            self._wants[numbers[SharedRange(want.location, want.begin, want.end)]].append(want)
+        self._requests: dict[int, list[ReadRequest]] = defaultdict(list)
+        for request in requests:
+            self._requests[numbers[SharedRange(request.location, request.begin, request.end)]].append(request)
         size = max(BLOCK, min(PART, session.budget.limit // 8))
         self._parts = plan_reads(ranges, size, session.storage.limits.merge_gap)
         self._meter = meter
@@ -307,16 +305,18 @@ class BroadcastReader:
         for segment in part.segments:
             at, length = segment.begin - part.begin, segment.end - segment.begin
             share = buffer(address + at, length)
-            for want in self._wants[segment.want]:
-                if not self._reader.good(want, segment.begin, share):
+            for request in self._requests[segment.request]:
+                if not self._reader.good(request, segment.begin, share):
                     continue
-                if want.live:
-                    self._reader.result.touched.add(want.name)
-                if want.address:
-                    copy(want.address + segment.begin - want.begin, address + at, length)
-                elif want.place is not None:
+                if request.live:
+                    self._reader.result.touched.add(request.name)
+                if request.address:
+                    copy(request.address + segment.begin - request.begin, address + at, length)
+                elif request.place is not None:
                     source: Any = _Held(held if at % 16 == 0 else held[at : at + length].clone())
-                    want.place(segment.begin - want.stored.byte_range[0], source, at if at % 16 == 0 else 0, length)
+                    request.place(
+                        segment.begin - request.stored.byte_range[0], source, at if at % 16 == 0 else 0, length
+                    )
 
 
 def _error_of(work: Future[None]) -> Exception | None:

@@ -8,9 +8,10 @@ from typing import Any
 from snapshot.errors import CorruptSnapshotError
 from snapshot.formats import zip_checksums
 from snapshot.manifest.validate import Files
-from snapshot.reports import listed
+from snapshot.progress import unmetered
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
+from snapshot.text import listed
 
 
 def expect_sums(session: Session, stored: Iterable[Any], files: Files) -> None:
@@ -18,6 +19,6 @@ def expect_sums(session: Session, stored: Iterable[Any], files: Files) -> None:
     archives = zip_checksums.archives(stored, files)
     if not archives:
         return
-    faults, _ = run(zip_checksums.faults(session.storage, session.budget, archives.values(), lambda _: None))
+    faults, _ = run(zip_checksums.faults(session.storage, session.budget, archives.values(), unmetered))
     if faults:
         raise CorruptSnapshotError(f"{session.url}: {len(faults)} damaged:{listed(faults)}", faults=faults)

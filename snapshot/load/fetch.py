@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.events import Meter
 from snapshot.load.reader import Reader, ReadResult
 from snapshot.load.requests import ReadRequest
-from snapshot.reports import listed
+from snapshot.progress import Meter
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
+from snapshot.text import listed
 
 
 def fetch(
-    session: Session, wants: Sequence[ReadRequest], verify: bool, meter: Meter, touched: set[str] | None = None
+    session: Session, requests: Sequence[ReadRequest], verify: bool, meter: Meter, touched: set[str] | None = None
 ) -> ReadResult:
     """Read wants, and raise for what does not verify. The names of live tensors that are written to go to `touched`."""
     touched = set() if touched is None else touched
-    if not wants:
+    if not requests:
         return ReadResult(touched=touched)
     reader = Reader(
         session.storage, session.budget, verify=verify, wanted_part=session.settings.part_bytes, touched=touched
     )
-    result = run(reader.read(wants, meter.wrote))
+    result = run(reader.read(requests, meter.wrote))
     expect_good(session, result)
     return result
 

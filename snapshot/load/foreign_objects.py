@@ -13,12 +13,12 @@ from snapshot.formats import safe_pickle
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.from_pickle import content_of
 from snapshot.formats.to_entries import Rebuilt, Tree
-from snapshot.load.fetch import expect_good
+from snapshot.load.open import expect_files
 from snapshot.load.read_plan import ReadPlan
-from snapshot.load.reader import Reader
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.manifest.validate import locations_of
+from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.state.stateful_kinds import Kind
 
@@ -26,7 +26,7 @@ LONGEST = 1 << 20
 """Longer objects stay what they are."""
 
 
-async def unfold(
+def unfold(
     session: Session,
     document: Document,
     entries: dict[str, Any],
@@ -47,15 +47,14 @@ async def unfold(
     }
     if not chosen:
         return
-    await session.expect_files(document, locations_of(chosen, document.files))
-    gather = ReadPlan(document.files)
+    run(expect_files(session, document, locations_of(chosen, document.files)))
+    read_plan = ReadPlan(document.files)
     for path, entry in chosen.items():
-        gather.new(path, entry)
-    expect_good(session, await Reader(session.storage, session.budget, verify=False).read(gather.objects, _unseen))
-    gather.finish_objects()
+        read_plan.new(path, entry)
+    read_plan.execute(session, verify=False)
     for path in chosen:
         try:
-            content = content_of(gather.values[path])
+            content = content_of(read_plan.values[path])
             tree = Tree(path, _refused, len(content))
             tree.add(path, safe_pickle.load(content, path))
         except (SnapshotError, ValueError, KeyError):
@@ -66,7 +65,3 @@ async def unfold(
 
 def _refused(path: str, found: Rebuilt) -> e.TensorEntry:
     raise ValueError("a tensor in an object")
-
-
-def _unseen(nbytes: int) -> None:
-    """Nobody waits for so little."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from snapshot.events import ProgressArgument
 from snapshot.plan.renaming import Rename
+from snapshot.progress import ProgressArgument
 
 CASTS: dict[str, Callable[[torch.dtype, torch.dtype], bool]] = {
     "error": lambda saved, wanted: False,
@@ -36,8 +36,7 @@ class RestoreOptions:
     progress: ProgressArgument = None
     timeout: float | None = None
 
-    def check(self) -> None:
-        """Raise `ValueError` for a choice that there is not."""
+    def __post_init__(self) -> None:
         if self.cast not in CASTS:
             raise ValueError(f"cast must be {', '.join(map(repr, CASTS))}, got {self.cast!r}")
         if self.read_once not in ("auto", True, False):

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 
 from snapshot.errors import RestoreError
-from snapshot.events import Meter
 from snapshot.formats.foreign import root_over
 from snapshot.load.aliasing import writable
 from snapshot.load.class_binding import Binding
-from snapshot.load.fetch import fetch
+from snapshot.load.open import expect_files
 from snapshot.load.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
@@ -21,7 +20,7 @@ from snapshot.manifest.paths import component
 from snapshot.manifest.rank_view import is_rank, nearest, rank_view, resolve_path
 from snapshot.manifest.typed import EnumEntry
 from snapshot.manifest.validate import check_tensor, check_tree, locations_of
-from snapshot.reports import RestoreIssues, counted, listed, with_article
+from snapshot.reports import RestoreIssues
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.state import numpy_arrays
@@ -29,6 +28,7 @@ from snapshot.state.sharded import Shards, sharded
 from snapshot.state.state_tree import inflate, live_leaves
 from snapshot.tensors.dtypes import BY_NAME
 from snapshot.tensors.geometry import Box
+from snapshot.text import counted, listed, with_article
 
 
 def read_object(
@@ -45,21 +45,21 @@ def read_object(
     path, tree = _found(session, document, path)
     entry = tree[path]
     if box is None:
-        run(session.expect_files(document, locations_of({path: entry}, document.files)))
-    gather = ReadPlan(document.files, allow_pickle=allow_pickle)
+        run(expect_files(session, document, locations_of({path: entry}, document.files)))
+    read_plan = ReadPlan(document.files, allow_pickle=allow_pickle)
     if box is not None:
-        return _read_box(session, document, gather, path, entry, obj_out, box, verify)
+        return _read_box(session, document, read_plan, path, entry, obj_out, box, verify)
     if isinstance(entry, (e.Container, EnumEntry)):
-        return _read_tree(session, document, gather, path, tree, verify, obj_out)
+        return _read_tree(session, document, read_plan, path, tree, verify, obj_out)
     target = sharded(path, obj_out) if isinstance(entry, e.TENSORS) and obj_out is not None else None
     if target is not None:
-        _fill_shards(gather, path, entry, target, document)
-        gather.values[path] = obj_out
+        _fill_shards(read_plan, path, entry, target, document)
+        read_plan.values[path] = obj_out
     elif isinstance(obj_out, torch.Tensor) and isinstance(entry, e.TENSORS):
         _fits(path, entry.shape, entry.dtype, obj_out)
         check_tensor(path, entry, document.files)
-        gather.into(path, entry, obj_out, live=True)
-        gather.values[path] = obj_out
+        read_plan.into(path, entry, obj_out, live=True)
+        read_plan.values[path] = obj_out
     elif isinstance(obj_out, np.ndarray) and type(entry) is e.NDArrayEntry and obj_out.flags.c_contiguous:
         if not obj_out.flags.writeable:
             raise RestoreError(f"{path}: obj_out is an array that must not be written to", [path])
@@ -68,16 +68,16 @@ def read_object(
                 f"{path}: is {entry.dtype}{list(entry.shape)}, and obj_out {obj_out.dtype.str}{list(obj_out.shape)}",
                 [path],
             )
-        gather.into_array(path, entry, obj_out)
+        read_plan.into_array(path, entry, obj_out)
     elif isinstance(obj_out, torch.Generator) and type(entry) is e.TensorPartsEntry:
-        if not gather.into_generator(path, entry, obj_out):
+        if not read_plan.into_generator(path, entry, obj_out):
             raise RestoreError(
                 f"{path}: is {with_article(entry.kind)} {entry.params}, and obj_out is on {obj_out.device}", [path]
             )
     else:
-        gather.new(path, entry)
-    _fetch(session, document, gather, verify)
-    return gather.values[path]
+        read_plan.new(path, entry)
+    _fetch(session, document, read_plan, verify)
+    return read_plan.values[path]
 
 
 def read_state_dict(session: Session, document: Document, key: str, rank: int, *, allow_pickle: bool) -> Any:
@@ -143,30 +143,30 @@ def _all(number: str, manifest: Mapping[str, Any], document: Document) -> dict[s
 def _read_tree(
     session: Session,
     document: Document,
-    gather: ReadPlan,
+    read_plan: ReadPlan,
     path: str,
     tree: dict[str, Any],
     verify: bool,
     out: Any = None,
 ) -> Any:
     check_tree(path, tree)
-    run(session.expect_files(document, locations_of(tree, document.files)))
-    places = _bind(path, tree, out, gather)
+    run(expect_files(session, document, locations_of(tree, document.files)))
+    places = _bind(path, tree, out, read_plan)
     for below, entry in tree.items():
-        if isinstance(entry, e.Container) or below in gather.values:
+        if isinstance(entry, e.Container) or below in read_plan.values:
             continue
         held = places.get(below)
         if isinstance(entry, e.TENSORS) and isinstance(held, torch.Tensor):
             check_tensor(below, entry, document.files)
-            gather.into(below, entry, held, live=True)
-            gather.values[below] = held
+            read_plan.into(below, entry, held, live=True)
+            read_plan.values[below] = held
         else:
-            gather.new(below, entry)
-    _fetch(session, document, gather, verify)
-    return inflate(path, tree, gather.values)
+            read_plan.new(below, entry)
+    _fetch(session, document, read_plan, verify)
+    return inflate(path, tree, read_plan.values)
 
 
-def _bind(path: str, tree: dict[str, Any], out: Any, gather: ReadPlan) -> dict[str, Any]:
+def _bind(path: str, tree: dict[str, Any], out: Any, read_plan: ReadPlan) -> dict[str, Any]:
     """Give what only names a class that of what `out` holds in its place; the tensors of `out` that are filled: those
     that objects hold which have a class of their own."""
     compounds: dict[str, Any] = {}
@@ -186,11 +186,11 @@ def _bind(path: str, tree: dict[str, Any], out: Any, gather: ReadPlan) -> dict[s
     binding.expect_filled(values)
     if notes.mismatches:
         raise RestoreError(f"{path}: does not fit obj_out:{listed(notes.mismatches)}", notes.mismatches)
-    gather.values.update({below: values[below] for below in binding.wrappers})
+    read_plan.values.update({below: values[below] for below in binding.wrappers})
     return places
 
 
-def _fill_shards(gather: ReadPlan, path: str, entry: Any, target: Shards, document: Document) -> None:
+def _fill_shards(read_plan: ReadPlan, path: str, entry: Any, target: Shards, document: Document) -> None:
     """Fill what this rank holds of a sharded tensor; of what is stored only that is read."""
     if target.shape != tuple(entry.shape) or target.dtype != BY_NAME.get(entry.dtype):
         raise RestoreError(
@@ -200,13 +200,13 @@ def _fill_shards(gather: ReadPlan, path: str, entry: Any, target: Shards, docume
         raise RestoreError(f"{path}: obj_out has elements that share memory, or is of another layout", [path])
     check_tensor(path, entry, document.files)
     for piece in target.pieces:
-        gather.into_box(path, entry, piece.box, piece.tensor, live=True)
+        read_plan.into_box(path, entry, piece.box, piece.tensor, live=True)
 
 
 def _read_box(
     session: Session,
     document: Document,
-    gather: ReadPlan,
+    read_plan: ReadPlan,
     path: str,
     entry: Any,
     obj_out: Any,
@@ -224,10 +224,10 @@ def _read_box(
         target = obj_out
         for axis in sorted(dropped):
             target = target.unsqueeze(axis)
-        gather.into_box(path, entry, wanted, target, live=True)
+        read_plan.into_box(path, entry, wanted, target, live=True)
     else:
-        gather.into_box(path, entry, wanted, made)
-    _fetch(session, document, gather, verify)
+        read_plan.into_box(path, entry, wanted, made)
+    _fetch(session, document, read_plan, verify)
     return obj_out if isinstance(obj_out, torch.Tensor) else made.view(shape)
 
 
@@ -258,12 +258,12 @@ def _fits(path: str, shape: tuple[int, ...], dtype: str, out: torch.Tensor) -> N
         raise RestoreError(f"{path}: is {dtype}{list(shape)}, and obj_out {out.dtype}{list(out.shape)}", [path])
 
 
-def _fetch(session: Session, document: Document, gather: ReadPlan, verify: bool) -> None:
-    meter = Meter("read_object", None)
-    partial = [want for want in gather.wants if (want.begin, want.end) != tuple(want.stored.byte_range)]
-    needed = {want.location for want in partial} | {want.stored.blocks[0] for want in partial if want.stored.blocks}
-    run(session.expect_files(document, needed & document.files.keys()))
-    fetch(session, gather.objects, verify, meter)
-    gather.finish_objects()
-    fetch(session, gather.wants, verify, meter)
-    gather.finish()
+def _fetch(session: Session, document: Document, read_plan: ReadPlan, verify: bool) -> None:
+    partial = [
+        request for request in read_plan.requests if (request.begin, request.end) != tuple(request.stored.byte_range)
+    ]
+    needed = {request.location for request in partial} | {
+        request.stored.blocks[0] for request in partial if request.stored.blocks
+    }
+    run(expect_files(session, document, needed & document.files.keys()))
+    read_plan.execute(session, verify=verify)

@@ -18,6 +18,8 @@ from snapshot.formats.embedded_tensors import Layout, archived, object_bytes
 from snapshot.formats.foreign import is_packed
 from snapshot.formats.from_pickle import NotPlainError, plain_value
 from snapshot.formats.unpickling import Saved, is_refused, object_at
+from snapshot.load.fetch import fetch
+from snapshot.load.reader import ReadResult
 from snapshot.load.requests import ReadRequest, want_all
 from snapshot.load.scatter import copy_into, place_of, unpacked, wanted
 from snapshot.manifest import entries as e
@@ -25,6 +27,8 @@ from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.validate import Files, check_range, check_tensor
+from snapshot.progress import Meter
+from snapshot.runtime.session import Session
 from snapshot.state import numpy_arrays
 from snapshot.tensors import composite, generators
 from snapshot.tensors.digest import BLOCK
@@ -39,18 +43,16 @@ MOST_TIMES = 4
 bytes, and so many times the files' length. (In tensors that are there already anything is restored.)"""
 
 
-class Uncovered(Exception):
-    """Raised where shards are wanted that stand in parts of the manifest which were not read yet."""
-
-
 class ReadPlan:
     """Collects what is to be read, for one operation."""
 
     def __init__(self, files: Files, *, allow_pickle: bool = False, partial: bool = False) -> None:
         self.files = files
         self.partial = partial
-        """Whether entries may lack shards, which stand in parts of the manifest that were not read yet."""
-        self.wants: list[ReadRequest] = []
+        """True if entries may lack shards, which are in parts of the manifest that were not read yet."""
+        self.incomplete = False
+        """True if a value needs such shards."""
+        self.requests: list[ReadRequest] = []
         self.objects: list[ReadRequest] = []
         """Wants of objects' bytes: read before any live tensor is touched, since reading one may be refused."""
         self.values: dict[str, Any] = {}
@@ -240,7 +242,7 @@ class ReadPlan:
         ):
             return False
         self._filled[location, begin] = entry, held
-        self.wants.append(ReadRequest(path, entry, location, begin, end, address, None, True))
+        self.requests.append(ReadRequest(path, entry, location, begin, end, address, None, True))
         self.values[path] = held
         return True
 
@@ -251,7 +253,8 @@ class ReadPlan:
             return
         pieces = entry.pieces()
         if not pieces:
-            raise Uncovered
+            self.incomplete = True
+            return
         first = pieces[0][1]
         place = place_of(first)
         if live and (not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype) or is_packed(first)):
@@ -284,7 +287,7 @@ class ReadPlan:
         for piece, stored in pieces:
             found += self._piece(path, stored, piece, target, box, live)
         if found != box.numel and self.partial:
-            raise Uncovered
+            self.incomplete = True
 
     def into_array(self, path: str, entry: e.NDArrayEntry, array: np.ndarray[Any, Any]) -> None:
         """Fill a C-ordered array of the entry's dtype and shape."""
@@ -337,7 +340,7 @@ class ReadPlan:
         """What a stored piece of a tensor shares with a box of it, into a tensor of that box's shape; how much that
         is."""
         if not is_packed(stored):
-            return wanted(self.wants, path, stored, piece, target, box, live)
+            return wanted(self.requests, path, stored, piece, target, box, live)
         shared = intersect(piece, box)
         if shared is None:
             return 0
@@ -348,12 +351,30 @@ class ReadPlan:
         def opens(layout: Layout) -> list[ReadRequest]:
             return unpacked(path, stored, layout, inner, part, live, finish)
 
-        want = want_all(path, stored, 0, None, live)
-        want.opens = opens
-        self.wants.append(want)
+        request = want_all(path, stored, 0, None, live)
+        request.opens = opens
+        self.requests.append(request)
         return shared.numel
 
-    # Afterwards
+    # Read
+
+    def execute(
+        self,
+        session: Session,
+        *,
+        verify: bool,
+        meter: Meter | None = None,
+        all_or_none: bool = True,
+        touched: set[str] | None = None,
+    ) -> ReadResult:
+        """Read everything, and make the values. Objects come first: one that is refused leaves live tensors alone."""
+        meter = meter or Meter("read", None)
+        first = fetch(session, self.objects, verify, meter)
+        self.finish_objects(all_or_none=all_or_none)
+        result = fetch(session, self.requests, verify, meter)
+        self.finish()
+        result.add(first)
+        return result
 
     def finish_objects(self, *, all_or_none: bool = True) -> None:
         """Decode the objects, whose bytes have been read and verified; or those that can be, without running a

@@ -22,6 +22,7 @@ from snapshot.load.requests import BlockCheck, ReadRequest
 from snapshot.load.unpack import Unpack, arrived, opened
 from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.coalesce import ReadPart, plan_reads
+from snapshot.progress import unmetered
 from snapshot.runtime.arena import Slot
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import cancelled
@@ -59,6 +60,11 @@ class ReadResult:
     faults: list[str] = field(default_factory=list)
     touched: set[str] = field(default_factory=set)
 
+    def add(self, other: ReadResult) -> None:
+        """Count what another read has read."""
+        self.bytes_read += other.bytes_read
+        self.requests += other.requests
+
 
 class Reader:
     """Fetches wants from one storage."""
@@ -87,23 +93,23 @@ class Reader:
         self._bad: list[ReadRequest] = []
         self.result = ReadResult(touched=set() if touched is None else touched)
 
-    async def read(self, wants: Sequence[ReadRequest], progress: Callable[[int], None]) -> ReadResult:
+    async def read(self, requests: Sequence[ReadRequest], progress: Callable[[int], None]) -> ReadResult:
         """Fetch all wants. What does not verify is in the result's `faults`; anything else that goes wrong is
         raised."""
-        await self._all(wants, progress)
+        await self._all(requests, progress)
         await self.again()
         return self.result
 
     async def again(self) -> None:
         """Read once more what did not verify: over a network, bytes may be damaged on their way only."""
-        bad = list({id(want): want for want in self._bad}.values())
+        bad = list({id(request): request for request in self._bad}.values())
         if not bad or self._blocking:
             return
         emit("retry", "read", str(self._storage.url), attempt=1, error="; ".join(self.result.faults), pause=0.0)
         self._bad, self.result.faults = [], []
-        await self._all(bad, lambda _: None)
+        await self._all(bad, unmetered)
 
-    async def _all(self, wants: Sequence[ReadRequest], progress: Callable[[int], None]) -> None:
+    async def _all(self, requests: Sequence[ReadRequest], progress: Callable[[int], None]) -> None:
         lanes: list[asyncio.Task[None]] = []
         followed: Iterator[Followed] = iter(())
         parts: Iterator[ReadPart] = iter(())
@@ -117,16 +123,16 @@ class Reader:
             for part in parts:
                 if self._stopped:
                     return
-                await self._fetch(part, wants)
+                await self._fetch(part, requests)
                 progress(part.end - part.begin)
 
         try:
-            if any(want.opens is not None for want in wants):
-                wants, more = await self._opened(wants)
+            if any(request.opens is not None for request in requests):
+                requests, more = await self._opened(requests)
                 followed = iter(more)
-            parts = iter(plan_reads(wants, self._part, self._gap))
+            parts = iter(plan_reads(requests, self._part, self._gap))
             if self._verify:
-                await self.prepare_checks(wants)
+                await self.prepare_checks(requests)
             if self._blocking:
                 lanes += [asyncio.create_task(in_thread(run_inline, lane)) for _ in range(self._lanes)]
             else:
@@ -143,64 +149,66 @@ class Reader:
                 error.add_note(f"live tensors that have been written to: {', '.join(sorted(self.result.touched))}")
             raise
 
-    async def _opened(self, wants: Sequence[ReadRequest]) -> tuple[list[ReadRequest], list[Followed]]:
+    async def _opened(self, requests: Sequence[ReadRequest]) -> tuple[list[ReadRequest], list[Followed]]:
         """Find out where long packed tensors are, and want them there; what has to be followed from its first byte on.
         Short ones are looked into when they arrive."""
         found: list[ReadRequest] = []
         long: list[ReadRequest] = []
         followed: list[Followed] = []
-        for want in wants:
-            if want.opens is None or want.end - want.begin <= BLOCK:
-                found.append(want)
-            elif streamed(want.stored):
-                followed.append((want, None))
+        for request in requests:
+            if request.opens is None or request.end - request.begin <= BLOCK:
+                found.append(request)
+            elif streamed(request.stored):
+                followed.append((request, None))
             else:
-                long.append(want)
-        heads = await self._heads(long, [(HEAD, HEAD if archived(want.stored) else 0) for want in long])
-        for want, held in zip(long, heads, strict=True):
-            stored = want.stored
+                long.append(request)
+        heads = await self._heads(long, [(HEAD, HEAD if archived(request.stored) else 0) for request in long])
+        for request, held in zip(long, heads, strict=True):
+            stored = request.stored
             assert isinstance(stored, TensorEntry)
             for _ in range(TRIES):
                 try:
-                    layout = layout_of(want.name, stored, *held)
+                    layout = layout_of(request.name, stored, *held)
                     break
                 except Short as short:
-                    most = min(want.end - want.begin, LONGEST_HEAD)
+                    most = min(request.end - request.begin, LONGEST_HEAD)
                     lengths = [(min(most, max(HEAD, short.args[0])), min(most, max(HEAD, short.args[1])))]
-                    held = (await self._heads([want], lengths))[0]  # noqa: PLW2901 - the same, longer
+                    held = (await self._heads([request], lengths))[0]  # noqa: PLW2901 - the same, longer
             else:
-                raise CorruptSnapshotError(f"{want.name}: it cannot be found in {want.location}[{want.begin}:...]")
+                raise CorruptSnapshotError(
+                    f"{request.name}: it cannot be found in {request.location}[{request.begin}:...]"
+                )
             if layout.plain:
-                found += opened(want, layout)
+                found += opened(request, layout)
             else:
-                followed.append((want, layout))
+                followed.append((request, layout))
         return found, followed
 
     async def _heads(
-        self, wants: Sequence[ReadRequest], lengths: Sequence[tuple[int, int]]
+        self, requests: Sequence[ReadRequest], lengths: Sequence[tuple[int, int]]
     ) -> list[tuple[bytearray, ...]]:
         """The first and the last bytes of ranges."""
         ranges: list[_Table] = []
-        for want, (first, last) in zip(wants, lengths, strict=True):
-            begin, end = want.begin, want.end
+        for request, (first, last) in zip(requests, lengths, strict=True):
+            begin, end = request.begin, request.end
             low, high = min(begin + first, end), max(begin, end - last)
-            ranges.append(_Table(want.location, begin, low, bytearray(low - begin)))
-            ranges.append(_Table(want.location, high, end, bytearray(end - high)))
+            ranges.append(_Table(request.location, begin, low, bytearray(low - begin)))
+            ranges.append(_Table(request.location, high, end, bytearray(end - high)))
         await self._read_ranges(ranges)
         return [(first.held, last.held) for first, last in zip(ranges[::2], ranges[1::2], strict=True)]
 
-    async def _follow(self, want: ReadRequest, layout: Layout | None) -> None:
+    async def _follow(self, request: ReadRequest, layout: Layout | None) -> None:
         """Read a range from its first byte on, and hand over what it holds."""
-        unpack = Unpack(want, layout)
-        begin = want.begin if layout is None else layout.begin
+        unpack = Unpack(request, layout)
+        begin = request.begin if layout is None else layout.begin
         async with self._budget.slot(LOOK) as slot:
 
             async def through(step: Callable[[memoryview], object]) -> None:
-                for at in range(begin, want.end, LOOK):
+                for at in range(begin, request.end, LOOK):
                     if self._stopped:
                         return
-                    piece = slot.view[: min(LOOK, want.end - at)]
-                    await self._storage.read_into(want.location, at, [piece])
+                    piece = slot.view[: min(LOOK, request.end - at)]
+                    await self._storage.read_into(request.location, at, [piece])
                     self.result.bytes_read += len(piece)
                     self.result.requests += 1
                     if await in_thread(step, piece) is False:
@@ -209,24 +217,24 @@ class Reader:
             if unpack.looks:
                 await through(unpack.look)
                 await in_thread(unpack.looked)
-            if want.live:
-                self.result.touched.add(want.name)
+            if request.live:
+                self.result.touched.add(request.name)
             await through(unpack.take)
             if not self._stopped:
                 await in_thread(unpack.taken)
 
-    async def prepare_checks(self, wants: Sequence[ReadRequest]) -> None:
+    async def prepare_checks(self, requests: Sequence[ReadRequest]) -> None:
         """Partly wanted ranges are checked block by block, against a table that is read, and checked, first."""
         tables: dict[tuple[str, int, int], list[ReadRequest]] = defaultdict(list)
-        for want in wants:
-            stored = want.stored
+        for request in requests:
+            stored = request.stored
             begin, end = stored.byte_range
             if end - begin <= BLOCK or stored.digest is None:
                 continue
-            if (want.begin, want.end) == (begin, end):
-                want.check = BlockCheck(end - begin, None)
+            if (request.begin, request.end) == (begin, end):
+                request.check = BlockCheck(end - begin, None)
             elif stored.blocks is not None:
-                tables[stored.blocks].append(want)
+                tables[stored.blocks].append(request)
         bad = await self._read_tables(tables)
         if bad and not self._blocking:  # as in `again`
             bad = await self._read_tables(bad)
@@ -243,12 +251,12 @@ class Reader:
         ranges = [_Table(*where, bytearray(where[2] - where[1])) for where in tables]
         await self._read_ranges(ranges)
         bad = {}
-        for (where, wants), table in zip(tables.items(), ranges, strict=True):
+        for (where, requests), table in zip(tables.items(), ranges, strict=True):
             digest, held = of_table(table.held), bytes(table.held)
-            for want in wants:
-                want.check = BlockCheck(want.stored.nbytes, held)
-                if digest != want.stored.digest:
-                    bad[where] = wants
+            for request in requests:
+                request.check = BlockCheck(request.stored.nbytes, held)
+                if digest != request.stored.digest:
+                    bad[where] = requests
         return bad
 
     async def _read_ranges(self, ranges: Sequence[_Table]) -> None:
@@ -259,7 +267,7 @@ class Reader:
             buffers: list[Buffer] = []
             position = part.begin
             for segment in part.segments:
-                table = ranges[segment.want]
+                table = ranges[segment.request]
                 buffers.append(bytearray(segment.begin - position))
                 buffers.append(memoryview(table.held)[segment.begin - table.begin : segment.end - table.begin])
                 position = segment.end
@@ -275,15 +283,15 @@ class Reader:
             await shielded(cancelled(reads))
             raise
 
-    async def _fetch(self, part: ReadPart, wants: Sequence[ReadRequest]) -> None:
-        scratch = _scratch(part, wants)
+    async def _fetch(self, part: ReadPart, requests: Sequence[ReadRequest]) -> None:
+        scratch = _scratch(part, requests)
         if scratch:
             async with self._budget.slot(scratch) as slot:
-                await self._read(part, wants, slot)
+                await self._read(part, requests, slot)
         else:
-            await self._read(part, wants, None)
+            await self._read(part, requests, None)
 
-    async def _read(self, part: ReadPart, wants: Sequence[ReadRequest], slot: Slot | None) -> None:
+    async def _read(self, part: ReadPart, requests: Sequence[ReadRequest], slot: Slot | None) -> None:
         buffers: list[Buffer] = []
         shares: list[Buffer] = []
         places: list[int] = []
@@ -295,12 +303,12 @@ class Reader:
                 assert slot is not None
                 buffers.append(slot.view[used : used + begin - position])
                 used += begin - position
-            want = wants[segment.want]
+            request = requests[segment.request]
             share: Buffer
-            if want.address:
-                share = buffer(want.address + begin - want.begin, length)
-                if want.live:
-                    touched.add(want.name)
+            if request.address:
+                share = buffer(request.address + begin - request.begin, length)
+                if request.live:
+                    touched.add(request.name)
             else:
                 assert slot is not None
                 used = -(-used // 16) * 16
@@ -314,56 +322,63 @@ class Reader:
         self.result.bytes_read += part.end - part.begin
         self.result.requests += 1
         if self._verify or slot is not None:
-            await in_thread(self._arrived, part, wants, shares, slot, places)
+            await in_thread(self._arrived, part, requests, shares, slot, places)
 
     def _arrived(
-        self, part: ReadPart, wants: Sequence[ReadRequest], shares: list[Buffer], slot: Slot | None, places: list[int]
+        self,
+        part: ReadPart,
+        requests: Sequence[ReadRequest],
+        shares: list[Buffer],
+        slot: Slot | None,
+        places: list[int],
     ) -> None:
         """Verify what came, and hand over what is to be placed."""
         verify, placed = self._verify, iter(places)
         for segment, share in zip(part.segments, shares, strict=True):
-            want = wants[segment.want]
-            stored = want.stored
-            good = not verify or self.good(want, segment.begin, share)
-            if not want.address:
+            request = requests[segment.request]
+            stored = request.stored
+            good = not verify or self.good(request, segment.begin, share)
+            if not request.address:
                 at = next(placed)
-                if want.opens is not None and slot is not None:
-                    if want.live:
-                        self.result.touched.add(want.name)
-                    arrived(want, share, slot.tensor[at : at + segment.end - segment.begin])
-                elif good and want.place is not None and slot is not None:
-                    if want.live:
-                        self.result.touched.add(want.name)
-                    want.place(segment.begin - stored.byte_range[0], slot, at, segment.end - segment.begin)
+                if request.opens is not None and slot is not None:
+                    if request.live:
+                        self.result.touched.add(request.name)
+                    arrived(request, share, slot.tensor[at : at + segment.end - segment.begin])
+                elif good and request.place is not None and slot is not None:
+                    if request.live:
+                        self.result.touched.add(request.name)
+                    request.place(segment.begin - stored.byte_range[0], slot, at, segment.end - segment.begin)
 
-    def good(self, want: ReadRequest, begin: int, share: Buffer) -> bool:
+    def good(self, request: ReadRequest, begin: int, share: Buffer) -> bool:
         """Whether a want's bytes from `begin` on are what was written, as far as that can be told by now."""
-        if not self._verify or want.stored.digest is None:
+        if not self._verify or request.stored.digest is None:
             return True
-        if want.check is not None:
-            return self._check(want, begin, memoryview(share).cast("B"))
+        if request.check is not None:
+            return self._check(request, begin, memoryview(share).cast("B"))
         actual = of_range(share)
-        return actual == want.stored.digest or self._refuse(want, f"is {actual}, and {want.stored.digest} was written")
+        return actual == request.stored.digest or self._refuse(
+            request, f"is {actual}, and {request.stored.digest} was written"
+        )
 
-    def _check(self, want: ReadRequest, begin: int, data: memoryview) -> bool:
-        check = want.check
+    def _check(self, request: ReadRequest, begin: int, data: memoryview) -> bool:
+        check = request.check
         assert check is not None
-        check.update(begin - want.stored.byte_range[0], data)
+        check.update(begin - request.stored.byte_range[0], data)
         if check.table is not None:
-            return check.bad is None or self._refuse(want, check.bad)
+            return check.bad is None or self._refuse(request, check.bad)
         with self._counting:
             check.left -= len(data)
             complete = check.left == 0
         if complete:
             actual = of_table(check.digests)
-            if actual != want.stored.digest:
-                return self._refuse(want, f"is {actual}, and {want.stored.digest} was written")
+            if actual != request.stored.digest:
+                return self._refuse(request, f"is {actual}, and {request.stored.digest} was written")
         return True
 
-    def _refuse(self, want: ReadRequest, what: str) -> bool:
-        begin, end = want.stored.byte_range
-        self.result.faults.append(f"{want.name}: {want.location}[{begin}:{end}] {what}")
-        self._bad.append(want)
+    def _refuse(self, request: ReadRequest, what: str) -> bool:
+        begin, end = request.stored.byte_range
+        self.result.faults.append(f"{request.name}: {request.location}[{begin}:{end}] {what}")
+        self._bad.append(request)
         return False
 
 
@@ -371,12 +386,12 @@ def _touched(names: set[str]) -> str:
     return f"; live tensors that have been written to: {', '.join(sorted(names))}" if names else ""
 
 
-def _scratch(part: ReadPart, wants: Sequence[ReadRequest]) -> int:
+def _scratch(part: ReadPart, requests: Sequence[ReadRequest]) -> int:
     """How much of a slot a part needs: what is to be placed (each at a multiple of 16), and gaps."""
     used, position = 0, part.begin
     for segment in part.segments:
         used += max(0, segment.begin - position)
-        if not wants[segment.want].address:
+        if not requests[segment.request].address:
             used = -(-used // 16) * 16 + segment.end - segment.begin
         position = segment.end
     return used

@@ -23,11 +23,12 @@ from snapshot.manifest.rank_view import View, by_key, leave_out, nearest, rename
 from snapshot.manifest.scalars import StrEntry
 from snapshot.plan.renaming import Change, Rename, compile_rename
 from snapshot.plan.wrappers import OWN, match_names
-from snapshot.reports import RestoreIssues, listed
+from snapshot.reports import RestoreIssues
 from snapshot.state.kind_of import kind_of, kind_type
 from snapshot.state.model_state import ModelState
 from snapshot.state.model_state_kind import ModelStateKind
 from snapshot.state.stateful_kinds import Kind, names_beneath
+from snapshot.text import listed
 
 
 def below_only_key(document: Document, view: View, app_state: Mapping[str, Any]) -> View:

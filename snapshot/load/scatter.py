@@ -29,7 +29,13 @@ _GAP = 64 << 10
 
 
 def wanted(
-    wants: list[ReadRequest], path: str, stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box, live: bool
+    requests: list[ReadRequest],
+    path: str,
+    stored: e.TensorEntry,
+    piece: Box,
+    target: torch.Tensor,
+    box: Box,
+    live: bool,
 ) -> int:
     """What a stored piece of a tensor shares with a box of it, into a tensor of that box's shape; how much that
     is."""
@@ -41,11 +47,11 @@ def wanted(
     within = shared.relative_to(box.offsets)
     if shared == piece and same and is_run(box.sizes, within):
         first = runs(box.sizes, within, 0)[0][0]
-        wants.append(want_all(path, stored, target.data_ptr() + first * itemsize, None, live))
+        requests.append(want_all(path, stored, target.data_ptr() + first * itemsize, None, live))
         return shared.numel
     place = _placer(stored, piece, target, box)
     if shared == piece:
-        wants.append(want_all(path, stored, 0, place, live))
+        requests.append(want_all(path, stored, 0, place, live))
         return shared.numel
     begin, end = stored.byte_range
     last = -1
@@ -54,7 +60,7 @@ def wanted(
         high = min(end, begin + -(-stop * itemsize // BLOCK) * BLOCK)
         low = max(low, last)
         if low < high:
-            wants.append(ReadRequest(path, stored, stored.location, low, high, 0, place, live))
+            requests.append(ReadRequest(path, stored, stored.location, low, high, 0, place, live))
             last = high
     return shared.numel
 
@@ -71,28 +77,28 @@ def unpacked(
     """What a box of a packed tensor wants of the file, into a tensor of the box's shape."""
     itemsize = ITEMSIZE[stored.dtype]
     begin = layout.begin + layout.offset * itemsize
-    wants: list[ReadRequest] = []
+    requests: list[ReadRequest] = []
     if layout.strides == contiguous(stored.shape):
         end = begin + math.prod(stored.shape) * itemsize
         raw = e.TensorEntry(stored.location, (begin, end), stored.dtype, stored.shape)
-        wanted(wants, path, raw, whole(stored.shape), target, box, live)
-        return wants
+        wanted(requests, path, raw, whole(stored.shape), target, box, live)
+        return requests
     found = around(stored.shape, layout.strides)
     if found is None:  # elements that overlap, or are repeated: they are read as they lie, and copied from there
         count = span(stored.shape, layout.strides)
         held = torch.empty(count, dtype=BY_NAME[stored.dtype])
         raw = e.TensorEntry(stored.location, (begin, begin + count * itemsize), stored.dtype, (count,))
-        wants.append(want_all(path, raw, held.data_ptr(), None, live))
+        requests.append(want_all(path, raw, held.data_ptr(), None, live))
         finish.append(lambda: copy_into(target, held.as_strided(stored.shape, layout.strides)[box.slices()]))
-        return wants
+        return requests
     end = min(begin + math.prod(found.sizes) * itemsize, layout.begin + layout.nbytes)
     raw = e.TensorEntry(stored.location, (begin, end), stored.dtype, found.sizes)
     offsets = tuple(box.offsets[axis] for axis in found.order) + (0,) * found.padded
     sizes = tuple(box.sizes[axis] for axis in found.order) + (1,) * found.padded
     target = target.permute(found.order)
     target = target.unsqueeze(-1) if found.padded else target
-    wanted(wants, path, raw, whole(found.sizes), target, Box(offsets, sizes), live)
-    return wants
+    wanted(requests, path, raw, whole(found.sizes), target, Box(offsets, sizes), live)
+    return requests
 
 
 def place_of(stored: e.TensorEntry) -> tuple[str, int]:

@@ -54,7 +54,7 @@ def wants_of(
 
     `manifests`: one that is whole, or one and its parts. `bare`: gets the entries of which ranges carry no digest.
     """
-    wants: dict[Place, ReadRequest] = {}
+    requests: dict[Place, ReadRequest] = {}
     partial = len(manifests) > 1
     for manifest in manifests:
         for path, entry in manifest.items():
@@ -73,18 +73,18 @@ def wants_of(
                 place = (each.location, *each.byte_range)
                 if bare is not None and each.digest is None and each.location != INLINE:
                     bare.setdefault(path, []).append(place)
-                wants.setdefault(place, _want(path, each))
+                requests.setdefault(place, _want(path, each))
                 if each.blocks is not None and each.digest is not None:
-                    wants.setdefault(each.blocks, _table_want(path, each.blocks, each.digest))
-    return list(wants.values())
+                    requests.setdefault(each.blocks, _table_want(path, each.blocks, each.digest))
+    return list(requests.values())
 
 
 def _want(path: str, stored: e.TensorEntry | e.ObjectEntry) -> ReadRequest:
     """All of a stored range; of a packed tensor it is looked at whether it is the one that its entry says."""
-    want = want_all(path, stored)
+    request = want_all(path, stored)
     if isinstance(stored, e.TensorEntry) and is_packed(stored):
-        want.opens = lambda layout: []
-    return want
+        request.opens = lambda layout: []
+    return request
 
 
 TABLE = "digests"
@@ -97,12 +97,12 @@ def _table_want(path: str, blocks: Place, digest: str) -> ReadRequest:
     return ReadRequest(f"{path} (digests)", table, location, begin, end)
 
 
-def uncovered(files: Files, wants: Iterable[ReadRequest]) -> list[str]:
+def uncovered(files: Files, requests: Iterable[ReadRequest]) -> list[str]:
     """A line for each part of a file that has no digest, or two: what is written fills its files, and nothing twice."""
     ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for want in wants:
-        if want.begin < want.end:
-            ranges[want.location].append((want.begin, want.end))
+    for request in requests:
+        if request.begin < request.end:
+            ranges[request.location].append((request.begin, request.end))
     faults = []
     for location, file in files.items():
         if isinstance(file, ForeignFile):  # there is more in it than our entries say

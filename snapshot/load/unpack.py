@@ -34,22 +34,22 @@ class Bytes:
         self.tensor = tensor
 
 
-def serve(wants: Sequence[ReadRequest], layout: Layout, dtype: str, begin: int, held: torch.Tensor) -> None:
+def serve(requests: Sequence[ReadRequest], layout: Layout, dtype: str, begin: int, held: torch.Tensor) -> None:
     """Give wants what they want of the bytes that begin at `begin`: in the file, or in what was decompressed."""
     if not layout.plain:
         held = _turned(held, layout.begin - begin, dtype, layout)
     end = begin + held.numel()
-    for want in wants:
-        low, high = max(want.begin, begin), min(want.end, end)
+    for request in requests:
+        low, high = max(request.begin, begin), min(request.end, end)
         if low >= high:
             continue
-        if want.address:
-            copy(want.address + low - want.begin, held.data_ptr() + low - begin, high - low)
-        elif want.place is not None:
+        if request.address:
+            copy(request.address + low - request.begin, held.data_ptr() + low - begin, high - low)
+        elif request.place is not None:
             part = held[low - begin : high - begin]
             if part.storage_offset() % ALIGNED:
                 part = part.clone()
-            want.place(low - want.stored.byte_range[0], Bytes(part), 0, high - low)  # type: ignore[arg-type]
+            request.place(low - request.stored.byte_range[0], Bytes(part), 0, high - low)  # type: ignore[arg-type]
 
 
 def _turned(held: torch.Tensor, at: int, dtype: str, layout: Layout) -> torch.Tensor:
@@ -69,38 +69,38 @@ def _turned(held: torch.Tensor, at: int, dtype: str, layout: Layout) -> torch.Te
     return held
 
 
-def arrived(want: ReadRequest, share: Any, tensor: torch.Tensor) -> None:
+def arrived(request: ReadRequest, share: Any, tensor: torch.Tensor) -> None:
     """A short packed range is here, all of it."""
-    stored = want.stored
+    stored = request.stored
     assert isinstance(stored, TensorEntry)
     if streamed(stored):
-        unpack = Unpack(want)
+        unpack = Unpack(request)
         view = memoryview(share).cast("B")
         for step in unpack.steps():
             step(view)
         return
     try:
-        layout = layout_of(want.name, stored, share, share)
+        layout = layout_of(request.name, stored, share, share)
     except Short as short:
-        raise CorruptSnapshotError(f"{want.name}: its archive names bytes that it does not have") from short
-    serve(opened(want, layout), layout, stored.dtype, want.begin, tensor)
+        raise CorruptSnapshotError(f"{request.name}: its archive names bytes that it does not have") from short
+    serve(opened(request, layout), layout, stored.dtype, request.begin, tensor)
 
 
-def opened(want: ReadRequest, layout: Layout) -> list[ReadRequest]:
+def opened(request: ReadRequest, layout: Layout) -> list[ReadRequest]:
     """What is wanted of the file itself, now that it is known where a packed tensor is."""
-    assert want.opens is not None
-    return want.opens(layout)
+    assert request.opens is not None
+    return request.opens(layout)
 
 
 class Unpack:
     """A range that is followed from its first byte on; twice, if what says where things are stands at its end."""
 
-    def __init__(self, want: ReadRequest, layout: Layout | None = None) -> None:
+    def __init__(self, request: ReadRequest, layout: Layout | None = None) -> None:
         """With a layout that is known already, from the first byte of the storage on."""
-        assert isinstance(want.stored, TensorEntry)
-        self._want = want
-        self._stored = want.stored
-        self._decode = decoder_of(want.name, want.stored) if layout is None else bytes
+        assert isinstance(request.stored, TensorEntry)
+        self._want = request
+        self._stored = request.stored
+        self._decode = decoder_of(request.name, request.stored) if layout is None else bytes
         self._layout: Layout | None = None
         self._wants: list[ReadRequest] = []
         self._head, self._tail = bytearray(), bytearray()
@@ -108,8 +108,8 @@ class Unpack:
         """Where `_held` begins."""
         self._held = bytearray()
         self._end = 0
-        self._most = math.prod(want.stored.shape) * ITEMSIZE[want.stored.dtype] + MORE
-        self.looks = layout is None and want.stored.serializer.endswith("+torch_save")
+        self._most = math.prod(request.stored.shape) * ITEMSIZE[request.stored.dtype] + MORE
+        self.looks = layout is None and request.stored.serializer.endswith("+torch_save")
         """Whether all has to be looked at before anything can be taken."""
         if layout is not None:
             self._begin(layout, layout.begin)
@@ -155,7 +155,7 @@ class Unpack:
     def _begin(self, layout: Layout, position: int = 0) -> None:
         self._layout = layout
         self._wants = opened(self._want, layout)
-        self._end = max((want.end for want in self._wants), default=0)
+        self._end = max((request.end for request in self._wants), default=0)
         self._position = position
 
     def take(self, data: memoryview) -> bool:

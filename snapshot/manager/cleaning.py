@@ -173,7 +173,7 @@ async def _leftovers(root: Root, step: int, older_than: float, *, alone: bool, t
     async with root.opened(step) as session:
         storage = session.storage
         try:
-            files = await cleanup.leftovers(storage, older_than)
+            files = await cleanup.find_leftovers(storage, older_than)
             if files:
                 size = await _size(storage, files) if thorough else None
                 return Fate(step, "leftovers", goes=True, why="a take that was cut off", nbytes=size, files=len(files))
@@ -236,13 +236,13 @@ async def _remove(root: Root, fate: Fate, older_than: float, spared: Callable[[i
     """Remove one; False where it is wanted now, or gone already."""
     async with root.opened(fate.step) as session:
         if fate.what == "leftovers":
-            return bool(await cleanup.clear(session.storage, older_than))
+            return bool(await cleanup.delete_leftovers(session.storage, older_than))
 
         async def wanted() -> bool:
             return spared(fate.step) or bool(await root.pinned([fate.step]))
 
         try:
-            removed = await cleanup.remove_this(session.storage, fate.token, older_than, wanted)
+            removed = await cleanup.delete_if_unchanged(session.storage, fate.token, older_than, wanted)
         except StorageNotFoundError:
             return False
         if removed:

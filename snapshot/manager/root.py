@@ -22,6 +22,7 @@ from snapshot.errors import (
 )
 from snapshot.events import log
 from snapshot.formats.foreign import says_absent
+from snapshot.load.open import expect_files, open_document
 from snapshot.manager.policies import Taken
 from snapshot.manager.step_metadata import noted_metrics
 from snapshot.manifest.document import FORMAT, METADATA, FileEntry, PartEntry
@@ -209,8 +210,8 @@ class Root:
         """Why a step cannot be restored, as far as that is seen without reading data: None if nothing is seen."""
         async with self.opened(step) as session:
             try:
-                document = await session.open()
-                await session.expect_files(document, set(document.files))
+                document = await open_document(session)
+                await expect_files(session, document, set(document.files))
             except (CorruptSnapshotError, SnapshotNotFoundError, StorageNotFoundError) as error:
                 return str(error)
             except SnapshotError:
@@ -225,7 +226,9 @@ class Root:
         async with self.opened(step) as session:
             try:
                 head = await session.storage.get(METADATA, limit=session.settings.manifest_bytes)
-                return bool(_OURS.match(head) or (not head.strip(b"\0") and await cleanup.ours(session.storage)))
+                return bool(
+                    _OURS.match(head) or (not head.strip(b"\0") and await cleanup.list_save_files(session.storage))
+                )
             except StorageError:
                 return False
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from snapshot.reports import with_article
+from snapshot.text import with_article
 
 NOTE = "snapshot.manager"
 """The key in a snapshot's metadata."""

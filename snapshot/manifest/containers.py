@@ -12,7 +12,7 @@ from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.optimizer import OptimizerRecord
 from snapshot.manifest.paths import component_of, decode_key
-from snapshot.reports import counted
+from snapshot.text import counted
 
 Key = str | int | dict[str, str]
 """A dict's key as it stands in `keys`: strings and ints as they are, others tagged, so that they come back as they

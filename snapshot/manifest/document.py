@@ -16,8 +16,8 @@ import numpy as np
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.manifest.entries import AnyEntry
 from snapshot.manifest.entry import Entry
-from snapshot.reports import counted
 from snapshot.tensors.digest import of_range
+from snapshot.text import counted
 
 METADATA = ".snapshot_metadata"
 FORMAT = "snapshot/1"

@@ -25,10 +25,10 @@ from snapshot.manifest.entries import (
 )
 from snapshot.manifest.rank_view import DEEPEST
 from snapshot.manifest.scalars import Scalar
-from snapshot.reports import counted
 from snapshot.tensors.digest import SIZE, block_count
 from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.tensors.geometry import inside, overlap
+from snapshot.text import counted
 
 Files = Mapping[str, FileEntry]
 

@@ -1,6 +1,6 @@
 """What is read from where: wanted ranges are merged where they lie close, and cut where they are long.
 
-Nothing here knows what the bytes are for: a want is a range of a file, and a part is one request for several of them.
+Nothing here knows what the bytes are for: a range is one of a file, and a part is one request for several of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from snapshot.tensors.digest import BLOCK
 
 
 class ByteRange(Protocol):
-    """A range of a file that somebody wants."""
+    """A range of a file that is to be read."""
 
     location: str
     begin: int
@@ -24,7 +24,7 @@ class ByteRange(Protocol):
 class ReadSegment(msgspec.Struct, gc=False):
     """A part's share of one wanted range, in bytes of the file."""
 
-    want: int
+    request: int
     begin: int
     end: int
 
@@ -38,7 +38,7 @@ class ReadPart(msgspec.Struct, gc=False):
     segments: list[ReadSegment]
 
 
-def plan_reads(wants: Sequence[ByteRange], part_bytes: int, gap: int) -> list[ReadPart]:
+def plan_reads(ranges: Sequence[ByteRange], part_bytes: int, gap: int) -> list[ReadPart]:
     """The requests that fetch every wanted range once, in the order in which they lie on storage.
 
     Long ranges are cut at multiples of a digest's block from where they begin.
@@ -47,19 +47,19 @@ def plan_reads(wants: Sequence[ByteRange], part_bytes: int, gap: int) -> list[Re
     parts: list[ReadPart] = []
     location, end, room = "", -1, 0
     segments: list[ReadSegment] = []
-    for index in sorted(range(len(wants)), key=lambda i: (wants[i].location, wants[i].begin)):
-        want = wants[index]
-        begin, stop = want.begin, want.end
+    for index in sorted(range(len(ranges)), key=lambda i: (ranges[i].location, ranges[i].begin)):
+        request = ranges[index]
+        begin, stop = request.begin, request.end
         if begin == stop:
             continue
-        close = want.location == location and 0 <= begin - end <= gap
+        close = request.location == location and 0 <= begin - end <= gap
         if close and stop - end <= room:
             segments.append(ReadSegment(index, begin, stop))
             room -= stop - end
             end = stop
             parts[-1].end = stop
             continue
-        location = want.location
+        location = request.location
         for at in range(begin, stop, step):
             end = min(at + step, stop)
             segments = [ReadSegment(index, at, end)]

@@ -14,9 +14,9 @@ import msgspec
 
 from snapshot.errors import SnapshotError
 from snapshot.manifest import document
-from snapshot.reports import listed
 from snapshot.tensors.digest import digests, of_range
 from snapshot.tensors.geometry import Box, inside, overlap
+from snapshot.text import listed
 
 FIRST = ""
 """The basis of a rank that knows nothing: all that may be shared is."""

@@ -15,11 +15,11 @@ from typing import Protocol
 import msgspec
 
 from snapshot.manifest.paths import quote
-from snapshot.reports import counted, size_text
 from snapshot.storage import Limits
 from snapshot.tensors.digest import BLOCK, SIZE, block_count, of_range
 from snapshot.tensors.dtypes import ITEMSIZE, SAFETENSORS
 from snapshot.tensors.geometry import Box, split, whole
+from snapshot.text import counted, size_text
 
 MiB = 1 << 20
 PAGE = 4096

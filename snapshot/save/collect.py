@@ -15,7 +15,6 @@ from snapshot.events import log
 from snapshot.manifest.entries import DictEntry, Extra
 from snapshot.manifest.paths import component
 from snapshot.plan.globs import matcher, unmatched
-from snapshot.reports import listed
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Leaf
 from snapshot.state.model_state import ModelState
@@ -23,6 +22,7 @@ from snapshot.state.optimizers import record_of
 from snapshot.state.prepared import Prepare
 from snapshot.state.rng import RNGState
 from snapshot.tensors.composite import stride_order
+from snapshot.text import listed
 
 
 def collect(

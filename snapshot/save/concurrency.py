@@ -11,11 +11,11 @@ from typing import Any
 from snapshot.errors import SnapshotBusyError
 from snapshot.options import MiB, Settings
 from snapshot.per_process import PerProcess
-from snapshot.reports import counted
 from snapshot.runtime.arena import arena
 from snapshot.runtime.budget import Pool
 from snapshot.runtime.host_memory import available_memory
 from snapshot.runtime.latch import Latch
+from snapshot.text import counted
 
 
 class TakeSlot:
@@ -47,7 +47,7 @@ class TakeSlots:
         self._pool = Pool(0)
 
     @contextmanager
-    def place(self, when_busy: str) -> Iterator[TakeSlot]:
+    def take(self, when_busy: str) -> Iterator[TakeSlot]:
         """A place, which is given back if what is done inside fails; `when_busy` says what to do if there is none."""
         most = Settings.current().pending
         place = TakeSlot(self)

@@ -17,11 +17,11 @@ from snapshot.manifest.document import FORMAT, Document, FileEntry, ManifestPart
 from snapshot.manifest.merge import expect_whole, merge
 from snapshot.plan.consensus import as_sum, layout_digest
 from snapshot.plan.layout import placed
-from snapshot.reports import listed
 from snapshot.save.rank_share import RankShare
 from snapshot.save.writer import WrittenFile
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.tensors.digest import RunningDigest, of_bytes, of_range
+from snapshot.text import listed
 from snapshot.version import VERSION
 
 
@@ -37,6 +37,9 @@ class RankManifest:
     chunks: list[bytes | bytearray]
     """The content of the `.bin` file that entries point into."""
     structure: str
+    """A digest of all ranks' structures; of one rank alone, of its plan."""
+    metadata: msgspec.Raw
+    """The user's, of the leader."""
     world: int
     cut: bool
     """Whether each rank's own entries stay in a part of their own."""
@@ -59,14 +62,16 @@ class _Binary:
         return self.size - len(data), self.size
 
 
-def build_entries(portion: RankShare, written: Sequence[WrittenFile], where: str) -> RankManifest:
-    """One rank's entries, and the content of its `.bin` file."""
-    entries = portion.flat.entries
-    binary = _Binary(where)
-    for blob in portion.blobs:
+def build_entries(
+    share: RankShare, written: Sequence[WrittenFile], binary_path: str, structure: str, metadata: msgspec.Raw
+) -> RankManifest:
+    """Return one rank's entries, and the content of its `.bin` file."""
+    entries = share.flat.entries
+    binary = _Binary(binary_path)
+    for blob in share.blobs:
         entries[blob.path] = _object(blob, binary)
     pieces: dict[int, list[e.Shard]] = {}
-    leaves = portion.leaves
+    leaves = share.leaves
     for each in written:
         where = each.location
         for index, (extent, digest) in enumerate(zip(each.file.extents, each.digests, strict=True)):
@@ -91,17 +96,18 @@ def build_entries(portion: RankShare, written: Sequence[WrittenFile], where: str
                 entries[leaf.path] = stored
     if pieces:
         _gather(leaves, pieces, entries)
-    for path, owner in portion.flat.ties.items():
+    for path, owner in share.flat.ties.items():
         entries[path] = _twin(entries[owner])
-    own, shared = portion.entries(entries)
+    own, shared = share.entries(entries)
     files = {
         each.location: FileEntry(each.file.size, len(each.file.header), of_range(each.file.header)) for each in written
     }
     if binary.chunks:
         files[binary.location] = FileEntry(binary.size)
-    cut = portion.shared.cut or (portion.world == 1 and len(entries) > d.IN_ONE)
+    cut = share.replication.cut or (share.world == 1 and len(entries) > d.IN_ONE)
+    structure = share.replication.structure or structure
     return RankManifest(
-        own, shared, files, binary.chunks, portion.shared.structure, portion.world, cut, portion.shared.paths
+        own, shared, files, binary.chunks, structure, metadata, share.world, cut, share.replication.paths
     )
 
 
@@ -169,14 +175,9 @@ def encode_own_part(described: RankManifest) -> bytes:
 
 
 def build_document(
-    described: RankManifest,
-    save_id: str,
-    metadata: msgspec.Raw,
-    structure: str,
-    parts: Sequence[PartEntry],
-    others: Iterable[ManifestPart],
+    described: RankManifest, save_id: str, parts: Sequence[PartEntry], others: Iterable[ManifestPart]
 ) -> Document:
-    """The manifest, from the leader's own entries and what the other ranks told."""
+    """Return the manifest, from the leader's own entries and what the other ranks sent."""
     manifest = dict(described.shared) if described.cut else {**described.own, **described.shared}
     files = dict(described.files)
     for rank, part in enumerate(others, 1):
@@ -194,8 +195,8 @@ def build_document(
         save_id,
         described.world,
         created,
-        described.structure or structure,
-        metadata,
+        described.structure,
+        described.metadata,
         files,
         [part for part in parts if part.count] if described.cut else [],
         manifest,

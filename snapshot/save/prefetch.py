@@ -27,6 +27,7 @@ class PartPrefetcher:
         budget: MemoryBudget,
         files: Sequence[FilePlan],
         progress: Callable[[int], None],
+        begin: Callable[[], object],
         *,
         shared: bool = False,
     ) -> None:
@@ -42,8 +43,8 @@ class PartPrefetcher:
         self._waiting: dict[tuple[int, int], Callable[[], object]] = {}
         self._error: BaseException | None = None
         self._closed = False
-        self.begin: Callable[[], None] | None = None
-        """Called once, when writing has to begin so that staging can go on."""
+        self._begin = begin
+        """Called when writing has to begin so that staging can go on."""
 
     def stage(self, numbers: range) -> None:
         """Stage every part of some files, in turns; returns when the last one is in host memory."""
@@ -61,8 +62,7 @@ class PartPrefetcher:
         try:
             granted = self._budget.try_acquire(size)
             if not granted:
-                if self.begin is not None:
-                    self.begin()
+                self._begin()
                 self.open()
                 self._budget.acquire_blocking(size)
                 granted = True

@@ -16,11 +16,10 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.scalars import Scalar
 from snapshot.plan.partition import Assignment, PartitionItem, partition
 from snapshot.save.collect import ReplicationRules, collect
-from snapshot.save.rendezvous import Opening
+from snapshot.save.options import TakeOptions
 from snapshot.save.replication import Replication, agree_on_replicas, check_replicas, holders_of
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf
-from snapshot.state.prepared import Prepare
 from snapshot.state.sharded import Piece, Shards
 from snapshot.tensors.dtypes import ITEMSIZE, NAMES
 
@@ -30,13 +29,13 @@ _nbytes = attrgetter("nbytes")
 class RankShare:
     """What this rank writes."""
 
-    def __init__(self, exchange: Exchange, flat: Flattened, shared: Replication) -> None:
+    def __init__(self, exchange: Exchange, flat: Flattened, replication: Replication) -> None:
         self._exchange = exchange
         self.world = exchange.world
         self.flat = flat
-        self.shared = shared
+        self.replication = replication
         self.leaves: list[Leaf] = []
-        self.loads = list(shared.loads)
+        self.loads = list(replication.loads)
         """Bytes that each rank writes."""
         self._choose_plain()
         self._meshes: dict[int, tuple[Any, Any]] = {}
@@ -44,11 +43,11 @@ class RankShare:
             self._header(path, shards)
         self._choose_pieces()
         writes_shared = exchange.rank == 0
-        self.blobs: list[Blob] = [blob for blob in flat.blobs if writes_shared or blob.path not in shared.paths]
+        self.blobs: list[Blob] = [blob for blob in flat.blobs if writes_shared or blob.path not in replication.paths]
 
     def _choose_plain(self) -> None:
         """Leaves that are this rank's own, and its share of those that all have."""
-        flat, paths = self.flat, self.shared.paths
+        flat, paths = self.flat, self.replication.paths
         if self._exchange.alone:
             self.leaves = list(flat.leaves)
             self.loads = [self.nbytes]
@@ -68,7 +67,7 @@ class RankShare:
                     common[path] = [again]
                 else:
                     self.leaves.append(again)
-        for path in self.shared.leading & common.keys():
+        for path in self.replication.from_leader & common.keys():
             group = common.pop(path)
             self.loads[0] += sum(leaf.nbytes for leaf in group)
             self.leaves += group if self._exchange.rank == 0 else []
@@ -100,7 +99,11 @@ class RankShare:
         groups: dict[tuple[int, ...], list[tuple[str, Piece]]] = {}
         for path in sorted(self.flat.shards):
             for number, piece in enumerate(self.flat.shards[path].pieces):
-                if not piece.replica and (path, number) not in self.shared.spare and path not in self.flat.ties:
+                if (
+                    not piece.replica
+                    and (path, number) not in self.replication.written_elsewhere
+                    and path not in self.flat.ties
+                ):
                     groups.setdefault(holders_of(self._exchange, piece), []).append((path, piece))
         for ranks, pieces in groups.items():
             share: Sequence[Assignment] = [Assignment(index, None) for index in range(len(pieces))]
@@ -137,7 +140,7 @@ class RankShare:
 
     def entries(self, written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """This rank's entries as they stand in the manifest: its own and shards, and what all share."""
-        rank, paths, shards = self._exchange.rank, self.shared.paths, self.flat.shards
+        rank, paths, shards = self._exchange.rank, self.replication.paths, self.flat.shards
         if self._exchange.alone and not shards and not paths:
             return {f"0/{path}": entry for path, entry in written.items()}, {}
         own: dict[str, Any] = {}
@@ -173,16 +176,14 @@ def _item(leaves: Sequence[Leaf]) -> PartitionItem:
 
 
 def collect_rank_share(
-    exchange: Exchange,
-    app_state: Mapping[str, Any],
-    prepare: Prepare | None,
-    exclude: Sequence[str],
-    opening: Opening,
-    check: bool,
+    exchange: Exchange, app_state: Mapping[str, Any], options: TakeOptions, globs: Sequence[str]
 ) -> RankShare:
-    """What this rank writes: its own, and its share of what several ranks have."""
-    flat = collect(app_state, prepare, exclude, opening.globs)
-    shared = agree_on_replicas(exchange, flat, ReplicationRules(app_state, opening.globs, exchange.ranks))
-    if check:
-        check_replicas(exchange, flat, shared)
-    return RankShare(exchange, flat, shared)
+    """Collect the application's state, and agree with the other ranks on who writes what several have.
+
+    `globs`: those of `replicated` that all ranks gave.
+    """
+    flat = collect(app_state, options.prepare, options.exclude, globs)
+    replication = agree_on_replicas(exchange, flat, ReplicationRules(app_state, globs, exchange.ranks))
+    if options.check_replicated:
+        check_replicas(exchange, flat, replication)
+    return RankShare(exchange, flat, replication)

@@ -1,4 +1,4 @@
-"""How a verb begins on several ranks: they agree on what is called, on which path, and on a name for it."""
+"""How a take begins: all ranks agree on its path and its id, and the leader claims the path."""
 
 from __future__ import annotations
 
@@ -8,29 +8,26 @@ import secrets
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import TracebackType
 
 import msgspec
 
 from snapshot.distributed.exchange import Exchange
+from snapshot.distributed.hello import Hello, agreed_url, expect_same_verb
 from snapshot.errors import SnapshotError, SnapshotExistsError, StorageError, StorageNotFoundError
+from snapshot.events import emit
 from snapshot.formats import dcp
 from snapshot.formats.notice import is_notice
-from snapshot.manifest.document import METADATA, Document
-from snapshot.runtime.loop import run
+from snapshot.manifest.document import METADATA
+from snapshot.progress import Meter
+from snapshot.runtime.loop import LoopFuture, run, start
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
+from snapshot.save.transaction import State, Transaction
 from snapshot.storage import ABSENT, Expect, FileStat
 from snapshot.url import URL
 
-Open = Callable[[URL], Session]
-
-
-class Hello(msgspec.Struct, array_like=True):
-    """What each rank says first."""
-
-    verb: str
-    path: str
-    globs: list[str]
+OpenSession = Callable[[URL], Session]
 
 
 class Answer(msgspec.Struct, array_like=True):
@@ -42,124 +39,155 @@ class Answer(msgspec.Struct, array_like=True):
     """Those that all ranks gave."""
 
 
-class Opening(msgspec.Struct):
-    """What all ranks have agreed on."""
+class TakeOpening:
+    """A take that all ranks have agreed on. Used as a context: an error before the writing begins ends it.
 
-    url: URL
-    save_id: str
-    globs: list[str]
-    expect: Expect = ABSENT
-    """What the commit expects to stand at the path. The leader knows it."""
-    claimed: bool = False
-    """Whether this rank has laid a claim there."""
+    From then on the writing closes the session, and ends the exchange.
+    """
+
+    def __init__(
+        self, exchange: Exchange, session: Session, transaction: Transaction, globs: Sequence[str], meter: Meter
+    ) -> None:
+        self.exchange = exchange
+        self.session = session
+        self.globs = globs
+        self.meter = meter
+        self._transaction = transaction
+        self._expected: LoopFuture[Expect] | None = None
+
+    @property
+    def save_id(self) -> str:
+        """The id that the names of all files have."""
+        return self._transaction.save_id
+
+    def look_at_path(self, *, overwrite: bool) -> None:
+        """Begin to look at what is at the path, and refuse to write over a snapshot. Of several ranks, the leader has
+        looked already."""
+        if self.exchange.alone:
+            self._expected = start(expectation(self.session, overwrite=overwrite))
+
+    def transaction(self) -> Transaction:
+        """Wait for what was found at the path, and return the transaction."""
+        if self._expected is not None:
+            self._transaction.expect(self._expected.result())
+            self._expected = None
+        return self._transaction
+
+    def path_as_given(self, given: str | os.PathLike[str]) -> str | os.PathLike[str]:
+        """Return the path as this rank gave it, or the leader's if that is another one."""
+        return given if URL.parse(os.fspath(given)) == self.session.url else self.session.url.reveal()
+
+    def __enter__(self) -> TakeOpening:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        if self._expected is not None:  # what it opens after the storage is closed would stay open
+            self._expected.cancel()
+            self._expected.settled(60)
+        if self._transaction.state in (State.NEW, State.CLAIMED):
+            self.meter.close()
+            self.exchange.fail(error)
+            run(self._transaction.abort())
+            run(self.session.close())
+            emit("failed", self.meter.verb, str(self.session.url), error=error)
 
 
 def open_take(
-    exchange: Exchange, url: URL, verb: str, globs: Sequence[str], opener: Open, *, overwrite: bool = False, claim: bool
-) -> tuple[Session, Opening]:
-    """Agree on a take. The leader refuses to write over a snapshot, before anything is written, and lays its claim.
-
-    With `claim=False` nothing is written and nothing refused: for a dry run.
-    """
+    exchange: Exchange, url: URL, globs: Sequence[str], meter: Meter, open_session: OpenSession, *, overwrite: bool
+) -> TakeOpening:
+    """Agree on a take. The leader of several ranks refuses to write over a snapshot, and claims the path."""
     if exchange.alone:
-        return opener(url), Opening(url, secrets.token_hex(6), list(globs))
-    held: list[Session] = []
-    opening = Opening(url, "", [])
+        session = open_session(url)
+        return TakeOpening(exchange, session, _new(session, exchange, secrets.token_hex(6)), globs, meter)
+    opened: list[tuple[Session, Transaction]] = []
 
     def lead(hellos: list[Hello]) -> Answer:
-        _same_verb(hellos)
-        opening.save_id = secrets.token_hex(6)
-        if claim:
-            session = opener(url)
-            held.append(session)
-            opening.expect = run(expectation(session, overwrite=overwrite))
-            opening.claimed = True
-            run(cleanup.lay_claim(session.storage, opening.save_id))
-        common = [glob for glob in hellos[0].globs if all(glob in hello.globs for hello in hellos)]
-        return Answer(hellos[0].path, opening.save_id, common)
+        expect_same_verb(hellos)
+        session = open_session(url)
+        transaction = _new(session, exchange, secrets.token_hex(6))
+        opened.append((session, transaction))
+        transaction.expect(run(expectation(session, overwrite=overwrite)))
+        run(transaction.claim())
+        return Answer(hellos[0].path, transaction.save_id, common_globs(hellos))
 
     try:
-        answer = exchange.agree(Hello(verb, url.reveal(), list(globs)), lead, Hello, Answer)
+        answer = exchange.agree(Hello(meter.verb, url.reveal(), list(globs)), lead, Hello, Answer)
     except BaseException:
-        for session in held:
-            if opening.claimed:
-                cleanup.leave(opening.save_id)
-                run(cleanup.withdraw(session.storage, opening.save_id))
+        for session, transaction in opened:
+            run(transaction.abort())
             run(session.close())
         raise
-    opening.url = _agreed(url, answer.path)
-    opening.save_id, opening.globs = answer.save_id, answer.globs
-    for glob in globs:
-        if glob not in answer.globs:
+    url = agreed_url(url, answer.path)
+    warn_of_globs(globs, answer.globs)
+    if opened:
+        session, transaction = opened[0]
+    else:
+        session = open_session(url)
+        transaction = _new(session, exchange, answer.save_id)
+    return TakeOpening(exchange, session, transaction, answer.globs, meter)
+
+
+def _new(session: Session, exchange: Exchange, save_id: str) -> Transaction:
+    return Transaction(session, exchange, save_id)
+
+
+def common_globs(hellos: Sequence[Hello]) -> list[str]:
+    """Return the globs that all ranks gave."""
+    return [glob for glob in hellos[0].globs if all(glob in hello.globs for hello in hellos)]
+
+
+def warn_of_globs(given: Sequence[str], common: Sequence[str]) -> None:
+    """Warn of the globs that only some ranks gave."""
+    for glob in given:
+        if glob not in common:
             warnings.warn(f"replicated: the glob {glob!r} does not count, since not all ranks gave it", stacklevel=5)
-    return held[0] if held else opener(opening.url), opening
 
 
-def path_of(given: str | os.PathLike[str], opening: Opening) -> str | os.PathLike[str]:
-    """The path as it was given, or the leader's."""
-    return given if URL.parse(os.fspath(given)) == opening.url else opening.url.reveal()
-
-
-class Standing(msgspec.Struct, array_like=True):
-    """The snapshot that the leader found."""
-
-    path: str
-    save_id: str
-
-
-def open_restore(exchange: Exchange, url: URL, verb: str, opener: Open) -> tuple[Session, Document]:
-    """Agree on a snapshot: all ranks open the same one, even if it is replaced meanwhile."""
-    held: list[tuple[Session, Document]] = []
-
-    def at(place: URL) -> tuple[Session, Document]:
-        session = opener(place)
-        try:
-            return session, run(session.open(None if exchange.alone else exchange.rank))
-        except BaseException:
-            run(session.close())
-            raise
-
+def open_dry_run(
+    exchange: Exchange, url: URL, globs: Sequence[str], open_session: OpenSession
+) -> tuple[Session, Sequence[str]]:
+    """Agree on a plan: nothing is written, and nothing refused."""
     if exchange.alone:
-        return at(url)
+        return open_session(url), globs
 
-    def lead(hellos: list[Hello]) -> Standing:
-        _same_verb(hellos)
-        held.append(at(url))
-        return Standing(hellos[0].path, held[0][1].save_id)
+    def lead(hellos: list[Hello]) -> Answer:
+        expect_same_verb(hellos)
+        return Answer(hellos[0].path, "", common_globs(hellos))
 
-    try:
-        answer = exchange.agree(Hello(verb, url.reveal(), []), lead, Hello, Standing)
-    except BaseException:
-        for session, _ in held:
-            run(session.close())
-        raise
-    url = _agreed(url, answer.path)
-    for _ in range(2):
-        session, document = held.pop() if held else at(url)
-        if document.save_id == answer.save_id:
-            return session, document
-        run(session.close())
-    raise SnapshotError(f"{url}: was replaced while the ranks opened it; restore again")
+    answer = exchange.agree(Hello("plan", url.reveal(), list(globs)), lead, Hello, Answer)
+    warn_of_globs(globs, answer.globs)
+    return open_session(agreed_url(url, answer.path)), answer.globs
 
 
-def _agreed(url: URL, answer: str) -> URL:
-    """The leader's path."""
-    if answer == url.reveal():
-        return url
-    agreed = URL.parse(answer)
-    warnings.warn(f"this rank gave the path {str(url)!r}; rank 0's is used: {str(agreed)!r}", stacklevel=6)
-    return agreed
-
-
-def _same_verb(hellos: Sequence[Hello]) -> None:
-    verbs = {hello.verb: rank for rank, hello in enumerate(hellos)}
-    if len(verbs) > 1:
-        raise SnapshotError(
-            f"ranks called different verbs: {', '.join(f'rank {rank} {verb}' for verb, rank in verbs.items())}"
+async def expectation(session: Session, *, overwrite: bool) -> Expect:
+    """Return what the commit expects at the path. Raise if a snapshot is there, unless it may be overwritten."""
+    capabilities = session.storage.capabilities
+    if not (capabilities.write and capabilities.atomic_put):
+        raise SnapshotError(f"{session.url}: this storage cannot be written to")
+    manifest = await _stat(session, METADATA)
+    other = await _stat(session, dcp.METADATA, errno.EISDIR, errno.ENOTDIR)
+    if other is not None and not await is_notice(session.storage):
+        raise SnapshotExistsError(
+            f"{session.url}: holds a checkpoint of torch.distributed.checkpoint, which others would read in place of "
+            "this one; take to another path, or remove its files"
         )
+    if manifest is None:
+        return ABSENT
+    if not overwrite:
+        raise SnapshotExistsError(
+            f"{session.url}: holds a snapshot already; take to another path, or with overwrite=True"
+        )
+    with suppress(StorageNotFoundError):
+        await cleanup.expect_own_manifest(session.storage)
+    return manifest.token
 
 
-async def _standing(session: Session, path: str, *absent: int) -> FileStat | None:
+async def _stat(session: Session, path: str, *absent: int) -> FileStat | None:
+    """Return what is at a path of the storage, or None. Errors with a number in `absent` mean that nothing is."""
     try:
         return await session.storage.stat(path)
     except StorageNotFoundError:
@@ -168,26 +196,3 @@ async def _standing(session: Session, path: str, *absent: int) -> FileStat | Non
         if error.errno not in absent:
             raise
         return None
-
-
-async def expectation(session: Session, *, overwrite: bool) -> Expect:
-    """What the commit expects to stand at the path: refuse to write over a snapshot, unless that was asked for."""
-    capabilities = session.storage.capabilities
-    if not (capabilities.write and capabilities.atomic_put):
-        raise SnapshotError(f"{session.url}: this storage cannot be written to")
-    standing = await _standing(session, METADATA)
-    other = await _standing(session, dcp.METADATA, errno.EISDIR, errno.ENOTDIR)
-    if other is not None and not await is_notice(session.storage):
-        raise SnapshotExistsError(
-            f"{session.url}: holds a checkpoint of torch.distributed.checkpoint, which others would read in place of "
-            "this one; take to another path, or remove its files"
-        )
-    if standing is None:
-        return ABSENT
-    if not overwrite:
-        raise SnapshotExistsError(
-            f"{session.url}: holds a snapshot already; take to another path, or with overwrite=True"
-        )
-    with suppress(StorageNotFoundError):
-        await cleanup.expect_ours(session.storage)
-    return standing.token

@@ -15,13 +15,12 @@ import msgspec
 import torch
 import xxhash
 
+from snapshot.distributed.agreed_plans import KnownPlan, plan_memory
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import SnapshotError
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import Document
 from snapshot.manifest.scalars import Scalar
 from snapshot.plan import consensus as a
-from snapshot.reports import listed
 from snapshot.save.collect import ReplicationRules
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Leaf
@@ -30,6 +29,7 @@ from snapshot.tensors.digest import digests, of_range
 from snapshot.tensors.dtypes import ITEMSIZE, NAMES
 from snapshot.tensors.geometry import split
 from snapshot.tensors.memory import buffer, is_plain
+from snapshot.text import listed
 
 SMALL = 1024
 """Up to so many bytes a tensor that is equal on all ranks counts as replicated without being asked."""
@@ -47,21 +47,16 @@ class Replication:
     loads: tuple[int, ...]
     """Bytes that each rank writes of its own, and of shards."""
     cut: bool = False
-    spare: frozenset[tuple[str, int]] = frozenset()
+    written_elsewhere: frozenset[tuple[str, int]] = frozenset()
     """(Path, number of the piece) of the boxes that another rank writes."""
-    leading: frozenset[str] = frozenset()
+    from_leader: frozenset[str] = frozenset()
     """Those of `paths` that the leader writes, since its are the ones that count."""
     own: str = ""
     """This rank's own structure."""
 
-
-@dataclass(frozen=True)
-class KnownPlan:
-    """A plan that was agreed on before."""
-
-    structure: str
-    paths: frozenset[str]
-    spare: frozenset[tuple[str, int]] = frozenset()
+    def known_plan(self) -> KnownPlan:
+        """Return what the next take of the same structure goes by."""
+        return KnownPlan(self.structure, self.paths, self.written_elsewhere)
 
 
 @dataclass
@@ -157,13 +152,13 @@ def agree_on_replicas(exchange: Exchange, flat: Flattened, alike: ReplicationRul
     """Find out with the other ranks what is shared."""
     if exchange.alone:
         return Replication("", alike.among(flat.entries), (0,))
-    ranks = exchange.ranks
     found = find_candidates(flat, alike)
     asks = any(piece.holders is None and not piece.replica for held in flat.shards.values() for piece in held.pieces)
-    known = ranks.plans.get(found.structure) or (None if asks else ranks.restored)
+    memory = plan_memory(exchange.ranks)
+    known = memory.find(found.structure) or (None if asks else memory.restored)
     basis = known.structure if known else a.FIRST
     paths = frozenset(found.items) if known is None else known.paths & found.items.keys()
-    spare = known.spare if known else frozenset()
+    spare = known.written_elsewhere if known else frozenset()
     have, expected = _sums(exchange, flat)
     for _ in range(MOST_ASKED):
         record = a.RankRecord(
@@ -198,30 +193,9 @@ def agree_on_replicas(exchange: Exchange, flat: Flattened, alike: ReplicationRul
     )
 
 
-MOST_PLANS = 8
 MOST_ASKED = 4
 SKETCH = 64
 """So many of the values that were not shared last time are looked at again."""
-
-
-def keep(exchange: Exchange, shared: Replication) -> None:
-    """What was agreed on has led to a snapshot: the next take of the same structure goes by it."""
-    if not exchange.alone:
-        plans = exchange.ranks.plans
-        plans.pop(shared.own, None)
-        plans[shared.own] = KnownPlan(shared.structure, shared.paths, shared.spare)
-        while len(plans) > MOST_PLANS:
-            plans.pop(next(iter(plans)))
-
-
-def remember(exchange: Exchange, document: Document) -> None:
-    """Take note of what the ranks of a snapshot that was restored had agreed on: the next take may go by it."""
-    if exchange.alone or document.world_size != exchange.world:
-        return
-    paths = frozenset(
-        path.partition("/")[2] for path, entry in document.manifest.items() if getattr(entry, "replicated", False)
-    )
-    exchange.ranks.restored = KnownPlan(document.structure, paths)
 
 
 def _ask(
@@ -341,7 +315,7 @@ def check_replicas(exchange: Exchange, flat: Flattened, shared: Replication) -> 
         return
     mine: dict[str, str] = {}
     leaves = _by_path(flat)
-    for path in shared.paths - shared.leading:
+    for path in shared.paths - shared.from_leader:
         for leaf in leaves.get(flat.ties.get(path, path), ()):
             mine[path + leaf.path.removeprefix(leaf.entry).replace("%[", "[")] = leaf_digest(leaf)
     for path, shards in flat.shards.items():

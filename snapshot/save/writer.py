@@ -15,9 +15,11 @@ from typing import Any, Protocol
 from snapshot.aio import in_thread, run_inline, shielded
 from snapshot.plan.layout import FilePart, FilePlan, part_size
 from snapshot.plan.plan_cache import parts_of
+from snapshot.progress import unmetered
 from snapshot.runtime.arena import GRAIN, arena
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import cancelled
+from snapshot.runtime.session import Session
 from snapshot.save.staging import FileDigests, StagedPart, Stager
 from snapshot.storage import FileWriter, Storage
 from snapshot.trace import span
@@ -26,7 +28,7 @@ Progress = Callable[[int], None]
 
 
 class StagedParts(Protocol):
-    """What has parts staged ahead of the writer; see `engine.ahead`."""
+    """Parts that are staged ahead of the writer."""
 
     async def get(self, number: int, position: int) -> StagedPart:
         """A part of a file, as soon as it is there. Whoever got it releases it."""
@@ -38,6 +40,22 @@ class StagedParts(Protocol):
 
     def release(self) -> None:
         """Give back what nobody got."""
+        ...
+
+
+class PartSink(Protocol):
+    """What writes the data files of a take in place of this process."""
+
+    async def write(
+        self,
+        session: Session,
+        files: Sequence[FilePlan],
+        locations: Sequence[str],
+        parts: Sequence[Sequence[FilePart]],
+        staging: StagedParts,
+        progress: Progress,
+    ) -> list[WrittenFile]:
+        """Write all files from what is staged, as `Writer.write` does it. If one fails, nothing of them is left."""
         ...
 
 
@@ -82,12 +100,8 @@ class Writer:
     @property
     def serial(self) -> bool:
         """Whether a thread alone does a whole file, part after part, where nothing is staged ahead."""
-        blocking = self._storage.capabilities.blocking and not getattr(self.source, "waits", False)
+        blocking = self._storage.capabilities.blocking and not self.source.waits
         return blocking and self._storage.limits.parts_per_file == 1
-
-    def _digests(self, file: FilePlan) -> FileDigests:
-        made: FileDigests = getattr(self.source, "digests", FileDigests)(file)
-        return made
 
     async def write(
         self, files: Sequence[FilePlan], locations: Sequence[str], staging: StagedParts | None = None
@@ -126,7 +140,7 @@ class Writer:
         """A lane that one thread does alone, part by part: each is digested, and written, while it is in a cache."""
         writer = await self._storage.create(location, file.size)
         self._open.append(writer)
-        digests = self._digests(file)
+        digests = self.source.digests(file)
         for part in self.parts(file):
             if self._stopped:
                 raise asyncio.CancelledError
@@ -147,7 +161,7 @@ class Writer:
         this = asyncio.current_task()
         if this is not None and this.cancelling():  # meanwhile, where it was not heard
             raise asyncio.CancelledError
-        digests = self._digests(file)
+        digests = self.source.digests(file)
         writes: set[asyncio.Task[None]] = set()
         limits = self._storage.limits
         at_once = limits.parts_per_file
@@ -252,7 +266,9 @@ def arena_bytes(nbytes: int) -> int:
     return -(-nbytes // GRAIN) * GRAIN
 
 
-async def write_small(storage: Storage, path: str, chunks: Sequence[bytes | bytearray], progress: Progress) -> None:
+async def write_small(
+    storage: Storage, path: str, chunks: Sequence[bytes | bytearray], progress: Progress = unmetered
+) -> None:
     """Write a file of a few chunks, which lie in memory anyway, respecting what the storage wants of parts."""
     data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
     writer = await storage.create(path, len(data))

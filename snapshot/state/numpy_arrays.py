@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.reports import counted
 from snapshot.tensors.dtypes import BY_NAME
 from snapshot.tensors.memory import view
+from snapshot.text import counted
 
 Array = np.ndarray[Any, Any]
 

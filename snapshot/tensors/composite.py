@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.reports import counted
 from snapshot.saved import class_name
+from snapshot.text import counted
 
 _PARAMETER = "torch.nn.parameter.Parameter"
 _COMPRESSED: dict[torch.layout, tuple[str, str, str]] = {

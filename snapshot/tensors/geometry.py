@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from snapshot.reports import counted
+from snapshot.text import counted
 
 Shape = tuple[int, ...]
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from snapshot.reports import counted
+from snapshot.text import counted
 
 _Char = ctypes.c_char
 _libc = ctypes.CDLL(None)

@@ -13,7 +13,7 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError, UnsafeObjectError, UnsupportedFormatError
 from snapshot.formats.pickle_scan import expect_stored, scan
-from snapshot.reports import counted, with_article
+from snapshot.text import counted, with_article
 
 REFUSED = "(not read)"
 """The serializer of what only running the pickle of another library's file would make."""

@@ -24,6 +24,7 @@ from snapshot.load.requests import ReadRequest, want_all
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import TENSORS
 from snapshot.plan.layout import FilePart, FilePlan
+from snapshot.progress import unmetered
 from snapshot.runtime.arena import Slot
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.session import Session
@@ -100,7 +101,7 @@ class Fetched(Stager):
         if part.begin < len(file.header):
             header = file.header[part.begin : part.end]
             slot.view[: len(header)] = header
-        gather = ReadPlan(self._document.files)
+        read_plan = ReadPlan(self._document.files)
         copies: list[Callable[[], object]] = []
         for extent in file.extents[part.first : part.last]:
             begin, end = max(extent.begin, part.begin), min(extent.end, part.end)
@@ -113,11 +114,11 @@ class Fetched(Stager):
             if isinstance(origin, bytes):
                 slot.view[at : at + end - begin] = origin[first : first + end - begin]
             else:
-                copies += await self._want(gather, extent.leaf, origin, first, end - begin, slot, at)
-        if gather.wants:
-            await self._read(gather)
+                copies += await self._want(read_plan, extent.leaf, origin, first, end - begin, slot, at)
+        if read_plan.requests:
+            await self._read(read_plan)
         used, self._used = self._used, []
-        await in_thread(self._finish, gather, copies, file, part, slot)
+        await in_thread(self._finish, read_plan, copies, file, part, slot)
         for index, count in used:  # elements of tensors that are held, which are where they belong
             self._left[index] -= count
             if not self._left[index]:
@@ -125,7 +126,7 @@ class Fetched(Stager):
         return StagedPart([slot.view[: part.end - part.begin]], None, slot, budget)
 
     async def _want(
-        self, gather: ReadPlan, index: int, entry: Any, first: int, nbytes: int, slot: Slot, at: int
+        self, read_plan: ReadPlan, index: int, entry: Any, first: int, nbytes: int, slot: Slot, at: int
     ) -> list[Callable[[], object]]:
         """Want a range of a tensor's bytes in the slot; what has to be copied there afterwards."""
         leaf = self.leaves[index]
@@ -142,7 +143,7 @@ class Fetched(Stager):
             target = target.permute(back)
             there = Box(tuple(box.offsets[axis] for axis in back), tuple(box.sizes[axis] for axis in back))
             if whole is None:
-                gather.into_box(leaf.path, entry, there, target)
+                read_plan.into_box(leaf.path, entry, there, target)
             else:
                 copies.append(partial(target.copy_, whole[there.slices()]))
         if whole is not None:
@@ -159,10 +160,10 @@ class Fetched(Stager):
                     self._parted.add(index)
                     return None
                 held = await in_thread(self._room, entry)
-                gather = ReadPlan(self._document.files)
-                gather.into(self.leaves[index].path, entry, held)
-                await self._read(gather)
-                await in_thread(gather.finish)
+                read_plan = ReadPlan(self._document.files)
+                read_plan.into(self.leaves[index].path, entry, held)
+                await self._read(read_plan)
+                await in_thread(read_plan.finish)
                 self._held[index] = held
                 self._left[index] = math.prod(entry.shape)
             return self._held[index]
@@ -192,17 +193,17 @@ class Fetched(Stager):
             return True
         packed = [stored for stored in pieces if is_packed(stored) and stored.nbytes > BLOCK]
         layouts: list[tuple[tuple[int, ...], Layout]] = []
-        wants = []
+        requests = []
         for stored in packed:
-            want = want_all(self.leaves[index].path, stored)
-            want.opens = partial(_noted, layouts, stored.shape)
-            wants.append(want)
-        if wants:  # only what says where they are is read
-            await self._reader().read(wants, lambda _: None)
+            request = want_all(self.leaves[index].path, stored)
+            request.opens = partial(_noted, layouts, stored.shape)
+            requests.append(request)
+        if requests:  # only what says where they are is read
+            await self._reader().read(requests, unmetered)
         return any(_is_odd(shape, layout.strides) for shape, layout in layouts)
 
-    async def _read(self, gather: ReadPlan) -> None:
-        result = await self._reader().read(gather.wants, lambda _: None)
+    async def _read(self, read_plan: ReadPlan) -> None:
+        result = await self._reader().read(read_plan.requests, unmetered)
         self.bytes_read += result.bytes_read
         expect_good(self._session, result)
 
@@ -211,9 +212,9 @@ class Fetched(Stager):
         return Reader(session.storage, session.budget, verify=self._verify, wanted_part=session.settings.part_bytes)
 
     def _finish(
-        self, gather: ReadPlan, copies: list[Callable[[], object]], file: FilePlan, part: FilePart, slot: Slot
+        self, read_plan: ReadPlan, copies: list[Callable[[], object]], file: FilePlan, part: FilePart, slot: Slot
     ) -> None:
-        gather.finish()
+        read_plan.finish()
         for copy in copies:
             copy()
         for extent in file.extents[part.first : part.last]:

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
-from snapshot.events import Meter, emit
+from snapshot.events import emit
 from snapshot.load.checksums import expect_sums
+from snapshot.load.open import expect_files, open_document
 from snapshot.load.stored_ranges import stored_in
 from snapshot.manifest.document import Document
 from snapshot.manifest.validate import locations_of
 from snapshot.options import Settings
+from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
@@ -54,8 +56,8 @@ def converted(
     half = None if budget is None else max(1, budget // 2)
     source = Session(origin, options, budget=half)
     try:
-        document = run(source.open())
-        run(source.expect_files(document, locations_of(document.manifest, document.files)))
+        document = run(open_document(source))
+        run(expect_files(source, document, locations_of(document.manifest, document.files)))
         if choice.verify:
             expect_sums(source, stored_in(document.manifest), document.files)
         if to == "snapshot":

@@ -18,22 +18,25 @@ import msgspec
 
 from snapshot.aio import in_thread, shielded
 from snapshot.errors import CommitUnknown, CorruptSnapshotError, SnapshotError, StorageError, UnsupportedFormatError
-from snapshot.events import Meter, emit
+from snapshot.events import emit
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.load.checksums import expect_sums
+from snapshot.load.open import expect_files, load_parts, open_document, open_main, read_parts
 from snapshot.load.stored_ranges import TABLE, stored_in, uncovered, wants_of
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document, ManifestPart, PartEntry, encode
 from snapshot.manifest.validate import locations_of
 from snapshot.options import Settings
-from snapshot.reports import CopyReport, listed
+from snapshot.progress import Meter
+from snapshot.reports import CopyReport
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.save.rendezvous import expectation
-from snapshot.save.transaction import Ending
+from snapshot.save.transaction import Transaction
 from snapshot.save.writer import write_small
 from snapshot.tensors.digest import of_range
+from snapshot.text import listed
 from snapshot.url import URL
 from snapshot.verbs.copy_foreign import copy_files
 from snapshot.verbs.copy_stream import CheckedRange, CopiedFile, pass_files, tokens
@@ -69,7 +72,7 @@ def copied(
         return Session(place, target_options, durable=durable, budget=half)
 
     try:
-        document = run(source.open_main())
+        document = run(open_main(source))
         if _servers(options) == _servers(target_options):
             _expect_apart(origin, url)
         if isinstance(document, ForeignDocument):
@@ -124,14 +127,14 @@ def _part(
     source: Session, document: Document, choice: Selection, url: URL, opener: Any, meter: Meter, *, overwrite: bool
 ) -> CopyReport:
     """What of a snapshot was selected, as a snapshot: the files hold other things, too, and are written anew."""
-    run(source.load(document, list(document.parts)))
-    run(source.expect_files(document, locations_of(document.manifest, document.files)))
+    run(load_parts(source, document, list(document.parts)))
+    run(expect_files(source, document, locations_of(document.manifest, document.files)))
     if choice.verify:
         expect_sums(source, stored_in(document.manifest), document.files)
     as_snapshot(source, document, choice, url, opener, meter, overwrite=overwrite, timeout=Settings.current().timeout)
     made = opener(url)
     try:
-        written = run(made.open())
+        written = run(open_document(made))
     finally:
         run(made.close())
     nbytes = sum(file.size for file in written.files.values())
@@ -163,20 +166,20 @@ class _Copy:
         """Copy it. Over a network bytes may be damaged on their way only: then once more, from the beginning."""
         document, url = self._document, str(self._target.url)
         expect = await expectation(self._target, overwrite=overwrite)
-        parts = await self._source.read_parts(document.parts)
+        parts = await read_parts(self._source, document.parts)
         names = [each.location for each in document.parts]
-        await self._source.expect_files(document, set(document.files))
+        await expect_files(self._source, document, set(document.files))
         files = await in_thread(self._files, parts, await tokens(self._source.storage, document.files))
         nbytes = sum(file.size for file in files)
         for again in (False, True):
-            save_id = secrets.token_hex(6)
-            ending = Ending(alone("copy", Settings.current().timeout), self._target, save_id, document.metadata)
-            ending.expect = expect
+            exchange = alone("copy", Settings.current().timeout)
+            transaction = Transaction(self._target, exchange, secrets.token_hex(6))
+            transaction.expect(expect)
             self._meter.wrote(-self._meter.now().done)
             self._meter.begin(nbytes)
             emit("start", "copy", url, bytes=nbytes)
             try:
-                await self._write(ending, save_id, files, dict(zip(names, parts, strict=True)))
+                await self._write(transaction, files, dict(zip(names, parts, strict=True)))
                 break
             except CommitUnknown:
                 raise
@@ -223,15 +226,14 @@ class _Copy:
         ]
 
     async def _write(
-        self, ending: Ending, save_id: str, files: Sequence[CopiedFile], parts: Mapping[str, ManifestPart]
+        self, transaction: Transaction, files: Sequence[CopiedFile], parts: Mapping[str, ManifestPart]
     ) -> None:
         """Claim, write, commit, clean, as a take does it; if anything fails, leave nothing."""
         storage = self._target.storage
-        places = _places(save_id, [*self._document.files, *parts])
-        ending.names = list(places.values())
-        try:
-            await cleanup.lay_claim(storage, save_id)
-            names = [places[each.location] for each in files]
+        places = _places(transaction.save_id, [*self._document.files, *parts])
+        names = [places[each.location] for each in files]
+        async with transaction:
+            transaction.will_write(list(places.values()))
             await pass_files(
                 self._source,
                 self._target,
@@ -242,24 +244,15 @@ class _Copy:
             entries = []
             for kept, (location, part) in zip(self._document.parts, parts.items(), strict=True):
                 data = await in_thread(_moved_part, part, places)
-                await write_small(storage, places[location], [data], lambda _: None)
+                await write_small(storage, places[location], [data])
                 entries.append(PartEntry(places[location], len(data), of_range(data), kept.ranks, kept.count))
-            data = await in_thread(_moved, self._document, save_id, places, entries)
-            await shielded(ending.commit(data))
-        except CommitUnknown:
-            raise
-        except BaseException as error:
-            note = await shielded(ending.abort(gone=True))
-            if note:
-                error.add_note(note)
-            raise
-        finally:
-            cleanup.leave(save_id)
+            data = await in_thread(_moved, self._document, transaction.save_id, places, entries)
+            await shielded(transaction.commit(data))
 
     async def _expect_unchanged(self, cause: BaseException) -> None:
         """Say so where what was read was replaced meanwhile: that, and no damage, is what was met."""
         try:
-            now = await cleanup.standing(self._source.storage)
+            now = await cleanup.committed_save_id(self._source.storage)
         except SnapshotError:
             return
         if now != self._document.save_id:

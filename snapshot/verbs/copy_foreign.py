@@ -8,14 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from snapshot.errors import SnapshotError, StorageNotFoundError
-from snapshot.events import Meter, emit
+from snapshot.events import emit
 from snapshot.formats import dcp, safetensors, zip_checksums
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.unpickling import INLINE
 from snapshot.load.checksums import expect_sums
+from snapshot.load.open import expect_files
 from snapshot.load.stored_ranges import stored_in
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import METADATA
+from snapshot.progress import Meter
 from snapshot.reports import CopyReport
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
@@ -154,7 +156,7 @@ async def _layout(source: Session, document: ForeignDocument, url: URL) -> _Layo
             (METADATA, dcp.METADATA),
             r"model-\d{5}-of-\d{5}\.safetensors",
         )
-    await source.expect_files(document, document.files.keys() & made.names.keys())
+    await expect_files(source, document, document.files.keys() & made.names.keys())
     made.held = await tokens(storage, made.names)
     for marker in made.markers:
         there = found if marker == index else marker

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from snapshot.difference import Change, Diff
 from snapshot.errors import CorruptSnapshotError, RestoreError
-from snapshot.events import Meter, emit
+from snapshot.events import emit
 from snapshot.load.foreign_objects import unfold
+from snapshot.load.open import open_document
 from snapshot.load.scatter import place_of
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import is_leaf
@@ -23,6 +23,8 @@ from snapshot.manifest.document import FORMAT, Document
 from snapshot.manifest.rank_view import is_rank
 from snapshot.plan.globs import matcher, unmatched
 from snapshot.plan.renaming import Rename
+from snapshot.progress import Meter
+from snapshot.reports import Change, Diff
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
@@ -150,7 +152,7 @@ def differences(
 ) -> Diff:
     """Compare what stands at two places."""
     began = time.perf_counter()
-    documents = [run(session.open()) for session in (a, b)]
+    documents = [run(open_document(session)) for session in (a, b)]
     sides = [Side(session, document) for session, document in zip((a, b), documents, strict=True)]
     here, there = (_names(side) for side in sides)
     here.rename(rename)
@@ -179,7 +181,7 @@ def differences(
 
 def _names(side: Side) -> DiffNames:
     manifest = dict(side.document.manifest)
-    run(unfold(side.session, side.document, manifest, lambda _: True, Kind))
+    unfold(side.session, side.document, manifest, lambda _: True, Kind)
     return DiffNames(side.document, manifest)
 
 

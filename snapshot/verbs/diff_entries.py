@@ -12,7 +12,7 @@ from snapshot.formats.unpickling import is_refused
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.scalars import Scalar
-from snapshot.reports import counted
+from snapshot.text import counted
 from snapshot.verbs.diff_bytes import Pair, as_bytes
 from snapshot.verbs.diff_stats import Numbers, comparable
 from snapshot.verbs.select import clean

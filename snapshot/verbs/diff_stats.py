@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from snapshot.difference import Values
+from snapshot.reports import Values
 from snapshot.tensors.dtypes import BY_NAME
 
 STEP = 1 << 18

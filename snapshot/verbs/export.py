@@ -20,7 +20,6 @@ from snapshot.errors import (
     RestoreError,
     UnsupportedFormatError,
 )
-from snapshot.events import Meter
 from snapshot.formats import dcp, safetensors, torch_archive
 from snapshot.formats.dcp_export import archived, flattened, metadata
 from snapshot.formats.foreign import root_of, root_over
@@ -30,12 +29,14 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.manifest.paths import uncomponent
 from snapshot.plan.layout import Extent, FilePlan, exact_file
-from snapshot.reports import ConvertReport, listed, with_article
+from snapshot.progress import Meter
+from snapshot.reports import ConvertReport
 from snapshot.runtime.session import Session
 from snapshot.save.writer import Writer
 from snapshot.state.leaves import Leaf
 from snapshot.state.state_tree import inflate
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, SAFETENSORS
+from snapshot.text import listed, with_article
 from snapshot.verbs import losses
 from snapshot.verbs.checkpoint_source import Fetched, expect_room
 from snapshot.verbs.classless import without_classes

@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 
 from snapshot.errors import RestoreError, UnsafeObjectError
-from snapshot.events import Meter
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.unpickling import is_refused
-from snapshot.load.fetch import fetch
+from snapshot.load.open import expect_files
 from snapshot.load.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import is_leaf
@@ -22,10 +21,10 @@ from snapshot.manifest.rank_view import View, nearest, rank_view, renamed
 from snapshot.manifest.validate import check_tensor, locations_of
 from snapshot.plan.globs import matcher, unmatched
 from snapshot.plan.renaming import Rename, compile_rename
-from snapshot.reports import listed
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.tensors.objects import TRUST
+from snapshot.text import listed
 
 
 def chosen_of_ranks(
@@ -181,16 +180,12 @@ class Objects:
                 f"{self._session.url}: holds what only running a pickle would make; leave it out with exclude=[...], "
                 f"or {TRUST}:{listed(refused)}"
             )
-        run(self._session.expect_files(self._document, locations_of(entries, self._document.files)))
-        gather = ReadPlan(self._document.files, allow_pickle=self._allow_pickle)
+        run(expect_files(self._session, self._document, locations_of(entries, self._document.files)))
+        read_plan = ReadPlan(self._document.files, allow_pickle=self._allow_pickle)
         for path, entry in entries.items():
-            gather.new(path, entry)
-        meter = Meter("convert", None)
-        fetch(self._session, gather.objects, self._verify, meter)
-        gather.finish_objects(all_or_none=all_or_none)
-        fetch(self._session, gather.wants, self._verify, meter)
-        gather.finish()
-        return gather.values
+            read_plan.new(path, entry)
+        read_plan.execute(self._session, verify=self._verify, all_or_none=all_or_none)
+        return read_plan.values
 
     def bytes_of(self, entries: Mapping[str, e.ObjectEntry]) -> dict[str, bytearray]:
         """The bytes of objects, as they are stored."""

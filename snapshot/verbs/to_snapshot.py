@@ -14,21 +14,23 @@ import torch
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import SOLO
 from snapshot.errors import UnsafeObjectError
-from snapshot.events import Meter, log
+from snapshot.events import log
 from snapshot.formats.foreign import with_root
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.plan.renaming import Rename
-from snapshot.reports import ConvertReport, with_article
+from snapshot.progress import Meter
+from snapshot.reports import ConvertReport
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.save.rank_share import RankShare
-from snapshot.save.rendezvous import expectation, open_take
+from snapshot.save.rendezvous import open_take
 from snapshot.save.replication import Replication
-from snapshot.save.take import Take
+from snapshot.save.take import Take, plan_writes
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
+from snapshot.text import with_article
 from snapshot.url import URL
 from snapshot.verbs import losses
 from snapshot.verbs.checkpoint_source import Fetched, expect_room
@@ -201,7 +203,7 @@ def as_snapshot(
     document: Document,
     choice: Selection,
     url: URL,
-    opener: Callable[[URL], Session],
+    open_session: Callable[[URL], Session],
     meter: Meter,
     *,
     overwrite: bool,
@@ -220,16 +222,18 @@ def as_snapshot(
     recording.objects(entries)
     if recording.flat.pickled:
         log.warning("%s: stored as pickles, as they were: %s", url, ", ".join(sorted(recording.flat.pickled)[:20]))
-    with alone("convert", timeout) as exchange:
-        session, opening = open_take(exchange, url, "convert", (), opener, claim=True)
-        with Take(exchange, session, opening, with_root(document), meter) as take:
-            take.ending.expect = run(expectation(session, overwrite=overwrite))
-            portion = Recorded(exchange, recording.flat, document.world_size, recording.replicated)
-            take.prepare(portion, None, stage=False)
-            take.fetch_from(Fetched(source, document, portion.leaves, recording.origins, verify=choice.verify))
-            run(take.write())
+    with (
+        alone("convert", timeout) as exchange,
+        open_take(exchange, url, (), meter, open_session, overwrite=overwrite) as opening,
+    ):
+        opening.look_at_path(overwrite=overwrite)
+        opening.transaction()
+        share = Recorded(exchange, recording.flat, document.world_size, recording.replicated)
+        plan = plan_writes(share, opening.session, staged=False)
+        stager = Fetched(source, document, share.leaves, recording.origins, verify=choice.verify)
+        run(Take(opening, share, plan, stager=stager, metadata=with_root(document)).write())
     changed = tuple(losses.memory_changes(entries, lambda *_: True))
-    return ConvertReport("snapshot", recording.tensors, portion.nbytes, tuple(recording.uncast), changed=changed)
+    return ConvertReport("snapshot", recording.tensors, share.nbytes, tuple(recording.uncast), changed=changed)
 
 
 def _bytes_of(leaf: Leaf) -> bytes:

@@ -12,9 +12,9 @@ from typing import Any
 
 from snapshot.aio import in_thread
 from snapshot.errors import CorruptSnapshotError, StorageError
-from snapshot.events import Meter
 from snapshot.formats import zip_checksums
 from snapshot.formats.unpickling import INLINE
+from snapshot.load.open import missing_files, open_document
 from snapshot.load.reader import Reader
 from snapshot.load.requests import ReadRequest
 from snapshot.load.stored_ranges import TABLE, Place, stored_of, uncovered, wants_of
@@ -23,9 +23,11 @@ from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document
 from snapshot.manifest.rank_view import by_key, is_rank, rank_view
 from snapshot.manifest.validate import check_tree
-from snapshot.reports import VerifyReport, counted
+from snapshot.progress import Meter, unmetered
+from snapshot.reports import VerifyReport
 from snapshot.runtime.session import Session
 from snapshot.tensors.digest import BLOCK, of_range
+from snapshot.text import counted
 from snapshot.verbs.copy_stream import tokens
 from snapshot.verbs.verify_journal import Key, VerifyJournal
 
@@ -44,12 +46,12 @@ async def verify_files(
 
     What another take replaces meanwhile loses its files: then what stands there now is looked at instead.
     """
-    document = await session.open()
+    document = await open_document(session)
     for _ in range(AGAIN):
         report = await Verification(session, document, meter).run(quick, resume)
         if report.ok:
             break
-        now = await session.open()
+        now = await open_document(session)
         if now.save_id == document.save_id:
             break
         document = now
@@ -87,20 +89,20 @@ class Stretch:
 
     plain: list[ReadRequest] = field(default_factory=list)
     """Headers, and long tables: digested as they are, however long."""
-    wants: list[ReadRequest] = field(default_factory=list)
+    requests: list[ReadRequest] = field(default_factory=list)
     sums: list[Place] = field(default_factory=list)
     """Archives of others, which carry checksums."""
     nbytes: int = 0
 
-    def add(self, want: ReadRequest) -> None:
+    def add(self, request: ReadRequest) -> None:
         """One more range."""
-        plain = want.stored.serializer == TABLE and (not want.name or want.end - want.begin > BLOCK)
-        (self.plain if plain else self.wants).append(want)
-        self.nbytes += want.end - want.begin
+        plain = request.stored.serializer == TABLE and (not request.name or request.end - request.begin > BLOCK)
+        (self.plain if plain else self.requests).append(request)
+        self.nbytes += request.end - request.begin
 
     def keys(self) -> list[Key]:
         """What is noted when all of it has been looked at."""
-        ranges = [("range", each.location, each.begin, each.end) for each in (*self.plain, *self.wants)]
+        ranges = [("range", each.location, each.begin, each.end) for each in (*self.plain, *self.requests)]
         return [*ranges, *(("sum", *place) for place in self.sums)]
 
 
@@ -120,16 +122,16 @@ class Verification:
         """Look at all of it; `quick`: at what there is, and not into it."""
         began = time.perf_counter()
         session, document = self._session, self._document
-        missing = await session.missing_files(document, set(document.files), errno.EIO)
+        missing = await missing_files(session, document, set(document.files), errno.EIO)
         self.faults += _held_by(missing, document.manifest)
         bare: dict[str, list[Place]] = {}
-        wants = wants_of([document.manifest], document.files, self.faults, bare)
-        self.faults += uncovered(document.files, wants) + await in_thread(_tree_faults, document)
-        wants = [want for want in wants if want.location not in missing]
-        sums = zip_checksums.archives((want.stored for want in wants), document.files)
+        requests = wants_of([document.manifest], document.files, self.faults, bare)
+        self.faults += uncovered(document.files, requests) + await in_thread(_tree_faults, document)
+        requests = [request for request in requests if request.location not in missing]
+        sums = zip_checksums.archives((request.stored for request in requests), document.files)
         before = 0
         if not quick:
-            stretch = self.everything(wants, sums, missing)
+            stretch = self.everything(requests, sums, missing)
             if resume is None:
                 self._meter.begin(stretch.nbytes)
                 await self.look(stretch, self._meter.wrote)
@@ -149,17 +151,19 @@ class Verification:
             before,
         )
 
-    def everything(self, wants: list[ReadRequest], sums: Mapping[Place, Place], missing: Mapping[str, str]) -> Stretch:
+    def everything(
+        self, requests: list[ReadRequest], sums: Mapping[Place, Place], missing: Mapping[str, str]
+    ) -> Stretch:
         """All that is to be read: what `wants` asks for, and the headers of files."""
         plain = []
         for location, file in self._document.files.items():
             if file.header and location not in missing:
                 held = e.ObjectEntry(location, (0, file.header), TABLE, "", file.header_digest)
                 plain.append(ReadRequest("", held, location, 0, file.header))
-        wants = [*plain, *wants]
+        requests = [*plain, *requests]
         made = Stretch(sums=sorted(set(sums.values())))
-        for want in wants:
-            made.add(want)
+        for request in requests:
+            made.add(request)
         made.nbytes += sum(end - begin for _, begin, end in made.sums)
         return made
 
@@ -190,63 +194,63 @@ class Verification:
 
     async def look(self, stretch: Stretch, progress: Callable[[int], None]) -> None:
         """Verify a stretch."""
-        for want in stretch.plain:
-            self.faults += await self._plain_faults(want)
-            progress(want.end - want.begin)
-        found, read = await self._data_faults(stretch.wants, progress)
+        for request in stretch.plain:
+            self.faults += await self._plain_faults(request)
+            progress(request.end - request.begin)
+        found, read = await self._data_faults(stretch.requests, progress)
         self.faults += found
         self._read += read
         if stretch.sums:
             self.faults += await self._sum_faults(stretch.sums, progress)
 
-    async def _plain_faults(self, want: ReadRequest) -> list[str]:
+    async def _plain_faults(self, request: ReadRequest) -> list[str]:
         """Whether a header, or a long table, is what was written."""
-        where = f"{want.location}[{want.begin}:{want.end}]"
-        name = f"{want.name}: " if want.name else ""
-        held = bytearray(want.end - want.begin)
+        where = f"{request.location}[{request.begin}:{request.end}]"
+        name = f"{request.name}: " if request.name else ""
+        held = bytearray(request.end - request.begin)
 
         async def actual() -> str:
-            await self._session.storage.read_into(want.location, want.begin, [held])
+            await self._session.storage.read_into(request.location, request.begin, [held])
             self._heads += len(held)
             return of_range(held)
 
         try:
             found = await actual()
-            if found != want.stored.digest and not self._session.storage.capabilities.blocking:
+            if found != request.stored.digest and not self._session.storage.capabilities.blocking:
                 found = await actual()
         except (CorruptSnapshotError, StorageError) as error:
             return [f"{name}{where}: {each}" for each in _damage(error)]
-        if found == want.stored.digest:
+        if found == request.stored.digest:
             return []
-        return [f"{name}{where} is {found}, and {want.stored.digest} was written"]
+        return [f"{name}{where} is {found}, and {request.stored.digest} was written"]
 
     async def _data_faults(
-        self, wants: Sequence[ReadRequest], progress: Callable[[int], None]
+        self, requests: Sequence[ReadRequest], progress: Callable[[int], None]
     ) -> tuple[list[str], int]:
         """What does not verify, and how many bytes were read. What cannot be read does not keep the rest from being
         looked at: it is narrowed down to the entries that it is of."""
-        if not wants:
+        if not requests:
             return [], 0
         session = self._session
         reader = Reader(session.storage, session.budget, verify=True, wanted_part=session.settings.part_bytes)
         try:
-            await reader.read(wants, progress)
+            await reader.read(requests, progress)
         except (CorruptSnapshotError, StorageError) as error:
             damage = _damage(error)
-            if len(wants) == 1:
-                (want,) = wants
-                where = f"{want.name}: {want.location}[{want.begin}:{want.end}]"
-                lines = [line if want.name in line else f"{where}: {line}" for line in damage]
+            if len(requests) == 1:
+                (request,) = requests
+                where = f"{request.name}: {request.location}[{request.begin}:{request.end}]"
+                lines = [line if request.name in line else f"{where}: {line}" for line in damage]
                 return lines + reader.result.faults, reader.result.bytes_read
-            files = sorted({want.location for want in wants})
+            files = sorted({request.location for request in requests})
             if len(files) > 1:
-                halves = [[want for want in wants if want.location == each] for each in files]
+                halves = [[request for request in requests if request.location == each] for each in files]
             else:
-                ordered = sorted(wants, key=lambda want: want.begin)
-                halves = [ordered[: len(wants) // 2], ordered[len(wants) // 2 :]]
+                ordered = sorted(requests, key=lambda request: request.begin)
+                halves = [ordered[: len(requests) // 2], ordered[len(requests) // 2 :]]
             faults, nbytes = [], 0
             for half in halves:
-                found, read = await self._data_faults(half, _unseen)
+                found, read = await self._data_faults(half, unmetered)
                 faults += found
                 nbytes += read
             return faults, nbytes
@@ -284,16 +288,16 @@ def _held_by(missing: Mapping[str, str], manifest: Mapping[str, Any]) -> list[st
 
 
 def _locations(stretch: Stretch) -> set[str]:
-    return {each.location for each in (*stretch.plain, *stretch.wants)} | {place[0] for place in stretch.sums}
+    return {each.location for each in (*stretch.plain, *stretch.requests)} | {place[0] for place in stretch.sums}
 
 
 def _stretches(everything: Stretch, done: set[Key]) -> Iterator[Stretch]:
     """All that is not done, in pieces."""
     made = Stretch()
-    for want in cut_wants((*everything.plain, *everything.wants)):
-        if ("range", want.location, want.begin, want.end) in done:
+    for request in cut_wants((*everything.plain, *everything.requests)):
+        if ("range", request.location, request.begin, request.end) in done:
             continue
-        made.add(want)
+        made.add(request)
         if made.nbytes >= STRETCH:
             yield made
             made = Stretch()
@@ -307,16 +311,16 @@ def _stretches(everything: Stretch, done: set[Key]) -> Iterator[Stretch]:
     yield made
 
 
-def cut_wants(wants: Iterable[ReadRequest], length: int = 0) -> Iterator[ReadRequest]:
+def cut_wants(requests: Iterable[ReadRequest], length: int = 0) -> Iterator[ReadRequest]:
     """Yield wants in the order of their places on storage; the long ones, whose blocks have digests, in pieces."""
     length = length or STRETCH
-    for want in sorted(wants, key=lambda want: (want.location, want.begin)):
-        if want.end - want.begin <= length or want.stored.blocks is None:
-            yield want
+    for request in sorted(requests, key=lambda request: (request.location, request.begin)):
+        if request.end - request.begin <= length or request.stored.blocks is None:
+            yield request
             continue
-        for begin in range(want.begin, want.end, length):
-            end = min(begin + length, want.end)
-            yield ReadRequest(want.name, want.stored, want.location, begin, end)
+        for begin in range(request.begin, request.end, length):
+            end = min(begin + length, request.end)
+            yield ReadRequest(request.name, request.stored, request.location, begin, end)
 
 
 def _damage(error: CorruptSnapshotError | StorageError) -> list[str]:
@@ -324,7 +328,3 @@ def _damage(error: CorruptSnapshotError | StorageError) -> list[str]:
     if isinstance(error, StorageError) and error.errno not in (errno.EIO, errno.ENOENT):
         raise error
     return list(getattr(error, "faults", ())) or [str(error)]
-
-
-def _unseen(nbytes: int) -> None:
-    """Nobody is told: these bytes were counted already."""

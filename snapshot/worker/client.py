@@ -33,12 +33,13 @@ from snapshot.errors import SnapshotError
 from snapshot.events import emit, log
 from snapshot.per_process import PerProcess
 from snapshot.plan.layout import FilePart, FilePlan
-from snapshot.reports import counted
 from snapshot.runtime.loop import cancelled, in_own_thread
+from snapshot.runtime.session import Session
 from snapshot.runtime.shared_memory import SharedSegment
 from snapshot.save.staging import StagedPart
 from snapshot.save.writer import Progress, StagedParts, WrittenFile
 from snapshot.storage import Storage
+from snapshot.text import counted
 from snapshot.url import URL
 from snapshot.worker.protocol import (
     Begin,
@@ -136,21 +137,14 @@ class WriterProcess:
 
     async def write(
         self,
-        url: URL,
-        options: Mapping[str, Any] | None,
-        *,
-        durable: bool,
-        budget: int,
+        session: Session,
         files: Sequence[FilePlan],
         locations: Sequence[str],
         parts: Sequence[Sequence[FilePart]],
         staging: StagedParts,
         progress: Progress,
     ) -> list[WrittenFile]:
-        """Write all files from what is staged, as `Writer.write` does it. If one fails, nothing of them is left.
-
-        `budget` is the operation's, `parts` how its writer cuts the files.
-        """
+        """Write all files from what is staged, as `Writer.write` does it. If one fails, nothing of them is left."""
         if not self._channel.open() and self._burial is None:
             self._closed()
         take = _Take(next(self._numbers), progress)
@@ -162,10 +156,10 @@ class WriterProcess:
             self._channel.send(
                 Begin(
                     take.number,
-                    url.reveal(),
-                    pickle.dumps(dict(options or {})),
-                    durable,
-                    budget,
+                    session.url.reveal(),
+                    pickle.dumps(dict(session.options or {})),
+                    session.durable,
+                    session.budget.total,
                     lanes,
                     _plugins(),
                     list(os.environb.items()),
@@ -343,7 +337,7 @@ atexit.register(_at_exit)
 # What it cannot do
 
 
-def check(url: URL, options: Mapping[str, Any] | None) -> None:
+def expect_reachable(url: URL, options: Mapping[str, Any] | None) -> None:
     """`ValueError` for what another process cannot write to, or cannot be told."""
     if "memory" in re.split(r"\+|::", url.scheme):
         raise ValueError(f"{url}: lies in this process's memory, where a writer process cannot write; {_THREAD}")

@@ -29,7 +29,7 @@ from snapshot.events import Event, add_handler
 from snapshot.plan.layout import FilePart, FilePlan, cut_file
 from snapshot.runtime.loop import cancelled, run
 from snapshot.runtime.session import Session
-from snapshot.save.staging import StagedPart
+from snapshot.save.staging import StagedPart, Stager
 from snapshot.save.writer import Writer, WrittenFile
 from snapshot.url import URL
 from snapshot.worker.protocol import (
@@ -130,7 +130,7 @@ class RemoteWriter(Writer):
     def __init__(
         self, storage: Storage, budget: MemoryBudget, progress: Progress, part_bytes: Sequence[tuple[FilePlan, int]]
     ) -> None:
-        super().__init__(storage, None, budget, progress)  # type: ignore[arg-type]  # all parts are staged already
+        super().__init__(storage, Stager((), copies=True), budget, progress)  # all parts are staged already
         self._part_bytes = {id(file): nbytes for file, nbytes in part_bytes}
 
     def parts(self, file: FilePlan) -> list[FilePart]:

@@ -24,7 +24,7 @@ from snapshot.bench.rounds import LIBRARIES, Child, ChildFailed
 from snapshot.bench.workspace import Workspace, available_memory
 from snapshot.cli.cleanup_signals import held
 from snapshot.cli.screen import say
-from snapshot.reports import size_text
+from snapshot.text import size_text
 from tests.benchmarks.background_child import family
 from tests.benchmarks.background_report import READING, Row, Table, mib, panels, said, saving, title, training
 from tests.benchmarks.background_systems import BARS, HELD, WAYS, RawCopy

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from snapshot.reports import size_text
+from snapshot.text import size_text
 from tests.benchmarks.figure import Panel
 
 READING = """\

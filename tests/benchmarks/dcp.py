@@ -23,7 +23,7 @@ from torch.futures import Future
 from snapshot.bench.workloads import CASES, Payload
 from snapshot.bench.workspace import Workspace
 from snapshot.interop.dcp import SnapshotReader, SnapshotWriter
-from snapshot.reports import size_text
+from snapshot.text import size_text
 
 MEASURED = ("small", "large")
 

@@ -15,10 +15,10 @@ import torch
 
 from snapshot.bench.workloads import CASES, Payload
 from snapshot.bench.workspace import Workspace
-from snapshot.reports import size_text
 from snapshot.snapshot import Snapshot
 from snapshot.state.stateful import StateDict
 from snapshot.testing import recording
+from snapshot.text import size_text
 from tests.benchmarks.dcp import quiet
 
 MEASURED = ("train", "small")

@@ -31,7 +31,7 @@ from snapshot.cli.arguments import inherited
 from snapshot.cli.cleanup_signals import held
 from snapshot.cli.screen import say
 from snapshot.errors import SnapshotError
-from snapshot.reports import size_text
+from snapshot.text import size_text
 
 CASE = CASES["train"]
 KEPT = "kept"

@@ -19,7 +19,6 @@ from snapshot.distributed.group import Ranks
 from snapshot.manifest.document import ManifestPart, PartEntry, decode_part, encode
 from snapshot.plan.consensus import ConsensusReply, RankRecord, agree, settle
 from snapshot.plan.layout import FilePlan, location, make_plan
-from snapshot.reports import size_text
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.save.collect import ReplicationRules
 from snapshot.save.manifest_builder import (
@@ -38,6 +37,7 @@ from snapshot.state.sharded import Piece, Shards
 from snapshot.storage import Limits
 from snapshot.tensors.digest import BLOCK, SIZE, block_count, of_range
 from snapshot.tensors.geometry import Box
+from snapshot.text import size_text
 
 ENTRIES = 2000
 WORLDS = (8, 128, 1024, 8192)

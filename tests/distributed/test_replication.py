@@ -198,11 +198,10 @@ def test_a_repeated_take_needs_two_exchanges_before_the_bytes_flow(four, folder)
 
 
 def _restarted(path, restore):
+    from snapshot.distributed import agreed_plans
     from snapshot.distributed.exchange import Exchange
-    from snapshot.distributed.group import ranks_of
 
-    ranks_of(None).plans.clear()
-    ranks_of(None).restored = None
+    agreed_plans._memories.reset()
     state = StateDict(w=torch.ones(3000), step=3, mine=dist.get_rank())
     if restore:
         Snapshot(path).restore({"s": state})

@@ -9,7 +9,7 @@ import torch
 from snapshot import Snapshot, SnapshotExistsError, StateDict
 from snapshot.manifest.document import METADATA
 from snapshot.plugins.file import FileStorage
-from snapshot.save import cleanup
+from snapshot.save.transaction import Transaction
 from tests.faults import failing_calls
 from tests.faults.failing_calls import AFTER, FAIL, INTERRUPTIBLE, NOTHING, PART, calls_of, fail_at, fail_everywhere
 from tests.faults.killed_jobs import check, logged, outcome, prepare
@@ -196,14 +196,14 @@ def test_what_is_removed_right_after_its_commit_was_committed(tmp_path, monkeypa
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
 def test_what_is_removed_before_its_commit_is_not_committed(writer_process, tmp_path, monkeypatch, worker):
-    claimed = cleanup.claimed
+    expect_claim = Transaction._expect_claim
 
-    async def gone(storage, save_id):
+    async def gone(transaction):
         for file in (tmp_path / "s" / "data").iterdir():
             file.unlink()
-        await claimed(storage, save_id)
+        await expect_claim(transaction)
 
-    monkeypatch.setattr(cleanup, "claimed", gone)
+    monkeypatch.setattr(Transaction, "_expect_claim", gone)
     with pytest.raises(SnapshotExistsError, match="cleaned away"):
         Snapshot.async_take(tmp_path / "s", {"s": StateDict(x=torch.ones(1000))}, worker=worker).wait()
     assert not [path for path in (tmp_path / "s").rglob("*") if path.is_file()]

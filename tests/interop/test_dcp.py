@@ -340,7 +340,7 @@ def test_a_save_that_is_not_finished_is_taken_back_when_its_writer_goes(folder):
     assert left(folder) == []
     assert isinstance(failure(save, STATE, writer, planner=Late()), OSError)
     done = threading.Event()
-    writer._save.operation.close = _telling(writer._save.operation.close, done)
+    writer._save.session.close = _telling(writer._save.session.close, done)
     del writer
     gc.collect()
     assert done.wait(30)

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from snapshot import Snapshot, SnapshotExistsError, StateDict
 from snapshot.interop.dcp import SnapshotWriter, writer
-from snapshot.save import cleanup
+from snapshot.save.claims import pending_saves
 from snapshot.testing import stalling
 from tests.interop.dcp_states import save
 
@@ -73,7 +73,7 @@ def test_a_pending_save_is_spared(tmp_path, verb):
     assert len(seen[0]) == 1
     assert seen[0] == seen[1]
     expect_one(folder, 1)
-    assert not cleanup._active
+    assert not pending_saves()
 
 
 def test_the_next_save_takes_the_place_of_one_that_may_have_ended(tmp_path):
@@ -87,7 +87,7 @@ def test_the_next_save_takes_the_place_of_one_that_may_have_ended(tmp_path):
         )
     assert "the claim of this save is gone" in str(raised.value.failures[0][0])
     expect_one(folder, 1)
-    assert not cleanup._active
+    assert not pending_saves()
     assert not writer._newest
 
 
@@ -121,5 +121,5 @@ def test_a_save_that_was_given_up_is_spared_no_longer(tmp_path):
     take(tmp_path / "s", 1)
     assert len(claims(tmp_path / "s")) == 1
     writer.reset()
-    assert not cleanup._active
+    assert not pending_saves()
     expect_one(tmp_path / "s", 1)

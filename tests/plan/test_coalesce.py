@@ -39,12 +39,12 @@ def test_every_wanted_byte_is_fetched_once(found, part_bytes, gap):
         assert part.segments[-1].end == part.end
         assert part.end - part.begin <= max(BLOCK, part_bytes) + gap * len(part.segments)
         for segment in part.segments:
-            want = found[segment.want]
+            want = found[segment.request]
             assert want.location == part.location
             assert 0 <= segment.begin - position <= gap
             assert want.begin <= segment.begin < segment.end <= want.end
             assert (segment.begin - want.begin) % BLOCK == 0
-            got[segment.want] += segment.end - segment.begin
+            got[segment.request] += segment.end - segment.begin
             position = segment.end
     assert got == {i: want.end - want.begin for i, want in enumerate(found)}
 

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
+from snapshot.aio import run_inline
 from snapshot.runtime.arena import GRAIN, Arena
 from snapshot.runtime.budget import MemoryBudget, Pool
 from snapshot.runtime.host_memory import available_memory, total_memory
-from snapshot.storage import drive
 
 
 def test_bytes_are_granted_in_the_order_of_asking():
@@ -137,7 +137,7 @@ def test_what_storages_bounce_does_not_queue_behind_slots():
 def test_a_thread_without_a_loop_waits_by_itself():
     budget = MemoryBudget(10, Pool(10, reserve=False))
     budget.acquire_blocking(10)
-    thread = threading.Thread(target=drive, args=(budget.acquire, 5))
+    thread = threading.Thread(target=run_inline, args=(budget.acquire, 5))
     thread.start()
     while not budget.statistics().waits:
         pass

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot.aio import in_thread, run_inline, shielded
 from snapshot.events import Event, add_handler, remove_handler
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run, start
-from snapshot.storage import drive, in_thread, uninterrupted
 
 
 def test_a_cancelled_work_is_done_only_when_its_cleaning_is():
@@ -47,7 +47,7 @@ def test_what_must_not_be_interrupted_is_not():
                 await asyncio.sleep(0)
             ended.append(True)
 
-        task = asyncio.create_task(uninterrupted(cleaning()))
+        task = asyncio.create_task(shielded(cleaning()))
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.sleep(0)
@@ -88,10 +88,10 @@ def test_driving_without_a_loop():
     async def waits():
         await asyncio.sleep(1)
 
-    assert drive(fine, 2) == 3
+    assert run_inline(fine, 2) == 3
     with pytest.raises(RuntimeError):
-        drive(waits)
-    assert drive(fine, 2) == 3
+        run_inline(waits)
+    assert run_inline(fine, 2) == 3
 
 
 def test_blocking_calls_on_the_loop_itself_are_refused():

@@ -177,11 +177,11 @@ def test_waiting_with_a_timeout_may_go_on():
 
 
 def test_progress_tells_of_the_last_seconds_and_of_all_of_them(monkeypatch):
-    from snapshot import events
+    from snapshot import progress
 
     clock = iter([0.0, 1.0, 2.0, 6.0, 6.5, 8.0, 100.0])
-    monkeypatch.setattr(events.time, "perf_counter", lambda: next(clock))
-    meter = events.Meter("take", None)
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
+    meter = progress.Meter("take", None)
     meter.begin(1000)
     meter.staged(500)
     meter.wrote(100)  # at 1
@@ -201,7 +201,7 @@ def test_another_one_waits_or_is_refused_if_too_many_are_under_way(monkeypatch):
         first = [Snapshot.async_take(f"stalling+memory://busy-{i}", state(), overwrite=True) for i in range(2)]
         with pytest.raises(SnapshotBusyError, match=r"2 snapshots.*SNAPSHOT_PENDING"):
             Snapshot.async_take("memory://busy-2", state(), when_busy="raise", overwrite=True)
-        with pytest.raises(ValueError, match="when_busy='perhaps'"):
+        with pytest.raises(ValueError, match="when_busy must be 'wait' or 'raise', got 'perhaps'"):
             Snapshot.async_take("memory://busy-2", state(), when_busy="perhaps")
         threading.Timer(0.2, stall.release).start()
         third = Snapshot.async_take("memory://busy-2", state(3.0), overwrite=True)  # waits
@@ -367,7 +367,7 @@ with tapped("faulty", Fault(on="finish", error=StorageError("broken at the end")
 
 
 def test_other_stagings_and_workers_are_refused_by_name():
-    with pytest.raises(ValueError, match="staging='overlaped'"):
+    with pytest.raises(ValueError, match=r"staging must be .* got 'overlaped'"):
         Snapshot.async_take("memory://x", state(), staging="overlaped")
     with pytest.raises(ValueError, match="worker"):
         Snapshot.async_take("memory://x", state(), worker="fork")
@@ -434,7 +434,7 @@ def test_an_interrupt_while_the_path_is_looked_at_leaves_no_descriptor_open(tmp_
 
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
-        patch.setattr("snapshot.snapshot.portion_of", interrupted)
+        patch.setattr("snapshot.snapshot.collect_rank_share", interrupted)
         for _ in range(100):
             with pytest.raises(KeyboardInterrupt):
                 Snapshot.async_take(tmp_path / "s", state(), overwrite=True)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from snapshot import release_memory
 from snapshot.runtime.arena import arena
-from snapshot.save import cleanup, optimizer_barrier
+from snapshot.save import optimizer_barrier
+from snapshot.save.claims import pending_saves
 from snapshot.save.concurrency import take_slots
 
 
@@ -36,11 +37,11 @@ class Leaks:
         ctypes.CDLL(None).malloc_trim(0)
         end = time.monotonic() + 10
         while (
-            arena()._out or cleanup._active or take_slots()._taken or optimizer_barrier.pending_copies()
+            arena()._out or pending_saves() or take_slots()._taken or optimizer_barrier.pending_copies()
         ) and time.monotonic() < end:
             time.sleep(0.01)
         assert arena()._out == 0, arena()
-        assert not cleanup._active, cleanup._active
+        assert not pending_saves(), pending_saves()
         assert not take_slots()._taken
         assert take_slots()._pool.used == 0
         assert optimizer_barrier.pending_copies() == ()

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotNotFoundError, StateDict
-from snapshot.difference import MARKS
 from snapshot.plan import layout
 from snapshot.plan.plan_cache import PlanCache
+from snapshot.reports import MARKS
 from snapshot.runtime.arena import arena
 from snapshot.save import take
 from snapshot.tensors.dtypes import BY_NAME

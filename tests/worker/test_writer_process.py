@@ -32,7 +32,7 @@ from snapshot.tensors.dtypes import NAMES
 from snapshot.tensors.memory import is_plain
 from snapshot.testing import stalling
 from snapshot.worker import client
-from snapshot.worker.client import check, writer_process
+from snapshot.worker.client import expect_reachable, writer_process
 from snapshot.worker.protocol import Failed, FileLane
 from tests.helpers.held_storage import HeldStorage, held, until
 
@@ -84,9 +84,8 @@ class Take:
 
     async def by_process(self, staging=None, process=None):
         return await (process or writer_process()).write(
-            self.url, {}, durable=False, budget=self.operation.budget.total, files=self.files,
-            locations=self.locations, parts=self.parts, staging=staging or Ahead(self), progress=self._progress,
-        )  # fmt: skip
+            self.operation, self.files, self.locations, self.parts, staging or Ahead(self), self._progress
+        )
 
     async def by_thread(self):
         writer = Writer(self.operation.storage, self.source, self.budget, self._progress, PART)
@@ -335,15 +334,15 @@ def test_a_file_is_described_by_its_ends(tmp_path):
 
 
 def test_what_another_process_cannot_write_to_is_refused():
-    check(URL.parse("/tmp/x"), None)
-    check(URL.parse("s3://bucket/x"), {"endpoint": "http://localhost"})
+    expect_reachable(URL.parse("/tmp/x"), None)
+    expect_reachable(URL.parse("s3://bucket/x"), {"endpoint": "http://localhost"})
     for url in ("memory://x", "stalling+memory://x", "simplecache::memory://x"):
         with pytest.raises(ValueError, match=r'memory.*worker="thread"'):
-            check(URL.parse(url), None)
+            expect_reachable(URL.parse(url), None)
     with stalling(), pytest.raises(ValueError, match="cannot import"):
-        check(URL.parse("stalling+file:///tmp/x"), None)
+        expect_reachable(URL.parse("stalling+file:///tmp/x"), None)
     with pytest.raises(ValueError, match="storage_options cannot be pickled"):
-        check(URL.parse("s3://bucket/x"), {"lock": threading.Lock()})
+        expect_reachable(URL.parse("s3://bucket/x"), {"lock": threading.Lock()})
 
 
 def test_plugins_are_refused_that_cannot_be_imported(monkeypatch):
@@ -354,14 +353,16 @@ def test_plugins_are_refused_that_cannot_be_imported(monkeypatch):
         registry.register(scheme, plugin)
         try:
             with pytest.raises(ValueError, match="cannot import"):
-                check(URL.parse(f"{scheme.removesuffix('+')}+file:///x" if "+" in scheme else "local:///x"), None)
+                expect_reachable(
+                    URL.parse(f"{scheme.removesuffix('+')}+file:///x" if "+" in scheme else "local:///x"), None
+                )
         finally:
             registry.unregister(scheme)
     with held(Path("/x")) as folder:
-        check(URL.parse(folder.url), None)
+        expect_reachable(URL.parse(folder.url), None)
         monkeypatch.setattr(HeldStorage, "__module__", "__main__")
         with pytest.raises(ValueError, match="cannot import"):
-            check(URL.parse(folder.url), None)
+            expect_reachable(URL.parse(folder.url), None)
 
 
 def test_options_of_the_main_module_are_refused(monkeypatch):
@@ -371,7 +372,7 @@ def test_options_of_the_main_module_are_refused(monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "Credentials", Credentials, raising=False)
     Credentials.__module__, Credentials.__qualname__ = "__main__", "Credentials"
     with pytest.raises(ValueError, match="__main__"):
-        check(URL.parse("s3://bucket/x"), {"credentials": Credentials()})
+        expect_reachable(URL.parse("s3://bucket/x"), {"credentials": Credentials()})
 
 
 # Shared memory

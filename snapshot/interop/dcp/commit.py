@@ -11,10 +11,9 @@ from typing import Any
 import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
-from snapshot.aio import shielded
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import SOLO
-from snapshot.errors import CommitUnknown, CorruptSnapshotError, SnapshotError, StorageNotFoundError
+from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageNotFoundError
 from snapshot.interop.dcp.names import DcpNames, Unkept, containers, flat_paths, nested_paths, record, taken_apart
 from snapshot.manifest import document as d
 from snapshot.manifest import entries as e
@@ -25,9 +24,10 @@ from snapshot.options import Settings
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
+from snapshot.save.commit import RankDone, commit_with_ranks, own_part_path
 from snapshot.save.manifest_builder import RankManifest, encode_own_part, shard_checksums
-from snapshot.save.take import encode_metadata
-from snapshot.save.transaction import Ending, RankDone, own_part_path
+from snapshot.save.options import encode_metadata
+from snapshot.save.transaction import Transaction
 from snapshot.save.writer import write_small
 from snapshot.tensors.digest import of_range
 
@@ -59,36 +59,29 @@ def _told(data: bytes, raw: list[str]) -> Told:
     return Told(_part.decode(data), raw)
 
 
-def join_and_commit(session: Session, save_id: str, expect: Any, metadata: Metadata, told: Sequence[Told]) -> int:
-    """Commit what all ranks have written; how many bytes that is. If anything fails, nothing of it is left."""
-    exchange = Exchange(SOLO, "dcp.save", Settings.current().timeout)
-    ending = Ending(exchange, session, save_id, msgspec.Raw(b"{}"))
-    try:
-        with gc_paused():
-            manifest, files, note = _joined(metadata, told)
-        ending = Ending(exchange, session, save_id, encode_metadata(note))
-        ending.expect = expect
-        described = _described(manifest, files)
-        run(_commit(session, save_id, ending, described, told[1:]))
-    except CommitUnknown:
-        raise
-    except BaseException as error:
-        said = run(shielded(ending.abort(False)))
-        if said:
-            error.add_note(said)
-        raise
-    return sum(file.size for file in files.values())
+def join_and_commit(session: Session, transaction: Transaction, metadata: Metadata, told: Sequence[Told]) -> int:
+    """Commit what all ranks have written, and return how many bytes that is. If it fails, nothing of it is left."""
+
+    async def commit() -> int:
+        async with transaction:
+            with gc_paused():
+                manifest, files, note = _joined(metadata, told)
+                described = _described(manifest, files, encode_metadata(note))
+            await _expect_theirs(session, told[1:])
+            part = encode_own_part(described)
+            if part:
+                await write_small(session.storage, own_part_path(transaction.save_id, 0), [part])
+            own_part = (len(part), of_range(part), len(described.own))
+            done = RankDone((0, ""), own_part, shard_checksums(described))
+            await commit_with_ranks(session, dcp_exchange(), transaction, described, done)
+        return sum(file.size for file in files.values())
+
+    return run(commit())
 
 
-async def _commit(
-    session: Session, save_id: str, ending: Ending, described: RankManifest, others: Sequence[Told]
-) -> None:
-    await _expect_theirs(session, others)
-    part = encode_own_part(described)
-    if part:
-        await write_small(session.storage, own_part_path(save_id, 0), [part], lambda _: None)
-    done = RankDone((0, ""), (len(part), of_range(part), len(described.own)), shard_checksums(described))
-    await ending.finish(described, done, described.structure)
+def dcp_exchange() -> Exchange:
+    """Return an exchange of the coordinator alone: DCP itself brings the ranks together."""
+    return Exchange(SOLO, "dcp.save", Settings.current().timeout)
 
 
 async def _expect_theirs(session: Session, others: Sequence[Told]) -> None:
@@ -190,11 +183,11 @@ def _whole(entry: e.ShardedTensorEntry, *, several: bool) -> Any:
     return entry
 
 
-def _described(manifest: dict[str, Any], files: dict[str, FileEntry]) -> RankManifest:
+def _described(manifest: dict[str, Any], files: dict[str, FileEntry], metadata: msgspec.Raw) -> RankManifest:
     """All of it, as what one rank alone wrote."""
     lines = (f"{path}\0{_likeness(entry)}" for path, entry in sorted(manifest.items()))
     structure = of_range("\n".join(lines).encode("utf-8", "surrogatepass"))
-    return RankManifest(manifest, {}, files, [], structure, 1, len(manifest) > d.IN_ONE, frozenset())
+    return RankManifest(manifest, {}, files, [], structure, metadata, 1, len(manifest) > d.IN_ONE, frozenset())
 
 
 def _likeness(entry: Any) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -23,7 +24,7 @@ from snapshot.manifest.merge import merge
 from snapshot.manifest.paths import component
 from snapshot.options import Settings
 from snapshot.plan.layout import location
-from snapshot.reports import listed, with_article
+from snapshot.progress import unmetered
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
@@ -37,6 +38,7 @@ from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob
 from snapshot.state.sharded import Piece, Shards
 from snapshot.tensors.geometry import Box
+from snapshot.text import listed, with_article
 
 _OWN = ("resolve_data", "lookup_object", "transform_object")
 
@@ -220,19 +222,19 @@ class _Round:
     async def write(self, session: Session, save_id: str, rank: int, number: int) -> _Written:
         """Write the data files, from this number on."""
         self._tie_shards()
-        portion = RankShare(Exchange(SOLO, "dcp.save", Settings.current().timeout), self.flat, _NOTHING_SHARED)
-        plan = plan_writes(portion, session, staged=False)
+        share = RankShare(Exchange(SOLO, "dcp.save", Settings.current().timeout), self.flat, _NOTHING_SHARED)
+        plan = plan_writes(share, session, staged=False)
         last = number + len(plan.files)
         locations = [location(save_id, rank, n, "safetensors") for n in range(number, last)]
         binary = location(save_id, rank, last, "bin")
         storage = session.storage
-        source = Stager(portion.leaves, copies=storage.limits.alignment > 1)
-        writer = Writer(storage, source, session.budget, _unseen, session.settings.part_bytes)
+        source = Stager(share.leaves, copies=storage.limits.alignment > 1)
+        writer = Writer(storage, source, session.budget, unmetered, session.settings.part_bytes)
         written = await writer.write(plan.files, locations)
         with gc_paused():
-            described = await in_thread(build_entries, portion, written, binary)
+            described = await in_thread(build_entries, share, written, binary, "", msgspec.Raw(b"{}"))
         if described.chunks:
-            await write_small(storage, binary, described.chunks, _unseen)
+            await write_small(storage, binary, described.chunks)
         return _Written(described, last + 1)
 
     def _tie_shards(self) -> None:
@@ -280,7 +282,3 @@ def _holder(holders: dict[Keys, dict[str, Any]], keys: Keys) -> dict[str, Any]:
 
 def _is_archive(data: bytes) -> bool:
     return data.startswith(b"PK\3\4")
-
-
-def _unseen(nbytes: int) -> None:
-    """Nobody is told: DCP knows no progress."""

@@ -32,16 +32,17 @@ from torch.futures import Future
 
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError
-from snapshot.events import Meter, emit
+from snapshot.events import emit
 from snapshot.interop.dcp.names import DcpNames, partial_entry, recall
 from snapshot.interop.dcp.writer import rank_folder, shown, storage_knows
 from snapshot.load.class_binding import Binding
-from snapshot.load.fetch import fetch
+from snapshot.load.open import expect_files, open_document, read_from
 from snapshot.load.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import FORMAT, Document
 from snapshot.manifest.rank_view import nearest, rank_view
 from snapshot.manifest.validate import check_tensor, check_tree, locations_of
+from snapshot.progress import Meter
 from snapshot.reports import RestoreIssues
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
@@ -130,7 +131,7 @@ class SnapshotReader(StorageReader):
         session = self._session(url)
         try:
             with gc_paused():
-                document = run(session.open())
+                document = run(open_document(session))
                 self._opened = opened = _opened(url, document)
                 meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=document.save_id, load_id=self.load_id)
                 return Metadata(_described(opened), opened.names.planner_data, None, meta)
@@ -158,7 +159,7 @@ class SnapshotReader(StorageReader):
         session = self._session(opened.url)
         meter = Meter(VERB, None)
         try:
-            run(session.use(opened.document))
+            run(read_from(session, opened.document))
             load = _Load(session, opened, planner, self.verify, self.allow_pickle, meter)
             load.read(plan.items)
         except BaseException as error:
@@ -286,7 +287,7 @@ class _Load:
             entry = self._opened.tensors.get(item.storage_index.fqn)
             entries |= self._tree(path) if entry is None else {path: entry}
         document = self._opened.document
-        run(self._session.expect_files(document, locations_of(entries, document.files)))
+        run(expect_files(self._session, document, locations_of(entries, document.files)))
 
     def _tree(self, path: str) -> dict[str, Any]:
         """The entry of an object, and those below it."""
@@ -304,7 +305,7 @@ class _Load:
 
     def _objects(self, items: Sequence[ReadItem]) -> list[tuple[ReadItem, io.BytesIO]]:
         """Each object, as torch writes it: what was stored typed is made anew for that."""
-        gather = ReadPlan(self._opened.document.files, allow_pickle=self._allow_pickle)
+        read_plan = ReadPlan(self._opened.document.files, allow_pickle=self._allow_pickle)
         trees = {}
         for item in items:
             path = self._path(item)
@@ -314,9 +315,9 @@ class _Load:
                 Binding({}, {}, RestoreIssues(), exact=False).bind(tree)  # to the classes that were allowed
                 for below, entry in tree.items():
                     if not isinstance(entry, e.Container):
-                        gather.new(below, entry)
-        self._fetch(gather)
-        return [(item, self._bytes(item, trees, gather.values)) for item in items]
+                        read_plan.new(below, entry)
+        self.bytes_read += read_plan.execute(self._session, verify=self._verify, meter=self._meter).bytes_read
+        return [(item, self._bytes(item, trees, read_plan.values)) for item in items]
 
     def _bytes(self, item: ReadItem, trees: dict[str, Any], values: dict[str, Any]) -> io.BytesIO:
         path = self._path(item)
@@ -351,15 +352,15 @@ class _Load:
 
     def _tensors(self, chosen: Sequence[tuple[ReadItem, torch.Tensor]]) -> None:
         with gc_paused():
-            gather = self._wanted(chosen)
-        self._fetch(gather)
+            read_plan = self._wanted(chosen)
+        self.bytes_read += read_plan.execute(self._session, verify=self._verify, meter=self._meter).bytes_read
         for item, target in chosen:
             self._planner.commit_tensor(item, target)
 
     def _wanted(self, chosen: Sequence[tuple[ReadItem, torch.Tensor]]) -> ReadPlan:
         opened = self._opened
         files = opened.document.files
-        gather = ReadPlan(files, allow_pickle=self._allow_pickle)
+        read_plan = ReadPlan(files, allow_pickle=self._allow_pickle)
         for item, target in chosen:
             name = item.storage_index.fqn
             path, entry = self._path(item), opened.tensors.get(name)
@@ -368,7 +369,7 @@ class _Load:
             offsets, sizes = tuple(item.storage_offsets), tuple(item.lengths)
             if tuple(target.shape) != sizes:
                 raise RestoreError(f"{path}: {list(sizes)} of it were to be read into {list(target.shape)}", [path])
-            if type(entry) is e.TensorEntry and sizes == entry.shape and gather.in_place(path, entry, target, True):
+            if type(entry) is e.TensorEntry and sizes == entry.shape and read_plan.in_place(path, entry, target, True):
                 continue
             partial = name in opened.names.partial
             if path not in self._checked:
@@ -378,17 +379,10 @@ class _Load:
             if not inside(box, entry.shape):
                 raise RestoreError(f"{path}: {box} does not lie in {list(entry.shape)}", [path])
             if sizes == entry.shape:
-                gather.into(path, entry, target, live=True)
+                read_plan.into(path, entry, target, live=True)
             else:
-                gather.into_box(path, entry, box, target, live=True)
-        return gather
-
-    def _fetch(self, gather: ReadPlan) -> None:
-        seen = fetch(self._session, gather.objects, self._verify, self._meter)
-        gather.finish_objects()
-        read = fetch(self._session, gather.wants, self._verify, self._meter)
-        gather.finish()
-        self.bytes_read += seen.bytes_read + read.bytes_read
+                read_plan.into_box(path, entry, box, target, live=True)
+        return read_plan
 
 
 def _box(index: MetadataIndex, offsets: tuple[int, ...], sizes: tuple[int, ...], *, partial: bool) -> Box:

@@ -27,14 +27,16 @@ from snapshot.aio import shielded
 from snapshot.errors import SnapshotError, SnapshotExistsError, StorageNotFoundError
 from snapshot.events import emit, log
 from snapshot.formats.notice import leave_notice
-from snapshot.interop.dcp.commit import Told, join_and_commit
+from snapshot.interop.dcp.commit import Told, dcp_exchange, join_and_commit
 from snapshot.interop.dcp.items import write_items
 from snapshot.manifest.document import METADATA
 from snapshot.registry import plugin_for
 from snapshot.runtime.loop import finish_before_exit, run, start
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
+from snapshot.save.claims import claim_path
 from snapshot.save.rendezvous import expectation
+from snapshot.save.transaction import Transaction
 from snapshot.url import URL
 
 VERB = "dcp.save"
@@ -79,60 +81,54 @@ def _arrive(save_id: str, rank: int, where: str) -> Ticket:
     return ticket
 
 
-_newest: dict[str, str] = {}
+_newest: dict[str, Transaction] = {}
 """Of each place, the save of this process that began there last and is not over."""
-
-
-def _forget(where: str, save_id: str) -> None:
-    """Note that a save is not pending any more."""
-    cleanup.leave(save_id)
-    if _newest.get(where) == save_id:
-        _newest.pop(where, None)
 
 
 class _Save:
     """A save that this process coordinates, from its claim until it is committed or given up."""
 
-    def __init__(self, session: Session, save_id: str, where: str, began: float) -> None:
+    def __init__(self, session: Session, save_id: str, where: str) -> None:
         self.session = session
-        self.save_id = save_id
+        self.transaction = Transaction(session, dcp_exchange(), save_id)
         self.where = where
-        self.began = began
-        self.expect: Any = None
-        self._given_up = weakref.finalize(self, _give_up, session, save_id, where)
+        self.began = time.perf_counter()
+        self._given_up = weakref.finalize(self, _give_up_later, session, self.transaction, where)
         self._given_up.atexit = False  # what the interpreter's exit leaves, the next save removes
 
     def over(self) -> None:
         """It is committed, or everything was taken back."""
         self._given_up.detach()
-        _forget(self.where, self.save_id)
-        run(self.session.close())
+        run(_end(self.session, self.transaction, self.where))
 
     def give_up(self) -> None:
         """It was never finished: take everything back."""
-        self._given_up.detach()
-        run(_take_back(self.session, self.save_id))
+        run(self.transaction.abort())
         self.over()
 
 
-def _give_up(session: Session, save_id: str, where: str) -> None:
-    """What `_Save.give_up` does, where nobody may wait for it."""
+def _give_up_later(session: Session, transaction: Transaction, where: str) -> None:
+    """Do what `_Save.give_up` does, without waiting for it."""
 
     async def end() -> None:
-        await _take_back(session, save_id)
-        _forget(where, save_id)
-        await session.close()
+        await transaction.abort()
+        await _end(session, transaction, where)
 
     finish_before_exit(start(end()))
 
 
+async def _end(session: Session, transaction: Transaction, where: str) -> None:
+    transaction.release()
+    if _newest.get(where) is transaction:
+        _newest.pop(where, None)
+    await session.close()
+
+
 async def _take_back(session: Session, save_id: str) -> None:
-    """Take the claim away, so that nothing can be committed any more, and then what any rank has written."""
-    storage = session.storage
+    """Delete the claim, so that nothing can be committed any more, and then what any rank has written."""
     with contextlib.suppress(SnapshotError, TimeoutError):
-        async with cleanup.not_for_long(storage):
-            await storage.delete([cleanup.claim_path(save_id)])
-            await storage.delete([path for path in await cleanup.ours(storage) if cleanup.is_of(path, save_id, None)])
+        async with cleanup.time_limit(session.storage):
+            await cleanup.delete_save(session.storage, save_id)
 
 
 class SnapshotWriter(StorageWriter):
@@ -224,7 +220,9 @@ class SnapshotWriter(StorageWriter):
             self.path = os.fspath(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save.save_id if self._save else None)
+        return StorageMeta(
+            checkpoint_id=self.checkpoint_id, save_id=self._save.transaction.save_id if self._save else None
+        )
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Told on each rank what it is; torch passes `rank` only where a parameter has this very name, `kwargs`."""
@@ -245,7 +243,7 @@ class SnapshotWriter(StorageWriter):
             if isinstance(told, _Where) and told.arrived > self._since and told.text != str(url) and not self._alone:
                 raise SnapshotError(f"rank {rank} was told to save to {told.text}, and the coordinator to {url}")
         session = self._open(url)
-        save = _Save(session, self.save_id, str(url), time.perf_counter())
+        save = _Save(session, self.save_id, str(url))
         try:
             run(self._claim(save))
         except BaseException as error:
@@ -254,7 +252,7 @@ class SnapshotWriter(StorageWriter):
             raise
         self._save = save
         return [
-            dataclasses.replace(plan, storage_data=Ticket(save.save_id, rank, save.where))
+            dataclasses.replace(plan, storage_data=Ticket(save.transaction.save_id, rank, save.where))
             for rank, plan in enumerate(plans)
         ]
 
@@ -288,7 +286,7 @@ class SnapshotWriter(StorageWriter):
             raise SnapshotError("finish() was called, and no save was begun; a SnapshotWriter serves one at a time")
         told = [result.storage_data for rank in results for result in rank if isinstance(result.storage_data, Told)]
         try:
-            nbytes = join_and_commit(save.session, save.save_id, save.expect, metadata, told)
+            nbytes = join_and_commit(save.session, save.transaction, metadata, told)
         except BaseException as error:
             self._failed(save, error)
             raise
@@ -297,7 +295,7 @@ class SnapshotWriter(StorageWriter):
                 run(leave_notice(save.session.storage))
         finally:
             save.over()
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=save.save_id)
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=save.transaction.save_id)
         seconds = round(time.perf_counter() - save.began, 3)
         emit("committed", VERB, save.where, bytes=nbytes, seconds=seconds)
 
@@ -315,17 +313,19 @@ class SnapshotWriter(StorageWriter):
     async def _claim(self, save: _Save) -> None:
         """Claim the path. Takes and copies of this process spare the claim, until the save is over or given up; the
         next save through DCP's API does not: an error of another rank may have ended this one without a word."""
-        save.expect = await expectation(save.session, overwrite=self.overwrite)
+        transaction = save.transaction
+        transaction.expect(await expectation(save.session, overwrite=self.overwrite))
         if self._alone:
             await self._refuse_shadow()
         if (earlier := _newest.get(save.where)) is not None:
-            cleanup.leave(earlier)
-        _newest[save.where] = save.save_id
+            earlier.release()
+        _newest[save.where] = transaction
         try:
-            await cleanup.lay_claim(save.session.storage, save.save_id)
+            await transaction.claim()
         except BaseException:
-            await shielded(cleanup.withdraw(save.session.storage, save.save_id))
+            await shielded(transaction.abort())
             raise
+        transaction.will_write(())  # from here on any rank may
 
     async def _refuse_shadow(self) -> None:
         """Raise where a snapshot of all ranks stands: it would be read in the place of what each rank saves now."""
@@ -346,7 +346,7 @@ class SnapshotWriter(StorageWriter):
         given, newest = plan.storage_data, getattr(_here, "ticket", None)
         if self._save is not None:
             rank = given.rank if isinstance(given, Ticket) else self._rank
-            return Ticket(self._save.save_id, rank, self._save.where)
+            return Ticket(self._save.transaction.save_id, rank, self._save.where)
         if not isinstance(given, Ticket):
             raise SnapshotError("the plan did not come from SnapshotWriter.prepare_global_plan; was it replaced?")
         ticket = newest if newest is not None and newest.arrived > given.arrived else given
@@ -360,7 +360,7 @@ class SnapshotWriter(StorageWriter):
         if not coordinates:
             await session.storage.settle()
         try:
-            await session.storage.stat(cleanup.claim_path(ticket.save_id))
+            await session.storage.stat(claim_path(ticket.save_id))
         except StorageNotFoundError as error:
             raise SnapshotError(
                 f"{session.url}: the claim of this save is gone: another rank has failed, another save was faster, "

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from snapshot.errors import RestoreError, SnapshotError
-from snapshot.reports import with_article
 from snapshot.state.sharded import Piece, Shards
 from snapshot.tensors import composite
 from snapshot.tensors.geometry import Box, Shape, inside
+from snapshot.text import with_article
 
 MAPPING = "megatron.core.dist_checkpointing.mapping"
 COMMON = "common_state"

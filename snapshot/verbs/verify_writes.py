@@ -5,33 +5,33 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.events import Meter, emit
+from snapshot.events import emit
 from snapshot.load.requests import ReadRequest
 from snapshot.load.stored_ranges import wants_of
 from snapshot.manifest.document import FORMAT, Document
-from snapshot.reports import listed
+from snapshot.progress import Meter
 from snapshot.runtime.session import Session
 from snapshot.save.manifest_builder import RankManifest
+from snapshot.save.take import Verify
+from snapshot.text import listed
 from snapshot.verbs.verify import Stretch, Verification, cut_wants
 
 PIECE = 4 << 20
 """Bytes that are read together where only a sample is read."""
 
 
-def share_of(verify_writes: bool | float) -> float:
-    """Return the share of the bytes that is read back; `ValueError` for what is no share."""
-    share = float(verify_writes)
-    if not 0.0 <= share <= 1.0:
-        raise ValueError(f"verify_writes must be True, False or a share from 0 to 1, got {verify_writes!r}")
-    return share
+def verify_written(share: float, verb: str) -> Verify | None:
+    """Return what reads a share of the written bytes back before a commit; None for a share of 0."""
+    return partial(expect_written, share=share, verb=verb) if share else None
 
 
-async def expect_written(session: Session, described: RankManifest, share: float, verb: str) -> None:
-    """Read a share of what this process has written, and raise where it is not what was meant to be there."""
+async def expect_written(session: Session, described: RankManifest, *, share: float, verb: str) -> None:
+    """Read back a share of what this process has written; raise if anything differs from what was written."""
     files, manifest = described.files, {**described.shared, **described.own}
     storage = session.storage
     await storage.drop_caches(list(files))
@@ -53,12 +53,12 @@ async def expect_written(session: Session, described: RankManifest, share: float
 def _sampled(everything: Stretch, share: float) -> Stretch:
     """Choose pieces at random: of each file that share, and one at least."""
     pieces: dict[str, list[ReadRequest]] = defaultdict(list)
-    for want in cut_wants((*everything.plain, *everything.wants), PIECE):
-        pieces[want.location].append(want)
+    for request in cut_wants((*everything.plain, *everything.requests), PIECE):
+        pieces[request.location].append(request)
     made = Stretch()
     for held in pieces.values():
-        for want in _some(held, share):
-            made.add(want)
+        for request in _some(held, share):
+            made.add(request)
     return made
 
 

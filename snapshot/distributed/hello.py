@@ -1,0 +1,37 @@
+"""How a verb begins on several ranks: all say which verb they called, and with which path."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import msgspec
+
+from snapshot.errors import SnapshotError
+from snapshot.url import URL
+
+
+class Hello(msgspec.Struct, array_like=True):
+    """What each rank says first."""
+
+    verb: str
+    path: str
+    globs: list[str] = []
+
+
+def expect_same_verb(hellos: Sequence[Hello]) -> None:
+    """Raise if the ranks called different verbs."""
+    verbs = {hello.verb: rank for rank, hello in enumerate(hellos)}
+    if len(verbs) > 1:
+        raise SnapshotError(
+            f"ranks called different verbs: {', '.join(f'rank {rank} {verb}' for verb, rank in verbs.items())}"
+        )
+
+
+def agreed_url(url: URL, leader: str) -> URL:
+    """Return the leader's URL; warn if this rank gave another one."""
+    if leader == url.reveal():
+        return url
+    agreed = URL.parse(leader)
+    warnings.warn(f"this rank gave the path {str(url)!r}; rank 0's is used: {str(agreed)!r}", stacklevel=6)
+    return agreed

@@ -1,0 +1,180 @@
+"""Choosing: which entries of a snapshot are asked for, by key, globs and rank.
+
+Nothing is compared with the application's tensors here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from snapshot.distributed.exchange import Exchange
+from snapshot.load.foreign_objects import unfold
+from snapshot.load.matched import Chosen
+from snapshot.load.options import RestoreOptions
+from snapshot.manifest.document import Document
+from snapshot.manifest.entries import Container, ListEntry, OrderedDictEntry
+from snapshot.manifest.paths import component
+from snapshot.manifest.rank_view import View, by_key, nearest
+from snapshot.manifest.validate import check_tree
+from snapshot.plan.globs import matcher, unmatched
+from snapshot.reports import RestoreIssues
+from snapshot.runtime.session import Session
+from snapshot.state.kind_of import kind_type
+from snapshot.state.rng import RNGState
+from snapshot.state.state_tree import ChosenState
+from snapshot.text import counted
+
+
+def ordered(app_state: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the statefuls in the order in which they are asked and handed back: by key, the RNG state last."""
+    items = sorted(app_state.items(), key=lambda item: (isinstance(item[1], RNGState), item[0]))
+    return [(component(key), stateful) for key, stateful in items]
+
+
+class Chooser:
+    """Chooses the entries that a restore asks for."""
+
+    def __init__(
+        self, exchange: Exchange, session: Session, document: Document, options: RestoreOptions, issues: RestoreIssues
+    ) -> None:
+        self._exchange = exchange
+        self._session = session
+        self._document = document
+        self._options = options
+        self._notes = issues
+        self._include, self._exclude = options.include, options.exclude
+        self._filtered = bool(self._include or self._exclude)
+        self._included, self._excluded = matcher(self._include or ["**"]), matcher(self._exclude)
+        self._chosen = Chosen()
+
+    def wanted(self, path: str) -> bool:
+        """Return True if a path is asked for."""
+        return self._included(path) and not self._excluded(path)
+
+    def choose(self, view: View, app_state: Mapping[str, Any]) -> Chosen:
+        """Return the entries of each key that is asked for. Keys of which nothing is wanted are left alone."""
+        self._chosen = Chosen()
+        grouped = by_key(view.entries)
+        notes = self._notes
+        self._check_globs(grouped, view)
+        wanted = self._chosen.grouped
+        for key, stateful in ordered(app_state):
+            if isinstance(stateful, RNGState) and self._exchange.rank >= self._document.world_size:
+                notes.add("skipped", key, "this rank was not there when the snapshot was taken")
+                continue
+            entries = self._entries(key, grouped, view)
+            if entries is None:
+                if self._filtered and not self.wanted(key):
+                    continue
+                self._lack(key, view, grouped)
+                continue
+            if self._exchange.rank >= self._document.world_size:
+                if self._filtered and not any(map(self.wanted, entries)):
+                    notes.add("skipped", key, "not asked for")
+                    continue
+                if not self._shared_alone(key, entries, view):
+                    continue
+            unfold(self._session, self._document, entries, self.wanted, kind_type(stateful))
+            check_tree(key, entries)
+            if not self._filtered or self._choose(key, entries, view):
+                wanted[key] = entries
+        if self._exchange.rank == 0:
+            self._note_gone(view, wanted)
+        return self._chosen
+
+    def _lack(self, key: str, view: View, grouped: Mapping[str, Any]) -> None:
+        """Say that the snapshot lacks a whole key, or that it is another rank's."""
+        if key in view.withheld:
+            self._notes.mismatches.append(f"{key}: {view.withheld[key]}")
+        elif self._options.strict:
+            self._notes.mismatches.append(f"{key}: the snapshot has no such key; {nearest(key, grouped)}")
+        else:
+            self._chosen.lacking = True
+            self._notes.add("missing", key, "the snapshot has no such key; left as it is")
+
+    def _check_globs(self, grouped: Mapping[str, Mapping[str, Any]], view: View) -> None:
+        named = (path for entries in grouped.values() for path in entries)
+        every = [*named, *view.elsewhere] if self._filtered else []
+        for glob in unmatched(self._include, every) if self._include else ():
+            view.unknown.append(f"include: the glob {glob!r} matches nothing in the snapshot")
+        if self._exchange.alone:
+            self._notes.mismatches += view.unknown
+        self._chosen.unknown = view.unknown
+        for glob in unmatched(self._exclude, every) if self._exclude else ():
+            warnings.warn(f"exclude: the glob {glob!r} matches nothing in the snapshot", stacklevel=8)
+
+    def _entries(self, key: str, grouped: Mapping[str, dict[str, Any]], view: View) -> dict[str, Any] | None:
+        """What there is under a key. If only other ranks had it, a module finds its names there."""
+        if key not in grouped and any(path.startswith(f"{key}/") for path in view.elsewhere):
+            return {key: OrderedDictEntry([])}
+        return grouped.get(key)
+
+    def _choose(self, key: str, entries: Mapping[str, Any], view: View) -> bool:
+        """Whether anything under a key is asked for, here or with other ranks; what is not is left alone."""
+        choice = ChosenState(entries, self.wanted)
+        if choice.nothing and not any(path.startswith(f"{key}/") and self.wanted(path) for path in view.elsewhere):
+            if self._document.parts and self.may_want(key):
+                self._chosen.incomplete = True  # it may be in a part that was not read yet
+                return False
+            self._notes.add("skipped", key, "not asked for")
+            return False
+        if choice.skipped:
+            self._chosen.states[key] = choice
+        self._chosen.skipped |= choice.skipped
+        for path in sorted(choice.skipped):
+            self._notes.add("skipped", path, "not asked for")
+        return True
+
+    def may_want(self, key: str) -> bool:
+        """Return True if anything under a key may be asked for."""
+        if not self._filtered:
+            return True
+        heads = [glob.partition("/")[0] for glob in self._include]
+        return not matcher(self._exclude)(key) and (
+            not heads or any(head.startswith("**") or matcher([head])(key) for head in heads)
+        )
+
+    def _note_gone(self, view: View, wanted: Mapping[str, Any]) -> None:
+        gone = Counter("/".join(path.split("/", 2)[:2]) for path in view.gone if path.split("/", 2)[1] in wanted)
+        for path, count in gone.items():
+            self._notes.add(
+                "skipped", path, f"{counted(count, 'entry', 'entries')} of a rank that is not there any more"
+            )
+
+    def _shared_alone(self, key: str, entries: dict[str, Any], view: View) -> bool:
+        """Whether a rank that was not there can have this key, with what all ranks shared of it."""
+        for path in [path for path, entry in entries.items() if isinstance(entry, Container) and path != key]:
+            if path in entries and not self.wanted(path) and not _whole(path, entries):
+                for below in [below for below in entries if below.startswith(f"{path}/")]:
+                    del entries[below]
+                entries[path] = ListEntry(0)  # which nobody asked for: it stays as it is in the application
+        missing = [
+            f"{path}/{name}"
+            for path, entry in entries.items()
+            if isinstance(entry, Container)
+            for name in entry.components()
+            if f"{path}/{name}" not in entries
+        ]
+        withheld = [path for path in view.withheld if path.startswith(f"{key}/") and self.wanted(path)]
+        nothing = withheld and all(isinstance(entry, Container) for entry in entries.values())
+        if not missing and not nothing:
+            return True
+        what = (missing or withheld)[0]
+        self._notes.mismatches.append(
+            f"{key}: {what} {view.withheld.get(what, 'belongs to other ranks alone')}, and rank {self._exchange.rank} "
+            "was not there when the snapshot was taken; take what is the same on all ranks with replicated=[...]"
+        )
+        return False
+
+
+def _whole(path: str, entries: Mapping[str, Any]) -> bool:
+    """Whether all that is in a container is there."""
+    return all(
+        f"{above}/{name}" in entries
+        for above, entry in entries.items()
+        if isinstance(entry, Container) and (above == path or above.startswith(f"{path}/"))
+        for name in entry.components()
+    )

@@ -1,0 +1,202 @@
+"""The plan of a restore: everything that can be known without reading data. What does not fit is raised here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from snapshot.distributed.exchange import Exchange
+from snapshot.errors import RestoreError
+from snapshot.formats.unpickling import expect_no_module
+from snapshot.load.aliasing import read_only_memory, restored_by, shared_memory
+from snapshot.load.choose import Chooser, ordered
+from snapshot.load.match import Matcher
+from snapshot.load.matched import Chosen, Matched
+from snapshot.load.open import expect_files, load_parts
+from snapshot.load.options import RestoreOptions
+from snapshot.load.read_plan import ReadPlan
+from snapshot.load.renames import below_only_key, follow_rename, match_wrappers
+from snapshot.manifest.document import Document
+from snapshot.manifest.entries import ShardedTensorEntry
+from snapshot.manifest.rank_view import View, by_key, rank_view
+from snapshot.manifest.validate import locations_of
+from snapshot.plan.renaming import Change, compile_rename
+from snapshot.reports import RestoreIssues
+from snapshot.runtime.loop import run
+from snapshot.runtime.session import Session
+from snapshot.state.kind_of import kind_of
+from snapshot.state.optimizer_kinds import OptimizerKind
+from snapshot.state.stateful_kinds import Kind
+from snapshot.text import listed
+
+SKIP_SHAPES = "\n(to leave tensors of another shape as they are: strict=False, mismatched='skip')"
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """What a restore does."""
+
+    kinds: dict[str, Kind]
+    """Key -> how its state is handed back."""
+    grouped: dict[str, dict[str, Any]]
+    """Key -> path -> entry."""
+    reads: ReadPlan
+    matched: Matched
+    issues: RestoreIssues
+    unknown: list[str]
+    """Why something that was asked for was not found here; another rank may have it."""
+    incomplete: bool
+    """True if something may be in parts of the manifest that were not read yet."""
+
+
+def plan_restore(
+    exchange: Exchange,
+    session: Session,
+    document: Document,
+    options: RestoreOptions,
+    app_state: Mapping[str, Any],
+    *,
+    allow_pickle: bool,
+    written: frozenset[str],
+) -> RestorePlan:
+    """Return the plan; raise `RestoreError` if something does not fit.
+
+    `written`: live tensors that an attempt before this one has written to, all of which have to be restored now.
+    """
+    kinds: dict[str, Kind] = {}
+
+    def plan() -> RestorePlan:
+        planner = _Planner(exchange, session, document, options, kinds, written)
+        return planner.plan(app_state, allow_pickle=allow_pickle)
+
+    try:
+        made = plan()
+        if not (document.parts and made.incomplete):
+            return made
+    except RestoreError:
+        if not document.parts:
+            raise
+    run(load_parts(session, document, list(document.parts)))  # what this rank wants may be in other ranks' parts
+    return plan()
+
+
+class _Planner:
+    """One attempt to plan, with the parts of the manifest that were read."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        session: Session,
+        document: Document,
+        options: RestoreOptions,
+        kinds: dict[str, Kind],
+        written: frozenset[str],
+    ) -> None:
+        self._exchange = exchange
+        self._session = session
+        self._document = document
+        self._options = options
+        self._kinds = kinds
+        self._written = written
+        self._issues = RestoreIssues()
+        self._chooser = Chooser(exchange, session, document, options, self._issues)
+        self._change: Change = str
+        self._others: dict[str, list[int]] | None = None
+
+    def plan(self, app_state: Mapping[str, Any], *, allow_pickle: bool) -> RestorePlan:
+        document, session, kinds = self._document, self._session, self._kinds
+        view = self._view(app_state)
+        chosen = self._chooser.choose(view, app_state)
+        grouped = chosen.grouped
+        needed = set().union(*(locations_of(entries, document.files) for entries in grouped.values()))
+        run(expect_files(session, document, needed))
+        reads = ReadPlan(document.files, allow_pickle=allow_pickle, partial=bool(document.parts))
+        matched = self._match(app_state, view, chosen, reads)
+        incomplete = chosen.incomplete or reads.incomplete or matched.lacking or bool(chosen.unknown)
+        if not (incomplete and document.parts):
+            self._expect_fit(view, reads, matched, allow_pickle=allow_pickle)
+        return RestorePlan(kinds, grouped, reads, matched, self._issues, chosen.unknown, incomplete)
+
+    def _view(self, app_state: Mapping[str, Any]) -> View:
+        """Return the snapshot as this rank sees it, under the names of the application."""
+        document, rename = self._document, self._options.rename
+        view = rank_view(document.manifest, self._exchange.rank, document.world_size, self._exchange.world)
+        view = below_only_key(document, view, app_state)
+        if rename:
+            self._change = compile_rename(rename, {**view.elsewhere, **view.entries})[0]
+            view = follow_rename(view, rename, app_state)
+        return match_wrappers(view, ordered(app_state), self._kinds, self._issues, self._chooser.may_want)
+
+    def _match(self, app_state: Mapping[str, Any], view: View, chosen: Chosen, reads: ReadPlan) -> Matched:
+        """Find the place of each entry that is asked for."""
+        kinds, grouped = self._kinds, chosen.grouped
+        for key, stateful in ordered(app_state):
+            if key in grouped and key not in kinds:
+                kinds[key] = kind_of(key, stateful)
+        matcher = Matcher(
+            self._options,
+            chosen,
+            view,
+            wanted=self._chooser.wanted,
+            beside=restored_by(kinds, grouped, chosen.skipped),
+            holders=self._holders,
+            several=not self._exchange.alone,
+            every=self._document.world_size == 1,
+            issues=self._issues,
+        )
+        keys = [key for key, _ in ordered(app_state) if key in grouped]
+        for key in sorted(keys, key=lambda key: isinstance(kinds[key], OptimizerKind)):  # which follow their models
+            if not matcher.add(kinds[key], grouped[key], reads):
+                del grouped[key]
+        return matcher.matched
+
+    def _expect_fit(self, view: View, reads: ReadPlan, matched: Matched, *, allow_pickle: bool) -> None:
+        """Raise if something does not fit."""
+        mismatches = self._issues.mismatches
+        mismatches += shared_memory(reads) + read_only_memory(reads)
+        self._expect_any(view, matched)
+        self._expect_written(reads, matched)
+        if mismatches:
+            url = self._session.url
+            expect_no_module(url, self._document.manifest, allow_pickle=allow_pickle)
+            more = "more " if self._written else ""
+            raise RestoreError(
+                f"{url}: does not fit the application, and nothing {more}was touched:"
+                f"{listed(mismatches, 100)}{SKIP_SHAPES if matched.shapes else ''}",
+                mismatches,
+            )
+
+    def _holders(self, path: str) -> list[int]:
+        """The other ranks that had something of their own at a path, at most ten."""
+        if self._document.world_size == 1:
+            return []
+        if self._others is None:
+            self._others = {}
+            for full, entry in self._document.manifest.items():
+                rank, _, name = full.partition("/")
+                own = int(rank) != self._exchange.rank and not getattr(entry, "replicated", False)
+                if own and not isinstance(entry, ShardedTensorEntry):
+                    ranks = self._others.setdefault(self._change(name), [])
+                    ranks += [int(rank)] if len(ranks) < 10 else []
+        return self._others.get(path, [])
+
+    def _expect_any(self, view: View, matched: Matched) -> None:
+        """Add a mismatch where nothing of what the application asks for is in the snapshot: it is another's."""
+        missing = any(line.kind == "missing" for line in self._issues.lines) or matched.left
+        if missing and not matched.restored and not self._issues.mismatches:
+            held = listed(sorted(by_key(view.entries)), 10)
+            self._issues.mismatches.append(
+                f"nothing that the application asks for is in the snapshot, which holds:{held}"
+            )
+
+    def _expect_written(self, reads: ReadPlan, matched: Matched) -> None:
+        """Add a mismatch for each live tensor that would go on holding what an attempt before this one wrote."""
+        if self._written:
+            left = matched.skipped | matched.unfit
+            covered = {request.name for request in reads.requests} | {path for path in reads.values if path not in left}
+            self._issues.mismatches += [
+                f"{path}: holds bytes of a damaged snapshot that was tried before, and is not restored from this one; "
+                "atomic=True leaves live tensors alone until all bytes are verified"
+                for path in sorted(self._written - covered)
+            ]

@@ -1,0 +1,95 @@
+"""The arguments of a take, as one checked value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict, get_args
+
+import msgspec
+
+from snapshot.manifest.document import DEEPEST, nesting
+from snapshot.plan.globs import matcher
+from snapshot.plan.layout import SavePlan
+from snapshot.progress import ProgressArgument
+from snapshot.state.prepared import Prepare
+
+Staging = Literal["blocking", "overlapped"]
+Worker = Literal["thread", "process"]
+WhenBusy = Literal["wait", "raise"]
+
+
+class TakeArguments(TypedDict, total=False):
+    """The keyword arguments of `Snapshot.take`, for functions that pass them on."""
+
+    replicated: Sequence[str] | None
+    storage_options: Mapping[str, Any] | None
+    overwrite: bool
+    durable: bool
+    exclude: Sequence[str]
+    memory_budget_bytes: int | None
+    check_replicated: bool
+    verify_writes: bool | float
+    metadata: Mapping[str, Any] | None
+    progress: ProgressArgument
+    timeout: float | None
+    plan: SavePlan | None
+
+
+class AsyncTakeArguments(TakeArguments, total=False):
+    """The keyword arguments of `Snapshot.async_take`, for functions that pass them on."""
+
+    staging: Staging
+    worker: Worker
+    when_busy: WhenBusy
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeOptions:
+    """The arguments of `Snapshot.take` and `async_take`; see there. Wrong ones raise `ValueError` or `TypeError`."""
+
+    replicated: Sequence[str] | None = None
+    storage_options: Mapping[str, Any] | None = None
+    prepare: Prepare | None = None
+    overwrite: bool = False
+    durable: bool = True
+    exclude: Sequence[str] = ()
+    memory_budget_bytes: int | None = None
+    check_replicated: bool = False
+    verify_writes: bool | float = False
+    metadata: Mapping[str, Any] | None = None
+    progress: ProgressArgument = None
+    plan: SavePlan | None = None
+    staging: Staging = "blocking"
+    worker: Worker = "thread"
+    when_busy: WhenBusy = "wait"
+    metadata_json: msgspec.Raw = field(init=False)
+    """The user's metadata as it is written to the manifest."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("staging", Staging), ("worker", Worker), ("when_busy", WhenBusy)):
+            if getattr(self, name) not in get_args(allowed):
+                choices = " or ".join(map(repr, get_args(allowed)))
+                raise ValueError(f"{name} must be {choices}, got {getattr(self, name)!r}")
+        object.__setattr__(self, "metadata_json", encode_metadata(self.metadata))
+        matcher(self.replicated or ())
+        if not 0.0 <= self.verify_share <= 1.0:
+            raise ValueError(f"verify_writes must be True, False or a share from 0 to 1, got {self.verify_writes!r}")
+
+    @property
+    def verify_share(self) -> float:
+        """The share of the written bytes that is read back before the commit."""
+        return float(self.verify_writes)
+
+
+def encode_metadata(metadata: Mapping[str, Any] | None) -> msgspec.Raw:
+    """Encode the user's metadata for the manifest; raise `TypeError` if JSON cannot hold it."""
+    try:
+        json.dumps(metadata, allow_nan=False)  # JSON has no NaN, and msgspec would make it null
+        encoded = msgspec.json.encode(dict(metadata or {}))
+        if nesting(encoded) > DEEPEST:
+            raise ValueError(f"it nests more than {DEEPEST} deep")
+        return msgspec.Raw(encoded)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise TypeError(f"metadata must be what JSON can hold: {error}") from error
