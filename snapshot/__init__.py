@@ -22,12 +22,11 @@ if TYPE_CHECKING:
     from snapshot.manager.manager import SnapshotManager
     from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest
     from snapshot.manager.signals import ignore_stop_signals
-    from snapshot.pending import PendingSnapshot
     from snapshot.progress import Progress
     from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, VerifyReport
     from snapshot.runtime.arena import release_memory
     from snapshot.saved import SavedObject
-    from snapshot.snapshot import Snapshot
+    from snapshot.snapshot import PendingSnapshot, Snapshot
     from snapshot.state.model_state import ModelState
     from snapshot.state.rng import RNGState
     from snapshot.state.sharded import Sharded
@@ -95,7 +94,6 @@ _MODULES = {
         "KeepLatest",
     ),
     "snapshot.manager.signals": ("ignore_stop_signals",),
-    "snapshot.pending": ("PendingSnapshot",),
     "snapshot.reports": (
         "ConvertReport",
         "CopyReport",
@@ -105,7 +103,7 @@ _MODULES = {
     ),
     "snapshot.progress": ("Progress",),
     "snapshot.saved": ("SavedObject",),
-    "snapshot.snapshot": ("Snapshot",),
+    "snapshot.snapshot": ("PendingSnapshot", "Snapshot"),
     "snapshot.state.model_state": ("ModelState",),
     "snapshot.state.rng": ("RNGState",),
     "snapshot.state.sharded": ("Sharded",),

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import Generic, Self, TypeVar
 
 from snapshot.errors import CancelledError, SnapshotError
 from snapshot.events import log
@@ -16,22 +16,18 @@ from snapshot.progress import Meter, Progress
 from snapshot.runtime.loop import LIBRARY, LoopFuture, finish_before_exit
 from snapshot.save.optimizer_barrier import PendingCopy
 
-if TYPE_CHECKING:
-    from snapshot.snapshot import Snapshot
+T = TypeVar("T")
 
 
-class PendingSnapshot:
-    """What `Snapshot.async_take` returns. It is of the moment of that call, whatever happens to the tensors since.
-
-    It is finished at the interpreter's exit if nobody waits for it, and what fails reaches the log.
-    """
+class PendingTake(Generic[T]):
+    """A take in the background. `T` is what `wait()` returns."""
 
     def __init__(
         self,
         path: str,
         work: LoopFuture[None],
         meter: Meter,
-        snapshot: Snapshot,
+        snapshot: T,
         held: PendingCopy | None = None,
         save_id: str = "",
     ) -> None:
@@ -51,7 +47,7 @@ class PendingSnapshot:
         """Whether it is committed, or has failed."""
         return self._work.done()
 
-    def wait(self, timeout: float | None = None) -> Snapshot:
+    def wait(self, timeout: float | None = None) -> T:
         """Wait for the commit, and return the snapshot; raise `SnapshotError` if it failed, on every rank.
 
         `TimeoutError` after `timeout` seconds: the snapshot goes on, and may be waited for again.
@@ -94,7 +90,7 @@ class PendingSnapshot:
         """How far it has come."""
         return self._meter.now()
 
-    def add_done_callback(self, function: Callable[[PendingSnapshot], None]) -> None:
+    def add_done_callback(self, function: Callable[[Self], None]) -> None:
         """Call `function(pending)` when it is done, in a thread of the library; at once if it is."""
 
         def call(_: Future[None]) -> None:
@@ -147,4 +143,4 @@ class PendingSnapshot:
             state = "cancelled"
         else:
             state = f"failed: {self._work.exception()}" if self._work.exception() else "committed"
-        return f"<PendingSnapshot {self.path}: {state}>"
+        return f"<{type(self).__name__} {self.path}: {state}>"

@@ -16,7 +16,7 @@ from snapshot.load.options import RestoreOptions
 from snapshot.load.rendezvous import open_restore
 from snapshot.load.restore import Restore
 from snapshot.options import Settings
-from snapshot.pending import PendingSnapshot
+from snapshot.pending import PendingTake
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.renaming import Rename
 from snapshot.progress import Meter, ProgressArgument
@@ -25,11 +25,12 @@ from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import refuse_on_loop, run
 from snapshot.runtime.session import Session
 from snapshot.save.background_take import BackgroundTake, LateCopies
-from snapshot.save.concurrency import TakeSlot, take_slots
+from snapshot.save.begin import begin_take, session_for_take
+from snapshot.save.concurrency import take_slots
 from snapshot.save.optimizer_barrier import wait_for_copies
 from snapshot.save.options import Staging, TakeOptions, WhenBusy, Worker
 from snapshot.save.rank_share import collect_rank_share
-from snapshot.save.rendezvous import TakeOpening, open_dry_run, open_take
+from snapshot.save.rendezvous import open_dry_run
 from snapshot.save.staging import Stager
 from snapshot.save.take import Take, plan_writes
 from snapshot.state.prepared import Prepare
@@ -42,6 +43,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 AppState = Mapping[str, Stateful]
+
+
+class PendingSnapshot(PendingTake["Snapshot"]):
+    """What `Snapshot.async_take` returns. It is of the moment of that call, whatever happens to the tensors since.
+
+    It is finished at the interpreter's exit if nobody waits for it, and what fails reaches the log.
+    """
 
 
 class Snapshot(Checkpoint):
@@ -135,7 +143,7 @@ class Snapshot(Checkpoint):
             )
             check_app_state(app_state)
             meter = Meter("take", _shown(progress, pg))
-            with _open_take(exchange, path, options, meter) as opening:
+            with begin_take(exchange, path, options, meter) as opening:
                 opening.transaction()  # a snapshot that is in the way is found before anything is collected
                 share = collect_rank_share(exchange, app_state, options, opening.globs)
                 made = plan_writes(share, opening.session, staged=False, expected=plan)
@@ -221,7 +229,7 @@ class Snapshot(Checkpoint):
             with (
                 take_slots().take(when_busy) as slot,
                 gc_paused(),
-                _open_take(exchange, path, options, meter, slot) as opening,
+                begin_take(exchange, path, options, meter, slot) as opening,
             ):
                 share = collect_rank_share(exchange, app_state, options, opening.globs)
                 overlapped = staging == "overlapped" and _custom_tensor_prepare_func is None
@@ -269,7 +277,7 @@ class Snapshot(Checkpoint):
                 memory_budget_bytes=memory_budget_bytes,
             )
             session, globs = open_dry_run(
-                exchange, URL.parse(os.fspath(path)), replicated or (), partial(_session_for_take, options)
+                exchange, URL.parse(os.fspath(path)), replicated or (), partial(session_for_take, options)
             )
             try:
                 share = collect_rank_share(exchange, app_state, options, globs)
@@ -394,34 +402,3 @@ def _timeout(given: float | None) -> float:
 def _shown(progress: ProgressArgument, pg: ProcessGroup | None) -> ProgressArgument:
     """One bar for all ranks is enough."""
     return None if progress is True and ranks_of(pg).rank else progress
-
-
-def _open_take(
-    exchange: Exchange,
-    path: str | os.PathLike[str],
-    options: TakeOptions,
-    meter: Meter,
-    slot: TakeSlot | None = None,
-) -> TakeOpening:
-    """Agree with the other ranks on a take, and begin to look at what is at the path."""
-    opening = open_take(
-        exchange,
-        URL.parse(os.fspath(path)),
-        options.replicated or (),
-        meter,
-        partial(_session_for_take, options, slot=slot),
-        overwrite=options.overwrite,
-    )
-    opening.look_at_path(overwrite=options.overwrite)
-    return opening
-
-
-def _session_for_take(options: TakeOptions, url: URL, slot: TakeSlot | None = None) -> Session:
-    return Session(
-        url,
-        options.storage_options,
-        durable=options.durable,
-        budget=options.memory_budget_bytes,
-        default_budget=take_slots().usual_limit() if slot is not None else 0,
-        pool=slot.pool if slot is not None else None,
-    )

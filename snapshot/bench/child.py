@@ -24,7 +24,7 @@ from snapshot import Snapshot
 from snapshot.bench.competitors import SYSTEMS, Wait
 from snapshot.bench.page_cache import StaysCached, drop
 from snapshot.bench.workloads import CASES
-from snapshot.cli.arguments import inherited
+from snapshot.storage_options import options_from_environment
 from snapshot.url import URL
 
 
@@ -115,7 +115,7 @@ class Worker:
         if self.local:
             shutil.rmtree(where, ignore_errors=True)
         else:
-            Snapshot(where, storage_options=inherited()).delete()
+            Snapshot(where, storage_options=options_from_environment()).delete()
 
     def _manifest_bytes(self) -> int | None:
         manifest = Path(self.saved) / ".snapshot_metadata"

@@ -22,8 +22,8 @@ import torch
 from snapshot import Snapshot, StateDict
 from snapshot.bench import raw_io as raw
 from snapshot.bench.workloads import Payload
-from snapshot.cli.arguments import inherited
 from snapshot.options import Settings
+from snapshot.storage_options import options_from_environment
 
 Wait = Callable[[], object]
 Way = Callable[[str], Wait | None]
@@ -79,16 +79,18 @@ class Ours(Competitor):
         }
 
     def save(self, where: str, durable: bool = False) -> None:
-        Snapshot.take(where, self.app_state, storage_options=inherited(), durable=durable)
+        Snapshot.take(where, self.app_state, storage_options=options_from_environment(), durable=durable)
 
     def load(self, where: str, verify: bool = True) -> None:
-        Snapshot(where, storage_options=inherited()).restore(self.app_state, verify=verify)
+        Snapshot(where, storage_options=options_from_environment()).restore(self.app_state, verify=verify)
 
     def start(self, where: str) -> Wait:
-        return Snapshot.async_take(where, self.app_state, storage_options=inherited(), durable=False).wait
+        return Snapshot.async_take(
+            where, self.app_state, storage_options=options_from_environment(), durable=False
+        ).wait
 
     def _open(self, where: str) -> None:
-        _ = Snapshot(where, storage_options=inherited()).metadata
+        _ = Snapshot(where, storage_options=options_from_environment()).metadata
 
     def ways(self, operation: str) -> dict[str, Way]:
         if operation == "open":

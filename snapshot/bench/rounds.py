@@ -17,7 +17,7 @@ from snapshot.bench.competitors import SYSTEMS
 from snapshot.bench.report import ResultTable, Row
 from snapshot.bench.workloads import Case
 from snapshot.bench.workspace import Workspace, available_memory
-from snapshot.cli.cleanup_signals import held
+from snapshot.runtime.cleanup_signals import held
 
 LIBRARIES = 400 << 20
 """What a child holds besides its payload."""

@@ -16,12 +16,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from snapshot.cli.arguments import inherited
-from snapshot.cli.cleanup_signals import held
 from snapshot.errors import StorageError
 from snapshot.options import Settings
 from snapshot.registry import open_storage
+from snapshot.runtime.cleanup_signals import held
 from snapshot.storage import map_exceptions
+from snapshot.storage_options import options_from_environment
 from snapshot.url import URL
 
 PACKAGES = ("snapshot-torch", "torch", "numpy", "safetensors", "torchsnapshot")
@@ -95,7 +95,7 @@ def _folder(parsed: URL) -> Iterator[Path]:
 
 
 async def _probe(url: URL) -> None:
-    storage = open_storage(url, inherited())
+    storage = open_storage(url, options_from_environment())
     try:
         await storage.put("probe", b"probe")
         await storage.delete(["probe"])
@@ -104,7 +104,7 @@ async def _probe(url: URL) -> None:
 
 
 async def _clear(url: URL) -> None:
-    storage = open_storage(url, inherited())
+    storage = open_storage(url, options_from_environment())
     try:
         await storage.delete(await storage.list())
     finally:

@@ -22,11 +22,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from snapshot.cli.arguments import Run
-from snapshot.cli.cleanup_signals import unwinding
 from snapshot.cli.screen import printable
 from snapshot.cli.status import ExitStatus
-from snapshot.cli.verbs import MODULES, VERBS
+from snapshot.cli.verbs import VERBS
 from snapshot.errors import SnapshotError
+from snapshot.runtime.cleanup_signals import unwinding
 
 if TYPE_CHECKING:
     from snapshot.events import Event
@@ -45,7 +45,7 @@ def parser(described: Collection[str] = VERBS) -> argparse.ArgumentParser:
     verbs = made.add_subparsers(metavar="VERB")
     for name, short in VERBS.items():
         if name in described:
-            import_module(MODULES.get(name, f"snapshot.cli.{name}")).add(verbs)
+            import_module(f"snapshot.cli.{name}").add(verbs)
         else:
             verbs.add_parser(name, help=short)
     return made

@@ -10,17 +10,14 @@ import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from snapshot.cli.verbs import VERBS
-from snapshot.errors import MissingExtraError
-from snapshot.options import Settings
+from snapshot.storage_options import VARIABLE, options_from_environment, read_options
 
 Verbs = Any
 """What `add_subparsers` returns: argparse has no public name for it."""
 
-VARIABLE = "SNAPSHOT_STORAGE_OPTIONS"
 Run = Callable[[argparse.Namespace], int]
 
 
@@ -76,13 +73,15 @@ def add_storage(parser: argparse.ArgumentParser, *prefixes: str) -> None:
             help=f"an option{which}; repeatable, a.b=1 is {{a: {{b: 1}}}}, and what reads as JSON is JSON",
         )
         flag = f"--{prefix}-options" if prefix else "--options"
-        group.add_argument(flag, type=_read, default={}, metavar="FILE", help=f"a file of options{which}: YAML or JSON")
+        group.add_argument(
+            flag, type=options_file, default={}, metavar="FILE", help=f"a file of options{which}: YAML or JSON"
+        )
 
 
 def options_of(arguments: argparse.Namespace, prefix: str = "") -> dict[str, Any]:
     """The storage options that were given: environment, file, then `-o`, later ones over earlier ones; the same again
     for one of several URLs."""
-    made = inherited()
+    made = options_from_environment()
     for each in dict.fromkeys(("", prefix)):
         _merge(made, getattr(arguments, f"{each}_options".lstrip("_")))
         for keys, value in getattr(arguments, f"{each}_o".lstrip("_")):
@@ -90,17 +89,6 @@ def options_of(arguments: argparse.Namespace, prefix: str = "") -> dict[str, Any
                 value = {key: value}  # noqa: PLW2901 - from the innermost outwards
             _merge(made, value)
     return made
-
-
-def inherited() -> dict[str, Any]:
-    """The storage options that stand in the environment."""
-    text = Settings.current().storage_options.strip()
-    if not text:
-        return {}
-    try:
-        return _mapping(text) if text.startswith("{") else _read(text)
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"{VARIABLE}: {error}") from None
 
 
 @contextmanager
@@ -170,44 +158,12 @@ def _no_constant(name: str) -> Any:
     raise ValueError(name)
 
 
-def _read(name: str) -> dict[str, Any]:
-    """The options in a file."""
+def options_file(name: str) -> dict[str, Any]:
+    """The storage options in a file."""
     try:
-        text = Path(name).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is no text in UTF-8"
-        raise argparse.ArgumentTypeError(f"{name}: {reason}") from None
-    return _mapping(text, name)
-
-
-def _mapping(text: str, name: str = "") -> dict[str, Any]:
-    where = f"{name}: " if name else ""
-    value: Any = None
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        if name:  # what is in the environment is JSON
-            value = _yaml(text, name)
-    if value is None and name and not text.strip():
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise argparse.ArgumentTypeError(f"{where}is not a mapping of names to values")
-    return value
-
-
-def _yaml(text: str, name: str) -> Any:
-    try:
-        import yaml  # an extra: who writes JSON needs none
-    except ImportError:
-        raise MissingExtraError(
-            f"{name}: is not JSON, and for YAML there is no library; pip install 'snapshot-torch[yaml]'"
-        ) from None
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)  # the error's text would show the line
-        line = f" (line {mark.line + 1})" if mark is not None else ""
-        raise argparse.ArgumentTypeError(f"{name}: is neither JSON nor YAML{line}") from None
+        return read_options(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 _SIZES = {"": 1, "b": 1}

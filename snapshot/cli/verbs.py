@@ -14,6 +14,3 @@ VERBS = {
     "doctor": "find out what works at a place, how fast, and what would help",
     "completion": "print a script that completes the command's words in a shell",
 }
-
-MODULES = {"bench": "snapshot.bench.command"}
-"""Verbs whose module is not the one of `snapshot.cli` that has their name."""

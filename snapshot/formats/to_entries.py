@@ -13,6 +13,7 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats import safe_pickle as p
+from snapshot.formats.pickled_objects import MODULE
 from snapshot.formats.unpickling import INLINE, refused
 from snapshot.manifest import entries as e
 from snapshot.manifest import scalars as s
@@ -21,7 +22,6 @@ from snapshot.manifest.rank_view import DEEPEST
 from snapshot.state import numpy_arrays
 from snapshot.tensors.composite import stride_order
 from snapshot.tensors.dtypes import NAMES
-from snapshot.tensors.objects import MODULE
 from snapshot.tensors.strides import contiguous
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from snapshot.errors import CorruptSnapshotError, RestoreError
+from snapshot.formats.pickled_objects import MODULE, REFUSED, refusal
 from snapshot.manifest.entries import ObjectEntry
 from snapshot.manifest.paths import component_of, encode_key, tagged_keys
-from snapshot.tensors.objects import MODULE, REFUSED, refusal
 from snapshot.text import with_article
 
 INLINE = "(in the pickle)"

@@ -17,6 +17,7 @@ from snapshot.errors import CorruptSnapshotError, UnsafeObjectError
 from snapshot.formats.embedded_tensors import Layout, archived, object_bytes
 from snapshot.formats.foreign import is_packed
 from snapshot.formats.from_pickle import NotPlainError, plain_value
+from snapshot.formats.pickled_objects import load_object, run_pickle
 from snapshot.formats.unpickling import Saved, is_refused, object_at
 from snapshot.load.fetch import fetch
 from snapshot.load.reader import ReadResult
@@ -35,7 +36,6 @@ from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, NAMES
 from snapshot.tensors.geometry import Box, intersect, whole
 from snapshot.tensors.memory import address_of, is_plain
-from snapshot.tensors.objects import load_object, run_pickle
 
 ROOM = 1 << 30
 MOST_TIMES = 4

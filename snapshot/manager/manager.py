@@ -30,9 +30,8 @@ from snapshot.manager.signals import Signals
 from snapshot.manager.step_agreement import agree_on
 from snapshot.manager.step_metadata import checked_metrics, checked_step, note, noted_metrics
 from snapshot.options import Settings
-from snapshot.pending import PendingSnapshot
 from snapshot.runtime.loop import LoopFuture, run
-from snapshot.snapshot import AppState, Snapshot
+from snapshot.snapshot import AppState, PendingSnapshot, Snapshot
 from snapshot.url import URL
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from snapshot.pending import PendingSnapshot
+from snapshot.snapshot import PendingSnapshot
 
 REMEMBERED = 8
 """Asynchronous takes that are waited for when their steps are taken once more."""

@@ -8,9 +8,9 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.errors import CommitUnknown, SnapshotError
 from snapshot.events import log
 from snapshot.manager.root import Root
-from snapshot.pending import PendingSnapshot
 from snapshot.runtime.loop import run
 from snapshot.save import cleanup
+from snapshot.snapshot import PendingSnapshot
 
 
 class StepBegin(msgspec.Struct, array_like=True):

@@ -27,9 +27,9 @@ from snapshot.saved import SavedObject, class_name
 from snapshot.state import compound
 from snapshot.state.compound import form_of
 from snapshot.state.dicts import dict_maker
-from snapshot.state.flatten_cache import LOW, remember, replay
-from snapshot.state.leaves import Blob, Leaf
-from snapshot.state.once import FromOneRank
+from snapshot.state.flat_state import LOW
+from snapshot.state.flatten_cache import remember, replay
+from snapshot.state.leaves import Blob, FromOneRank, Leaf
 from snapshot.state.state_tree import live_leaves
 from snapshot.state.tensor_leaves import SIMPLE, TensorLeaves
 from snapshot.tensors import composite, generators

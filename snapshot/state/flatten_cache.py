@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,18 +24,14 @@ from snapshot.manifest.scalars import SCALARS, Scalar
 from snapshot.manifest.typed import TYPED, plain_entry
 from snapshot.per_process import PerProcess
 from snapshot.state.dicts import module_versions
+from snapshot.state.flat_state import LOW, FlatState
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.composite import is_freed
-
-if TYPE_CHECKING:
-    from snapshot.state.flatten import Flattened
 
 FEW = 32
 """States of fewer tensors are not worth it."""
 MOST = 64
 """How many states are remembered."""
-LOW = 1 << 40
-"""Below it no ordinary address lies, but the offsets do that views have into memory that was freed."""
 _CONTAINERS = frozenset((dict, OrderedDict, list, tuple))
 _KEYS = frozenset((str, int))
 """Types of keys of which equal ones are the same."""
@@ -112,7 +108,7 @@ class _Template:
     """What flattening made of a state."""
 
     def __init__(
-        self, path: str, value: Any, entries: dict[str, Entry | None], made: Sequence[Leaf], flat: Flattened
+        self, path: str, value: Any, entries: dict[str, Entry | None], made: Sequence[Leaf], flat: FlatState
     ) -> None:
         self.kind = type(value)
         children: list[Any] = []
@@ -159,7 +155,7 @@ class _Template:
             for name in ("path", "dtype", "shape", "nbytes", "plain", "extra", "note")
         ]
 
-    def follow(self, value: Any, flat: Flattened) -> None:
+    def follow(self, value: Any, flat: FlatState) -> None:
         """Add a value of the same structure to what is flattened; `_Unlike`, and nothing done, if it is another."""
         if type(value) is not self.kind:
             raise _Unlike
@@ -228,7 +224,7 @@ class _Templates:
 _templates = PerProcess(_Templates)
 
 
-def replay(path: str, value: Any, flat: Flattened) -> bool:
+def replay(path: str, value: Any, flat: FlatState) -> bool:
     """Flatten a value as the last one under the path was, if it is like that; whether it was."""
     templates = _templates.get()
     template = templates.kept.get(path)
@@ -243,7 +239,7 @@ def replay(path: str, value: Any, flat: Flattened) -> bool:
     return True
 
 
-def remember(path: str, value: Any, flat: Flattened, before: tuple[int, ...]) -> None:
+def remember(path: str, value: Any, flat: FlatState, before: tuple[int, ...]) -> None:
     """Note what flattening has just made of a value. A state that changes each time is tried ever more rarely."""
     entries, leaves, *others = before
     if len(flat.leaves) - leaves < FEW or tuple(others) != (len(flat.blobs), len(flat.pickled), len(flat.shards)):

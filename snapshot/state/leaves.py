@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -69,3 +71,13 @@ class Blob(msgspec.Struct, gc=False):
     data: bytes
     serializer: str
     obj_type: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FromOneRank:
+    """A value, with all beneath it, that stands in the manifest once, for every rank that asks for its name.
+
+    Only one rank may give it: no other may have a value under the same path.
+    """
+
+    value: Any

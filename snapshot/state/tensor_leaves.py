@@ -6,6 +6,7 @@ system calls.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +16,12 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from snapshot.errors import SnapshotError
 from snapshot.manifest import entries as e
-from snapshot.manifest.entry import Entry
 from snapshot.state import numpy_arrays
 from snapshot.state.compound import is_wrapped_local
-from snapshot.state.flatten_cache import LOW
-from snapshot.state.leaves import Blob, Leaf
+from snapshot.state.flat_state import LOW, FlatState
+from snapshot.state.leaves import Leaf
 from snapshot.state.prepared import Prepare, prepare_shards, prepare_tensor
-from snapshot.state.sharded import Shards, sharded, waited
+from snapshot.state.sharded import sharded, waited
 from snapshot.tensors import composite
 from snapshot.tensors.dtypes import NAMES
 from snapshot.tensors.memory import is_plain
@@ -34,8 +34,8 @@ _OF_MODULES = frozenset(("persistent", "_is_buffer", "_is_param"))
 """Attributes with which torch marks what a module holds; it gives them anew."""
 
 
-class TensorLeaves:
-    """The leaves of an app state, as they are found. `entries` is in order; a leaf's is None until it was written."""
+class TensorLeaves(FlatState, ABC):
+    """The leaves of an app state, as they are found."""
 
     def __init__(
         self,
@@ -46,19 +46,7 @@ class TensorLeaves:
     ) -> None:
         """`classes`: take objects apart that have a class of their own; else they are pickled. Whoever reads them needs
         live ones to give them their classes back."""
-        self.entries: dict[str, Entry | None] = {}
-        self.leaves: list[Leaf] = []
-        self.blobs: list[Blob] = []
-        self.shards: dict[str, Shards] = {}
-        """Tensors of which this process may hold only some boxes."""
-        self.ties: dict[str, str] = {}
-        """Path -> the path of the leaf that is the very same memory, seen the same way."""
-        self.pickled: list[str] = []
-        self.lossy: list[str] = []
-        """Tensors with attributes of Python, which are not stored."""
-        self.excluded: list[str] = []
-        self.once: set[str] = set()
-        """What this rank gives for all: see `Once`."""
+        super().__init__()
         self._excluded = excluded
         self._classes = classes
         self._within = False
@@ -66,8 +54,6 @@ class TensorLeaves:
         self._prepare = prepare
         self._prepared_of: dict[int, list[tuple[torch.Tensor, str]]] = {}
         self._arrays: dict[Any, tuple[str, Any]] = {}
-        self.seen: dict[int, Leaf | list[Leaf]] = {}
-        """Address -> the leaf, or the leaves, whose memory begins there."""
         self._boxes: dict[Any, str] = {}
         self._shapes: dict[torch.Size, tuple[int, ...]] = {}
 
@@ -277,13 +263,13 @@ class TensorLeaves:
             Leaf(path, tensor, dtype_name, size, tensor.nbytes, address, True, None, note, wrap, splits=False)
         )
 
+    @abstractmethod
     def _object(self, path: str, value: Any) -> None:
         """Store what nothing else can hold."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _wrapped(self, path: str, tensor: torch.Tensor) -> bool:
         """Flatten a tensor that wraps others; False for any other tensor."""
-        raise NotImplementedError
 
 
 def refuse_freed(path: str, tensor: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ import msgspec
 
 from snapshot.errors import RestoreError, UnsafeObjectError
 from snapshot.formats.foreign import ForeignDocument
+from snapshot.formats.pickled_objects import TRUST
 from snapshot.formats.unpickling import is_refused
 from snapshot.load.open import expect_files
 from snapshot.load.read_plan import ReadPlan
@@ -23,7 +24,6 @@ from snapshot.plan.globs import matcher, unmatched
 from snapshot.plan.renaming import Rename, compile_rename
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
-from snapshot.tensors.objects import TRUST
 from snapshot.text import listed
 
 

@@ -24,9 +24,9 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing import spawn
+from pathlib import Path
 from typing import Any
 
-import snapshot
 from snapshot import registry
 from snapshot.aio import shielded
 from snapshot.errors import SnapshotError
@@ -106,7 +106,7 @@ class WriterProcess:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            where = [theirs.fileno(), _path(), snapshot.__file__]
+            where = [theirs.fileno(), _path(), str(Path(__file__).parents[1] / "__init__.py")]
             try:
                 # A session of its own: Ctrl-C is for the whole foreground group, and not for what cleans up after it.
                 self._process = subprocess.Popen(  # noqa: S603 - this very interpreter

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from snapshot.bench.command import NameList, count, header, positive
 from snapshot.bench.competitors import PEERS
 from snapshot.bench.workspace import describe, place
 from snapshot.cli.arguments import add_storage, handed_on, options_of
-from snapshot.cli.cleanup_signals import unwinding
+from snapshot.cli.bench import NameList, count, header, positive
 from snapshot.errors import SnapshotError
+from snapshot.runtime.cleanup_signals import unwinding
 from tests.benchmarks import background, dcp, formats, multi_rank, object_store, planning_scale
 from tests.benchmarks.background_systems import TRAINED
 

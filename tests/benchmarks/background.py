@@ -22,8 +22,8 @@ from snapshot.bench.child import Task
 from snapshot.bench.competitors import installed
 from snapshot.bench.rounds import LIBRARIES, Child, ChildFailed
 from snapshot.bench.workspace import Workspace, available_memory
-from snapshot.cli.cleanup_signals import held
 from snapshot.cli.screen import say
+from snapshot.runtime.cleanup_signals import held
 from snapshot.text import size_text
 from tests.benchmarks.background_child import family
 from tests.benchmarks.background_report import READING, Row, Table, mib, panels, said, saving, title, training

@@ -24,7 +24,7 @@ from torch import nn
 from snapshot import Snapshot
 from snapshot.bench.child import Task, reset_peak, status
 from snapshot.bench.workloads import Payload
-from snapshot.cli.arguments import inherited
+from snapshot.storage_options import options_from_environment
 from snapshot.url import URL
 from tests.benchmarks.background_systems import HELD, WAYS, Started
 
@@ -198,7 +198,7 @@ class Worker:
         if URL.parse(where).scheme == "file":
             shutil.rmtree(where, ignore_errors=True)
         else:
-            Snapshot(where, storage_options=inherited()).delete()
+            Snapshot(where, storage_options=options_from_environment()).delete()
 
 
 class _Ending(threading.Thread):

@@ -18,8 +18,8 @@ from snapshot import Snapshot, StateDict
 from snapshot.bench import raw_io as raw
 from snapshot.bench.competitors import DCP, Competitor, Ours, TorchSnapshot
 from snapshot.bench.workloads import CASES, SEED, Case, Payload
-from snapshot.cli.arguments import inherited
 from snapshot.options import Settings
+from snapshot.storage_options import options_from_environment
 
 PARAMETERS = 10_000
 
@@ -108,7 +108,7 @@ class InBackground(Background):
 
     def start(self, where: str, budget: int | None) -> Started:
         pending = Snapshot.async_take(
-            where, self.app_state, storage_options=inherited(), staging=self.staging, worker=self.worker,
+            where, self.app_state, storage_options=options_from_environment(), staging=self.staging, worker=self.worker,
             memory_budget_bytes=budget,
         )  # fmt: skip
         overlapped = self.staging == "overlapped"
@@ -125,7 +125,7 @@ class Take(Background):
         self.app_state = _stateful(payload)
 
     def start(self, where: str, budget: int | None) -> Started:
-        Snapshot.take(where, self.app_state, storage_options=inherited())
+        Snapshot.take(where, self.app_state, storage_options=options_from_environment())
         return Started(lambda: None)
 
 

@@ -27,10 +27,10 @@ import torch.distributed as dist
 from snapshot import Snapshot, StateDict
 from snapshot.bench.workloads import CASES
 from snapshot.bench.workspace import Workspace, available_memory
-from snapshot.cli.arguments import inherited
-from snapshot.cli.cleanup_signals import held
 from snapshot.cli.screen import say
 from snapshot.errors import SnapshotError
+from snapshot.runtime.cleanup_signals import held
+from snapshot.storage_options import options_from_environment
 from snapshot.text import size_text
 
 CASE = CASES["train"]
@@ -99,9 +99,18 @@ class _Rank:
         path, group = f"{self.where}/{job.path}", self.solo if job.alone else None
         read, began = 0, time.perf_counter()
         if job.verb == "take":
-            Snapshot.take(path, self.app_state, pg=group, replicated=["**"], storage_options=inherited(), durable=False)
+            Snapshot.take(
+                path,
+                self.app_state,
+                pg=group,
+                replicated=["**"],
+                storage_options=options_from_environment(),
+                durable=False,
+            )
         else:
-            read = Snapshot(path, group, inherited()).restore(self.app_state, read_once=job.once).bytes_read
+            read = (
+                Snapshot(path, group, options_from_environment()).restore(self.app_state, read_once=job.once).bytes_read
+            )
         seconds = time.perf_counter() - began
         if job.check and self.payload.digest() != digest:
             raise SnapshotError("what was restored is not what was saved")
@@ -111,7 +120,7 @@ class _Rank:
 def _written(path: str) -> dict[int, int]:
     """Bytes of the data files of each rank."""
     found: Counter[int] = Counter()
-    for location, size in Snapshot(path, storage_options=inherited()).metadata.files.items():
+    for location, size in Snapshot(path, storage_options=options_from_environment()).metadata.files.items():
         of = _RANK.match(location)
         found[int(of[1]) if of else 0] += size
     return dict(found)
@@ -224,7 +233,7 @@ def compare(where: Workspace, world: int, scale: float, rounds: int) -> Iterator
                 say(f"round {number} of {rounds}: {name.format(world=world)} ...")
                 told = ranks.do(Job(job.verb, job.path, job.alone, job.once, check=not number))
                 if job.verb == "take":
-                    Snapshot(f"{where.text()}/{job.path}", storage_options=inherited()).delete()
+                    Snapshot(f"{where.text()}/{job.path}", storage_options=options_from_environment()).delete()
                 whole = Told(max(each.seconds for each in told), sum(each.read for each in told), told[0].written)
                 if number and (name not in best or whole.seconds < best[name].seconds):
                     best[name] = whole

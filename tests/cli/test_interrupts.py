@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from snapshot.cli.cleanup_signals import held, unwinding
+from snapshot.runtime.cleanup_signals import held, unwinding
 
 
 def send(number: int) -> None:

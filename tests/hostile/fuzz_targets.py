@@ -27,6 +27,7 @@ with atheris.instrument_imports(include=["snapshot"]):
         torchsnapshot,
         zip_directory,
     )
+    from snapshot.formats.pickled_objects import load_object
     from snapshot.load.read_plan import ReadPlan
     from snapshot.load.stored_ranges import uncovered, wants_of
     from snapshot.manifest.document import copied, decode_document
@@ -39,7 +40,6 @@ with atheris.instrument_imports(include=["snapshot"]):
     from snapshot.runtime.loop import run
     from snapshot.state.state_tree import inflate
     from snapshot.storage import URL, Context, check_path
-    from snapshot.tensors.objects import load_object
 
 import torch
 

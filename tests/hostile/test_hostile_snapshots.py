@@ -25,8 +25,8 @@ from snapshot import (
     UnsafeObjectError,
     UnsupportedFormatError,
 )
+from snapshot.formats.pickled_objects import load_object
 from snapshot.manifest.document import METADATA, decode_document
-from snapshot.tensors.objects import load_object
 from tests.hostile.hostile_snapshots import (
     ROOM,
     Live,

@@ -18,7 +18,7 @@ from snapshot.errors import SnapshotError
 from snapshot.interop.megatron.tree import COMMON, NOTHING, MegatronBoxes, Parts, built, filled, is_main
 from snapshot.manifest.entries import TENSORS, DictEntry, ObjectEntry
 from snapshot.manifest.paths import component, uncomponent
-from snapshot.state.once import FromOneRank
+from snapshot.state.leaves import FromOneRank
 from snapshot.state.state_tree import MISSING
 from snapshot.state.stateful_kinds import Kind
 from snapshot.text import with_article

@@ -15,9 +15,9 @@ from snapshot.bench.rounds import Step, measure
 from snapshot.bench.workloads import BULK, CASES, DEFAULT, Case
 from snapshot.bench.workspace import Workspace, describe, place
 from snapshot.cli.arguments import Verbs, add_storage, handed_on, options_of, verb
-from snapshot.cli.cleanup_signals import unwinding
 from snapshot.cli.screen import say
 from snapshot.cli.status import ExitStatus
+from snapshot.runtime.cleanup_signals import unwinding
 
 
 def add(verbs: Verbs) -> None:

@@ -1,0 +1,46 @@
+"""How a take begins: a session by its options, all ranks agreed, and a look at what is at the path."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+from snapshot.distributed.exchange import Exchange
+from snapshot.progress import Meter
+from snapshot.runtime.session import Session
+from snapshot.save.concurrency import TakeSlot, take_slots
+from snapshot.save.options import TakeOptions
+from snapshot.save.rendezvous import TakeOpening, open_take
+from snapshot.url import URL
+
+
+def begin_take(
+    exchange: Exchange,
+    path: str | os.PathLike[str],
+    options: TakeOptions,
+    meter: Meter,
+    slot: TakeSlot | None = None,
+) -> TakeOpening:
+    """Agree with the other ranks on a take, and begin to look at what is at the path."""
+    opening = open_take(
+        exchange,
+        URL.parse(os.fspath(path)),
+        options.replicated or (),
+        meter,
+        partial(session_for_take, options, slot=slot),
+        overwrite=options.overwrite,
+    )
+    opening.look_at_path(overwrite=options.overwrite)
+    return opening
+
+
+def session_for_take(options: TakeOptions, url: URL, slot: TakeSlot | None = None) -> Session:
+    """Open the session of a take. Takes in the background share one budget."""
+    return Session(
+        url,
+        options.storage_options,
+        durable=options.durable,
+        budget=options.memory_budget_bytes,
+        default_budget=take_slots().usual_limit() if slot is not None else 0,
+        pool=slot.pool if slot is not None else None,
+    )

@@ -1,0 +1,90 @@
+"""Imports point one way: from the command down to errors and texts, without circles."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FLOORS = """
+    aio errors options per_process saved text url version
+    events progress reports storage trace
+    registry storage_options tensors
+    manifest runtime testing
+    distributed metadata plan state
+    formats
+    load save
+    verbs worker
+    checkpoint pending
+    snapshot
+    manager
+    interop
+    bench
+    cli
+"""
+"""From the lowest to the highest. Those of one line may import each other, but for those in APART."""
+FLOOR = {room: number for number, line in enumerate(FLOORS.strip().splitlines()) for room in line.split()}
+APART = [{"load", "save"}, {"verbs", "worker"}]
+"""Rooms that know nothing of each other."""
+FACE = {"snapshot", "snapshot.__main__"}
+"""What gathers the names for users, and starts the command."""
+
+
+def modules():
+    """Each module's name and file. Plugins are found by name, at run time."""
+    for path in sorted((ROOT / "snapshot").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if "plugins" not in parts:
+            yield ".".join(parts).removesuffix(".__init__"), path
+
+
+def imports(path, known):
+    """The modules of the library that a file imports: anywhere in it, also for types alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "snapshot":
+            for name in node.names:
+                below = f"{node.module}.{name.name}"
+                yield below if below in known else node.module
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name.split(".")[0] == "snapshot")
+
+
+def room_of(module):
+    return module.split(".")[1] if "." in module else "snapshot"
+
+
+KNOWN = dict(modules())
+GRAPH = {name: set(imports(path, KNOWN)) - {name} for name, path in KNOWN.items()}
+
+
+def test_every_room_has_its_floor():
+    assert {room_of(name) for name in KNOWN if name not in FACE} == set(FLOOR)
+
+
+def test_no_module_imports_a_plugin():
+    assert [name for name, found in GRAPH.items() if any(".plugins" in each for each in found)] == []
+
+
+def test_imports_point_down():
+    wrong = [
+        f"{name} -> {other}"
+        for name, found in GRAPH.items()
+        for other in found
+        if name not in FACE
+        and (FLOOR[room_of(other)] > FLOOR[room_of(name)] or {room_of(name), room_of(other)} in APART)
+    ]
+    assert wrong == []
+
+
+def test_there_are_no_circles():
+    left = {name: set(found) for name, found in GRAPH.items() if name not in FACE}
+    while free := [name for name, found in left.items() if not found & left.keys()]:
+        for name in free:
+            del left[name]
+    circles = {name: sorted(found & left.keys()) for name, found in left.items()}
+    assert circles == {}
+
+
+def test_a_module_fits_on_a_few_screens():
+    """No module of the library, or of its plugins, is longer than about 400 lines."""
+    files = [*KNOWN.values(), *sorted((ROOT / "plugins").rglob("*.py"))]
+    long = {str(path.relative_to(ROOT)): count for path in files if (count := len(path.read_text().splitlines())) > 420}
+    assert long == {}
