@@ -25,9 +25,9 @@ with atheris.instrument_imports(include=["snapshot"]):
         safetensors,
         torch_save,
         torchsnapshot,
-        zip_directory,
     )
     from snapshot.formats.pickled_objects import load_object
+    from snapshot.formats.zip_directory import TAIL, directory_range, members
     from snapshot.load.read_plan import ReadPlan
     from snapshot.load.stored_ranges import uncovered, wants_of
     from snapshot.manifest.document import copied, decode_document
@@ -133,8 +133,8 @@ def zip_directory(data):
         found = embedded_tensors.layout_of("x", entry, data, data)
         assert 0 <= found.begin <= found.begin + found.nbytes <= len(data)
     with contextlib.suppress(ValueError):
-        begin, end = zip_directory.directory_range(data[-zip_directory.TAIL :], len(data))
-        zip_directory.members(data[begin:end], begin)
+        begin, end = directory_range(data[-TAIL:], len(data))
+        members(data[begin:end], begin)
 
 
 def safetensors_header(data):
