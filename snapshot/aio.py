@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+A = TypeVar("A")
 T = TypeVar("T")
 _here = threading.local()
 
@@ -56,3 +57,14 @@ async def shielded(work: Coroutine[Any, Any, T]) -> T:
         with suppress(BaseException):
             await asyncio.shield(task)
     return task.result()
+
+
+async def gather_limited(items: Iterable[A], work: Callable[[A], Awaitable[T]], limit: int = 16) -> list[T]:
+    """Do work for each item, for at most `limit` of them at once. Return the results in order."""
+    free = asyncio.Semaphore(limit)
+
+    async def one(item: A) -> T:
+        async with free:
+            return await work(item)
+
+    return await asyncio.gather(*map(one, items))

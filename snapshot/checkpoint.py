@@ -98,8 +98,9 @@ class Checkpoint:
         )
 
     def get_state_dict_for_key(self, key: str, replicate_from_rank0: bool = False) -> Any:
-        """The state dict that this rank saved under a key of the app state, made anew; with `replicate_from_rank0` that
-        of rank 0. Weights that were tied are tied again, tensors that were sharded are whole."""
+        """Return the state dict that this rank saved under a key of the app state, made anew; with
+        `replicate_from_rank0` that of rank 0. Weights that were tied are tied again, tensors that were sharded are
+        whole."""
         number = 0 if replicate_from_rank0 else ranks_of(self.pg).rank
 
         return self._read(
@@ -108,7 +109,8 @@ class Checkpoint:
         )
 
     def get_manifest(self) -> dict[str, Entry]:
-        """What is in the snapshot: an entry for each object, by `"<rank>/<logical path>"`. A copy, yours to change."""
+        """Return what is in the snapshot: an entry for each object, by `"<rank>/<logical path>"`. A copy, yours to
+        change."""
         return copied(self._open().manifest)
 
     @property
@@ -174,7 +176,7 @@ class Checkpoint:
         memory_budget_bytes: int | None = None,
         progress: ProgressArgument = None,
     ) -> Diff:
-        """What differs between two snapshots: nothing, if a restore of either gives the same.
+        """Return what differs between two snapshots: nothing, if a restore of either gives the same.
 
         Two of ours are compared by the digests in their manifests, and no data is read, where their tensors are cut
         alike. Else, and where one is another library's, what has to be is read, part by part. However tensors are cut
@@ -371,7 +373,7 @@ class Checkpoint:
         return Session(self._url, self._options, budget=budget)
 
     def _open(self) -> Document:
-        """The manifest. A snapshot never changes, so it is read once; `restore` reads it anew."""
+        """Return the manifest. A snapshot never changes, so it is read once; `restore` reads it anew."""
         if self._document is None:
             session = self._session(None)
             try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -58,7 +60,7 @@ def emit(name: str, verb: str, path: str, **fields: Any) -> None:
 
 
 def _installed() -> list[Handler]:
-    """The handlers of installed packages. One that cannot be loaded is logged, and fails nothing."""
+    """Return the handlers of installed packages. One that cannot be loaded is logged, and fails nothing."""
     while _points:
         point = _points.pop()
         try:
@@ -66,3 +68,11 @@ def _installed() -> list[Handler]:
         except Exception:
             log.exception("the event handler %s = %s cannot be loaded", point.name, point.value)
     return _brought
+
+
+def warn(message: str) -> None:
+    """Warn, at the place where the caller's code called into the library."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "snapshot":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

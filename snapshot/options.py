@@ -45,7 +45,7 @@ class Settings:
 
     @classmethod
     def current(cls) -> Settings:
-        """The settings in force: the defaults, overridden by the environment."""
+        """Return the settings in force: the defaults, overridden by the environment."""
         given: dict[str, object] = {}
         for field in dataclasses.fields(cls):
             name = f"SNAPSHOT_{field.name.upper()}"
@@ -71,7 +71,7 @@ class Settings:
         return max(1, int(text)) if text.isdecimal() else 1
 
     def cores(self) -> int:
-        """The cores that this process may use."""
+        """Return the cores that this process may use."""
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def lane_count(self) -> int:
@@ -82,3 +82,9 @@ class Settings:
 
 
 _ARTICLE = {int: "a whole number", float: "a number", str: "a text"}
+
+
+def expect_positive(name: str, value: float | None) -> None:
+    """Raise `ValueError` if an argument was given that is not above 0."""
+    if value is not None and not value > 0:
+        raise ValueError(f"{name} must be more than 0, got {value}")

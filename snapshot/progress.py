@@ -112,7 +112,7 @@ class Meter:
             self._recent.popleft()
 
     def close(self) -> None:
-        """It is over: show no more."""
+        """End: show no more."""
         self._seconds = self._seconds or time.perf_counter() - self._began
         if self._bar is not None:
             self._bar.close()

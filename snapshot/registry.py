@@ -72,12 +72,13 @@ def schemes() -> list[str]:
 
 
 def open_storage(url: URL, options: Mapping[str, Any] | None = None, context: Context | None = None) -> Storage:
-    """The storage at `url`. Nothing is connected to, read or written yet."""
+    """Return the storage at `url`. Nothing is connected to, read or written yet."""
     return plugin_for(url)(url, options or {}, context or Context())
 
 
 def plugin_for(url: URL) -> type[Storage]:
-    """The plugin class for a URL's scheme: registered ones go first, then built-in ones, entry points, and fsspec.
+    """Return the plugin class for a URL's scheme: registered ones go first, then built-in ones, entry points, and
+    fsspec.
 
     Entry points come late since looking for them reads the metadata of every installed package.
     """
@@ -124,7 +125,7 @@ def _built_in(scheme: str, url: URL) -> type[Storage]:
 
 
 def _by_fsspec(url: URL) -> type[Storage] | None:
-    """What is left is fsspec's, if it knows the scheme; it is imported only now."""
+    """Return what is left is fsspec's, if it knows the scheme; it is imported only now."""
     try:
         known = importlib.import_module("snapshot.plugins.fsspec").known
     except ImportError:

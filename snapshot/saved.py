@@ -7,7 +7,7 @@ from typing import Any
 
 
 def class_name(kind: type) -> str:
-    """The module and the qualified name of a class."""
+    """Return the module and the qualified name of a class."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 

@@ -6,13 +6,13 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from snapshot.checkpoint import Checkpoint
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
 from snapshot.events import emit
-from snapshot.load.options import RestoreOptions
+from snapshot.load.options import Cast, Mismatched, RestoreOptions
 from snapshot.load.rendezvous import open_restore
 from snapshot.load.restore import Restore
 from snapshot.options import Settings
@@ -258,7 +258,7 @@ class Snapshot(Checkpoint):
         exclude: Sequence[str] = (),
         memory_budget_bytes: int | None = None,
     ) -> SavePlan:
-        """What a take would write: a dry run that writes nothing. The same plan may be given to `take`.
+        """Return what a take would write: a dry run that writes nothing. The same plan may be given to `take`.
 
         >>> import torch
         >>> from snapshot import StateDict
@@ -295,15 +295,15 @@ class Snapshot(Checkpoint):
         strict: bool = True,
         *,
         exact: bool = False,
-        mismatched: str = "error",
+        mismatched: Mismatched = "error",
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
         rename: Rename | None = None,
-        cast: str = "error",
+        cast: Cast = "error",
         verify: bool = True,
         atomic: bool = False,
         memory_budget_bytes: int | None = None,
-        read_once: str | bool = "auto",
+        read_once: Literal["auto"] | bool = "auto",
         progress: ProgressArgument = None,
         timeout: float | None = None,
     ) -> RestoreReport:

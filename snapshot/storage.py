@@ -99,11 +99,13 @@ class Memory(Protocol):
     """An operation's memory: what a plugin must bounce, it borrows here, so that it counts towards the budget."""
 
     def borrow(self, nbytes: int) -> Any:
-        """A context manager (asynchronous) over a page-aligned, writable memoryview of at least `nbytes` bytes."""
+        """Return a context manager (asynchronous) over a page-aligned, writable memoryview of at least `nbytes`
+        bytes."""
         ...
 
     def count(self, nbytes: int) -> Any:
-        """A context manager (asynchronous) for the time in which a client holds so many bytes of its own making."""
+        """Return a context manager (asynchronous) for the time in which a client holds so many bytes of its own
+        making."""
         ...
 
 
@@ -121,7 +123,7 @@ class Clients(Protocol):
     """Where storages share what is dear to make: connections, and clients with their credentials."""
 
     async def get(self, key: Hashable, make: Callable[[], Awaitable[tuple[T, Callable[[], Awaitable[object]]]]]) -> T:
-        """What `make` made for this key, now or before; it also gives the function that closes it."""
+        """Return what `make` made for this key, now or before; it also gives the function that closes it."""
         ...
 
     async def release(self, key: Hashable) -> None:
@@ -228,7 +230,7 @@ class Storage(ABC):
 
     @abstractmethod
     async def get(self, path: str, *, limit: int | None = None) -> bytes:
-        """A small file's content; more than `limit` bytes is an error before they are read."""
+        """Return a small file's content; more than `limit` bytes is an error before they are read."""
 
     @abstractmethod
     async def stat(self, path: str) -> FileStat:
@@ -236,7 +238,8 @@ class Storage(ABC):
 
     @abstractmethod
     async def list(self, prefix: str = "", *, recursive: bool = True) -> list[str]:
-        """The paths of all files that begin with `prefix`, sorted; folders of one level end in `/` if not recursive."""
+        """Return the paths of all files that begin with `prefix`, sorted; folders of one level end in `/` if not
+        recursive."""
 
     @abstractmethod
     async def delete(self, paths: Sequence[str]) -> None:
@@ -283,7 +286,8 @@ class Storage(ABC):
 
 
 def check_path(path: str) -> str:
-    """The path, if it is one that a storage may be given: it can't leave the root, nor name one file in two ways.
+    """Return the path, if it is one that a storage may be given: it can't leave the root, nor name one file in two
+    ways.
 
     >>> check_path("data/1.bin")
     'data/1.bin'

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def size_text(nbytes: float) -> str:
-    """A number of bytes as a person writes it.
+    """Return a number of bytes as a person writes it.
 
     >>> size_text(3 << 20), size_text(12)
     ('3.0 MiB', '12 B')
@@ -21,7 +21,7 @@ def size_text(nbytes: float) -> str:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """A number with its noun.
+    """Return a number with its noun.
 
     >>> counted(1, "file"), counted(2000, "file"), counted(0, "entry", "entries")
     ('1 file', '2,000 files', '0 entries')
@@ -30,7 +30,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def with_article(noun: str) -> str:
-    """A noun, or the name of a class, with "a" or "an".
+    """Return a noun, or the name of a class, with "a" or "an".
 
     >>> with_article("int"), with_article("OrderedDict"), with_article("UUID"), with_article("float")
     ('an int', 'an OrderedDict', 'a UUID', 'a float')
@@ -40,7 +40,7 @@ def with_article(noun: str) -> str:
 
 
 def entries_text(number: int) -> str:
-    """A number of entries."""
+    """Return a number of entries."""
     return counted(number, "entry", "entries")
 
 

@@ -55,17 +55,18 @@ class URL:
         return cls(scheme, location.rstrip("/"), query)
 
     def join(self, path: str) -> URL:
-        """The URL of a file below this one; the query stays behind the path."""
+        """Return the URL of a file below this one; the query stays behind the path."""
         return URL(self.scheme, f"{self.location.rstrip('/')}/{path}" if path else self.location, self.query)
 
     def reveal(self) -> str:
-        """The whole text, secrets included: for a client's eyes only. Parsing it gives this URL again."""
+        """Return the whole text, secrets included: for a client's eyes only. Parsing it gives this URL again."""
         if self.scheme == "file":
             return f"file://{quote(self.location)}"
         return f"{self.scheme}://{self.location}" + (f"?{self.query}" if self.query else "")
 
     def apart(self) -> tuple[str, str]:
-        """What stands before the `@` of a host or bucket, and all that follows it; an `@` in a path is of the path."""
+        """Return what stands before the `@` of a host or bucket, and all that follows it; an `@` in a path is of the
+        path."""
         end = self.location.partition("/")[0].rfind("@")
         if end < 0 and (pasted := _SECRET_WITH_SLASH.match(self.location)):
             end = pasted.end() - 1

@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FLOORS = """
-    aio errors options per_process saved text url version
+    aio durations errors options per_process saved text url version
     events progress reports storage trace
     registry storage_options tensors
     manifest runtime testing

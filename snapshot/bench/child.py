@@ -68,7 +68,7 @@ class Worker:
             self.system.save(self.saved)
 
     def describe(self) -> dict[str, Any]:
-        """What the parent needs to know before the first repetition."""
+        """Return what the parent needs to know before the first repetition."""
         return {
             "rows": list(self.ways),
             "bytes": self.payload.nbytes(),
@@ -100,7 +100,7 @@ class Worker:
         return Repetition(seconds, cpu, None if peak is None or before is None else max(0, peak - before))
 
     def _settle(self, wait: Wait) -> None:
-        """The rest of an asynchronous save: not timed, but its memory and CPU count."""
+        """Wait for the rest of an asynchronous save: it is not timed, but its memory and CPU count."""
         wait()
 
     def _check(self, row: str) -> None:
@@ -132,7 +132,7 @@ def reset_peak() -> int | None:
 
 
 def status(name: str) -> int | None:
-    """A line of what the kernel says of this process, in bytes."""
+    """Return a line of what the kernel says of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10
@@ -140,7 +140,7 @@ def status(name: str) -> int | None:
 
 
 def _answers() -> int:
-    """A descriptor for answers; whatever libraries print goes to the standard error from now on."""
+    """Return a descriptor for answers; whatever libraries print goes to the standard error from now on."""
     answers = os.dup(1)
     os.dup2(2, 1)
     return answers

@@ -52,7 +52,7 @@ class Competitor(ABC):
         raise NotImplementedError(f"{type(self).__name__} saves nothing in the background: {where}")
 
     def ways(self, operation: str) -> dict[str, Way]:
-        """The rows of the table that this system fills: none where it lacks an operation."""
+        """Return the rows of the table that this system fills: none where it lacks an operation."""
         name = next(name for name, kind in SYSTEMS.items() if kind is type(self))
         table: dict[str, Way] = {
             "take": self.save,

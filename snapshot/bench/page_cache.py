@@ -34,7 +34,7 @@ def drop(folder: Path) -> None:
 
 
 def _resident(files: list[Path]) -> float:
-    """The share of the files' pages that is in memory, as mincore(2) says."""
+    """Return the share of the files' pages that is in memory, as mincore(2) says."""
     held = total = 0
     for file in files:
         size = file.stat().st_size

@@ -36,7 +36,7 @@ def views(tensors: Sequence[torch.Tensor]) -> list[Bytes]:
 
 
 def cut(buffers: Sequence[Bytes], lanes: int) -> list[tuple[int, list[Bytes]]]:
-    """The buffers in `lanes` runs of equal length, each with its offset in the whole; long buffers are cut."""
+    """Return the buffers in `lanes` runs of equal length, each with its offset in the whole; long buffers are cut."""
     total = sum(buffer.nbytes for buffer in buffers)
     share = -(-total // lanes)
     runs: list[tuple[int, list[Bytes]]] = [(0, [])]
@@ -56,7 +56,7 @@ def cut(buffers: Sequence[Bytes], lanes: int) -> list[tuple[int, list[Bytes]]]:
 
 
 def batches(buffers: Sequence[Bytes]) -> Iterator[list[Bytes]]:
-    """The buffers in runs that one vectored call takes."""
+    """Yield the buffers in runs that one vectored call takes."""
     batch: list[Bytes] = []
     nbytes = 0
     for buffer in buffers:
@@ -148,7 +148,7 @@ def copy_streams(tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor], 
 
 
 def copy_foreach(tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
-    """The same by torch, with its own threads: quick on idle cores, and slow where they are busy."""
+    """Copy by torch, with its own threads: quick on idle cores, and slow where they are busy."""
     torch._foreach_copy_([*into], [tensor.detach() for tensor in tensors])
 
 
@@ -189,7 +189,7 @@ def _transfer(call: Call, fd: int, offset: int, buffers: Sequence[Bytes]) -> Non
 
 
 def _after(buffers: list[Bytes], moved: int) -> list[Bytes]:
-    """What is left of the buffers when a call has moved so many bytes."""
+    """Return what is left of the buffers when a call has moved so many bytes."""
     for index, buffer in enumerate(buffers):
         if moved < buffer.nbytes:
             return [buffer[moved:], *buffers[index + 1 :]]

@@ -44,7 +44,7 @@ class Row:
         self.peak_extra_bytes.append(repetition["peak_extra_bytes"])
 
     def peak(self) -> int | None:
-        """The highest of all repetitions' peaks."""
+        """Return the highest of all repetitions' peaks."""
         return max((peak for peak in self.peak_extra_bytes if peak is not None), default=None)
 
 
@@ -65,12 +65,12 @@ class ResultTable:
     """What of ours, or of the raw baselines that should always work, did not."""
 
     def raw(self) -> tuple[float, float] | None:
-        """The fastest raw row's fastest repetition, and the fastest raw row's median."""
+        """Return the fastest raw row's fastest repetition, and the fastest raw row's median."""
         rows = [row.seconds for row in self.rows if row.kind == "raw" and row.seconds]
         return (min(map(min, rows)), min(map(median, rows))) if rows else None
 
     def as_json(self) -> dict[str, Any]:
-        """The table for programs."""
+        """Return the table for programs."""
         raw = self.raw()
         return {
             "case": self.case,
@@ -86,7 +86,7 @@ class ResultTable:
         }
 
     def as_text(self) -> str:
-        """The table for people."""
+        """Return the table for people."""
         raw = self.raw()
         moves = self.operation != "open"
         size = f"{_size(self.nbytes)} in {self.tensors:,} tensors"

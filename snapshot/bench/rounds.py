@@ -153,7 +153,7 @@ def _children(tasks: Sequence[Task]) -> Iterator[list[Child]]:
 
 
 def _seats(child: Child, table: ResultTable) -> list[Seat]:
-    """The rows that a child fills, once it is ready."""
+    """Return the rows that a child fills, once it is ready."""
     try:
         ready = child.ask()
     except ChildFailed as failed:
@@ -183,7 +183,7 @@ def _repeat(seat: Seat, table: ResultTable, where: Workspace, check: bool) -> di
 
 
 def _note(table: ResultTable, system: str, name: str, failed: ChildFailed) -> None:
-    """A failure of ours is a fault; of a peer, or of O_DIRECT where a file system lacks it, a line."""
+    """Raise a failure of this library; a peer's, or that of O_DIRECT on a file system without it, becomes a line."""
     excused = failed.excused or SYSTEMS[system].kind == "peer" or name.endswith("O_DIRECT")
     notes = table.left_out if excused else table.failed
     line = f"{name}: {failed}"

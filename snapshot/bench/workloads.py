@@ -25,7 +25,7 @@ class Payload:
     """Every tensor by a name of its own: for formats that know no nesting, and for the raw baselines."""
 
     def nested(self) -> dict[str, Any]:
-        """The state dicts, for systems that are handed those."""
+        """Return the state dicts, for systems that are handed those."""
         return {key: each if isinstance(each, dict) else each.state_dict() for key, each in self.app_state.items()}
 
     def nbytes(self) -> int:
@@ -33,7 +33,7 @@ class Payload:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def digest(self) -> str:
-        """A digest of all tensors' bytes: tells whether a restore brought back what was saved."""
+        """Return a digest of all tensors' bytes: tells whether a restore brought back what was saved."""
 
         hashed = xxhash.xxh3_128()
         for tensor in self.tensors.values():

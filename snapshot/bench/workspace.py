@@ -36,7 +36,7 @@ class Workspace:
     """Whether it is a folder of a file system, where raw baselines and peers can work too."""
 
     def text(self) -> str:
-        """What systems are handed: a plain path for a file system, since not everyone understands `file://`."""
+        """Return what systems are handed: a plain path for a file system, since not everyone understands `file://`."""
         return self.url.location if self.local else self.url.reveal()
 
     def empty(self) -> None:
@@ -60,7 +60,7 @@ class Workspace:
 
 @contextmanager
 def place(url: str) -> Iterator[Workspace]:
-    """A place below `url`; whatever happens, nothing of it is left."""
+    """Make a place below `url`, and remove it whatever happens."""
     parsed = URL.parse(url)
     if parsed.scheme == "file":
         with _folder(parsed) as folder:
@@ -112,7 +112,7 @@ async def _clear(url: URL) -> None:
 
 
 def describe(where: Workspace) -> dict[str, Any]:
-    """The machine, the file system and the versions: figures mean nothing without them."""
+    """Return the machine, the file system and the versions: figures mean nothing without them."""
     return {
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "where": str(where.url),
@@ -127,7 +127,7 @@ def describe(where: Workspace) -> dict[str, Any]:
 
 
 def available_memory() -> int:
-    """The bytes that can be taken without swapping."""
+    """Return the bytes that can be taken without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
@@ -135,7 +135,7 @@ def available_memory() -> int:
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system that holds a path: of all mount points above it, the deepest."""
+    """Return the type of the file system that holds a path: of all mount points above it, the deepest."""
     mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
     above = [(point, kind) for point, kind in mounts if path.is_relative_to(point.encode().decode("unicode_escape"))]
     return max(above, key=lambda mount: len(mount[0]), default=("", "unknown"))[1]

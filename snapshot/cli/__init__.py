@@ -105,7 +105,7 @@ def _run(whole: argparse.ArgumentParser, argv: Sequence[str]) -> int:
 
 @contextmanager
 def _spoken() -> Iterator[None]:
-    """The library's warnings, as a command gives them: a line on standard error."""
+    """Print the library's warnings as a line on standard error each."""
     from snapshot.events import add_handler, remove_handler  # help is spared them
 
     handler = _Complaints(logging.WARNING)

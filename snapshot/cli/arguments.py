@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from snapshot.cli.verbs import VERBS
+from snapshot.durations import parse_duration
 from snapshot.storage_options import VARIABLE, options_from_environment, read_options
 
 Verbs = Any
@@ -44,7 +45,7 @@ def verb(
 
 
 def _filled(text: str) -> str:
-    """A paragraph as wide as the terminal: argparse fills none where it leaves the examples as they are."""
+    """Return a paragraph as wide as the terminal: argparse fills none where it leaves the examples as they are."""
     return textwrap.fill(text, max(20, min(shutil.get_terminal_size().columns, 100) - 2))
 
 
@@ -79,8 +80,8 @@ def add_storage(parser: argparse.ArgumentParser, *prefixes: str) -> None:
 
 
 def options_of(arguments: argparse.Namespace, prefix: str = "") -> dict[str, Any]:
-    """The storage options that were given: environment, file, then `-o`, later ones over earlier ones; the same again
-    for one of several URLs."""
+    """Return the storage options that were given: environment, file, then `-o`, later ones over earlier ones; the same
+    again for one of several URLs."""
     made = options_from_environment()
     for each in dict.fromkeys(("", prefix)):
         _merge(made, getattr(arguments, f"{each}_options".lstrip("_")))
@@ -159,7 +160,7 @@ def _no_constant(name: str) -> Any:
 
 
 def options_file(name: str) -> dict[str, Any]:
-    """The storage options in a file."""
+    """Return the storage options in a file."""
     try:
         return read_options(name)
     except ValueError as error:
@@ -169,11 +170,10 @@ def options_file(name: str) -> dict[str, Any]:
 _SIZES = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", 1):
     _SIZES |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
-_DURATIONS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def size(text: str) -> int:
-    """A number of bytes.
+    """Return a number of bytes.
 
     >>> size("64MiB"), size("1.5g"), size("2MB"), size("4096")
     (67108864, 1610612736, 2000000, 4096)
@@ -185,19 +185,20 @@ def size(text: str) -> int:
 
 
 def duration(text: str) -> float:
-    """A number of seconds.
+    """Return a number of seconds.
 
     >>> duration("7d"), duration("90"), duration("1.5h")
     (604800.0, 90.0, 5400.0)
     """
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([smhdw]?)", text.strip().lower())
-    if found is None:
+    text = text.strip().lower()
+    seconds = parse_duration(text if text[-1:].isalpha() else f"{text}s")
+    if seconds is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no duration, such as 90s, 30m, 12h or 7d")
-    return float(found[1]) * _DURATIONS[found[2]]
+    return seconds
 
 
 def count(text: str) -> int:
-    """A whole number above 0."""
+    """Return a whole number above 0."""
     if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
     return int(text)

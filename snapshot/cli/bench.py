@@ -97,7 +97,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _steps(arguments: argparse.Namespace, where: Workspace, cold: bool) -> list[Step]:
-    """What is measured; nothing is cold where there is no device below the page cache."""
+    """Return what is measured; nothing is cold where there is no device below the page cache."""
     return [
         _step(CASES[name], operation, arguments.peers, where)
         for name in arguments.case

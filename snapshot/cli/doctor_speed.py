@@ -141,7 +141,7 @@ def _propose(measured: Sequence[Trial], matters: Sequence[str], findings: Findin
 
 
 def _trials(url: URL, options: Mapping[str, Any]) -> Iterator[Trial]:
-    """Settings to try, the defaults first."""
+    """Yield the settings to try, the defaults first."""
     yield Trial("the defaults")
     if url.scheme == "file":
         for direct in ("never", "always"):

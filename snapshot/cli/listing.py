@@ -66,12 +66,12 @@ class ListedItem:
 
 
 def shape_text(shape: Sequence[int] | None) -> str:
-    """A shape as torch writes it; nothing for what has none."""
+    """Return a shape as torch writes it; nothing for what has none."""
     return "" if shape is None else f"[{', '.join(map(str, shape))}]"
 
 
 def items(manifest: Mapping[str, Entry], world_size: int) -> Iterator[ListedItem]:
-    """The objects of a manifest, in its order."""
+    """Yield the objects of a manifest, in its order."""
     seen: dict[Any, str] = {}
     ranks = Counter(path.partition("/")[2] for path in manifest) if world_size > 1 else {}
     for path, entry in manifest.items():
@@ -152,7 +152,7 @@ def ranks_of(entry: e.ShardedTensorEntry) -> int:
 
 
 def value_text(entry: Entry, longest: int = LONGEST) -> str:
-    """The value of what stands in the manifest; of a tensor what is special about it."""
+    """Return the value of what stands in the manifest; of a tensor what is special about it."""
     if isinstance(entry, Scalar):
         try:
             text = repr(entry.value())
@@ -185,7 +185,7 @@ class Total:
 
 
 def by_key(found: Iterable[ListedItem]) -> dict[str, list[ListedItem]]:
-    """The items below each top-level key, in order; those that are below none, under the empty one."""
+    """Return the items below each top-level key, in order; those that are below none, under the empty one."""
     keys: dict[str, list[ListedItem]] = {}
     for item in found:
         key, below, _ = item.path.partition("/")
@@ -280,7 +280,8 @@ def _follows(one: str, other: str) -> bool:
 
 
 def heaviest(found: Iterable[ListedItem], depth: int) -> list[tuple[str, Total]]:
-    """What takes the space: totals by the first so many parts of names, which `/` and `.` divide; largest first."""
+    """Return what takes the space: totals by the first so many parts of names, which `/` and `.` divide; largest
+    first."""
     totals: dict[str, Total] = defaultdict(Total)
     for item in found:
         parts = re.split(r"(?<=[/.])", item.path, maxsplit=depth)

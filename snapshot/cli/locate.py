@@ -26,8 +26,8 @@ ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".index.json")
 
 
 def opened(url: str, options: Mapping[str, Any] | None = None, *, allow_pickle: bool = False) -> Checkpoint:
-    """The snapshot at a URL, its manifest read: to be looked at. Where there is none, the error says what is there
-    instead."""
+    """Return the snapshot at a URL, its manifest read: to be looked at. Where there is none, the error says what is
+    there instead."""
     options = hasty(URL.parse(url), options)
     snapshot = Checkpoint(url, storage_options=options, allow_pickle=allow_pickle)
     with explained(url, options):
@@ -36,7 +36,7 @@ def opened(url: str, options: Mapping[str, Any] | None = None, *, allow_pickle: 
 
 
 def hasty(url: URL, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The options for somebody who waits for an answer: a server that cannot be reached is given up soon."""
+    """Return the options for somebody who waits for an answer: a server that cannot be reached is given up soon."""
     made = {"deadline": SOON, **(options or {})}
     try:
         open_storage(url, made)  # nothing is connected to yet
@@ -56,7 +56,7 @@ def explained(url: str, options: Mapping[str, Any] | None) -> Iterator[None]:
 
 
 def listed(url: URL, options: Mapping[str, Any] | None) -> list[str]:
-    """What lies directly below a URL; folders end in `/`. Raises what keeps the storage from saying so."""
+    """Return what lies directly below a URL; folders end in `/`. Raises what keeps the storage from saying so."""
 
     async def names() -> list[str]:
         storage = open_storage(url, options)
@@ -69,7 +69,7 @@ def listed(url: URL, options: Mapping[str, Any] | None) -> list[str]:
 
 
 def snapshots_below(url: URL, options: Mapping[str, Any] | None, names: Sequence[str] | None = None) -> list[str]:
-    """The names of all checkpoints directly below a URL, numbers in their order."""
+    """Return the names of all checkpoints directly below a URL, numbers in their order."""
     names = listed(url, options) if names is None else names
     candidates = [name.rstrip("/") for name in names if name.endswith(("/", *ENDINGS)) and name != "data/"]
 
@@ -91,7 +91,7 @@ def side_by_side(work: Callable[[str], T], names: Sequence[str]) -> list[T]:
 
 
 def in_order(name: str) -> list[tuple[int, str]]:
-    """A key to sort names by: the numbers in them by their value."""
+    """Return a key to sort names by: the numbers in them by their value."""
     return [
         (int(part), part) if part.isascii() and part.isdecimal() and len(part) < 4000 else (-1, part)
         for part in re.split(r"(\d+)", name)
@@ -117,7 +117,7 @@ def _instead(url: URL, options: Mapping[str, Any] | None) -> str:
 
 
 def _beside(url: URL, options: Mapping[str, Any] | None) -> str:
-    """What somebody may have meant by a name that is not there, or is that of an empty folder."""
+    """Return what somebody may have meant by a name that is not there, or is that of an empty folder."""
     above, _, name = url.location.rpartition("/")
     if not above or not name:
         return ""

@@ -107,7 +107,7 @@ def _matches(glob: str, found: Sequence[ListedItem]) -> list[bool]:
 
 
 def summary(metadata: SnapshotMetadata, found: Sequence[ListedItem]) -> dict[str, Any]:
-    """What a snapshot is as a whole, for programs."""
+    """Return what a snapshot is as a whole, for programs."""
     totals = _totals(found)
     return {
         "format": metadata.format,
@@ -228,7 +228,7 @@ def _tree(found: Sequence[ListedItem], several: bool, depth: int | None) -> Iter
 
 
 def _du(found: Sequence[ListedItem], depth: int) -> Iterator[str]:
-    """What takes the space, with a bar for its share."""
+    """Yield what takes the space, with a bar for its share."""
     whole = sum(item.nbytes for item in found)
     table = ScreenTable(
         [
@@ -325,7 +325,7 @@ def _steps(found: Sequence[_Found]) -> Iterator[str]:
 
 
 def _flat(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The user's own metadata; what is in mappings stands beside it."""
+    """Yield the user's own metadata, with nested mappings flattened."""
     for key, value in metadata.items():
         if isinstance(value, Mapping):
             yield from _flat(value)

@@ -59,7 +59,7 @@ def add(verbs: Verbs) -> None:
 
 
 def add_careful(parser: argparse.ArgumentParser) -> None:
-    """What all verbs that remove something take."""
+    """Add the arguments of all verbs that remove something."""
     parser.add_argument("--dry-run", action="store_true", help="only show what would go")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument(
@@ -72,7 +72,7 @@ def add_careful(parser: argparse.ArgumentParser) -> None:
 
 
 def best(text: str) -> KeepBest:
-    """A policy, as `loss`, `loss:2` or `f1:1:max`. A metric's name may hold colons."""
+    """Return a policy, as `loss`, `loss:2` or `f1:1:max`. A metric's name may hold colons."""
     name, n, mode = text, 1, "min"
     head, colon, tail = name.rpartition(":")
     if colon and tail in ("min", "max"):

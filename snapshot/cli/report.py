@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 
 
 def _write(target: Path, text: str) -> None:
-    """The page, whole or not at all."""
+    """Write the page, whole or not at all."""
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         aside.write_text(text, encoding="utf-8")
@@ -96,7 +96,7 @@ def _write(target: Path, text: str) -> None:
 
 
 def page(told: dict[str, Any]) -> str:
-    """The template with the data in it. No name in them can end the element that they stand in."""
+    """Return the template with the data in it. No name in them can end the element that they stand in."""
     template = (files("snapshot.cli") / "report.html").read_text(encoding="utf-8")
     data = as_json(told).replace("<", "\\u003c")
     return template.replace("@DATA@", data, 1)
@@ -162,7 +162,7 @@ def _digests(manifest: dict[str, Entry]) -> tuple[int, int]:
 
 
 def _tree(found: Sequence[ListedItem]) -> dict[str, Any]:
-    """The bytes by the parts of names, which `/` and `.` divide; small parts together."""
+    """Return the bytes by the parts of names, which `/` and `.` divide; small parts together."""
     root: dict[str, Any] = {"n": "", "b": 0, "c": {}}
     for item in found:
         if not item.nbytes:
@@ -177,7 +177,8 @@ def _tree(found: Sequence[ListedItem]) -> dict[str, Any]:
 
 
 def _pruned(root: dict[str, Any], whole: int) -> dict[str, Any]:
-    """The tree with lists for children, none of them too small to be seen; a path, without forks, in one node."""
+    """Return the tree with lists for children, none of them too small to be seen; a path, without forks, in one
+    node."""
     made: dict[str, Any] = {}
     rest = [(root, made)]
     while rest:

@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 
 
 async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Namespace) -> Target:
-    """What there is to remove. Raises for what is not to be removed."""
+    """Return what there is to remove. Raises for what is not to be removed."""
     session = Session(url, options)
     storage = session.storage
     try:
@@ -112,7 +112,7 @@ async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Name
 
 
 async def _leftovers(session: Session, older_than: float) -> Target:
-    """What is left of takes that are over."""
+    """Return what is left of takes that are over."""
     storage, url = session.storage, session.url
     files = await cleanup.find_leftovers(storage, older_than)
     if files:

@@ -34,17 +34,18 @@ def coloured() -> bool:
 
 
 def paint(text: str, style: str) -> str:
-    """The text in a style of `STYLES`, where that can be seen."""
+    """Return the text in a style of `STYLES`, where that can be seen."""
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if style and text and coloured() else text
 
 
 def width() -> int | None:
-    """The terminal's width in cells; None where the output goes to no terminal, and may be as wide as it likes."""
+    """Return the terminal's width in cells; None where the output goes to no terminal, and may be as wide as it
+    likes."""
     return max(20, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
 
 
 def printable(text: str) -> str:
-    """The text with all that is no visible character escaped.
+    """Return the text with all that is no visible character escaped.
 
     >>> print(printable("a\\x1b[2Jb"))
     a\\x1b[2Jb
@@ -55,7 +56,7 @@ def printable(text: str) -> str:
 
 
 def wrapped(text: str, indent: str = "  ") -> str:
-    """The text in lines no longer than the terminal's, broken at spaces: a name is never broken."""
+    """Return the text in lines no longer than the terminal's, broken at spaces: a name is never broken."""
     most = width()
     if most is None or cells(text) <= most:
         return text
@@ -82,7 +83,7 @@ def cells(text: str) -> int:
 
 
 def fit(text: str, most: int) -> str:
-    """The text in at most so many cells: of what is too long, the middle is left out."""
+    """Return the text in at most so many cells: of what is too long, the middle is left out."""
     if cells(text) <= most:
         return text
     try:
@@ -133,7 +134,7 @@ class ScreenTable:
         self.rows.append(([printable(each) if i < len(self.columns) else each for i, each in enumerate(row)], style))
 
     def lines(self) -> Iterator[str]:
-        """The lines of the table, fitted."""
+        """Yield the lines of the table, fitted."""
         kept = list(range(len(self.columns)))
         texts = [[column.name, *(row[i] for row, _ in self.rows)] for i, column in enumerate(self.columns)]
         widths = [max(map(cells, each)) for each in texts]
@@ -208,7 +209,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def bar(verb: str) -> Iterator[Callable[[Progress], None]]:
-    """A bar with rate and time left, on standard error if that is a terminal: from the second second on, and gone
+    """Show a bar with rate and time left, on standard error if that is a terminal: from the second second on, and gone
     afterwards. It is given what shows `Progress` in it."""
     from tqdm import tqdm  # spared to what prints help
 

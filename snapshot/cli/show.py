@@ -109,7 +109,7 @@ def _run(arguments: argparse.Namespace) -> ExitStatus:
 def _container(
     snapshot: Checkpoint, path: str, entry: e.Container, manifest: Mapping[str, Entry], told: dict[str, Any]
 ) -> list[str]:
-    """What is in a container: all of it, where that stands in the manifest."""
+    """Return what is in a container: all of it, where that stands in the manifest."""
     below = [held for name, held in manifest.items() if name.startswith(f"{path}/")]
     if len(below) <= SHOWN and all(isinstance(held, (Scalar, e.Container)) for held in below):
         told["value"] = pprint.pformat(snapshot.read_object(path), width=min(100, width() or 100), sort_dicts=False)
@@ -122,7 +122,7 @@ def _container(
 
 
 def _described(path: str, entry: Entry, manifest: Mapping[str, Entry], world_size: int) -> dict[str, Any]:
-    """What the manifest says of an object."""
+    """Return what the manifest says of an object."""
     if isinstance(entry, e.Container) and entry.width:
         return {"path": path, "kind": str(type(entry).__struct_config__.tag), "entries": entry.width}
     item = next(items({path: entry}, world_size))
@@ -217,7 +217,7 @@ def _statistics(path: str, entry: Any, read: Callable[[Any], torch.Tensor], told
 
 
 def _plain(value: Any) -> torch.Tensor | None:
-    """The values of a tensor that is no plain one, or of an array; None where they are no numbers."""
+    """Return the values of a tensor that is no plain one, or of an array; None where they are no numbers."""
     if not isinstance(value, torch.Tensor):
         try:
             return torch.as_tensor(value)
@@ -245,7 +245,7 @@ def _printable(dtype: torch.dtype) -> bool:
 
 
 def _repr(value: Any) -> str:
-    """What a value says of itself; of one that cannot, what it is."""
+    """Return what a value says of itself; of one that cannot, what it is."""
     try:
         return repr(value)
     except Exception as error:  # noqa: BLE001 - it is anybody's code
@@ -259,7 +259,7 @@ def _values(values: Any) -> str:
 
 
 def _fitted(values: Any) -> str:
-    """What a value says of itself, in lines that fit the terminal. Torch's are longer than what it is given."""
+    """Return what a value says of itself, in lines that fit the terminal. Torch's are longer than what it is given."""
     most, before = width(), PRINT_OPTS.linewidth
     text = _repr(values)
     try:
@@ -279,7 +279,7 @@ Box = list[slice | int]
 
 
 def _box(text: str) -> Box:
-    """A box as it would stand between brackets.
+    """Return a box as it would stand between brackets.
 
     >>> _box("0:4,:8,3")
     [slice(0, 4, None), slice(None, 8, None), 3]
@@ -301,7 +301,7 @@ def _box(text: str) -> Box:
 
 
 def _within(path: str, box: Box, shape: tuple[int, ...]) -> Box:
-    """What of a box is in the tensor, counted from its beginning. Raises where that is nothing."""
+    """Return what of a box is in the tensor, counted from its beginning. Raises where that is nothing."""
     made: Box = []
     for part, size in zip(box, shape, strict=False):
         if isinstance(part, int):
@@ -315,7 +315,7 @@ def _within(path: str, box: Box, shape: tuple[int, ...]) -> Box:
 
 
 def _corner(shape: tuple[int, ...]) -> Box:
-    """The first values: of the last two dimensions some, of those before one."""
+    """Return the first values: of the last two dimensions some, of those before one."""
     made: Box = []
     for axis, size in enumerate(shape):
         behind = len(shape) - axis

@@ -64,7 +64,7 @@ def _bars(histogram: tuple[int, ...]) -> str:
 
 
 def statistics(parts: Callable[[], Iterator[torch.Tensor]]) -> ValueStatistics:
-    """The statistics of a tensor whose parts are given, twice: the histogram needs the range first."""
+    """Return the statistics of a tensor whose parts are given, twice: the histogram needs the range first."""
     count = nan = infinite = zero = finite = 0
     least, most, mean, squares = math.inf, -math.inf, 0.0, 0.0
     magnitude = False
@@ -116,7 +116,7 @@ def countable(dtype: torch.dtype) -> bool:
 
 
 def _wide(part: torch.Tensor) -> torch.Tensor:
-    """The values in float64, flat; absolute ones of complex numbers."""
+    """Return the values in float64, flat; absolute ones of complex numbers."""
     part = part.detach().reshape(-1)
     if part.is_complex():
         return torch.view_as_complex(torch.view_as_real(part.resolve_conj()).to(torch.float64)).abs()

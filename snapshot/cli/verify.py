@@ -108,7 +108,7 @@ def _say(error: Exception) -> ExitStatus:
 
 
 def _verified(url: str, options: dict[str, Any], arguments: argparse.Namespace) -> VerifyReport:
-    """The report on one snapshot; of one whose manifest is damaged, that."""
+    """Return the report on one snapshot; of one whose manifest is damaged, that."""
     snapshot = Snapshot(url, storage_options=options)
     try:
         with explained(url, options), bar("verify") as show:

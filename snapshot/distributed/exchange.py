@@ -23,6 +23,7 @@ from snapshot import errors
 from snapshot.distributed.group import Ranks
 from snapshot.distributed.heartbeat import Liveness
 from snapshot.errors import RankError, SnapshotError, StorageError, system_limits
+from snapshot.options import expect_positive
 
 T = TypeVar("T")
 LEADER = 0
@@ -45,7 +46,7 @@ class RankFault(msgspec.Struct):
     """The ranks that had not come when the call was given up."""
 
     def error(self) -> SnapshotError:
-        """The error that a rank which is told of it raises."""
+        """Return the error that a rank which is told of it raises."""
         kind = getattr(errors, self.kind, None) if self.shared else None
         if isinstance(kind, type) and issubclass(kind, SnapshotError) and kind is not RankError:
             return kind(self.text)
@@ -61,8 +62,7 @@ class Exchange:
     """One verb's conversation. Used as a context: an error that leaves it is told to the other ranks."""
 
     def __init__(self, ranks: Ranks, verb: str, timeout: float) -> None:
-        if not timeout > 0:
-            raise ValueError(f"timeout is {timeout}, and must be more than 0")
+        expect_positive("timeout", timeout)
         self.ranks = ranks
         self.rank, self.world = ranks.rank, ranks.world
         self.timeout = timeout
@@ -186,7 +186,7 @@ class Exchange:
         return done()
 
     def broke_off(self) -> None:
-        """It broke off for this rank: the others are not to wait for it there."""
+        """Tell the others that it broke off for this rank, so that they do not wait."""
         self._guard(lambda: self._store.set(self._key("broken"), "1"))
 
     def _wait(self, done: Callable[[], bool], missing: Callable[[], list[int]], step: int) -> None:
@@ -221,7 +221,7 @@ class Exchange:
     # Decision
 
     def commit(self) -> None:
-        """The leader's word that it commits now. Raises where somebody gave up before."""
+        """Decide, as the leader, that the commit begins. Raise if another rank gave up before."""
         if not self.alone:
             key = self._key("decision")
             decided = self._guard(lambda: self._store.compare_set(key, "", COMMIT.decode()), self.timeout)
@@ -229,7 +229,7 @@ class Exchange:
                 raise _decoded(decided).error()
 
     def given_up(self) -> SnapshotError | None:
-        """The error for which the call was given up, if it was."""
+        """Return the error for which the call was given up, if it was."""
         if self.alone or not self._open:
             return None
         fault = self._guard(self._fault)
@@ -314,7 +314,7 @@ class Exchange:
         )
 
     def close(self) -> None:
-        """This rank's part is over."""
+        """End this rank's part."""
         if self._open:
             self._open = False
             self._heart.end(self.timeout)
@@ -324,7 +324,7 @@ class Exchange:
                 return  # of a store that is gone: its keys are as well
 
     def _leave(self) -> None:
-        """The last one to go takes all that was said along."""
+        """Leave the call. The last rank deletes its keys from the store."""
         if self._store.add(self._key("over"), 1) == self.world:
             failed = self._fault() is not None  # else each rank has taken its own along already
             for step in range(MOST_STEPS):

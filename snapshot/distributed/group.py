@@ -40,7 +40,7 @@ class Ranks:
         self._numbers = {member: number for number, member in enumerate(members)}
 
     def connected(self) -> tuple[Any, Heartbeat]:
-        """A connection of our own to the group's store, and the heart that beats through another."""
+        """Return a connection of our own to the group's store, and the heart that beats through another."""
         with self._connecting:
             if self._connected is None:
                 # who destroys a group and makes another one on the same store would meet the first one's keys
@@ -52,12 +52,12 @@ class Ranks:
             return self._connected
 
     def stop(self) -> None:
-        """The group is gone."""
+        """Stop the heartbeat: the group is gone."""
         if self._connected is not None:
             self._connected[1].stop()
 
     def numbers(self, members: tuple[int, ...]) -> tuple[int, ...]:
-        """The numbers of several, ascending; who does not take part has none."""
+        """Return the numbers of several, ascending; who does not take part has none."""
         return self._known(members)[1]
 
     def among(self, members: tuple[int, ...]) -> bool:
@@ -75,7 +75,7 @@ class Ranks:
         return known
 
     def number(self, member: int) -> int | None:
-        """The number in this group of a rank of the default one; None for who does not take part."""
+        """Return the number in this group of a rank of the default one; None for who does not take part."""
         return self._numbers.get(member)
 
 
@@ -84,7 +84,7 @@ _known: dict[int, tuple[int, Any, Ranks]] = {}
 
 
 def ranks_of(pg: ProcessGroup | None) -> Ranks:
-    """The ranks of a process group, or of the default one; one rank alone where there is none."""
+    """Return the ranks of a process group, or of the default one; one rank alone where there is none."""
     if not (dist.is_available() and dist.is_initialized()):
         if pg is not None:
             raise SnapshotError("a process group was given, and torch.distributed is not initialised")
@@ -111,7 +111,7 @@ def ranks_of(pg: ProcessGroup | None) -> Ranks:
 
 
 def _client(store: Any) -> Any:
-    """A connection of our own to a store: a wait on a shared one would hold it for whoever else uses it."""
+    """Return a connection of our own to a store: a wait on a shared one would hold it for whoever else uses it."""
     if hasattr(store, "clone"):
         with contextlib.suppress(RuntimeError, NotImplementedError):
             return store.clone()

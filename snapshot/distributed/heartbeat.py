@@ -33,7 +33,7 @@ class Heartbeat:
         self._stopped = False
 
     def begin(self, timeout: float) -> None:
-        """A call begins, whose ranks expect signs of life within `timeout` seconds."""
+        """Begin a call whose ranks expect signs of life within `timeout` seconds."""
         with self._change:
             self._calls.append(timeout)
             if self._thread is None:
@@ -48,7 +48,7 @@ class Heartbeat:
             self._change.notify()
 
     def end(self, timeout: float) -> None:
-        """That call is over."""
+        """End that call."""
         with self._change:
             self._calls.remove(timeout)
 
@@ -84,7 +84,8 @@ class Liveness:
         self._seen: dict[int, tuple[bytes, float]] = {}
 
     def silent(self, missing: Callable[[], Iterable[int]]) -> int | None:
-        """A rank that is missing, and of which nothing was seen for the whole timeout. Looks only now and then."""
+        """Return a rank that is missing, and of which nothing was seen for the whole timeout. Looks only now and
+        then."""
         now = time.monotonic()
         if now - self._looked < self._pause:
             return None

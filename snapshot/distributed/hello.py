@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import msgspec
 
 from snapshot.errors import SnapshotError
+from snapshot.events import warn
 from snapshot.url import URL
 
 
@@ -33,5 +33,5 @@ def agreed_url(url: URL, leader: str) -> URL:
     if leader == url.reveal():
         return url
     agreed = URL.parse(leader)
-    warnings.warn(f"this rank gave the path {str(url)!r}; rank 0's is used: {str(agreed)!r}", stacklevel=6)
+    warn(f"this rank gave the path {str(url)!r}; rank 0's is used: {str(agreed)!r}")
     return agreed

@@ -28,7 +28,7 @@ GAP = 1000
 
 
 async def describe(storage: Storage, data: bytes) -> ForeignDocument:
-    """The checkpoint that a `.metadata` describes."""
+    """Return the checkpoint that a `.metadata` describes."""
     where = storage.url.join(METADATA)
     metadata = safe_pickle.load(data, where)
     try:
@@ -95,7 +95,7 @@ class _Metadata:
         return self._known.setdefault(tuple(value), tuple(value))
 
     def tree(self) -> tuple[dict[str, Any], dict[Any, Any]]:
-        """The entries by path, and the top-level names."""
+        """Return the entries by path, and the top-level names."""
         entries = {name: self._entry(name, each) for name, each in self._tensors.items()}
         nested = self._nested(entries)
         manifest: dict[str, Any] = {}
@@ -176,7 +176,7 @@ class _Metadata:
         return begin, begin + length, location, known
 
     def _nested(self, entries: Mapping[str, Any]) -> dict[Any, Any] | None:
-        """The entries in the nesting that they were saved from; None where it is not known for all."""
+        """Return the entries in the nesting that they were saved from; None where it is not known for all."""
         if not self._paths or not all(_is_path(self._paths.get(name)) for name in entries):
             return None
         root: dict[Any, Any] = _Level()
@@ -199,7 +199,7 @@ class _Level(dict[Any, Any]):
 
 
 def _numbered(state: Any) -> Any:
-    """An optimizer's state has numbers for keys, of which DCP makes texts."""
+    """Return an optimizer's state has numbers for keys, of which DCP makes texts."""
     if type(state) is not _Level or not all(type(key) is str and _NUMBER.fullmatch(key) for key in state):
         return state
     return {int(key): each for key, each in state.items()}
@@ -223,7 +223,7 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _dtype(properties: Any) -> str:
-    """The dtype, from the state that torch pickles, or (old files) from attributes."""
+    """Return the dtype, from the state that torch pickles, or (old files) from attributes."""
     state = getattr(properties, "state", None)
     found = state[0] if isinstance(state, tuple) and len(state) > 2 else safe_pickle.fields(properties).get("dtype")
     if not isinstance(found, safe_pickle.Dtype):

@@ -22,8 +22,9 @@ class UnknownFormatError(CorruptSnapshotError):
 
 
 async def find(url: URL, storage: Storage, beside: Callable[[URL], Storage], limit: int) -> ForeignDocument | None:
-    """The checkpoint of another library that stands at a URL, whose storage this is, or is the file of that name; None
-    where there is none. `beside` opens another storage, `limit` is the longest description of one that is read."""
+    """Return the checkpoint of another library that stands at a URL, whose storage this is, or is the file of that
+    name; None where there is none. `beside` opens another storage, `limit` is the longest description of one that is
+    read."""
     found = await _folder(storage, limit)
     if found is not None:
         found.place = url

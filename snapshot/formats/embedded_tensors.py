@@ -115,7 +115,7 @@ Those of one writer differ in nothing else."""
 
 
 def _looked_up(stored: TensorEntry, head: Any, tail: Any, length: int) -> tuple[int, int, Rebuilt, bool]:
-    """What `_of_archive` says, for archives of many tensors alike."""
+    """Return what `_of_archive` says, for archives of many tensors alike."""
     key = length, stored.dtype, stored.shape
     known = _alike.get(key)
     if known is not None and head[: len(known[0])] == known[0]:
@@ -155,7 +155,7 @@ def _of_archive(head: Any, tail: Any, length: int) -> tuple[int, int, Rebuilt, b
 
 
 def _member(head: Any, member: zip_directory.ZipMember) -> bytes:
-    """A short member's bytes, which lie in the head."""
+    """Return a short member's bytes, which lie in the head."""
     if member.header + zip_directory.HEADER > len(head):
         raise Short(member.header + member.size + HEAD, 0)
     at = member.header + zip_directory.data_begin(head[member.header :])
@@ -166,7 +166,7 @@ def _member(head: Any, member: zip_directory.ZipMember) -> bytes:
 
 @lru_cache(maxsize=1024)
 def tensor_of(content: bytes) -> Rebuilt:
-    """The one tensor that a pickle holds. Tensors of one shape have equal pickles."""
+    """Return the one tensor that a pickle holds. Tensors of one shape have equal pickles."""
     found = rebuilt(safe_pickle.load(content, "the tensor"))
     if found is None:
         raise ValueError("it holds something else than one plain tensor")
@@ -174,7 +174,7 @@ def tensor_of(content: bytes) -> Rebuilt:
 
 
 def object_bytes(path: str, stored: ObjectEntry, data: bytearray, most: int) -> bytearray:
-    """An object's bytes, decompressed if they were compressed: `most` of them."""
+    """Return an object's bytes, decompressed if they were compressed: `most` of them."""
     if not streamed(stored):
         return data
     decode, made = decoder_of(path, stored), bytearray()
@@ -186,7 +186,7 @@ def object_bytes(path: str, stored: ObjectEntry, data: bytearray, most: int) -> 
 
 
 def decoder_of(path: str, stored: TensorEntry | ObjectEntry) -> Callable[[bytes], bytes]:
-    """What turns a range's bytes, given in short pieces from the first on, to those that were packed."""
+    """Return what turns a range's bytes, given in short pieces from the first on, to those that were packed."""
     transform = stored.serializer.partition("+")[0]
     if transform == "deflate":
         return _Deflate(path)

@@ -58,7 +58,7 @@ def document(
     root: Any = None,
     inline: bytes = b"",
 ) -> ForeignDocument:
-    """A document of one save; `token` is of what tells this checkpoint from another one at the same place."""
+    """Return a document of one save; `token` is of what tells this checkpoint from another one at the same place."""
     files = dict(files)
     if inline:
         files[INLINE] = ForeignFile(len(inline))
@@ -88,7 +88,7 @@ _containers = msgspec.json.Decoder(
 
 
 def root_of(held: Document) -> Any:
-    """The container of all top-level names, of a document that knows no names of statefuls; None for others."""
+    """Return the container of all top-level names, of a document that knows no names of statefuls; None for others."""
     if isinstance(held, ForeignDocument):
         return held.root
     if ROOT.encode() not in bytes(held.metadata):
@@ -100,7 +100,8 @@ def root_of(held: Document) -> Any:
 
 
 def root_over(held: Document, names: Iterable[str]) -> Container:
-    """The container of some top-level names (as components of paths): the document's own, if these are all of its."""
+    """Return the container of some top-level names (as components of paths): the document's own, if these are all of
+    its."""
     root, names = root_of(held), list(names)
     if root is not None and set(root.components()) == set(names):
         return root  # type: ignore[no-any-return]
@@ -108,7 +109,7 @@ def root_over(held: Document, names: Iterable[str]) -> Container:
 
 
 def with_root(held: Document) -> msgspec.Raw:
-    """A document's metadata, for a snapshot that is made of it."""
+    """Return a document's metadata, for a snapshot that is made of it."""
     root = held.root if isinstance(held, ForeignDocument) else None
     if not isinstance(root, (DictEntry, ListEntry, TupleEntry, DequeEntry)):
         return held.metadata
@@ -129,7 +130,7 @@ def is_packed(stored: TensorEntry) -> bool:
 
 
 def checked_location(path: Any, where: object) -> str:
-    """A file's name that a checkpoint gives, if it is one below its folder."""
+    """Return a file's name that a checkpoint gives, if it is one below its folder."""
     try:
         if type(path) is str and not path.startswith("/") and "://" not in path and "\\" not in path:
             return check_path(path)

@@ -25,7 +25,8 @@ class NotPlainError(Exception):
 
 
 def plain_value(path: str, data: bytes | bytearray, stored: int | None = None) -> Any:
-    """The value in an archive of torch's, if there is nothing in it but containers, numbers, texts, arrays, tensors.
+    """Return the value in an archive of torch's, if there is nothing in it but containers, numbers, texts, arrays,
+    tensors.
 
     `stored`: how many bytes the archive has where it is stored, if it was decompressed.
     """
@@ -50,7 +51,7 @@ def _content(data: bytes | bytearray, member: zip_directory.ZipMember) -> bytes:
 
 
 def content_of(data: bytes | bytearray) -> bytes:
-    """The pickle in an archive of torch's."""
+    """Return the pickle in an archive of torch's."""
     begin, end = zip_directory.directory_range(bytes(data[-zip_directory.TAIL :]), len(data))
     found = {each.name.partition("/")[2]: each for each in zip_directory.members(bytes(data[begin:end]), begin)}
     return _content(data, found["data.pkl"])
@@ -76,7 +77,7 @@ class _Builder:
             raise NotPlainError("it repeats itself")
 
     def of(self, value: Any, depth: int) -> Any:  # noqa: PLR0911 - one for each kind
-        """The value that a stand-in, or a container of them, stands for."""
+        """Return the value that a stand-in, or a container of them, stands for."""
         self._left -= 1
         if self._left < 0 or depth > 200:
             raise NotPlainError("it repeats itself, or nests deep")

@@ -32,7 +32,7 @@ TRUST = (
 def load_object(
     path: str, data: bytearray, serializer: str, obj_type: str, *, allow_pickle: bool, stored: int | None = None
 ) -> Any:
-    """The object whose bytes these are; `stored` of them are in a file, if they were decompressed."""
+    """Return the object whose bytes these are; `stored` of them are in a file, if they were decompressed."""
     if serializer == "bytes":
         return bytes(data)
     if serializer == "bytearray":
@@ -82,7 +82,7 @@ def run_pickle(path: str, data: bytearray, obj_type: str, *, weights_only: bool 
 
 
 def _bytes_io(path: str, data: bytearray) -> io.BytesIO:
-    """A file in memory, from where it was and its contents."""
+    """Return a file in memory, from where it was and its contents."""
     position = int.from_bytes(data[:8], "little")
     if len(data) < 8 or position >= 1 << 63:
         raise CorruptSnapshotError(f"{path}: is not a BytesIO")
@@ -101,8 +101,8 @@ def refusal(path: str, obj_type: str) -> UnsafeObjectError:
 
 
 def _checked_archive(path: str, data: bytearray) -> list[bytes]:
-    """The pickles of an archive. Raises unless it is one as torch writes it, which is read as one thing only, and takes
-    no more memory when it is read than it has bytes: torch's own reader inflates whatever it is given."""
+    """Return the pickles of an archive. Raises unless it is one as torch writes it, which is read as one thing only,
+    and takes no more memory when it is read than it has bytes: torch's own reader inflates whatever it is given."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = archive.infolist()
@@ -118,7 +118,8 @@ def _checked_archive(path: str, data: bytearray) -> list[bytes]:
 
 
 def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
-    """A member's bytes, whatever its checksum: torch may have been told to write none, and ours has been compared."""
+    """Return a member's bytes, whatever its checksum: torch may have been told to write none, and ours has been
+    compared."""
     with archive.open(member) as file:
         file._expected_crc = None  # type: ignore[attr-defined]
         return file.read()

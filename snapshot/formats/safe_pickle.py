@@ -35,7 +35,7 @@ class _Left(threading.local):
         self.begin(0)
 
     def begin(self, count: int) -> None:
-        """A pickle is read from here on."""
+        """Begin to count: a pickle is read from here on."""
         self.count = count
         self._seen: set[str] = set()
         self._alike: collections.Counter[int] = collections.Counter()
@@ -131,14 +131,14 @@ _RECORD_NAMES = {
 
 
 def shown(value: Any) -> str:
-    """A value for a message: in full, one that repeats itself could be without end."""
+    """Return a value for a message: in full, one that repeats itself could be without end."""
     if isinstance(value, tuple) and len(value) <= 8 and all(type(each) is int for each in value):
         return str(tuple(value))[:100]
     return repr(value)[:100] if type(value) in (str, int, float, bool) else with_article(type(value).__name__[:100])
 
 
 def fields(value: Any) -> dict[str, Any]:
-    """The attributes that an object was to be given."""
+    """Return the attributes that an object was to be given."""
     state = vars(value) if isinstance(value, PickledObject) else getattr(value, "state", None)
     if isinstance(state, tuple) and len(state) == 2:
         state = {**(state[0] or {}), **(state[1] or {})} if all(_is_fields(each) for each in state) else None
@@ -227,7 +227,7 @@ class Deque(list[Any], metaclass=_Sealed):
 
 
 def _spent(items: Any = ()) -> Any:
-    """What a dict is to be made of: another one, or pairs."""
+    """Return what a dict is to be made of: another one, or pairs."""
     _left.spend(items)
     if not isinstance(items, dict):
         _left.hash(key for key, _ in items)
@@ -235,7 +235,7 @@ def _spent(items: Any = ()) -> Any:
 
 
 def _maker(kind: Any) -> Callable[..., Any]:
-    """Makes a container that hashes what it holds; nothing that a pickle does to it lasts."""
+    """Return what makes a container that hashes what it holds; nothing that a pickle does to it lasts."""
 
     def make(*items: Any) -> Any:
         if len(items) > 1:
@@ -397,7 +397,7 @@ def _stand_in(module: str, name: str) -> Any:
 
 
 def load(data: bytes, where: object, length: int | None = None) -> Any:
-    """What a pickle holds: containers, numbers, texts, bytes, and stand-ins for all else.
+    """Return what a pickle holds: containers, numbers, texts, bytes, and stand-ins for all else.
 
     `length`: how long it counts as, if it was compressed; see `expect_stored`.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from typing import Any
 
 import msgspec
 
+from snapshot.aio import gather_limited
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError, UnsupportedFormatError
 from snapshot.formats.foreign import ForeignDocument, checked_location, document, says_absent
 from snapshot.manifest.document import LONGEST_HEADER, ForeignFile
@@ -47,8 +47,8 @@ class _Index(msgspec.Struct):
 
 
 async def in_folder(storage: Storage, limit: int) -> ForeignDocument | None:
-    """What lies in a folder: an index and its files, or one file alone. By their usual names, where nothing says what
-    there is."""
+    """Return what lies in a folder: an index and its files, or one file alone. By their usual names, where nothing says
+    what there is."""
     try:
         return await _named_index(storage, INDEX, limit)
     except StorageError as error:
@@ -82,7 +82,7 @@ async def _listed(storage: Storage, names: list[str], limit: int) -> ForeignDocu
 
 
 async def _named_index(storage: Storage, name: str, limit: int) -> ForeignDocument:
-    """What has the name of an index, and should be one."""
+    """Return what has the name of an index, and should be one."""
     found = await describe_index(storage, name, limit)
     if found is None:
         raise CorruptSnapshotError(f"{storage.url.join(name)}: is no index of files of safetensors")
@@ -98,17 +98,15 @@ async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocu
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         return None
     locations = dict.fromkeys(checked_location(each, where) for each in index.weight_map.values())
-    at_once = asyncio.Semaphore(AT_ONCE)
 
     async def header(location: str) -> tuple[dict[str, Any], Any, int]:
-        async with at_once:
-            try:
-                size = (await storage.stat(location)).size
-                return (*await _header(storage, location, size, limit), size)
-            except StorageNotFoundError as error:
-                raise CorruptSnapshotError(f"{where}: names {location}, which is missing") from error
+        try:
+            size = (await storage.stat(location)).size
+            return (*await _header(storage, location, size, limit), size)
+        except StorageNotFoundError as error:
+            raise CorruptSnapshotError(f"{where}: names {location}, which is missing") from error
 
-    held = dict(zip(locations, await asyncio.gather(*map(header, locations)), strict=True))
+    held = dict(zip(locations, await gather_limited(locations, header, AT_ONCE), strict=True))
     entries: dict[str, TensorEntry] = {}
     for tensor, location in index.weight_map.items():
         found = held[location][0].get(tensor)
@@ -136,7 +134,7 @@ def _document(
 
 
 async def _header(storage: Storage, name: str, size: int, limit: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors that a file's header names, and its metadata."""
+    """Return the tensors that a file's header names, and its metadata."""
     where = storage.url.join(name)
     try:
         count = bytearray(8)

@@ -17,6 +17,7 @@ from snapshot.formats.pickled_objects import MODULE
 from snapshot.formats.unpickling import INLINE, refused
 from snapshot.manifest import entries as e
 from snapshot.manifest import scalars as s
+from snapshot.manifest.containers import SEQUENCES
 from snapshot.manifest.paths import encode_key, encode_text, tagged_keys
 from snapshot.manifest.rank_view import DEEPEST
 from snapshot.state import numpy_arrays
@@ -64,7 +65,7 @@ def length_of(value: Any) -> int:
 
 
 def scalar(value: Any) -> s.Scalar | None:
-    """The entry of a value that stands in the manifest itself; None where it is none of these."""
+    """Return the entry of a value that stands in the manifest itself; None where it is none of these."""
     kind = type(value)
     if kind is str:
         escaped = encode_text(value)
@@ -144,7 +145,7 @@ def _flag(given: Sequence[Any]) -> bool:
 
 
 def extra_of(found: Rebuilt, *, view: bool = True) -> e.Extra | None:
-    """What more than its bytes is to be said of a tensor; `view`: and how they lie in its storage."""
+    """Return what more than its bytes is to be said of a tensor; `view`: and how they lie in its storage."""
     plain = found.strides == contiguous(found.shape)
     order = None
     if not plain and 0 not in found.shape and math.prod(found.shape) < 1 << 50:
@@ -237,19 +238,19 @@ class Tree:
 
 
 def container(value: Any) -> tuple[e.Container, list[Any]] | None:
-    """A container's entry, and its children in order; None for one that no entry can hold."""
+    """Return a container's entry, and its children in order; None for one that no entry can hold."""
     kind = type(value)
     if isinstance(value, dict):
         return _dict(value)
-    children = list(value) if kind in _SEQUENCES or kind is p.Deque else []
+    children = list(value) if kind in SEQUENCES or kind is p.Deque else []
     if kind is p.Deque:
         longest = value.maxlen
         if longest is not None and (type(longest) is not int or longest < len(value)):
             return None
         return e.DequeEntry(len(children), maxlen=longest), children
-    if kind not in _SEQUENCES or (kind in (set, frozenset) and None in map(scalar, children)):
+    if kind not in SEQUENCES or (kind in (set, frozenset) and None in map(scalar, children)):
         return None
-    return _SEQUENCES[kind](len(children)), children
+    return SEQUENCES[kind](len(children)), children
 
 
 def _dict(value: dict[Any, Any]) -> tuple[e.Container, list[Any]] | None:
@@ -284,16 +285,10 @@ _DICTS: dict[Any, Callable[[Any], tuple[type[e.DictEntry], dict[str, Any]] | Non
     p.Counter: lambda value: (e.CounterEntry, {}),
     p.DefaultDict: _factory,
 }
-_SEQUENCES: dict[Any, Callable[[int], e.Container]] = {
-    list: e.ListEntry,
-    tuple: e.TupleEntry,
-    set: e.SetEntry,
-    frozenset: e.FrozensetEntry,
-}
 
 
 def _versions(value: Any) -> dict[str, dict[str, Any]] | None:
-    """The versions of modules that a state dict carries."""
+    """Return the versions of modules that a state dict carries."""
     held = vars(value).get("_metadata")
     if not isinstance(held, dict):
         return None
@@ -324,7 +319,7 @@ _MULTIARRAY = ("numpy.core.multiarray.", "numpy._core.multiarray.")
 
 
 def numpy_value(value: Any) -> Any:
-    """The NumPy array or scalar that a stand-in stands for; None where it is something else."""
+    """Return the NumPy array or scalar that a stand-in stands for; None where it is something else."""
     if not isinstance(value, p.Stand) or not value.name.startswith(_MULTIARRAY):
         return None
     what = value.name.rpartition(".")[2]

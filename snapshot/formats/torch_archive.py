@@ -63,7 +63,7 @@ def _header(name: bytes, size: int, at: int) -> bytes:
 
 
 def _described(member: ArchiveMember) -> bytes:
-    """What stands behind a member's bytes."""
+    """Return what stands behind a member's bytes."""
     assert member.sum is not None
     size = member.size
     return struct.pack("<4sL2Q" if size >= _LONG else "<4s3L", b"PK\7\10", member.sum(), size, size)
@@ -94,8 +94,8 @@ def _directory(members: Sequence[ArchiveMember], begin: int) -> bytes:
 
 
 def laid_out(members: Sequence[ArchiveMember], crc32: Callable[[bytes], int]) -> tuple[list[Frame | int], int]:
-    """The frames of an archive in order, with the numbers of the members between them whose bytes come from elsewhere;
-    and its length."""
+    """Return the frames of an archive in order, with the numbers of the members between them whose bytes come from
+    elsewhere; and its length."""
     found: list[Frame | int] = []
     parts: list[bytes | Callable[[], bytes]] = []
     position = begin = 0
@@ -138,7 +138,7 @@ def laid_out(members: Sequence[ArchiveMember], crc32: Callable[[bytes], int]) ->
 
 
 def around(name: str, content: bytes, storages: Sequence[ArchiveMember], identity: str) -> list[ArchiveMember]:
-    """The members of an archive of torch's, around those of its storages."""
+    """Return the members of an archive of torch's, around those of its storages."""
     first = [("data.pkl", content), (".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")]
     last = [("version", b"3\n"), (".data/serialization_id", identity.encode())]
     made = [ArchiveMember(f"{name}/{each}", len(data), data) for each, data in first]
@@ -221,7 +221,7 @@ def _rebuilds(value: Absent) -> Any:
 def pickled(
     state: Any, absent: Callable[[torch.Tensor], Absent | None] = lambda _: None
 ) -> tuple[bytes, dict[str, bytes]]:
-    """A state's pickle, as torch.save writes it, and the storages of those of its tensors that are at hand.
+    """Return a state's pickle, as torch.save writes it, and the storages of those of its tensors that are at hand.
 
     `absent`: what to write in the place of a tensor; None if the tensor itself is at hand.
     """
@@ -233,5 +233,5 @@ def pickled(
 
 @lru_cache(maxsize=1024)
 def pickled_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """The pickle of one tensor in an archive of its own. Tensors of one shape have equal ones."""
+    """Return the pickle of one tensor in an archive of its own. Tensors of one shape have equal ones."""
     return pickled(Absent("0", dtype, shape))[0]

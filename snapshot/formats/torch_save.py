@@ -27,7 +27,7 @@ VALUE = "value"
 
 
 async def describe(storage: Storage, name: str, size: int, limit: int) -> ForeignDocument:
-    """What a file of torch.save holds."""
+    """Return what a file of torch.save holds."""
     where = storage.url.join(name)
     try:
         archive = await _Archive.open(storage, name, size, limit)
@@ -119,7 +119,7 @@ class _Archive:
         return content, length
 
     def stored(self, found: Rebuilt, *, swapped: bool) -> Any:
-        """The entry of a tensor: the member of its storage, and how it lies in it."""
+        """Return the entry of a tensor: the member of its storage, and how it lies in it."""
         itemsize = ITEMSIZE.get(found.dtype)
         if itemsize is None:
             return refused(f"tensor of {found.dtype}")

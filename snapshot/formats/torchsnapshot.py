@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import math
 import struct
@@ -12,6 +11,7 @@ from urllib.parse import unquote
 
 import msgspec
 
+from snapshot.aio import gather_limited
 from snapshot.errors import CorruptSnapshotError, MissingExtraError, StorageNotFoundError, UnsupportedFormatError
 from snapshot.formats.foreign import ForeignDocument, bounds, checked_location, document
 from snapshot.formats.to_entries import scalar
@@ -28,7 +28,7 @@ _QUANTISED = {"qint8", "quint8", "qint32"}
 
 
 async def describe(storage: Storage, data: bytes) -> ForeignDocument:
-    """The snapshot whose manifest this is."""
+    """Return the snapshot whose manifest this is."""
     where = storage.url.join(METADATA)
     read = _document(data, where)
     try:
@@ -75,17 +75,15 @@ def _yaml(data: bytes, where: object) -> Any:
 
 async def _measure(storage: Storage, made: _Manifest) -> None:
     """Objects' files are as long as they are: the manifest does not say."""
-    at_once = asyncio.Semaphore(AT_ONCE)
 
     async def measure(location: str) -> int:
-        async with at_once:
-            try:
-                return (await storage.stat(location)).size
-            except StorageNotFoundError:
-                return -1
+        try:
+            return (await storage.stat(location)).size
+        except StorageNotFoundError:
+            return -1
 
     locations = list(made.whole)
-    for location, size in zip(locations, await asyncio.gather(*map(measure, locations)), strict=True):
+    for location, size in zip(locations, await gather_limited(locations, measure, AT_ONCE), strict=True):
         made.files[location] = ForeignFile(max(size, 0), exact=size >= 0)
         for entry in made.whole[location]:
             entry.byte_range = (0, max(size, 0))
@@ -129,7 +127,7 @@ class _Manifest:
         self.entries[path] = made
 
     def _fill(self) -> None:
-        """The global shapes: nothing says them but the shards."""
+        """Find the global shapes: only the shards tell them."""
         for path in self._sharded.values():
             entry = self.entries[path]
             if not entry.shards:

@@ -18,7 +18,7 @@ Range = tuple[str, int, int]
 
 
 def archives(stored: Iterable[Any], files: Files) -> dict[Range, Range]:
-    """The archive that each stored range is (a part of), for those that are in one."""
+    """Return the archive that each stored range is (a part of), for those that are in one."""
     found = {}
     for each in stored:
         place = (each.location, *each.byte_range)
@@ -34,8 +34,8 @@ def archives(stored: Iterable[Any], files: Files) -> dict[Range, Range]:
 async def faults(
     storage: Storage, memory: Any, wanted: Iterable[Range], progress: Callable[[int], None]
 ) -> tuple[list[str], set[Range]]:
-    """A line for each member whose bytes do not have the checksum that stands in its archive; and the archives that
-    have no checksums."""
+    """Return a line for each member whose bytes do not have the checksum that stands in its archive; and the archives
+    that have no checksums."""
     found: list[str] = []
     without: set[Range] = set()
     at_once = asyncio.Semaphore(2)
@@ -70,7 +70,7 @@ def _batches(wanted: Iterable[Range]) -> list[list[Range]]:
 
 
 def _short(view: memoryview, begin: int, batch: list[Range]) -> tuple[list[str], list[Range]]:
-    """Archives that are here, all of them."""
+    """Check archives whose bytes are here."""
     lines: list[str] = []
     bare = []
     for place in batch:

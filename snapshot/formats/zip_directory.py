@@ -60,7 +60,7 @@ def directory_range(tail: bytes | memoryview, size: int) -> tuple[int, int]:
 
 
 def members(directory: bytes | memoryview, begin: int) -> list[ZipMember]:
-    """What a directory lists, in its order; it begins at `begin` in the archive."""
+    """Return what a directory lists, in its order; it begins at `begin` in the archive."""
     data = bytes(directory)
     found = []
     at = 0
@@ -82,7 +82,7 @@ def members(directory: bytes | memoryview, begin: int) -> list[ZipMember]:
 
 
 def _long(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
-    """The lengths of a long member, which stand apart."""
+    """Return the lengths of a long member, which stand apart."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)
@@ -108,7 +108,8 @@ def data_begin(header: bytes | memoryview) -> int:
 
 
 def inflated(data: bytes, size: int) -> bytes:
-    """A deflated member's content, of which `size` bytes are expected; it is not decompressed further than that."""
+    """Return a deflated member's content, of which `size` bytes are expected; it is not decompressed further than
+    that."""
     try:
         return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)
     except zlib.error as error:

@@ -1,8 +1,8 @@
 """Lightning's checkpoints as snapshots: `SnapshotCheckpointIO` for those that Lightning itself decides to save, and
 `SnapshotCallback`, which saves while training goes on, with the random numbers that Lightning leaves out.
 
-For `lightning.pytorch` and `pytorch_lightning` alike: the two classes are made when they are first asked for, of the
-library that has been imported by then, else of the one that is installed.
+For `lightning.pytorch` and `pytorch_lightning` alike: the classes extend those of the library that was imported before
+this module, else of the one that is installed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import MissingExtraError, SnapshotError, SnapshotNotFoundError
 from snapshot.manifest.document import FORMAT
+from snapshot.save.options import AsyncTakeArguments
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.rng import RNGState
 from snapshot.url import URL
@@ -34,6 +35,25 @@ KEY = "lightning"
 STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 """Where every rank holds the whole of the model."""
 _LIBRARIES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def _library() -> str:
+    """Return the name of the Lightning that is in use."""
+    imported = [library for library in _LIBRARIES if sys.modules.get(library)]
+    for library in imported or _LIBRARIES:
+        try:
+            importlib.import_module(library)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{library}.".startswith(f"{error.name}."):
+                raise  # it is there, and lacks something
+        else:
+            return library
+    raise MissingExtraError("Lightning is not installed: pip install 'snapshot-torch[lightning]'")
+
+
+_NAME = _library()
+_TorchCheckpointIO: Any = importlib.import_module(f"{_NAME}.plugins.io").TorchCheckpointIO
+_LightningCallback: Any = importlib.import_module(f"{_NAME}.callbacks").Callback
 
 
 class _Given:
@@ -67,7 +87,7 @@ _alone: list[Any] = []
 """The default process group, and the group that was made of this rank while that one was."""
 
 
-class _CheckpointIO:
+class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
     """Lightning's checkpoints as snapshots: `Trainer(plugins=[SnapshotCheckpointIO()])`.
 
     A checkpoint is a folder, or a prefix in a bucket, in which each part of Lightning's dictionary stands under a name
@@ -89,12 +109,12 @@ class _CheckpointIO:
         asynchronous: bool = False,
         allow_pickle: bool = False,
         storage_options: Mapping[str, Any] | None = None,
-        **options: Any,
+        **options: Unpack[AsyncTakeArguments],
     ) -> None:
         self._asynchronous = asynchronous
         self._allow_pickle = allow_pickle
         self._storage_options = storage_options
-        self._options = options
+        self._options: dict[str, Any] = {**options}
         self._pending: PendingSnapshot | None = None
         self._doomed: list[str] = []
 
@@ -104,7 +124,7 @@ class _CheckpointIO:
         """Save what Lightning gives, in the place of whatever is there."""
         self._settle()
         name = os.fspath(path)
-        options = {
+        options: dict[str, Any] = {
             "storage_options": storage_options or self._storage_options,
             "overwrite": True,
             "metadata": {KEY: {"keys": list(checkpoint)}},
@@ -118,12 +138,12 @@ class _CheckpointIO:
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The dictionary that was saved, on the host, unless `map_location` is a device."""
+        """Return the dictionary that was saved, on the host, unless `map_location` is a device."""
         self._settle()
         snapshot = self._snapshot(path, allow_pickle=self._allow_pickle or weights_only is False)
         if not _is_ours(snapshot):
             more = {} if weights_only is None else {"weights_only": weights_only}
-            loaded: dict[str, Any] = super().load_checkpoint(path, map_location=map_location, **more)  # type: ignore[misc]
+            loaded: dict[str, Any] = super().load_checkpoint(path, map_location=map_location, **more)
             return loaded
         told = snapshot.metadata.metadata.get(KEY)
         if told is None:
@@ -155,7 +175,7 @@ class _CheckpointIO:
     def _remove(self, path: str) -> None:
         snapshot = self._snapshot(path)
         if not _is_ours(snapshot):
-            super().remove_checkpoint(path)  # type: ignore[misc]
+            super().remove_checkpoint(path)
             return
         snapshot.delete()
         if os.path.isdir(path) and not os.listdir(path):
@@ -178,7 +198,7 @@ def _moved(value: Any, device: torch.device) -> Any:
     return type(value)(_moved(child, device) for child in value) if type(value) in (list, tuple) else value
 
 
-class _Callback:
+class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
     """Saves asynchronously every so many steps or seconds, so that a run resumes to the very same bits: with every
     rank's random numbers, which Lightning's checkpoints do not hold.
 
@@ -208,7 +228,7 @@ class _Callback:
         every_n_seconds: float | None = None,
         keep: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        **options: Any,
+        **options: Unpack[AsyncTakeArguments],
     ) -> None:
         if (every_n_steps or 0) < 1 and every_n_seconds is None:
             raise ValueError("SnapshotCallback: give every_n_steps, which is at least 1, or every_n_seconds, or both")
@@ -219,7 +239,7 @@ class _Callback:
         self._seconds = every_n_seconds
         self._keep = keep
         self._storage_options = storage_options
-        self._options = options
+        self._options: dict[str, Any] = {**options}
         self._pending: PendingSnapshot | None = None
         self._written: list[str] = []
         self._saved_step = -1
@@ -228,7 +248,7 @@ class _Callback:
         self._resumed: Snapshot | None = None
 
     def latest(self) -> str | None:
-        """The newest snapshot that is committed, for `fit(ckpt_path=...)`; None where there is none.
+        """Return the newest snapshot that is committed, for `fit(ckpt_path=...)`; None where there is none.
 
         Raises SnapshotError where `folder` is a URL: its snapshots have to be known by name.
         """
@@ -247,14 +267,14 @@ class _Callback:
                 f"SnapshotCallback: {strategy} does not hold the whole model on every rank; it works with "
                 f"{' and '.join(STRATEGIES)}"
             )
-        if not isinstance(trainer.strategy.checkpoint_io, _CheckpointIO):
+        if not isinstance(trainer.strategy.checkpoint_io, SnapshotCheckpointIO):
             raise SnapshotError(
                 "SnapshotCallback: what it saves only SnapshotCheckpointIO can read: "
                 "Trainer(plugins=[SnapshotCheckpointIO()])"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What `keep` is about, so that a run that resumes goes on with it."""
+        """Return what `keep` is about, so that a run that resumes goes on with it."""
         return {"written": list(self._written)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -307,7 +327,7 @@ class _Callback:
         self._settle(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """What is being written when training fails is finished all the same."""
+        """Finish what is being written when training fails."""
         pending, self._pending = self._pending, None
         if pending is not None:
             try:
@@ -363,30 +383,3 @@ def _dumped(trainer: Any) -> dict[str, Any]:
         )
     checkpoint: dict[str, Any] = connector.dump_checkpoint(weights_only=False)
     return checkpoint
-
-
-_MADE_OF = {
-    "SnapshotCheckpointIO": (_CheckpointIO, "plugins.io", "TorchCheckpointIO"),
-    "SnapshotCallback": (_Callback, "callbacks", "Callback"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MADE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    body, module, base = _MADE_OF[name]
-    made = type(name, (body, _of_lightning(module, base)), {"__doc__": body.__doc__, "__module__": __name__})
-    globals()[name] = made  # a process, or a pickle, finds it here
-    return made
-
-
-def _of_lightning(module: str, name: str) -> Any:
-    """Lightning's class of a name, from the library that is in use."""
-    imported = [library for library in _LIBRARIES if sys.modules.get(library)]
-    for library in imported or _LIBRARIES:
-        try:
-            return getattr(importlib.import_module(f"{library}.{module}"), name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{library}.".startswith(f"{error.name}."):
-                raise  # it is there, and lacks something
-    raise MissingExtraError("Lightning is not installed: pip install 'snapshot-torch[lightning]'")

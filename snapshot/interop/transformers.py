@@ -65,10 +65,10 @@ class SnapshotTrainerMixin:
         )
 
     def _save_scaler(self, output_dir: str) -> None:
-        """It is in the snapshot."""
+        """Do nothing: it is in the snapshot."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """It is in the snapshot: nothing draws random numbers between the two."""
+        """Do nothing: the state is in the snapshot, and nothing draws random numbers between the two."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -139,7 +139,7 @@ def _heads(ready: ReadVote) -> set[str]:
 
 
 def _common(all_: list[ReadSet], speakers: Sequence[int]) -> bytes:
-    """What all who differ want. A name that no rank has a use for is an error, as it is on one rank."""
+    """Return what all who differ want. A name that no rank has a use for is an error, as it is on one rank."""
     names = set().union(*(digests(wishes.names) for wishes in all_))
     left = {path: None for wishes in all_ for path in wishes.unexpected if _digest(path.encode()) not in names}
     if left:
@@ -151,7 +151,7 @@ def _common(all_: list[ReadSet], speakers: Sequence[int]) -> bytes:
 
 
 def divided(requests: Sequence[ReadRequest], common: Ranges) -> tuple[list[ReadRequest], list[ReadRequest]]:
-    """What this rank reads alone, and what all read together."""
+    """Return what this rank reads alone, and what all read together."""
     if not common:
         return list(requests), []
     parts: tuple[list[ReadRequest], list[ReadRequest]] = [], []
@@ -292,7 +292,7 @@ class BroadcastReader:
         return True
 
     def _failed(self, rank: int) -> SnapshotError:
-        """The error of the rank that could not go on: it tells it to all, or gives no sign of life."""
+        """Return the error of the rank that could not go on: it tells it to all, or gives no sign of life."""
         try:
             self._exchange.agree(False, all, bool, bool)
         except SnapshotError as error:
@@ -320,7 +320,8 @@ class BroadcastReader:
 
 
 def _error_of(work: Future[None]) -> Exception | None:
-    """What went wrong with it. It is told to the others in the message that they wait for, and raised after that."""
+    """Return what went wrong with it. It is told to the others in the message that they wait for, and raised after
+    that."""
     error = work.exception()
     if error is not None and not isinstance(error, Exception):
         raise error

@@ -5,12 +5,12 @@ Nothing is compared with the application's tensors here.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from snapshot.distributed.exchange import Exchange
+from snapshot.events import warn
 from snapshot.load.foreign_objects import unfold
 from snapshot.load.matched import Chosen
 from snapshot.load.options import RestoreOptions
@@ -104,10 +104,10 @@ class Chooser:
             self._notes.mismatches += view.unknown
         self._chosen.unknown = view.unknown
         for glob in unmatched(self._exclude, every) if self._exclude else ():
-            warnings.warn(f"exclude: the glob {glob!r} matches nothing in the snapshot", stacklevel=8)
+            warn(f"exclude: the glob {glob!r} matches nothing in the snapshot")
 
     def _entries(self, key: str, grouped: Mapping[str, dict[str, Any]], view: View) -> dict[str, Any] | None:
-        """What there is under a key. If only other ranks had it, a module finds its names there."""
+        """Return what there is under a key. If only other ranks had it, a module finds its names there."""
         if key not in grouped and any(path.startswith(f"{key}/") for path in view.elsewhere):
             return {key: OrderedDictEntry([])}
         return grouped.get(key)

@@ -141,7 +141,7 @@ class Binding:
                 )
 
     def _above_wanted(self, entries: Mapping[str, Any]) -> set[str]:
-        """The paths of what is restored, and of what that is in."""
+        """Return the paths of what is restored, and of what that is in."""
         return with_parents(path for path, entry in entries.items() if path not in self._skipped and is_leaf(entry))
 
     # Enums
@@ -245,7 +245,7 @@ class Binding:
         )
 
     def _filled(self, path: str, entry: e.SubclassEntry, held: Any) -> None:
-        """A live tensor of the same class, whose inner tensors are filled: all else must be the same."""
+        """Bind a live tensor of the same class, whose inner tensors are filled: all else must be the same."""
         inner, context = compound.inner_tensors(held)
         here = compound.wrapper_entry(held, list(inner), context_entries(held, context))
         for what in ("obj_type", "keys", "dtype", "shape"):
@@ -287,7 +287,7 @@ class Binding:
         return self._classes().get((form, name))
 
     def _classes(self) -> dict[tuple[str, str], type]:
-        """The classes of what is there, and those that were allowed, by their names."""
+        """Return the classes of what is there, and those that were allowed, by their names."""
         if self._known is None:
             nested = getattr(sys.modules.get("torch.nested._internal.nested_tensor"), "NestedTensor", None)
             allowed = [each for each in (nested, *torch.serialization.get_safe_globals()) if isinstance(each, type)]
@@ -315,14 +315,14 @@ _NAMING = (e.RecordEntry, e.SubclassEntry, EnumEntry)
 
 
 def _above(path: str) -> Iterator[str]:
-    """A path, and those of the containers that it is in."""
+    """Yield a path, and those of the containers that it is in."""
     while path:
         yield path
         path = path.rpartition("/")[0]
 
 
 def _in_context(value: Any) -> list[type]:
-    """The classes that a wrapped tensor's class knows of besides."""
+    """Return the classes that a wrapped tensor's class knows of besides."""
     found: dict[str, Any] = {}
     if form_of(type(value)) is compound.WRAPPER:
         live_leaves("", compound.inner_tensors(value)[1], found)
@@ -334,7 +334,7 @@ def _fields_of(kind: Any) -> list[str]:
 
 
 def _plain(entry: Any) -> Any:
-    """What two entries of a context have in common if they say the same: classes may have moved."""
+    """Return what two entries of a context have in common if they say the same: classes may have moved."""
     if isinstance(entry, EnumEntry):
         return "Enum", entry.held, entry.serialized_value if entry.held is not None else entry.name
     if isinstance(entry, Scalar):

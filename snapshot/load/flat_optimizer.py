@@ -23,8 +23,8 @@ def is_flat(entry: Any) -> bool:
 
 
 def nested_view(view: View, base: str) -> View:
-    """A view in which the optimizer state below `base` is nested: each parameter is in a group of its own, since a flat
-    state does not say which parameters shared one."""
+    """Return a view in which the optimizer state below `base` is nested: each parameter is in a group of its own, since
+    a flat state does not say which parameters shared one."""
     top: Any = view.entries[base]
     names = [name for name in top.components() if name.startswith(_GROUPS)]
     params = list(dict.fromkeys(name.removeprefix(_GROUPS).rpartition(".")[0] for name in names))

@@ -200,7 +200,7 @@ class Matcher:
         self.matched.skipped |= choice.skipped
 
     def _match_withheld(self, kind: Kind) -> None:
-        """What this rank cannot have: an optimizer would train on with half of its state."""
+        """Report what this rank cannot have: an optimizer would train on with half of its state."""
         for path, why in self._withheld.items():
             if path.startswith(f"{kind.key}/") and self._wanted(path):
                 if kind.exact or (self._strict and kind.asks_for(path)):

@@ -36,7 +36,7 @@ class LeafMatcher:
         self.matched = matched
 
     def match_tensor(self, kind: Kind, path: str, entry: Any, held: torch.Tensor, read_plan: ReadPlan) -> None:
-        """A saved tensor and a live one: in place if they agree, else cast, replaced, or an error."""
+        """Match a saved tensor and a live one: in place if they agree, else cast, replaced, or an error."""
         notes = self._notes
         if isinstance(held, UninitializedTensorMixin):
             self._make_new(read_plan, path, entry)
@@ -73,7 +73,7 @@ class LeafMatcher:
         read_plan.values[path] = held
 
     def _misfit(self, path: str, what: str, held: Any, read_plan: ReadPlan) -> None:
-        """A tensor that cannot be restored where it belongs: an error, or left as it is."""
+        """Report a tensor that cannot be restored where it belongs, or leave it as it is."""
         if self._options.mismatched == "skip":
             self._notes.add("skipped", path, f"{what}; left as it is")
             read_plan.values[path] = held
@@ -102,7 +102,8 @@ class LeafMatcher:
         return True
 
     def match_shards(self, kind: Kind, path: str, entry: Any, held: Any, read_plan: ReadPlan) -> bool:
-        """A saved tensor and one of which this rank holds some boxes; False where what is there is no such thing."""
+        """Return a saved tensor and one of which this rank holds some boxes; False where what is there is no such
+        thing."""
         try:
             made = kind.like(path, entry.shape) if held is MISSING else None
             dtype = self._dtype(kind, path, entry) if made is not None else None
@@ -178,7 +179,8 @@ class LeafMatcher:
             self._notes.add("changed", path, f"shared memory with {shares}, and has memory of its own now")
 
     def _dtype(self, kind: Kind, path: str, entry: Any) -> torch.dtype | None:
-        """The dtype of a new tensor: the saved one, but for an optimizer's state of a parameter that was cast."""
+        """Return the dtype of a new tensor: the saved one, but for an optimizer's state of a parameter that was
+        cast."""
         chosen = kind.state_dtype(path, entry) if isinstance(kind, StateOfParameters) else None
         return chosen or BY_NAME.get(entry.dtype)
 

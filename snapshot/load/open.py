@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 from collections.abc import Sequence
 from functools import partial
 
+from snapshot.aio import gather_limited
 from snapshot.errors import (
     CorruptSnapshotError,
     SnapshotNotFoundError,
@@ -31,9 +31,12 @@ from snapshot.manifest.merge import merge
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.session import Session
 
+AT_ONCE = 16
+"""Requests that are made concurrently."""
+
 
 async def open_document(session: Session, rank: int | None = None) -> Document:
-    """The snapshot's manifest, with all of its parts, or with those that one rank needs first."""
+    """Return the snapshot's manifest, with all of its parts, or with those that one rank needs first."""
     document = await open_main(session)
     first = rank if rank is None or rank < document.world_size else 0
     await load_parts(session, document, [part for part in document.parts if first is None or first in part.ranks])
@@ -41,7 +44,7 @@ async def open_document(session: Session, rank: int | None = None) -> Document:
 
 
 async def open_main(session: Session) -> Document:
-    """The snapshot's manifest without those of its parts that stand in files of their own."""
+    """Return the snapshot's manifest without those of its parts that stand in files of their own."""
     if isinstance(session.storage, ReadOnly):  # what stood here was somebody else's: now it may be another's
         await session.storage.close()
         session.switch_storage(session.open_beside(session.url))
@@ -121,14 +124,12 @@ async def load_parts(session: Session, document: Document, parts: Sequence[PartE
 
 
 async def read_parts(session: Session, parts: Sequence[PartEntry]) -> list[ManifestPart]:
-    """What parts of a manifest hold."""
-    at_once = asyncio.Semaphore(16)
+    """Return what parts of a manifest hold."""
 
     async def read(part: PartEntry) -> ManifestPart:
-        async with at_once:
-            return await session.read_twice(part.location, lambda: _read_part(session, part))
+        return await session.read_twice(part.location, lambda: _read_part(session, part))
 
-    return await asyncio.gather(*map(read, parts))
+    return await gather_limited(parts, read, AT_ONCE)
 
 
 async def _read_part(session: Session, part: PartEntry) -> ManifestPart:
@@ -147,17 +148,15 @@ async def expect_files(session: Session, document: Document, locations: set[str]
 
 
 async def missing_files(session: Session, document: Document, locations: set[str], *more: int) -> dict[str, str]:
-    """A line for each file that is not there, is no file, or is not as long as it was; or (`more`) of which the
+    """Return a line for each file that is not there, is no file, or is not as long as it was; or (`more`) of which the
     storage says so. Anything else that a storage says is no word about the snapshot, and raised."""
     damage = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, *more}
-    at_once = asyncio.Semaphore(16)
 
     async def fault(location: str) -> str | None:
         file = document.files[location]
         expected = file.size
         try:
-            async with at_once:
-                found = (await session.storage.stat(location)).size
+            found = (await session.storage.stat(location)).size
         except StorageNotFoundError:
             return f"{location} is missing"
         except StorageError as error:
@@ -169,5 +168,5 @@ async def missing_files(session: Session, document: Document, locations: set[str
         return None if found == expected else f"{location} has {found:,} bytes, and {expected:,} were written"
 
     ordered = sorted(locations)
-    found = await asyncio.gather(*map(fault, ordered))
+    found = await gather_limited(ordered, fault, AT_ONCE)
     return {location: line for location, line in zip(ordered, found, strict=True) if line}

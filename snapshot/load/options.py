@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypedDict
 
 import torch
 
@@ -18,21 +19,43 @@ CASTS: dict[str, Callable[[torch.dtype, torch.dtype], bool]] = {
 """Rules for `cast`: each returns True if a saved dtype may be cast to the wanted one."""
 
 
+Mismatched = Literal["error", "skip"]
+Cast = Literal["error", "same_kind", "any"]
+
+
+class RestoreArguments(TypedDict, total=False):
+    """Arguments of `Snapshot.restore`, for functions that pass them on."""
+
+    strict: bool
+    exact: bool
+    mismatched: Mismatched
+    include: Sequence[str]
+    exclude: Sequence[str]
+    rename: Rename | None
+    cast: Cast
+    verify: bool
+    atomic: bool
+    memory_budget_bytes: int | None
+    read_once: Literal["auto"] | bool
+    progress: ProgressArgument
+    timeout: float | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class RestoreOptions:
     """The arguments of `Snapshot.restore`: which entries are restored, and which differences are allowed."""
 
     strict: bool = True
     exact: bool = False
-    mismatched: str = "error"
+    mismatched: Mismatched = "error"
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     rename: Rename | None = None
-    cast: str = "error"
+    cast: Cast = "error"
     verify: bool = True
     atomic: bool = False
     memory_budget_bytes: int | None = None
-    read_once: str | bool = "auto"
+    read_once: Literal["auto"] | bool = "auto"
     progress: ProgressArgument = None
     timeout: float | None = None
 

@@ -41,7 +41,7 @@ def read_object(
     verify: bool,
     allow_pickle: bool,
 ) -> Any:
-    """The object at a path of the manifest."""
+    """Return the object at a path of the manifest."""
     path, tree = _found(session, document, path)
     entry = tree[path]
     if box is None:
@@ -104,7 +104,7 @@ def read_state_dict(session: Session, document: Document, key: str, rank: int, *
 
 
 def _found(session: Session, document: Document, path: str) -> tuple[str, dict[str, Any]]:
-    """The manifest's path of what is named with a rank or without, and the entries there."""
+    """Return the manifest's path of what is named with a rank or without, and the entries there."""
     if is_rank(path.partition("/")[0], document.world_size):
         try:
             return path, _tree(session, document, path)
@@ -115,7 +115,8 @@ def _found(session: Session, document: Document, path: str) -> tuple[str, dict[s
 
 
 def _tree(session: Session, document: Document, path: str) -> dict[str, Any]:
-    """The entries at a path and beneath it, as the path's rank sees them: what all share may stand under another."""
+    """Return the entries at a path and beneath it, as the path's rank sees them: what all share may stand under
+    another."""
     manifest: Mapping[str, Any] = document.manifest
     number, _, logical = path.partition("/")
     entry = manifest.get(path)
@@ -232,7 +233,7 @@ def _read_box(
 
 
 def _box(path: str, shape: tuple[int, ...], box: Sequence[slice | int]) -> tuple[Box, set[int]]:
-    """The box that slices and ints name, and the dimensions that ints drop."""
+    """Return the box that slices and ints name, and the dimensions that ints drop."""
     if len(box) > len(shape):
         raise ValueError(f"{path}: a box of {counted(len(box), 'dimension')} in a tensor of shape {list(shape)}")
     offsets, sizes, dropped = list((0,) * len(shape)), list(shape), set()

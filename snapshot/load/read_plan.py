@@ -322,7 +322,7 @@ class ReadPlan:
         other: Any,
         source: torch.Tensor,
     ) -> bool:
-        """A range that is wanted twice is read once: the second place is filled from the first. False where it
+        """Return a range that is wanted twice is read once: the second place is filled from the first. False where it
         cannot be."""
         if other.shape != entry.shape or other.dtype != entry.dtype:
             return False
@@ -337,8 +337,8 @@ class ReadPlan:
         return True
 
     def _piece(self, path: str, stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box, live: bool) -> int:
-        """What a stored piece of a tensor shares with a box of it, into a tensor of that box's shape; how much that
-        is."""
+        """Return what a stored piece of a tensor shares with a box of it, into a tensor of that box's shape; how much
+        that is."""
         if not is_packed(stored):
             return wanted(self.requests, path, stored, piece, target, box, live)
         shared = intersect(piece, box)

@@ -187,7 +187,7 @@ class Reader:
     async def _heads(
         self, requests: Sequence[ReadRequest], lengths: Sequence[tuple[int, int]]
     ) -> list[tuple[bytearray, ...]]:
-        """The first and the last bytes of ranges."""
+        """Return the first and the last bytes of ranges."""
         ranges: list[_Table] = []
         for request, (first, last) in zip(requests, lengths, strict=True):
             begin, end = request.begin, request.end

@@ -44,7 +44,8 @@ def below_only_key(document: Document, view: View, app_state: Mapping[str, Any])
 
 
 def follow_rename(view: View, rename: Rename, app_state: Mapping[str, Any]) -> View:
-    """A view under the names that the user gave. A model's new names are its optimizer's, too, in a `ModelState`."""
+    """Return a view under the names that the user gave. A model's new names are its optimizer's, too, in a
+    `ModelState`."""
     known = {**view.elsewhere, **view.entries}
     change, unmatched = compile_rename(rename, known)
     wrong = _wrong_names(known, change, {component(key) for key in app_state})
@@ -75,7 +76,7 @@ def follow_rename(view: View, rename: Rename, app_state: Mapping[str, Any]) -> V
 
 
 def _wrong_names(known: Mapping[str, Any], change: Callable[[str], str], keys: set[str]) -> list[str]:
-    """A line for each new name that cannot be one, or that no stateful of the application has."""
+    """Return a line for each new name that cannot be one, or that no stateful of the application has."""
     lines = []
     new = {path: change(path) for path in known}
     made = {name: known[path] for path, name in new.items()}
@@ -114,7 +115,7 @@ def match_wrappers(
     notes: RestoreIssues,
     asked: Callable[[str], bool],
 ) -> View:
-    """A view in which models have the names of the application, where only wrappers make the difference.
+    """Return a view in which models have the names of the application, where only wrappers make the difference.
 
     Adds the kinds of models to `kinds`, since their names have to be known. `asked` says of which keys anything is
     restored."""
@@ -170,7 +171,7 @@ def _owner(name: str) -> str:
 
 
 def _rename_optimizer(view: View, key: str, names: Mapping[str, str]) -> View:
-    """A view in which the optimizer of a `ModelState` has the names of its model's parameters."""
+    """Return a view in which the optimizer of a `ModelState` has the names of its model's parameters."""
     base = f"{key}/optim/"
     made = renamed_view(view, optimizer_change(base, names))
     _rename_params(made, base, names)

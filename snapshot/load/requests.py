@@ -37,7 +37,7 @@ class ReadRequest(msgspec.Struct, gc=False):
 def want_all(
     name: str, stored: TensorEntry | ObjectEntry, address: int = 0, place: Place | None = None, live: bool = False
 ) -> ReadRequest:
-    """The want of a whole stored range."""
+    """Return the want of a whole stored range."""
     begin, end = stored.byte_range
     return ReadRequest(name, stored, stored.location, begin, end, address, place, live)
 

@@ -168,7 +168,7 @@ class _Planner:
             )
 
     def _holders(self, path: str) -> list[int]:
-        """The other ranks that had something of their own at a path, at most ten."""
+        """Return the other ranks that had something of their own at a path, at most ten."""
         if self._document.world_size == 1:
             return []
         if self._others is None:

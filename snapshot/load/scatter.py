@@ -37,7 +37,7 @@ def wanted(
     box: Box,
     live: bool,
 ) -> int:
-    """What a stored piece of a tensor shares with a box of it, into a tensor of that box's shape; how much that
+    """Return what a stored piece of a tensor shares with a box of it, into a tensor of that box's shape; how much that
     is."""
     shared = intersect(piece, box)
     if shared is None:
@@ -74,7 +74,7 @@ def unpacked(
     live: bool,
     finish: list[Callable[[], None]],
 ) -> list[ReadRequest]:
-    """What a box of a packed tensor wants of the file, into a tensor of the box's shape."""
+    """Return what a box of a packed tensor wants of the file, into a tensor of the box's shape."""
     itemsize = ITEMSIZE[stored.dtype]
     begin = layout.begin + layout.offset * itemsize
     requests: list[ReadRequest] = []
@@ -102,7 +102,7 @@ def unpacked(
 
 
 def place_of(stored: e.TensorEntry) -> tuple[str, int]:
-    """What tells the memory of a stored tensor from that of others."""
+    """Return what tells the memory of a stored tensor from that of others."""
     extra = stored.extra
     view = f" {extra.strides} {extra.storage_offset}" if extra is not None and extra.strides is not None else ""
     packed = f" {stored.serializer}" if stored.serializer != "raw" else ""
@@ -110,7 +110,7 @@ def place_of(stored: e.TensorEntry) -> tuple[str, int]:
 
 
 def _placer(stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box) -> Place:
-    """Copies what arrives of a stored piece to where it belongs in a tensor that stands for `box`."""
+    """Return what copies what arrives of a stored piece to where it belongs in a tensor that stands for `box`."""
     dtype, itemsize = BY_NAME[stored.dtype], ITEMSIZE[stored.dtype]
     target = target.detach()
 

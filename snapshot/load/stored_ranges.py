@@ -21,7 +21,7 @@ Place = tuple[str, int, int]
 
 
 def tensors_of(entry: Any) -> list[e.AnyTensor]:
-    """The tensors that an entry is, or is made of."""
+    """Return the tensors that an entry is, or is made of."""
     if isinstance(entry, e.TENSORS):
         return [entry]
     if isinstance(entry, e.NDArrayEntry):
@@ -32,7 +32,7 @@ def tensors_of(entry: Any) -> list[e.AnyTensor]:
 
 
 def stored_of(entry: Any) -> list[e.TensorEntry | e.ObjectEntry]:
-    """The stored ranges of an entry."""
+    """Return the stored ranges of an entry."""
     if isinstance(entry, e.ObjectEntry):
         return [entry]
     return [piece for tensor in tensors_of(entry) for _, piece in tensor.pieces()]
@@ -50,7 +50,7 @@ def wants_of(
     faults: list[str],
     bare: dict[str, list[Place]] | None = None,
 ) -> list[ReadRequest]:
-    """A want for each stored range, and for each table of digests; entries that cannot be read become faults.
+    """Return a want for each stored range, and for each table of digests; entries that cannot be read become faults.
 
     `manifests`: one that is whole, or one and its parts. `bare`: gets the entries of which ranges carry no digest.
     """
@@ -98,7 +98,8 @@ def _table_want(path: str, blocks: Place, digest: str) -> ReadRequest:
 
 
 def uncovered(files: Files, requests: Iterable[ReadRequest]) -> list[str]:
-    """A line for each part of a file that has no digest, or two: what is written fills its files, and nothing twice."""
+    """Return a line for each part of a file that has no digest, or two: what is written fills its files, and nothing
+    twice."""
     ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for request in requests:
         if request.begin < request.end:

@@ -70,7 +70,7 @@ def _turned(held: torch.Tensor, at: int, dtype: str, layout: Layout) -> torch.Te
 
 
 def arrived(request: ReadRequest, share: Any, tensor: torch.Tensor) -> None:
-    """A short packed range is here, all of it."""
+    """Unpack a short range whose bytes are all here."""
     stored = request.stored
     assert isinstance(stored, TensorEntry)
     if streamed(stored):
@@ -87,7 +87,7 @@ def arrived(request: ReadRequest, share: Any, tensor: torch.Tensor) -> None:
 
 
 def opened(request: ReadRequest, layout: Layout) -> list[ReadRequest]:
-    """What is wanted of the file itself, now that it is known where a packed tensor is."""
+    """Return what is wanted of the file itself, now that it is known where a packed tensor is."""
     assert request.opens is not None
     return request.opens(layout)
 
@@ -115,7 +115,7 @@ class Unpack:
             self._begin(layout, layout.begin)
 
     def steps(self) -> list[Callable[[memoryview], None]]:
-        """What is to be done with all of the range's bytes, in this order."""
+        """Return what is to be done with all of the range's bytes, in this order."""
         return [self._look_all, self._take_all] if self.looks else [self._take_all]
 
     def _look_all(self, data: memoryview) -> None:

@@ -12,8 +12,8 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from snapshot.durations import Duration, duration_text, seconds_of
 from snapshot.errors import SnapshotError
-from snapshot.manager.durations import Duration, duration_text, seconds_of
 
 RECENT = 20
 """Takes of which the cost is kept."""
@@ -79,7 +79,7 @@ def daly(cost: float, mtbf: float) -> float:
 
 
 def lost(interval: float, cost: float, mtbf: float, rest: float) -> float:
-    """The share of time lost with takes every so many seconds; `rest`: what a failure costs besides."""
+    """Return the share of time lost with takes every so many seconds; `rest`: what a failure costs besides."""
     period = interval + cost
     return min(1.0, cost / period + (period / 2 + rest) / mtbf)
 
@@ -101,20 +101,20 @@ class Measured:
         self._last_call = 0.0
 
     def at_step(self, step: int) -> None:
-        """The loop is at a step now."""
+        """Note the step that the loop is at."""
         now = time.monotonic()
         if self._first is None or step < self._first[1]:
             self._first, self._paused = (now, step), 0.0
         self._latest = now, step
 
     def at_call(self) -> None:
-        """The loop comes by, once a step, without saying at which it is."""
+        """Note that the loop is at another step, without its number."""
         now = time.monotonic()
         self._calls = (now, 0) if self._calls is None else (self._calls[0], self._calls[1] + 1)
         self._last_call = now
 
     def took(self, began: float, blocked: float) -> None:
-        """A take, begun at a time of the monotonic clock, blocked the loop for so long."""
+        """Note a take that began at a time of the monotonic clock, and how long it blocked the loop."""
         self._warm = began if self._warm is None else self._warm
         self._blocked.append((began, blocked))
         self._paused += blocked
@@ -127,12 +127,12 @@ class Measured:
         self._durable.append((began, time.monotonic() - began))
 
     def _mean(self, seen: deque[tuple[float, float]]) -> tuple[float, int]:
-        """The mean time, and of how many."""
+        """Return the mean time, and of how many."""
         values = [seconds for began, seconds in seen if began != self._warm] or [seconds for _, seconds in seen]
         return sum(values) / len(values), len(values)
 
     def step_seconds(self) -> float | None:
-        """The mean time of a step, without that of takes; None if too little was seen."""
+        """Return the mean time of a step, without that of takes; None if too little was seen."""
         if self._first is not None and self._latest is not None and self._latest[1] > self._first[1]:
             spent = self._latest[0] - self._first[0] - self._paused
             return max(spent, 1e-9) / (self._latest[1] - self._first[1])
@@ -141,7 +141,7 @@ class Measured:
         return None
 
     def advice(self, mtbf: Duration) -> Advice:
-        """The interval that loses least. Raises where nothing was measured."""
+        """Return the interval that loses least. Raises where nothing was measured."""
         mean = seconds_of(mtbf, "mtbf")
         step = self.step_seconds()
         if not self._durable:

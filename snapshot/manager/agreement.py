@@ -90,7 +90,7 @@ class StepVote:
         self._store.set(self._name(self._rank), str(self._passed))
 
     def _decided(self) -> int:
-        """The call that was agreed on; this rank's proposal, if it is the first."""
+        """Return the call that was agreed on; this rank's proposal, if it is the first."""
         key = self._key("at")
         if self._store.check([key]):
             return int(self._store.get(key))
@@ -99,7 +99,7 @@ class StepVote:
         return int(self._store.compare_set(key, "", str(max(passed) + 1)))
 
     def _all_passed(self) -> list[int]:
-        """What all ranks have published; 0 of one that has not: it has not passed any call, either."""
+        """Return what all ranks have published; 0 of one that has not: it has not passed any call, either."""
         names = [self._name(rank) for rank in range(self._world)]
         if self._store.has_extended_api() and self._store.check(names):
             return [int(value) for value in self._store.multi_get(names)]

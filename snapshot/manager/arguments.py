@@ -11,7 +11,7 @@ from snapshot.manager.policies import Policy
 
 
 def checked_root(root: Any) -> str:
-    """The root as a text; `TypeError` or `ValueError` if it is none."""
+    """Return the root as a text; `TypeError` or `ValueError` if it is none."""
     text = os.fspath(root) if isinstance(root, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise TypeError(f"root={root!r}: it is a path or a URL")
@@ -21,7 +21,7 @@ def checked_root(root: Any) -> str:
 
 
 def checked_policy(keep: Any) -> Policy | None:
-    """The policy; `TypeError` if it is none."""
+    """Return the policy; `TypeError` if it is none."""
     if keep is not None and not isinstance(keep, Policy):
         raise TypeError(f"keep={keep!r} is no policy: KeepLatest(n), KeepBest(metric), ..., or several with |")
     return keep

@@ -32,7 +32,7 @@ class Cleaner:
         """What is not to be said again: steps that are damaged, and that a metric is unknown."""
 
     def committed(self, step: int) -> None:
-        """A step is committed, and durable. Returns at once."""
+        """Note a step that is committed and durable. Return at once."""
         with self._change:
             self._wanted = step if self._wanted is None else max(step, self._wanted)
             if self._thread is None:

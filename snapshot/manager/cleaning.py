@@ -11,11 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from snapshot.aio import gather_limited
 from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, StorageNotFoundError
 from snapshot.events import emit, log
 from snapshot.manager.policies import KeepBest, Policy, Taken, parts, reasons
 from snapshot.manager.root import UNREADABLE as CANNOT_READ
-from snapshot.manager.root import ManifestHead, NotOurs, Root, StepFolders, side_by_side
+from snapshot.manager.root import ManifestHead, NotOurs, Root, StepFolders
 from snapshot.save import cleanup
 from snapshot.storage import Storage
 
@@ -82,7 +83,7 @@ async def survey(
     looked = list(folders.others)
     if thorough:
         looked += [fate.step for fate in fates if fate.what in ("snapshot", "damaged") and not fate.goes]
-    found = await side_by_side(
+    found = await gather_limited(
         looked, lambda step: _leftovers(root, step, older_than, alone=step in folders.others, thorough=thorough)
     )
     return sorted([*fates, *(fate for fate in found if fate)], key=lambda fate: (fate.step, fate.what != "snapshot"))
@@ -121,7 +122,7 @@ async def _of_snapshots(
 
     while True:
         kept = reasons(policy, list(good.values()), time.time())
-        found = {step: why for step, why in zip(kept, await side_by_side(kept, fault), strict=True) if why}
+        found = {step: why for step, why in zip(kept, await gather_limited(kept, fault), strict=True) if why}
         if not found:
             break
         broken |= found
@@ -130,7 +131,7 @@ async def _of_snapshots(
     going = [step for step in taken if step not in kept and step not in broken] if good else []
     if policy is not None and (going or thorough):
         expect_metrics(root, policy, taken.values())
-    held = dict(zip(going, await side_by_side(going, lambda step: _held(root, step, older_than)), strict=True))
+    held = dict(zip(going, await gather_limited(going, lambda step: _held(root, step, older_than)), strict=True))
     for step, each in taken.items():
         head = heads[step]
         read = each if isinstance(head, ManifestHead) else None
@@ -169,7 +170,7 @@ async def _held(root: Root, step: int, older_than: float) -> str:
 
 
 async def _leftovers(root: Root, step: int, older_than: float, *, alone: bool, thorough: bool) -> Fate | None:
-    """What is left in a step's folder of takes that are over. `alone`: there is no snapshot beside it."""
+    """Return what is left in a step's folder of takes that are over. `alone`: there is no snapshot beside it."""
     async with root.opened(step) as session:
         storage = session.storage
         try:
@@ -221,7 +222,7 @@ async def remove(
             emit("failed", "prune", str(root.step_url(fate.step)), error=error)
             return error
 
-    found = await side_by_side(range(len(going)), one)
+    found = await gather_limited(range(len(going)), one)
     gone = tuple(fate for fate, outcome in zip(going, found, strict=True) if outcome is True)
     failed = tuple((fate, each) for fate, each in zip(going, found, strict=True) if isinstance(each, Exception))
     if gone:

@@ -64,7 +64,8 @@ class Fallback:
         self._notes: list[str] = []
 
     def restore(self, app_state: AppState, options: RestoreOptions) -> tuple[int | None, list[int]]:
-        """The step that was restored, or None where there is none; and those of this library that are damaged."""
+        """Return the step that was restored, or None where there is none; and those of this library that are
+        damaged."""
         mine = Tried()
         error: BaseException | None = None
         try:
@@ -117,7 +118,7 @@ class Fallback:
         return candidate
 
     def _pass(self, step: int, fault: str) -> None:
-        """It is damaged; unless it was removed or replaced meanwhile: then all that is there is looked at again."""
+        """Note a damaged step. If it was removed or replaced meanwhile, look at all steps again."""
         if run(self._root.token(step)) == self._token:
             self._passed[step] = fault, run(self._root.is_replaceable(step))
         else:

@@ -8,19 +8,19 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
+from snapshot.durations import Duration
 from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError
 from snapshot.events import emit, log
-from snapshot.load.options import RestoreOptions
+from snapshot.load.options import RestoreArguments, RestoreOptions
 from snapshot.manager import at_exit
 from snapshot.manager.advice import Advice, Measured
 from snapshot.manager.arguments import checked_policy, checked_root, checked_signals, checked_timeout
 from snapshot.manager.channels import Channels
 from snapshot.manager.cleaner import Cleaner
-from snapshot.manager.durations import Duration
 from snapshot.manager.fallback import Fallback
 from snapshot.manager.pending_takes import PendingTakes
 from snapshot.manager.policies import KeepBest, Policy, parts
@@ -31,6 +31,7 @@ from snapshot.manager.step_agreement import agree_on
 from snapshot.manager.step_metadata import checked_metrics, checked_step, note, noted_metrics
 from snapshot.options import Settings
 from snapshot.runtime.loop import LoopFuture, run
+from snapshot.save.options import AsyncTakeArguments, TakeArguments
 from snapshot.snapshot import AppState, PendingSnapshot, Snapshot
 from snapshot.url import URL
 
@@ -108,7 +109,7 @@ class SnapshotManager:
         *,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
-        **given: Any,
+        **given: Unpack[TakeArguments],
     ) -> Snapshot:
         """Save a step, and return when it is committed. What the policy does not keep goes later, in the background.
 
@@ -157,7 +158,7 @@ class SnapshotManager:
         *,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
-        **given: Any,
+        **given: Unpack[AsyncTakeArguments],
     ) -> PendingSnapshot:
         """Save a step as it is now, and write it while the application goes on.
 
@@ -215,7 +216,7 @@ class SnapshotManager:
             self._ended(step, began, durable)
 
     def _ended(self, step: int, began: float, durable: bool) -> None:
-        """A take is committed. Rank 0 removes what is superfluous now; what is not durable makes nothing so."""
+        """Note a committed take. Rank 0 removes what is superfluous now; what is not durable makes nothing so."""
         self._damaged.discard(step)
         self._measured.durable(began)
         if durable and self._leads and self._cleaner is not None:
@@ -228,12 +229,12 @@ class SnapshotManager:
     # Look
 
     def steps(self) -> list[int]:
-        """The steps that are committed, ascending, as this process sees them now."""
+        """Return the steps that are committed, ascending, as this process sees them now."""
         return sorted(run(self._root.folders()).committed)
 
     def latest(self, verify: bool = False) -> int | None:
-        """The newest step that is committed; None if there is none. With `verify` every byte is read, and what is not
-        as it was written is passed over, and said so in the log."""
+        """Return the newest step that is committed; None if there is none. With `verify` every byte is read, and what
+        is not as it was written is passed over, and said so in the log."""
         for step in reversed(self.steps()):
             if not verify:
                 return step
@@ -248,7 +249,8 @@ class SnapshotManager:
         return None
 
     def best(self, metric: str | None = None, mode: str = "min") -> int | None:
-        """The best step by a metric, or by the first `KeepBest` of the policy; None if no step has the metric."""
+        """Return the best step by a metric, or by the first `KeepBest` of the policy; None if no step has the
+        metric."""
         if metric is not None:
             policy = KeepBest(metric, 1, mode)
         else:
@@ -266,11 +268,11 @@ class SnapshotManager:
         return ranked[0] if ranked else None
 
     def metrics(self, step: int) -> dict[str, float]:
-        """The metrics of a step."""
+        """Return the metrics of a step."""
         return noted_metrics(self._snapshot(checked_step(step)).metadata.metadata)
 
     def snapshot(self, step: int) -> Snapshot:
-        """The snapshot of a step, which may exist or not."""
+        """Return the snapshot of a step, which may exist or not."""
         number = checked_step(step)
         if not self._pendings.is_latest(number):
             self._pendings.moved_on()  # who restores it is back at that step
@@ -288,12 +290,12 @@ class SnapshotManager:
         run(self._root.unpin(checked_step(step)))
 
     def pinned(self) -> list[int]:
-        """The steps that are pinned, ascending."""
+        """Return the steps that are pinned, ascending."""
         return sorted(run(self._root.pinned(self.steps())))
 
     # Load
 
-    def restore_latest(self, app_state: AppState, **given: Any) -> int | None:
+    def restore_latest(self, app_state: AppState, **given: Unpack[RestoreArguments]) -> int | None:
         """Restore the newest step that is whole, on all ranks the same one; which one, or None if there is none at all.
 
         Steps of which files are missing or short, or bytes are not as they were written, are passed over, with a line

@@ -30,15 +30,15 @@ class PendingTakes:
             settle(self._all.pop(next(iter(self._all))))
 
     def at_call(self) -> None:
-        """The application goes on to another step."""
+        """Note that the application goes on to another step."""
         self._calls += 1
 
     def moved_on(self) -> None:
-        """The application's state may be that of another step."""
+        """Note that the application's state may be that of another step."""
         self._latest = None
 
     def of(self, step: int) -> PendingSnapshot | None:
-        """That of a step."""
+        """Return the pending take of a step."""
         return self._all.get(step)
 
     def is_latest(self, step: int) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from snapshot.manager.durations import duration_text, seconds_of
+from snapshot.durations import duration_text, seconds_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Policy(ABC):
 
     @abstractmethod
     def keep(self, taken: Sequence[Taken], now: float) -> set[int]:
-        """The steps to keep, of those taken, in any order; `now` is in seconds since the epoch."""
+        """Return the steps to keep, of those taken, in any order; `now` is in seconds since the epoch."""
 
     def __or__(self, other: object) -> Policy:
         return Union((*parts(self), *parts(other))) if isinstance(other, Policy) else NotImplemented
@@ -76,7 +76,7 @@ class KeepBest(Policy):
         return set(self.ranked(taken)[: self.n])
 
     def ranked(self, taken: Sequence[Taken]) -> list[int]:
-        """The steps that have the metric, the best first."""
+        """Return the steps that have the metric, the best first."""
         sign = 1 if self.mode == "min" else -1
         having = [
             (sign * value, -each.step)
@@ -144,7 +144,7 @@ class Union(Policy):
 
 
 def parts(policy: Policy) -> tuple[Policy, ...]:
-    """The policies that a union is of, or the only one."""
+    """Return the policies that a union is of, or the only one."""
     return policy.policies if isinstance(policy, Union) else (policy,)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from snapshot.aio import gather_limited
 from snapshot.errors import (
     CorruptSnapshotError,
     SnapshotError,
@@ -34,7 +34,6 @@ from snapshot.url import URL
 
 T = TypeVar("T")
 Item = TypeVar("Item")
-AT_ONCE = 16
 UNREADABLE = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP}
 """What a storage says of a single file that cannot be read, while others can."""
 PINNED = ".pinned"
@@ -74,8 +73,8 @@ _DIGEST = re.compile(rb',"digest":"(xxh3:[0-9a-f]{32})"\}$')
 
 
 def decode_head(data: bytes, where: object) -> ManifestHead:
-    """What a manifest of ours says of itself. `NotOurs` if it does not begin as one does, and `CorruptSnapshotError`
-    if it is not as it was written."""
+    """Return what a manifest of ours says of itself. `NotOurs` if it does not begin as one does, and
+    `CorruptSnapshotError` if it is not as it was written."""
     if not _OURS.match(data):
         raise NotOurs(f"{where}: is no manifest that this version of the library wrote")
     tail = _DIGEST.search(data, max(0, len(data) - 64))
@@ -118,7 +117,7 @@ class Root:
 
     @asynccontextmanager
     async def opened(self, step: int | None = None) -> AsyncIterator[Session]:
-        """The storage of the root, or of one step."""
+        """Open the storage of the root, or of one step."""
         session = Session(self.url if step is None else self.step_url(step), self.options)
         try:
             yield session
@@ -128,7 +127,7 @@ class Root:
     # Steps
 
     async def folders(self) -> StepFolders:
-        """What there is. Raises where the storage cannot say; of a single step it is logged."""
+        """Return what there is. Raises where the storage cannot say; of a single step it is logged."""
         async with self.opened() as session:
             storage = session.storage
             if not storage.capabilities.list:
@@ -137,7 +136,7 @@ class Root:
                     "manager.snapshot(step).restore(app_state)"
                 )
             steps = steps_of(await listed(storage, "step-"))
-            found = await side_by_side(steps, lambda step: _seen(storage, f"step-{step}/{METADATA}"))
+            found = await gather_limited(steps, lambda step: _seen(storage, f"step-{step}/{METADATA}"))
         folders = StepFolders()
         for step, stat in zip(steps, found, strict=True):
             if isinstance(stat, StorageError):
@@ -150,8 +149,8 @@ class Root:
         return folders
 
     async def _head(self, step: int, stat: FileStat) -> ManifestHead | SnapshotError | None:
-        """What a step's manifest says of itself, or why that is not known; it is read once, unless another took its
-        place. None if it is gone."""
+        """Return what a step's manifest says of itself, or why that is not known; it is read once, unless another took
+        its place. None if it is gone."""
         known = self._heads.get(step)
         if known is not None and known[0] == stat.token:
             return known[1]
@@ -171,11 +170,11 @@ class Root:
         return head
 
     async def heads(self, committed: Mapping[int, FileStat]) -> dict[int, ManifestHead | SnapshotError]:
-        """What several manifests say; of one that is damaged, somebody else's, or unreadable, the error that says
-        so."""
+        """Return what several manifests say; of one that is damaged, somebody else's, or unreadable, the error that
+        says so."""
         for gone in self._heads.keys() - committed.keys():
             self._heads.pop(gone, None)
-        found = await side_by_side(committed, lambda step: self._head(step, committed[step]))
+        found = await gather_limited(committed, lambda step: self._head(step, committed[step]))
         return {step: head for step, head in zip(committed, found, strict=True) if head is not None}
 
     async def missing(self, step: int, stat: FileStat, head: ManifestHead) -> str:
@@ -195,13 +194,13 @@ class Root:
                     return f"{name} is missing"
                 return "" if found.size == sizes[name] else f"{name} has {found.size:,} bytes of {sizes[name]:,}"
 
-            faults = [each for each in await side_by_side(sizes, fault) if each]
+            faults = [each for each in await gather_limited(sizes, fault) if each]
         if not faults:
             self._whole[step] = stat.token
         return faults[0] if faults else ""
 
     async def token(self, step: int) -> str | None:
-        """That of a step's manifest; None if there is none."""
+        """Return the token of a step's manifest; None if there is none."""
         async with self.opened(step) as session:
             stat = await _stat(session.storage, METADATA)
         return None if stat is None else stat.token
@@ -261,12 +260,13 @@ class Root:
         """Which of some steps are pinned."""
         steps = list(steps)
         async with self.opened() as session:
-            found = await side_by_side(steps, lambda step: _stat(session.storage, f"step-{step}/{PINNED}"))
+            found = await gather_limited(steps, lambda step: _stat(session.storage, f"step-{step}/{PINNED}"))
         return {step for step, stat in zip(steps, found, strict=True) if stat is not None}
 
 
 def steps_of(listed: Iterable[str]) -> list[int]:
-    """The steps whose folders are among what was listed, ascending. `step-007` is none of ours, nor is a file."""
+    """Return the steps whose folders are among what was listed, ascending. `step-007` is none of ours, nor is a
+    file."""
     found = (_STEP.fullmatch(path[:-1]) for path in listed if path.endswith("/"))
     return sorted(int(each[1]) for each in found if each)
 
@@ -277,17 +277,6 @@ async def listed(storage: Storage, prefix: str) -> list[str]:
         return await storage.list(prefix, recursive=False)
     except StorageNotFoundError:
         return []
-
-
-async def side_by_side(items: Iterable[Item], work: Callable[[Item], Awaitable[T]]) -> list[T]:
-    """Do something for each of several steps, or files, a bounded number at a time."""
-    at_once = asyncio.Semaphore(AT_ONCE)
-
-    async def one(item: Item) -> T:
-        async with at_once:
-            return await work(item)
-
-    return await asyncio.gather(*map(one, items))
 
 
 async def _stat(storage: Storage, path: str) -> FileStat | None:

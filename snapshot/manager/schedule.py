@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-from snapshot.manager.durations import Duration, seconds_of
+from snapshot.durations import Duration, seconds_of
 
 Every = int | timedelta | str
 """A number of steps; a `timedelta` or a text such as `"10m"`; `"continuous"`."""
@@ -39,7 +39,7 @@ class Schedule:
         return self.continuous or self.steps is not None or self.seconds is not None
 
     def began(self, step: int) -> None:
-        """A take of a step has begun, or a step was restored."""
+        """Note that a take of a step has begun, or that a step was restored."""
         self.last = step
         self._since = time.monotonic()
 

@@ -63,14 +63,14 @@ class Signals:
             self._give_up(number, frame, at_once=True)
 
     def _earlier(self, number: int) -> Any:
-        """The handler that was there before, but for those of managers that are closed by now."""
+        """Return the handler that was there before, but for those of managers that are closed by now."""
         before = self._before[number]
         while isinstance(owner := getattr(before, "__self__", None), Signals) and owner._closed:
             before = owner._before[number]
         return before
 
     def _chained(self, number: int) -> Callable[[int, FrameType | None], Any] | None:
-        """What was there before, if it is the application's: the default ones would end the process."""
+        """Return what was there before, if it is the application's: the default ones would end the process."""
         before = self._earlier(number)
         return before if callable(before) and before is not signal.default_int_handler else None
 

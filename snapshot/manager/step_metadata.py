@@ -13,7 +13,7 @@ NOTE = "snapshot.manager"
 
 
 def checked_step(step: Any) -> int:
-    """The step, if it is one; `TypeError` or `ValueError` if not."""
+    """Return the step, if it is one; `TypeError` or `ValueError` if not."""
     if isinstance(step, bool) or not hasattr(step, "__index__"):
         raise TypeError(f"step={step!r}: a step is a whole number")
     number = int(step.__index__())
@@ -55,7 +55,8 @@ def _number(name: str, value: Any) -> float:
 
 
 def note(step: int, metrics: Mapping[str, float], metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A snapshot's metadata: the user's, and ours beside it. JSON has no NaN and no infinity, but their names."""
+    """Return a snapshot's metadata: the user's, and ours beside it. JSON has no NaN and no infinity, but their
+    names."""
     given = dict(metadata or {})
     if NOTE in given:
         raise ValueError(f"metadata: the key {NOTE!r} is the manager's own")
@@ -64,7 +65,8 @@ def note(step: int, metrics: Mapping[str, float], metadata: Mapping[str, Any] | 
 
 
 def noted_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that stand in a snapshot's metadata; what is no number there is left out, as of somebody else's."""
+    """Return the metrics that stand in a snapshot's metadata; what is no number there is left out, as of somebody
+    else's."""
     own = metadata.get(NOTE)
     stored = own.get("metrics") if isinstance(own, dict) else None
     found = {}

@@ -64,7 +64,7 @@ class Compound(DictEntry):
     obj_type: str = ""
 
     def names(self) -> list[str]:
-        """The names of its fields."""
+        """Return the names of its fields."""
         return [str(decode_key(key)) for key in self.keys]
 
     def check(self, path: str) -> None:
@@ -151,7 +151,7 @@ class SubclassEntry(Compound, tag="TensorSubclass"):
                     raise CorruptSnapshotError(f"{path}: its context lacks what is in {name or 'it'}")
 
     def context_value(self) -> Any:
-        """What the class gave, as far as it is known."""
+        """Return what the class gave, as far as it is known."""
         self.check(self.obj_type)
         return _inflated(self.context, "")
 

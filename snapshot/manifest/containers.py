@@ -27,15 +27,15 @@ class Container(Entry):
     """An entry that holds others, under paths one component longer than its own."""
 
     def build(self, children: Sequence[Any]) -> Any:
-        """The container itself, from its children in order."""
+        """Return the container itself, from its children in order."""
         return list(children)
 
     def components(self) -> list[str]:
-        """The path components of the children, in order."""
+        """Return the path components of the children, in order."""
         return []
 
     def without(self, gone: Iterable[bool]) -> Container:
-        """The same container without some of its children."""
+        """Return the same container without some of its children."""
         return self
 
     @property
@@ -129,7 +129,7 @@ class DictEntry(Container, tag="dict"):
     """Of an optimizer's state dict: whose it is."""
 
     def make(self, items: list[tuple[Any, Any]]) -> Any:
-        """The dict itself, from its items."""
+        """Return the dict itself, from its items."""
         return dict(items)
 
     def build(self, children: Sequence[Any]) -> Any:
@@ -200,5 +200,14 @@ class CounterEntry(DictEntry, tag="Counter"):
 
 
 def factory_name(factory: Callable[[], Any] | None) -> str | None:
-    """The name under which a defaultdict's factory is recorded; None where it cannot be."""
+    """Return the name under which a defaultdict's factory is recorded; None where it cannot be."""
     return next((name for name, known in _FACTORIES.items() if known is factory), None)
+
+
+SEQUENCES: dict[type, type[_Sequence]] = {
+    list: ListEntry,
+    tuple: TupleEntry,
+    set: SetEntry,
+    frozenset: FrozensetEntry,
+}
+"""Types of Python's sequences and sets that need nothing but their length, and their entries."""

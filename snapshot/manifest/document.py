@@ -93,13 +93,13 @@ _entries = msgspec.json.Decoder(dict[str, AnyEntry])
 
 
 def encode(document: Document | ManifestPart) -> bytes:
-    """The document's bytes, its digest last."""
+    """Return the document's bytes, its digest last."""
     body = _encoder.encode(document)[:-1]
     return b'%s,"digest":"%s"}' % (body, of_range(body).encode())
 
 
 def copied(manifest: Mapping[str, AnyEntry]) -> dict[str, Entry]:
-    """A copy that shares nothing: by way of its text, which is many times faster than object by object."""
+    """Return a copy that shares nothing: by way of its text, which is many times faster than object by object."""
     try:
         return dict[str, Entry](_entries.decode(_encoder.encode(manifest)))
     except RecursionError as error:
@@ -136,7 +136,7 @@ def decode_part(data: bytes, part: PartEntry, where: object) -> ManifestPart:
 
 
 def _check_format(data: bytes, where: object) -> None:
-    """A newer format is told from a damaged file before its digest is looked at: it may have none, or another."""
+    """Tell a newer format from a damaged file, before its digest is looked at: it may have none, or another."""
     found = re.match(rb'\s*\{\s*"format"\s*:\s*"snapshot/(\d{1,9})"', data)
     if found and int(found[1]) != 1:
         raise UnsupportedFormatError(

@@ -122,7 +122,7 @@ class TensorEntry(Entry, tag="Tensor"):
         return self.byte_range[1] - self.byte_range[0]
 
     def pieces(self) -> list[tuple[Box, TensorEntry]]:
-        """The stored ranges, each with the box that it fills."""
+        """Return the stored ranges, each with the box that it fills."""
         return [(whole(self.shape), self)]
 
 
@@ -143,7 +143,7 @@ class _Boxes(Entry):
         return sum(stored.nbytes for _, stored in self.pieces())
 
     def pieces(self) -> list[tuple[Box, TensorEntry]]:
-        """The stored ranges, each with the box that it fills."""
+        """Return the stored ranges, each with the box that it fills."""
         shards: list[Shard] = self.chunks if isinstance(self, ChunkedTensorEntry) else self.shards  # type: ignore[attr-defined]
         return [(Box(shard.offsets, shard.sizes), shard.tensor) for shard in shards]
 
@@ -172,7 +172,7 @@ class Mesh(msgspec.Struct, gc=False, forbid_unknown_fields=True):
 
     @staticmethod
     def of(ranks: Any) -> Mesh | list[Any]:
-        """A mesh from lists in lists; these themselves where it is none of this kind."""
+        """Return a mesh from lists in lists; these themselves where it is none of this kind."""
         array = np.asarray(ranks)
         steps = tuple(
             int(array.take(1, axis).flat[0] - array.flat[0]) if size > 1 else 1 for axis, size in enumerate(array.shape)

@@ -21,7 +21,7 @@ _ESCAPE = re.compile(r"%(25|2F|u[0-9A-F]{4})")
 
 
 def component(text: str) -> str:
-    """A string as a component of a path.
+    """Return a string as a component of a path.
 
     >>> component("a/b%"), component("layer.0.weight")
     ('a%2Fb%25', 'layer.0.weight')
@@ -32,12 +32,12 @@ def component(text: str) -> str:
 
 
 def uncomponent(text: str) -> str:
-    """The string that a component stands for."""
+    """Return the string that a component stands for."""
     return _ESCAPE.sub(lambda found: chr(int(found[1].lstrip("u"), 16)), text) if "%" in text else text
 
 
 def encode_text(text: str) -> str | None:
-    """A text with its lone surrogates escaped; None where it has none, and can stand as it is."""
+    """Return a text with its lone surrogates escaped; None where it has none, and can stand as it is."""
     if text.isascii() or not _SURROGATES.search(text):
         return None
     return component(text)
@@ -68,7 +68,7 @@ _FROM_TAG = {
 
 
 def encode_key(key: Any) -> str | int | dict[str, str] | None:
-    """A dict's key as it stands in a manifest's `keys`; None for a key that cannot stand there."""
+    """Return a dict's key as it stands in a manifest's `keys`; None for a key that cannot stand there."""
     kind = type(key)
     if kind is str:
         escaped = encode_text(key)
@@ -83,7 +83,7 @@ def encode_key(key: Any) -> str | int | dict[str, str] | None:
 
 
 def decode_key(key: str | int | dict[str, str]) -> Any:
-    """The dict's key that an item of `keys` stands for."""
+    """Return the dict's key that an item of `keys` stands for."""
     if not isinstance(key, dict):
         return key
     try:
@@ -94,7 +94,7 @@ def decode_key(key: str | int | dict[str, str]) -> Any:
 
 
 def component_of(key: str | int | dict[str, str], tagged: bool) -> str:
-    """The path component of an item of `keys`."""
+    """Return the path component of an item of `keys`."""
     value = decode_key(key)
     if tagged:
         return f"%{type(value).__name__}:{value}"
@@ -109,7 +109,7 @@ def tagged_keys(keys: Iterable[Any]) -> list[int]:
 
 
 def quote(text: str) -> str:
-    """A path as the name of a tensor in a safetensors header, where `[` begins a box and one name is taken."""
+    """Return a path as the name of a tensor in a safetensors header, where `[` begins a box and one name is taken."""
     if "[" in text:
         text = text.replace("[", "%5B")
     return "%5F%5Fmetadata__" if text == "__metadata__" else text

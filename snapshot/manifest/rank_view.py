@@ -33,7 +33,7 @@ class View:
 
 
 def rank_view(manifest: Mapping[str, Any], rank: int, saved: int, now: int) -> View:
-    """What rank `rank` of `now` sees of a snapshot of `saved` ranks.
+    """Return what rank `rank` of `now` sees of a snapshot of `saved` ranks.
 
     Its own entries, and the replicated and sharded ones of all. A rank that was not there gets rank 0's containers,
     with only what is shared in them. What the only rank of a snapshot held is the same on all of them.
@@ -149,7 +149,7 @@ def leave_out(entries: dict[str, Any], path: str) -> None:
 
 
 def by_key(view: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """A view's entries, by the app state's key (encoded) that they belong to."""
+    """Return a view's entries, by the app state's key (encoded) that they belong to."""
     grouped: dict[str, dict[str, Any]] = {}
     prefix = ""
     group: dict[str, Any] | None = None
@@ -169,7 +169,7 @@ _INT = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 
 def renamed_view(view: View, change: Callable[[str], str]) -> View:
-    """A view under other names."""
+    """Return a view under other names."""
     elsewhere = {change(path): entry for path, entry in view.elsewhere.items()}
     withheld = {change(path): why for path, why in view.withheld.items()}
     return View(renamed(view.entries, change), elsewhere, withheld, view.gone, view.unknown)
@@ -280,7 +280,7 @@ def _is_one(manifest: Mapping[str, Any], found: list[str], logical: str) -> bool
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """A hint for a name that is not there: the names that look most like it."""
+    """Return a hint for a name that is not there: the names that look most like it."""
     names = sorted(names)
     if len(names) > 2000:
         start = name.rpartition("/")[0]

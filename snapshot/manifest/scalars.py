@@ -23,12 +23,12 @@ class Scalar(Entry):
 
     @staticmethod
     def write(value: Any) -> str:
-        """The text of a value."""
+        """Return the text of a value."""
         return str(value)
 
     @staticmethod
     def read(text: str) -> Any:
-        """The value of a text."""
+        """Return the value of a text."""
         return text
 
     @property
@@ -37,7 +37,7 @@ class Scalar(Entry):
         return (self.serialized_value,)
 
     def value(self) -> Any:
-        """The value; `CorruptSnapshotError` where the text is none of this type."""
+        """Return the value; `CorruptSnapshotError` where the text is none of this type."""
         try:
             return type(self).read(self.serialized_value)
         except (ValueError, KeyError, struct.error, ArithmeticError) as error:
@@ -54,7 +54,7 @@ def _float(text: str) -> float:
 
 
 def int_of(text: str) -> int:
-    """The int of a text."""
+    """Return the int of a text."""
     if len(text) > 4000:
         return int(text, 16) if text.startswith(("0x", "-0x")) else _fail(text)
     return int(text, 0 if text.startswith(("0x", "-0x")) else 10)
@@ -72,7 +72,7 @@ def _fail(text: str) -> int:
 
 
 def int_text(value: int) -> str:
-    """The text of an int of any size; from 4,000 digits on in hexadecimal."""
+    """Return the text of an int of any size; from 4,000 digits on in hexadecimal."""
     return str(value) if value.bit_length() < LONGEST_INT else hex(value)
 
 
@@ -182,7 +182,7 @@ LONG = 16 << 10
 
 
 def scalar_entry(value: Any) -> Scalar | None:
-    """The entry of a value that stands in the manifest itself; None for any other."""
+    """Return the entry of a value that stands in the manifest itself; None for any other."""
     kind = type(value)
     if kind is str:
         if len(value) > LONG:

@@ -37,7 +37,7 @@ class Typed(Scalar):
 
 
 def _exactly(made: Any, text: str, write: Callable[[Any], str]) -> Any:
-    """A value that was read, if it would be written so."""
+    """Return a value that was read, if it would be written so."""
     if write(made) != text:
         raise ValueError(f"{text[:80]!r} is not how {made!r} is written")
     return made
@@ -96,7 +96,7 @@ class ZoneInfoEntry(Typed, tag="ZoneInfo"):
 
 
 def _zone_text(zone: Any) -> str | None:
-    """The text of a `tzinfo`; None where it has none."""
+    """Return the text of a `tzinfo`; None where it has none."""
     if zone is None:
         return ""
     if type(zone) is timezone:
@@ -243,7 +243,7 @@ class EnumEntry(Scalar, tag="Enum"):
         return self.obj_type, self.name, self.held, self.serialized_value
 
     def member_value(self) -> Any:
-        """The member's value."""
+        """Return the member's value."""
         check_class_name(self.obj_type)
         known = _ENUM_VALUES.get(self.held or "")
         if known is None or len(self.serialized_value) > LONG:
@@ -251,7 +251,7 @@ class EnumEntry(Scalar, tag="Enum"):
         return known(self.serialized_value).value()
 
     def bare(self) -> Scalar:
-        """The value as a plain one; the name where only that is known."""
+        """Return the value as a plain one; the name where only that is known."""
         if self.held is None:
             return StrEntry(str(self.name), replicated=self.replicated)
         self.member_value()
@@ -271,7 +271,8 @@ _ENUM_VALUES: dict[str, type[Scalar]] = {
 
 
 def enum_entry(value: Any) -> EnumEntry | None:
-    """The entry of a member of an Enum, or of one that was read; None of what neither name nor value can tell."""
+    """Return the entry of a member of an Enum, or of one that was read; None of what neither name nor value can
+    tell."""
     if isinstance(value, SavedObject):
         return _enum_entry(value.class_name, value.get("name"), value.get("value"), has_value="value" in value)
     kind = type(value)
@@ -290,8 +291,8 @@ def _enum_entry(obj_type: str, name: Any, value: Any, *, has_value: bool) -> Enu
 
 
 def resolve_member(kind: type[Enum], entry: EnumEntry) -> Enum:
-    """The member of a class that an entry names. Raises LookupError where the class has none, or where the name is that
-    of another one."""
+    """Return the member of a class that an entry names. Raises LookupError where the class has none, or where the name
+    is that of another one."""
     check_class_name(entry.obj_type)
     check_class_name(entry.name or "")
     named = _by_name(kind, entry.name)
@@ -310,7 +311,7 @@ def resolve_member(kind: type[Enum], entry: EnumEntry) -> Enum:
 
 
 def _by_name(kind: type[Enum], name: str | None) -> Enum | None:
-    """The member of a name; of several flags, which `|` joins, all of them."""
+    """Return the member of a name; of several flags, which `|` joins, all of them."""
     parts = [kind.__members__.get(each) for each in (name or "").split("|")]
     if not all(isinstance(each, kind) for each in parts):
         return None
@@ -318,7 +319,8 @@ def _by_name(kind: type[Enum], name: str | None) -> Enum | None:
 
 
 def _by_value(kind: type[Enum], value: Any) -> Enum | None:
-    """The member of a value: no class's own idea of what else it may be is asked, but that of flags which bits fit."""
+    """Return the member of a value: no class's own idea of what else it may be is asked, but that of flags which bits
+    fit."""
     if issubclass(kind, Flag) and type(value) is int:
         try:
             return kind(value)
@@ -347,7 +349,7 @@ TYPED: dict[type, type[Typed]] = {
 
 
 def typed_entry(value: Any) -> Typed | None:
-    """The entry of a value of one of these types; None where a text cannot tell it, or only a long one."""
+    """Return the entry of a value of one of these types; None where a text cannot tell it, or only a long one."""
     kind = type(value)
     if kind in (datetime, time) and _zone_text(value.tzinfo) is None:
         return None
@@ -361,5 +363,5 @@ def typed_entry(value: Any) -> Typed | None:
 
 
 def plain_entry(value: Any) -> Scalar | None:
-    """The entry of a value that stands in the manifest itself, whatever its type; None for any other."""
+    """Return the entry of a value that stands in the manifest itself, whatever its type; None for any other."""
     return typed_entry(value) if type(value) in TYPED else scalar_entry(value)

@@ -141,7 +141,8 @@ def _outside(path: str, location: str, begin: int, end: int) -> CorruptSnapshotE
 
 
 def locations_of(entries: Mapping[str, Any], files: Files) -> set[str]:
-    """The files that entries lie in: looked at before memory for them is taken. Unknown ones are found out later."""
+    """Return the files that entries lie in: looked at before memory for them is taken. Unknown ones are found out
+    later."""
     found = set()
     for entry in entries.values():
         if type(entry) is TensorEntry or type(entry) is ObjectEntry:

@@ -39,7 +39,7 @@ class ReadPart(msgspec.Struct, gc=False):
 
 
 def plan_reads(ranges: Sequence[ByteRange], part_bytes: int, gap: int) -> list[ReadPart]:
-    """The requests that fetch every wanted range once, in the order in which they lie on storage.
+    """Return the requests that fetch every wanted range once, in the order in which they lie on storage.
 
     Long ranges are cut at multiples of a digest's block from where they begin.
     """

@@ -68,7 +68,7 @@ class ConsensusReply(msgspec.Struct, array_like=True):
 
 
 def agree(records: Sequence[RankRecord]) -> ConsensusReply:
-    """What follows from all ranks' records."""
+    """Return what follows from all ranks' records."""
     structure = of_range(b"".join(record.structure.encode() for record in records))
     first = records[0]
     known = first.basis in (FIRST, ASKED) or first.basis == structure
@@ -92,7 +92,7 @@ def agree(records: Sequence[RankRecord]) -> ConsensusReply:
 
 
 def layout_digest(path: str, layout: str) -> int:
-    """A sharded tensor's part in the sums."""
+    """Return a sharded tensor's part in the sums."""
     return int(of_range(f"{path}\0{layout}".encode()).removeprefix("xxh3:"), 16)
 
 
@@ -136,7 +136,7 @@ class Settlement(msgspec.Struct, array_like=True):
 
 
 def settle(details: Sequence[Details], speakers: Sequence[int]) -> Settlement:
-    """What all have, and who writes which box. Raises where boxes or layouts contradict each other."""
+    """Return what all have, and who writes which box. Raises where boxes or layouts contradict each other."""
     _check_layouts(details)
     common: set[bytes] | None = None
     for rank in speakers:
@@ -166,7 +166,8 @@ def _check_layouts(details: Sequence[Details]) -> None:
 
 
 def _spare(details: Sequence[Details]) -> list[tuple[int, str, int]]:
-    """The boxes that are held twice, and which of them nobody needs to write; raises where some overlap, or lack."""
+    """Return the boxes that are held twice, and which of them nobody needs to write; raises where some overlap, or
+    lack."""
     held: dict[str, list[tuple[int, int, ShardBoxes]]] = defaultdict(list)
     for rank, each in enumerate(details):
         for tensor in each.boxes:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 def pattern(glob: str) -> re.Pattern[str]:
-    """The regular expression of a glob; it matches a path, or any path beneath one it matches.
+    """Return the regular expression of a glob; it matches a path, or any path beneath one it matches.
 
     >>> bool(pattern("model/*").match("model/layer.0.weight")), bool(pattern("*").match("model/w"))
     (True, True)
@@ -19,7 +19,8 @@ def pattern(glob: str) -> re.Pattern[str]:
 
 
 def capturing_pattern(glob: str) -> re.Pattern[str]:
-    """The same expression with a group for each wildcard `*` and `**`, and a last one for the path beneath the match.
+    """Return the same expression with a group for each wildcard `*` and `**`, and a last one for the path beneath the
+    match.
 
     >>> capturing_pattern("model/*.w").match("model/a.w").groups()
     ('a', '')
@@ -32,7 +33,7 @@ WILDCARDS = re.compile(r"\*\*/|\*\*|\*")
 
 
 def _expression(glob: str, group: str) -> str:
-    """The regular expression of a glob, with `group` as the opening of the group around each wildcard."""
+    """Return the regular expression of a glob, with `group` as the opening of the group around each wildcard."""
     made, i = "", 0
     while i < len(glob):
         if glob.startswith("**/", i):
@@ -52,15 +53,20 @@ def _expression(glob: str, group: str) -> str:
     return made
 
 
+def expect_globs(name: str, globs: Sequence[str]) -> None:
+    """Raise `TypeError` if one string was given instead of a list of globs."""
+    if isinstance(globs, str):
+        raise TypeError(f"{name} must be a list of globs, got one string; write [{globs!r}]")
+
+
 def matcher(globs: Sequence[str]) -> Callable[[str], bool]:
     """Whether a path is matched by any of the globs."""
-    if isinstance(globs, str):
-        raise TypeError(f"a list of globs is wanted, and {globs!r} is one string: [{globs!r}]")
+    expect_globs("globs", globs)
     patterns = [pattern(glob) for glob in globs]
     return lambda path: any(each.match(path) for each in patterns)
 
 
 def unmatched(globs: Sequence[str], paths: Iterable[str]) -> list[str]:
-    """The globs that match none of the paths."""
+    """Return the globs that match none of the paths."""
     paths = list(paths)
     return [glob for glob in globs if not any(map(pattern(glob).match, paths))]

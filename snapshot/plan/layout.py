@@ -128,7 +128,7 @@ class SavePlan:
 
 
 def location(save_id: str, rank: int, number: int, kind: str) -> str:
-    """The name of a data file below the snapshot."""
+    """Return the name of a data file below the snapshot."""
     return f"data/{save_id}-{rank}-{number}.{kind}"
 
 
@@ -237,7 +237,7 @@ def _close(pieces: list[_Piece], leaves: Sequence[PlannedLeaf]) -> Iterable[list
 
 
 def exact_file(leaves: Sequence[PlannedLeaf], chosen: Iterable[int]) -> FilePlan:
-    """A file of whole leaves under their very names, for others to read."""
+    """Return a file of whole leaves under their very names, for others to read."""
     return _file(leaves, [(index, 0, leaves[index].nbytes, None) for index in chosen], exact=True)
 
 
@@ -274,7 +274,7 @@ def _file(leaves: Sequence[PlannedLeaf], pieces: list[_Piece], *, exact: bool = 
 
 
 def placed(leaf: PlannedLeaf, box: Box | None) -> Box:
-    """A piece of a leaf, as a box of the tensor that the leaf is a box of."""
+    """Return a piece of a leaf, as a box of the tensor that the leaf is a box of."""
     box = box or whole(leaf.shape)
     return box if leaf.origin is None else box.within(leaf.origin)
 
@@ -283,7 +283,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 def _name(path: str) -> str:
-    """The header's name of a leaf. `%[` can stand in no user's path: there it sets off a part of a composite tensor."""
+    """Return the header's name of a leaf. `%[` can stand in no user's path: there it sets off a part of a composite
+    tensor."""
     owner, _, part = path.partition("%[")
     return f"{quote(owner)}[{part}" if part else quote(path)
 

@@ -56,7 +56,7 @@ class PlanCache:
         loads: tuple[int, ...] = (),
         late: bytes = b"",
     ) -> SavePlan:
-        """What `make_plan` makes of the same arguments."""
+        """Return what `make_plan` makes of the same arguments."""
         asked = (limits, lanes, late)
         described = tuple(list(map(get, leaves)) for get in (_paths, _dtypes, _shapes, _origins))
         for made in tuple(self._made):

@@ -72,8 +72,8 @@ class Arena:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, *, pinned: bool = False, shared: bool = False) -> Slot:
-        """A slot of at least so many bytes; its content is anything. `shared`: another process can be shown it; such
-        a slot is never pinned."""
+        """Return a slot of at least so many bytes; its content is anything. `shared`: another process can be shown it;
+        such a slot is never pinned."""
         size = max(1, -(-nbytes // GRAIN)) * GRAIN
         with system_limits(f"{size:,} bytes of staging memory cannot be had; a smaller memory_budget_bytes needs less"):
             return self._take_shared(size) if shared else self._take_own(size, pinned)

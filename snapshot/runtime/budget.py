@@ -129,7 +129,7 @@ class MemoryBudget:
         self._waited(request, began)
 
     def acquire_blocking(self, nbytes: int) -> None:
-        """The same for a thread that is not the loop's."""
+        """Acquire from a thread that is not the loop's."""
         granted = Latch()
         request = Request(nbytes, self, granted.open)
         if self._enqueue(request):
@@ -152,7 +152,7 @@ class MemoryBudget:
             return False
 
     def _withdraw(self, request: Request) -> None:
-        """It is not wanted any more, whether it was granted meanwhile or not."""
+        """Withdraw a request, whether it was granted meanwhile or not."""
         with self._pool.lock:
             if request.granted:
                 self._give_back(request.nbytes)
@@ -196,7 +196,7 @@ class MemoryBudget:
 
     @asynccontextmanager
     async def count(self, nbytes: int) -> AsyncIterator[None]:
-        """The same for memory that a client makes itself."""
+        """Count memory that a client makes itself."""
         held = self._reserve or self
         await held.acquire(nbytes)
         try:
@@ -206,7 +206,7 @@ class MemoryBudget:
 
     @asynccontextmanager
     async def slot(self, nbytes: int) -> AsyncIterator[Slot]:
-        """A slot of the arena out of this budget."""
+        """Take a slot of the arena out of this budget."""
         await self.acquire(nbytes)
         try:
             slot = arena().take(nbytes)

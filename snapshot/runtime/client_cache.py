@@ -34,7 +34,7 @@ class SharedClients:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def get(self, key: Hashable, make: Callable[[], Awaitable[tuple[Any, Close]]]) -> Any:
-        """The client of this key, made if there is none."""
+        """Return the client of this key, made if there is none."""
         client = self._clients.get(key)
         if client is None:
             client = self._clients[key] = _Client(asyncio.ensure_future(make()))

@@ -36,7 +36,7 @@ class _Pauses:
                 gc.enable()
 
     def forked(self) -> None:
-        """The threads that were inside are not in the child: it collects again."""
+        """Collect again: the threads that were inside are not in the child."""
         if self._inside and self._was_enabled:
             gc.enable()
 

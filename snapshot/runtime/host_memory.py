@@ -27,5 +27,5 @@ def _meminfo(name: str) -> int:
 
 
 def total_memory() -> int:
-    """The host's memory."""
+    """Return the host's memory."""
     return _meminfo("MemTotal")

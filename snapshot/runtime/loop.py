@@ -105,7 +105,8 @@ class LoopFuture(Future[T]):
         self._tell()
 
     def _tell(self) -> None:
-        """It is over. Whoever waits takes none of the locks of `Future`, which an interruption may leave taken."""
+        """Call the callbacks of work that is over. Whoever waits takes none of the locks of `Future`, which an
+        interruption may leave taken."""
         self._over.open()
         while self._callbacks:
             try:
@@ -126,14 +127,14 @@ class LoopFuture(Future[T]):
         return self.done() and self._state == "CANCELLED_AND_NOTIFIED"
 
     def result(self, timeout: float | None = None) -> T:
-        """What it returned or raised, when it is over."""
+        """Return what it returned or raised, when it is over."""
         error = self.exception(timeout)
         if error is not None:
             raise error
         return self._result  # type: ignore[return-value]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What it raised, when it is over; `CancelledError` if it was cancelled."""
+        """Return what it raised, when it is over; `CancelledError` if it was cancelled."""
         if not self._over.wait(timeout):
             raise TimeoutError
         if self.cancelled():

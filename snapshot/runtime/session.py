@@ -11,7 +11,7 @@ from snapshot.errors import (
     SnapshotError,
 )
 from snapshot.events import emit, log
-from snapshot.options import MiB, Settings
+from snapshot.options import MiB, Settings, expect_positive
 from snapshot.registry import open_storage, plugin_for
 from snapshot.runtime.budget import MemoryBudget, Pool
 from snapshot.runtime.loop import clients
@@ -45,8 +45,7 @@ class Session:
         )  # of those that depend on the URL, it is not known
         usual = 64 * MiB if near else 256 * MiB
         limit = budget if budget is not None else self.settings.memory_budget_bytes or default_budget or usual
-        if limit <= 0:
-            raise ValueError(f"memory_budget_bytes is {limit}, and must be more than 0")
+        expect_positive("memory_budget_bytes", limit)
         self.budget = MemoryBudget(limit, pool(limit) if pool is not None else None)
         self._context = Context(durable, self.budget, clients(), self.settings.direct_io, self.settings.lane_count())
         self.storage: Storage = open_storage(url, options, self._context)

@@ -42,11 +42,11 @@ class SharedSegment:
         """Grains that are free, and have their pages."""
 
     def find(self, count: int) -> int:
-        """The first of so many free grains in a row, or -1."""
+        """Return the first of so many free grains in a row, or -1."""
         return self._used.find(bytes(count))
 
     def find_warm(self, count: int) -> int:
-        """The same among those that have their pages."""
+        """Return the same among those that have their pages."""
         return self._warm.find(b"\1" * count)
 
     def take(self, first: int, count: int) -> int:
@@ -104,7 +104,7 @@ class SharedSegment:
 
 
 def _anonymous_file() -> int:
-    """A file in memory that has no name."""
+    """Return a file in memory that has no name."""
     if hasattr(os, "memfd_create"):
         for flags in (os.MFD_CLOEXEC | _NOEXEC_SEAL, os.MFD_CLOEXEC):  # the first one since Linux 6.3
             with contextlib.suppress(OSError):

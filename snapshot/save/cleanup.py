@@ -60,7 +60,8 @@ async def list_save_files(storage: Storage) -> list[str]:
 
 
 async def committed_save_id(storage: Storage) -> str | None:
-    """The save id of the snapshot that stands here; None where none of ours does. Raises what keeps it from looking."""
+    """Return the save id of the snapshot that stands here; None where none of ours does. Raises what keeps it from
+    looking."""
     try:
         found = _SAVE_ID.search((await storage.get(METADATA))[:1000])
     except StorageNotFoundError:
@@ -137,8 +138,8 @@ async def clean_after_commit(storage: Storage, keep: str) -> None:
 
 
 async def find_leftovers(storage: Storage, older_than: float = DAY) -> list[str]:
-    """The files of takes that are not committed here and are over: whose claim is gone, as after a deletion that was
-    cut off, or is older than so many seconds. A younger claim may be of a take that still runs somewhere."""
+    """Return the files of takes that are not committed here and are over: whose claim is gone, as after a deletion that
+    was cut off, or is older than so many seconds. A younger claim may be of a take that still runs somewhere."""
     found = await list_save_files(storage)
     spared = set(pending_saves())
     for claim in (path for path in found if path.startswith(".take-")):

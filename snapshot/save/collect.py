@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from snapshot.distributed.group import Ranks
-from snapshot.events import log
+from snapshot.events import log, warn
 from snapshot.manifest.entries import DictEntry, Extra
 from snapshot.manifest.paths import component
 from snapshot.plan.globs import matcher, unmatched
@@ -40,21 +39,10 @@ def collect(
         for key, state in rng.items():
             app_state[key].load_state_dict(state)
     for glob in unmatched(replicated, flat.entries) if replicated else ():
-        warnings.warn(f"replicated: the glob {glob!r} matches nothing in the app state", stacklevel=4)
+        warn(f"replicated: the glob {glob!r} matches nothing in the app state")
     for glob in unmatched(exclude, [*flat.entries, *flat.excluded]) if exclude else ():
-        warnings.warn(f"exclude: the glob {glob!r} matches nothing in the app state", stacklevel=4)
-    if flat.pickled:
-        warnings.warn(
-            f"stored as pickles, since nothing else can hold them; reading them back may need allow_pickle=True:"
-            f"{listed(flat.pickled)}",
-            stacklevel=4,
-        )
-    if flat.lossy:
-        warnings.warn(
-            f"stored without the attributes that Python code gave them; only data and class come back:"
-            f"{listed(flat.lossy)}",
-            stacklevel=4,
-        )
+        warn(f"exclude: the glob {glob!r} matches nothing in the app state")
+    warn_of_pickles(flat.pickled, flat.lossy)
     apart = shared_apart(flat.leaves)
     for leaf, owner in apart:
         leaf.extra = replace(leaf.extra or Extra(), shares=owner.path)
@@ -63,6 +51,17 @@ def collect(
         _logged.add(text)
         log.warning("stored apart, and restored as separate tensors where they are made anew:%s", text)
     return flat
+
+
+def warn_of_pickles(pickled: Sequence[str], lossy: Sequence[str]) -> None:
+    """Warn of the values that were pickled, and of those that lost attributes."""
+    if pickled:
+        warn(
+            "stored as pickles, since nothing else can hold them; reading them back may need allow_pickle=True:"
+            f"{listed(pickled)}"
+        )
+    if lossy:
+        warn(f"stored without the attributes that Python code gave them; only data and class come back:{listed(lossy)}")
 
 
 _logged: set[str] = set()
@@ -121,8 +120,8 @@ class ReplicationRules:
 
 
 def _of_ddp(key: str, stateful: Any, ranks: Ranks) -> dict[str, bool]:
-    """What `DistributedDataParallel` keeps the same on all ranks of this group: parameters; and buffers, which it
-    copies from its first rank before each forward pass, so that those of the first rank are the ones that count."""
+    """Return what `DistributedDataParallel` keeps the same on all ranks of this group: parameters; and buffers, which
+    it copies from its first rank before each forward pass, so that those of the first rank are the ones that count."""
     parallel = sys.modules.get("torch.nn.parallel.distributed")
     named = isinstance(stateful, ModelState)
     model = stateful.model if named else stateful

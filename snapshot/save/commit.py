@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from snapshot.aio import in_thread, shielded
+from snapshot.aio import gather_limited, in_thread, shielded
 from snapshot.distributed.exchange import LEADER, Exchange, Undecided
 from snapshot.errors import CommitUnknown, CorruptSnapshotError, RankError, SnapshotError, StorageNotFoundError
 from snapshot.events import log
@@ -74,8 +74,8 @@ async def commit_with_ranks(
 
 
 async def _find_out(session: Session, transaction: Transaction, lost: Undecided) -> None:
-    """The leader was lost after all ranks had written. Deleting its claim decides the commit, if that needs the claim;
-    otherwise only the storage shows whether the leader commits."""
+    """Find out what became of the commit, if the leader was lost after all ranks had written. Deleting its claim
+    decides the commit, if that needs the claim; otherwise only the storage shows whether the leader commits."""
     if await transaction.is_committed():
         log.warning("%s: %s, but the snapshot is committed", session.url, lost)
         return
@@ -104,13 +104,11 @@ async def _commit(session: Session, transaction: Transaction, manifest: RankMani
         PartEntry(own_part_path(save_id, rank), *each.own_part[:2], [rank], each.own_part[2])
         for rank, each in enumerate(done)
     ]
-    at_once = asyncio.Semaphore(PARTS_AT_ONCE)
 
     async def read(rank: int) -> ManifestPart:
-        async with at_once:
-            return await _read_leader_part(session, save_id, rank, done[rank])
+        return await _read_leader_part(session, save_id, rank, done[rank])
 
-    others = await asyncio.gather(*map(read, range(1, len(done))))
+    others = await gather_limited(range(1, len(done)), read, PARTS_AT_ONCE)
     document = await in_thread(build_document, manifest, save_id, parts, others)
     data = await in_thread(encode, document)
     await transaction.commit(data, [leader_part_path(save_id, rank) for rank in range(1, len(done))])

@@ -25,7 +25,7 @@ class TakeSlot:
         self._in_flight = take_slots
 
     def pool(self, limit: int) -> Pool:
-        """What all takes under way may hold together: the newest one says how much."""
+        """Return what all takes under way may hold together: the newest one says how much."""
         return self._in_flight.pool(limit)
 
     def leave_after(self, work: Future[Any]) -> None:
@@ -48,7 +48,8 @@ class TakeSlots:
 
     @contextmanager
     def take(self, when_busy: str) -> Iterator[TakeSlot]:
-        """A place, which is given back if what is done inside fails; `when_busy` says what to do if there is none."""
+        """Take a slot, which is given back if what is done inside fails; `when_busy` says what to do if there is
+        none."""
         most = Settings.current().pending
         place = TakeSlot(self)
         try:
@@ -74,7 +75,7 @@ class TakeSlots:
             return self._waiting[-1]
 
     def left(self, place: TakeSlot) -> None:
-        """A place is free, if it was taken."""
+        """Free a slot, if it was taken."""
         with self._lock:
             self._taken.discard(place)
             waiting, self._waiting = self._waiting, []

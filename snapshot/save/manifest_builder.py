@@ -112,7 +112,7 @@ def build_entries(
 
 
 def _twin(entry: Any) -> Any:
-    """The entry of another name for the same tensor. Its list of parts is its own: the leader adds to it."""
+    """Return the entry of another name for the same tensor. Its list of parts is its own: the leader adds to it."""
     if isinstance(entry, e.ChunkedTensorEntry):
         return msgspec.structs.replace(entry, chunks=list(entry.chunks))
     if isinstance(entry, e.ShardedTensorEntry):
@@ -129,7 +129,7 @@ def _object(blob: Blob, binary: _Binary) -> e.ObjectEntry:
 
 
 def _gather(leaves: Sequence[Leaf], pieces: Mapping[int, list[e.Shard]], entries: dict[str, Any]) -> None:
-    """The entries of tensors that were stored in pieces."""
+    """Add the entries of tensors that were stored in pieces."""
     for whole in {id(leaf.whole or leaf): leaf.whole or leaf for leaf in leaves}.values():
         shards = pieces.get(id(whole))
         if shards is None:
@@ -144,15 +144,15 @@ def _gather(leaves: Sequence[Leaf], pieces: Mapping[int, list[e.Shard]], entries
 
 
 def _table(data: bytes | bytearray) -> bytes:
-    """The digests of a blob's blocks; nothing where one is enough."""
+    """Return the digests of a blob's blocks; nothing where one is enough."""
     running = RunningDigest()
     running.update(memoryview(data))
     return running.finish()[1]
 
 
 def shard_checksums(described: RankManifest) -> tuple[bytes, bytes]:
-    """This rank's part in two sums that are equal over all ranks if all shards were written: of what it wrote of each
-    tensor, and, for those of which it wrote the first element, of all of them."""
+    """Return this rank's part in two sums that are equal over all ranks if all shards were written: of what it wrote of
+    each tensor, and, for those of which it wrote the first element, of all of them."""
     have, expected = [], []
     for path, entry in described.own.items():
         if isinstance(entry, e.ShardedTensorEntry):
@@ -164,7 +164,7 @@ def shard_checksums(described: RankManifest) -> tuple[bytes, bytes]:
 
 
 def encode_for_leader(described: RankManifest) -> bytes:
-    """What a rank tells the leader: all that goes into the manifest itself."""
+    """Return what a rank tells the leader: all that goes into the manifest itself."""
     own = {} if described.cut else described.own
     return encode(ManifestPart(own, described.shared, described.files))
 

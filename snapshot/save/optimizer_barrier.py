@@ -151,7 +151,7 @@ class _Barrier:
                 copy.wait()
 
     def forked(self) -> _Barrier:
-        """What the parent has still to copy, it copies from memory of its own."""
+        """Return what the parent has still to copy, it copies from memory of its own."""
         self._lock = threading.Lock()
         self.pending = ()
         self._unwrap()

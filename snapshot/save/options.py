@@ -21,24 +21,22 @@ WhenBusy = Literal["wait", "raise"]
 
 
 class TakeArguments(TypedDict, total=False):
-    """The keyword arguments of `Snapshot.take`, for functions that pass them on."""
+    """Arguments of `Snapshot.take`, for functions that pass them on."""
 
     replicated: Sequence[str] | None
-    storage_options: Mapping[str, Any] | None
-    overwrite: bool
     durable: bool
     exclude: Sequence[str]
     memory_budget_bytes: int | None
     check_replicated: bool
     verify_writes: bool | float
-    metadata: Mapping[str, Any] | None
     progress: ProgressArgument
     timeout: float | None
     plan: SavePlan | None
+    _custom_tensor_prepare_func: Prepare | None
 
 
 class AsyncTakeArguments(TakeArguments, total=False):
-    """The keyword arguments of `Snapshot.async_take`, for functions that pass them on."""
+    """Arguments of `Snapshot.async_take`, for functions that pass them on."""
 
     staging: Staging
     worker: Worker

@@ -100,7 +100,7 @@ class PartPrefetcher:
             wake()
 
     async def get(self, number: int, position: int) -> StagedPart:
-        """The staged part, as soon as it is there."""
+        """Return the staged part, as soon as it is there."""
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
         with self._lock:

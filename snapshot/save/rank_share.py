@@ -82,7 +82,7 @@ class RankShare:
                     self.leaves += group if dealt.box is None else [group[0].part(dealt.box)]
 
     def _header(self, path: str, shards: Shards) -> None:
-        """The entry of a sharded tensor, as yet without any shard; every holder has one."""
+        """Add the entry of a sharded tensor, without any shard yet; every holder has one."""
         shape, dtype, mesh = shards.shape, NAMES[shards.dtype], None
         if not shards.open:
             held = shards.mesh if shards.mesh is not None else shards.ranks
@@ -95,7 +95,7 @@ class RankShare:
             self.flat.entries[path] = e.ShardedTensorEntry(dtype, shape, [], mesh)
 
     def _choose_pieces(self) -> None:
-        """This rank's share of the boxes that it holds: each box is written by one of its holders."""
+        """Choose this rank's share of the boxes that it holds: each box is written by one of its holders."""
         groups: dict[tuple[int, ...], list[tuple[str, Piece]]] = {}
         for path in sorted(self.flat.shards):
             for number, piece in enumerate(self.flat.shards[path].pieces):
@@ -126,7 +126,7 @@ class RankShare:
         return Leaf.of(whole, piece.box, piece.tensor)
 
     def _numbered(self, mesh: Any) -> Any:
-        """A mesh, in this call's numbers."""
+        """Return a mesh, in this call's numbers."""
         if isinstance(mesh, (list, tuple)):
             return [self._numbered(each) for each in mesh]
         return mesh if self._exchange.alone else self._exchange.ranks.number(mesh)
@@ -139,7 +139,7 @@ class RankShare:
     # The manifest
 
     def entries(self, written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """This rank's entries as they stand in the manifest: its own and shards, and what all share."""
+        """Return this rank's entries as they stand in the manifest: its own and shards, and what all share."""
         rank, paths, shards = self._exchange.rank, self.replication.paths, self.flat.shards
         if self._exchange.alone and not shards and not paths:
             return {f"0/{path}": entry for path, entry in written.items()}, {}
@@ -162,7 +162,8 @@ class RankShare:
         return own, common
 
     def _lowest(self, shards: Shards) -> int:
-        """The rank under which a sharded tensor stands: the first of its holders, or 0 where they are not known."""
+        """Return the rank under which a sharded tensor stands: the first of its holders, or 0 where they are not
+        known."""
         if shards.open or self._exchange.alone:
             return 0
         return self._exchange.ranks.numbers(shards.ranks or ())[0]

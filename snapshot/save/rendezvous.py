@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -15,7 +14,7 @@ import msgspec
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.hello import Hello, agreed_url, expect_same_verb
 from snapshot.errors import SnapshotError, SnapshotExistsError, StorageError, StorageNotFoundError
-from snapshot.events import emit
+from snapshot.events import emit, warn
 from snapshot.formats import dcp
 from snapshot.formats.notice import is_notice
 from snapshot.manifest.document import METADATA
@@ -144,7 +143,7 @@ def warn_of_globs(given: Sequence[str], common: Sequence[str]) -> None:
     """Warn of the globs that only some ranks gave."""
     for glob in given:
         if glob not in common:
-            warnings.warn(f"replicated: the glob {glob!r} does not count, since not all ranks gave it", stacklevel=5)
+            warn(f"replicated: the glob {glob!r} does not count, since not all ranks gave it")
 
 
 def open_dry_run(

@@ -6,7 +6,6 @@ to the bit. What all ranks have counts, is recorded once, and written once.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ import xxhash
 from snapshot.distributed.agreed_plans import KnownPlan, plan_memory
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import SnapshotError
+from snapshot.events import warn
 from snapshot.manifest import entries as e
 from snapshot.manifest.scalars import Scalar
 from snapshot.plan import consensus as a
@@ -75,7 +75,7 @@ class ReplicaCandidates:
         return b"".join(self.items[path] for path in left)
 
     def digest(self, paths: frozenset[str] | None = None) -> str:
-        """A digest of all of it, or of some."""
+        """Return a digest of all of it, or of some."""
         items = self.items
         chosen = items.values() if paths is None else (items[path] for path in paths if path in items)
         return of_range(b"".join(sorted(chosen)))
@@ -123,7 +123,7 @@ def find_candidates(flat: Flattened, alike: ReplicationRules) -> ReplicaCandidat
 
 
 def _by_path(flat: Flattened) -> dict[str, list[Leaf]]:
-    """The leaves of each entry: several where a tensor is made of tensors."""
+    """Return the leaves of each entry: several where a tensor is made of tensors."""
     leaves: dict[str, list[Leaf]] = {}
     for leaf in flat.leaves:
         leaves.setdefault(leaf.entry, []).append(leaf)
@@ -131,14 +131,14 @@ def _by_path(flat: Flattened) -> dict[str, list[Leaf]]:
 
 
 def _text(path: str, owner: str, leaves: Sequence[Leaf]) -> str:
-    """What must be equal for tensors to be the same, but for their bytes."""
+    """Return what must be equal for tensors to be the same, but for their bytes."""
     return "\0".join(
         f"{path}\0{owner}\0{leaf.path[len(owner) :]}\0{leaf.dtype}\0{leaf.shape}\0{leaf.note}" for leaf in leaves
     )
 
 
 def bytes_of(leaf: Leaf) -> bytes:
-    """The bytes of a short tensor."""
+    """Return the bytes of a short tensor."""
     tensor = leaf.tensor.detach()
     if not leaf.nbytes:
         return b""
@@ -230,7 +230,7 @@ def _shown(entry: Any) -> str:
 
 
 def _sums(exchange: Exchange, flat: Flattened) -> tuple[bytes, bytes]:
-    """This rank's part in the check that all holders of a sharded tensor have it, in one layout."""
+    """Return this rank's part in the check that all holders of a sharded tensor have it, in one layout."""
     have, expected = [], []
     for path, shards in flat.shards.items():
         if shards.open:
@@ -246,12 +246,12 @@ def _sums(exchange: Exchange, flat: Flattened) -> tuple[bytes, bytes]:
 
 
 def _layout(flat: Flattened, path: str, shards: Shards) -> str:
-    """What all holders must agree on: a tie as well, since they share the work by it."""
+    """Return what all holders must agree on: a tie as well, since they share the work by it."""
     return f"{shards.layout}, the same as {flat.ties[path]}" if path in flat.ties else shards.layout
 
 
 def _numbers(exchange: Exchange, path: str, shards: Shards) -> tuple[int, ...]:
-    """The ranks that hold a sharded tensor, as this call numbers them."""
+    """Return the ranks that hold a sharded tensor, as this call numbers them."""
     numbers = exchange.ranks.numbers(shards.ranks or ())
     if len(numbers) != len(shards.ranks or ()):
         gone = [rank for rank in shards.ranks or () if exchange.ranks.number(rank) is None]
@@ -296,16 +296,12 @@ def _warn(flat: Flattened, alike: ReplicationRules, paths: frozenset[str]) -> No
     ]
     sharded = [path for path in flat.shards if alike.said(path)]
     if left:
-        warnings.warn(
+        warn(
             "replicated: does not count, since not all ranks hold it with the same dtype and shape, so each rank's own "
-            f"is saved:{listed(sorted(left))}",
-            stacklevel=6,
+            f"is saved:{listed(sorted(left))}"
         )
     if sharded:
-        warnings.warn(
-            f"replicated: does not count for what is sharded, which says itself what is the same:{listed(sharded)}",
-            stacklevel=6,
-        )
+        warn(f"replicated: does not count for what is sharded, which says itself what is the same:{listed(sharded)}")
 
 
 def check_replicas(exchange: Exchange, flat: Flattened, shared: Replication) -> None:
@@ -346,7 +342,7 @@ def check_replicas(exchange: Exchange, flat: Flattened, shared: Replication) -> 
 
 
 def leaf_digest(leaf: Leaf) -> str:
-    """A digest of all of a tensor's bytes, made piece by piece."""
+    """Return a digest of all of a tensor's bytes, made piece by piece."""
     running = xxhash.xxh3_128()
     for box in split(leaf.shape, max(1, PIECE // ITEMSIZE[leaf.dtype])):
         running.update(bytes_of(leaf.part(box)) if box.sizes else bytes_of(leaf))

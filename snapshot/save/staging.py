@@ -40,7 +40,7 @@ class StagedPart:
         self._budget = budget
 
     def shares(self, file: FilePlan, part: FilePart) -> Sequence[Buffer]:
-        """The bytes of each extent in this part, in order: what is digested."""
+        """Return the bytes of each extent in this part, in order: what is digested."""
         if self._shares is not None:
             return self._shares
         (whole,), begin, end = self.buffers, part.begin, part.end
@@ -101,11 +101,11 @@ class Stager:
         return staged
 
     async def fetch(self, file: FilePlan, part: FilePart, slot: Slot, budget: MemoryBudget) -> StagedPart:
-        """The same, where that waits for another storage."""
+        """Return the same, where that waits for another storage."""
         return await in_thread(self.stage, file, part, slot, budget)
 
     def digests(self, file: FilePlan) -> FileDigests:
-        """What digests a file's parts as they come by."""
+        """Return what digests a file's parts as they come by."""
         return FileDigests(file)
 
     def watch(self, late: bytes, owners: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
@@ -224,7 +224,7 @@ class _Streams:
         self.pinned = bool(self._streams) and _can_pin()
 
     def copying(self, device: torch.device) -> Any:
-        """The context in which a device's tensors are copied."""
+        """Return the context in which a device's tensors are copied."""
         if device not in self._streams:
             return torch.no_grad()
         self._dirty = True

@@ -31,7 +31,7 @@ class StagedParts(Protocol):
     """Parts that are staged ahead of the writer."""
 
     async def get(self, number: int, position: int) -> StagedPart:
-        """A part of a file, as soon as it is there. Whoever got it releases it."""
+        """Return a part of a file, as soon as it is there. Whoever got it releases it."""
         ...
 
     def stop(self, error: BaseException) -> None:
@@ -137,7 +137,8 @@ class Writer:
         await asyncio.gather(*(writer.abort() for writer in self._open), return_exceptions=True)
 
     async def _serial(self, file: FilePlan, location: str) -> WrittenFile:
-        """A lane that one thread does alone, part by part: each is digested, and written, while it is in a cache."""
+        """Return a lane that one thread does alone, part by part: each is digested, and written, while it is in a
+        cache."""
         writer = await self._storage.create(location, file.size)
         self._open.append(writer)
         digests = self.source.digests(file)
@@ -262,7 +263,7 @@ def _digest(digests: FileDigests, file: FilePlan, part: FilePart, staged: Staged
 
 
 def arena_bytes(nbytes: int) -> int:
-    """What a slot of the arena for so many bytes takes of the budget."""
+    """Return what a slot of the arena for so many bytes takes of the budget."""
     return -(-nbytes // GRAIN) * GRAIN
 
 

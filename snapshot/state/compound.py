@@ -28,7 +28,7 @@ _forms: WeakKeyDictionary[type, str | None] = WeakKeyDictionary()
 
 
 def form_of(kind: type) -> str | None:
-    """What a class is an example of: `ENUM`, `RECORD` or `WRAPPER`; None for any other."""
+    """Return what a class is an example of: `ENUM`, `RECORD` or `WRAPPER`; None for any other."""
     try:
         return _forms[kind]
     except KeyError:
@@ -65,7 +65,7 @@ _OTHERWISE = ("__getnewargs__", "__getnewargs_ex__", "__snapshot_shards__", "__c
 
 
 def parts_of(value: Any) -> dict[str, Any] | None:
-    """The attributes or inner tensors of a value; None of a value that is not made of such."""
+    """Return the attributes or inner tensors of a value; None of a value that is not made of such."""
     form = form_of(type(value))
     if form is RECORD:
         return attributes(value)
@@ -105,7 +105,8 @@ _SIMPLE = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, ty
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """What an instance has: its fields, then what else was set. What it has computed and kept is computed again."""
+    """Return what an instance has: its fields, then what else was set. What it has computed and kept is computed
+    again."""
     kind = type(value)
     found = {}
     for name in _slots(kind):
@@ -120,7 +121,7 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def _slots(kind: type) -> tuple[str, ...]:
-    """The names that all instances may have: fields, and slots of classes that are no dataclasses."""
+    """Return the names that all instances may have: fields, and slots of classes that are no dataclasses."""
     names = dict.fromkeys(each.name for each in dataclasses.fields(kind))
     for each in kind.__mro__:
         slots = each.__dict__.get("__slots__", ())
@@ -139,7 +140,7 @@ def can_have(kind: type, live: Mapping[str, Any], name: str) -> bool:
 
 
 def with_attributes(kind: type, held: Mapping[str, Any]) -> Any:
-    """A new instance with these attributes, of which none of its own code knows."""
+    """Return a new instance with these attributes, of which none of its own code knows."""
     made: Any = object.__new__(kind)
     fill(made, held)
     return made
@@ -152,7 +153,7 @@ def fill(target: Any, held: Mapping[str, Any]) -> None:
 
 
 def default_of(kind: type, name: str) -> Any:
-    """The value that a field has where none is given. Raises KeyError where it has none."""
+    """Return the value that a field has where none is given. Raises KeyError where it has none."""
     for each in dataclasses.fields(kind):
         if each.name == name and each.default is not dataclasses.MISSING:
             return each.default
@@ -180,15 +181,15 @@ def is_wrapper(tensor: Any) -> bool:
 
 
 def inner_tensors(tensor: Any) -> tuple[dict[str, Any], Any]:
-    """The inner tensors of a tensor by their names, and what its class needs to know besides. Some classes name other
-    objects, too, as meshes: these are the live one's own."""
+    """Return the inner tensors of a tensor by their names, and what its class needs to know besides. Some classes name
+    other objects, too, as meshes: these are the live one's own."""
     names, context = tensor.__tensor_flatten__()
     inner = {name: getattr(tensor, name) for name in names}
     return {name: each for name, each in inner.items() if isinstance(each, torch.Tensor)}, context
 
 
 def wrapper_entry(tensor: Any, names: list[str], context: dict[str, Any]) -> SubclassEntry:
-    """The entry of a wrapped tensor."""
+    """Return the entry of a wrapped tensor."""
     return SubclassEntry(
         [encode_key(name) for name in names],  # type: ignore[misc]
         obj_type=class_name(type(tensor)),
@@ -200,12 +201,12 @@ def wrapper_entry(tensor: Any, names: list[str], context: dict[str, Any]) -> Sub
 
 
 def outer_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape that a wrapped tensor has to others; -1 for what is not a number, as in a nested tensor's."""
+    """Return the shape that a wrapped tensor has to others; -1 for what is not a number, as in a nested tensor's."""
     return tuple(size if type(size) is int else -1 for size in tensor.shape)
 
 
 def context_of(tensor: Any, context: Any) -> Any:
-    """What is stored as a tensor's context: what the class gives, and of a DTensor a text of its layout."""
+    """Return what is stored as a tensor's context: what the class gives, and of a DTensor a text of its layout."""
     if _is_dtensor(tensor):
         mesh = tensor.device_mesh.mesh.tolist()
         return f"mesh {mesh}, {', '.join(map(str, tensor.placements))}"

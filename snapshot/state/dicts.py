@@ -10,7 +10,7 @@ from snapshot.manifest import entries as e
 
 
 def dict_maker(value: dict[Any, Any]) -> Callable[[list[Any], list[int] | None], e.DictEntry] | None:
-    """What makes the entry of a dict of this type; None where a defaultdict's factory cannot be recorded."""
+    """Return what makes the entry of a dict of this type; None where a defaultdict's factory cannot be recorded."""
     kind = type(value)
     if kind is dict:
         return e.DictEntry
@@ -24,7 +24,8 @@ def dict_maker(value: dict[Any, Any]) -> Callable[[list[Any], list[int] | None],
 
 
 def module_versions(metadata: Any) -> dict[str, dict[str, Any]] | None:
-    """A module's versions as plain values; what else hooks may have put there, and JSON cannot hold, is left out."""
+    """Return a module's versions as plain values; what else hooks may have put there, and JSON cannot hold, is left
+    out."""
     if not isinstance(metadata, dict):
         return None
     plain = (str, int, float, bool, type(None))

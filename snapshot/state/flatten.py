@@ -19,7 +19,7 @@ import torch
 
 from snapshot.errors import SnapshotError
 from snapshot.manifest import entries as e
-from snapshot.manifest.entry import Entry
+from snapshot.manifest.containers import SEQUENCES
 from snapshot.manifest.paths import component, component_of, encode_key, tagged_keys
 from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.typed import LONGEST_NAME, TYPED, enum_entry, plain_entry
@@ -91,7 +91,7 @@ class Flattened(TensorLeaves):
         if type(value) is deque:
             self.entries[path] = e.DequeEntry(len(value), maxlen=value.maxlen)
         else:
-            self.entries[path] = _SEQUENCES[type(value)](len(value))
+            self.entries[path] = SEQUENCES[type(value)](len(value))
         visitors, excluded = _VISITORS, self._excluded
         for i, child in enumerate(value):
             if excluded is not None and excluded(f"{path}/{i}"):
@@ -130,7 +130,7 @@ class Flattened(TensorLeaves):
     def _some_of(
         self, path: str, entry: e.DictEntry, value: dict[Any, Any], depth: int, excluded: Callable[[str], bool]
     ) -> None:
-        """The values of a dict, less those that are left out."""
+        """Flatten the values of a dict, less those that are left out."""
         gone = []
         for text, child in zip(entry.components(), value.values(), strict=True):
             below = f"{path}/{text}"
@@ -142,8 +142,8 @@ class Flattened(TensorLeaves):
         self.entries[path] = entry.without(gone)
 
     def _named(self, prefix: str, value: dict[str, Any], depth: int) -> None:
-        """The values of a dict whose keys are all strings. What `_tensor` does for a plain tensor stands here once
-        more, without calls: models have tens of thousands of them, and this loop is what a take of small tensors
+        """Flatten the values of a dict whose keys are all strings. What `_tensor` does for a plain tensor stands here
+        once more, without calls: models have tens of thousands of them, and this loop is what a take of small tensors
         costs."""
         tensor_type, strided, prepare = torch.Tensor, torch.strided, self._prepare
         entries, leaves, seen, shapes, visitors = self.entries, self.leaves, self.seen, self._shapes, _VISITORS
@@ -191,7 +191,7 @@ class Flattened(TensorLeaves):
             self._blob(path, data, "utf8" if text else type(value).__name__, type(value))
 
     def _member(self, path: str, value: Any) -> None:
-        """A member of an Enum, or what was read of one."""
+        """Store a member of an Enum, or what was read of one."""
         entry = enum_entry(value)
         if entry is None:
             self._object(path, value)
@@ -208,7 +208,7 @@ class Flattened(TensorLeaves):
     def _fields(
         self, path: str, value: Any, kind: type[e.RecordEntry], name: str, held: dict[str, Any], depth: int
     ) -> None:
-        """An object that is what it has under its names."""
+        """Flatten an object that is what it has under its names."""
         self._deeper(path, depth)
         keys = [encode_key(each) for each in held]
         if None in keys or len(name) > LONGEST_NAME:
@@ -228,7 +228,7 @@ class Flattened(TensorLeaves):
         return True
 
     def _below_wrapper(self, path: str, entry: e.SubclassEntry, inner: dict[str, Any]) -> None:
-        """The inner tensors are what only their class understands: they are not prepared."""
+        """Flatten inner tensors. Only their class understands them, so they are not prepared."""
         self.entries[path] = entry
         prepare, self._prepare = self._prepare, None
         try:
@@ -239,7 +239,7 @@ class Flattened(TensorLeaves):
             self._prepare = prepare
 
     def _saved(self, path: str, value: SavedObject, depth: int) -> None:
-        """What was read of an object whose class is not here is saved as that object."""
+        """Save what was read of an object whose class is not here as that object."""
         if value.kind == compound.RECORD:
             self._fields(path, value, e.RecordEntry, value.class_name, dict(value), depth)
         elif value.kind == compound.ENUM:
@@ -253,7 +253,7 @@ class Flattened(TensorLeaves):
             self._object(path, value)
 
     def _bytes_io(self, path: str, value: io.BytesIO, depth: int) -> None:
-        """A file in memory: where it is, in eight bytes, then its contents."""
+        """Store a file in memory: its position in eight bytes, then its contents."""
         if getattr(value, "__dict__", None):
             self._object(path, value)
             return
@@ -275,7 +275,7 @@ class Flattened(TensorLeaves):
         self.blobs.append(Blob(path, data, serializer, class_name(kind)))
 
     def _object(self, path: str, value: Any) -> None:
-        """What nothing else can hold is pickled, and named in a warning."""
+        """Pickle what nothing else can hold, and name it in a warning."""
         if isinstance(value, SavedObject):
             raise SnapshotError(f"{path}: of {value!r} only the class is known, so there is nothing to save")
         if self._sharded(path, value):
@@ -307,7 +307,7 @@ class _Context(Flattened):
 
 
 def context_entries(tensor: Any, context: Any) -> dict[str, Any]:
-    """What a wrapped tensor's class needs to know besides its inner tensors, as entries that stand in one."""
+    """Return what a wrapped tensor's class needs to know besides its inner tensors, as entries that stand in one."""
     flat = _Context()
     flat._visit("", compound.context_of(tensor, context), 0)
     plain = (Scalar, e.Container)
@@ -315,14 +315,6 @@ def context_entries(tensor: Any, context: Any) -> dict[str, Any]:
         path: entry if isinstance(entry, plain) and not isinstance(entry, e.SubclassEntry) else e.OpaqueEntry("tensor")
         for path, entry in flat.entries.items()
     }
-
-
-_SEQUENCES: dict[type, Callable[[int], Entry]] = {
-    list: e.ListEntry,
-    tuple: e.TupleEntry,
-    set: e.SetEntry,
-    frozenset: e.FrozensetEntry,
-}
 
 
 _Visitor = Callable[[Flattened, str, Any, int], None]

@@ -68,7 +68,7 @@ def _survey(value: Any, children: list[Any], structure: list[Any]) -> None:
 
 
 def _names(path: str, value: Any, entries: Mapping[str, Entry | None], names: list[str]) -> None:
-    """The paths of what `_survey` gathers, in its order."""
+    """Gather the paths of what `_survey` gathers, in its order."""
     entry = entries.get(path)
     if not isinstance(entry, Container) or entry.width != len(value):
         raise _Unlike
@@ -189,7 +189,7 @@ class _Template:
         flat.seen.update(zip(full, owners, strict=True))
 
     def _scalars(self, values: list[Any]) -> dict[str, Entry]:
-        """The entries of values that changed."""
+        """Return the entries of values that changed."""
         changed = list(self.inexact)
         if values != self.scalars:
             known = self.scalars

@@ -47,17 +47,17 @@ class Leaf(msgspec.Struct, gc=False):
         return self.path.partition("%[")[0]
 
     def copy_for(self, path: str) -> Leaf:
-        """The same tensor under another path, stored apart."""
+        """Return the same tensor under another path, stored apart."""
         return msgspec.structs.replace(self, path=path)
 
     def part(self, box: Box) -> Leaf:
-        """A box of it, to be stored apart."""
+        """Return a box of it, to be stored apart."""
         whole, origin = self.whole or self, self.origin or (0,) * len(box.offsets)
         return Leaf.of(whole, box.within(origin), self.tensor.detach()[box.slices()])
 
     @staticmethod
     def of(whole: Leaf, box: Box, tensor: torch.Tensor) -> Leaf:
-        """A box of a tensor, which `tensor` holds."""
+        """Return a box of a tensor, which `tensor` holds."""
         address, plain = tensor.data_ptr(), is_plain(tensor)
         return Leaf(
             whole.path, tensor, whole.dtype, box.sizes, tensor.nbytes, address, plain, origin=box.offsets, whole=whole

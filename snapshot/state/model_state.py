@@ -50,11 +50,12 @@ class ModelState:
         self.options = options
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's state under `model`, the optimizers' under `optim`. A fresh optimizer has none, and stays so."""
+        """Return the model's state under `model`, the optimizers' under `optim`. A fresh optimizer has none, and stays
+        so."""
         return self._state_dict(self.options)
 
     def nested_state_dict(self) -> dict[str, Any]:
-        """The same, with the optimizers' state by parameter, also where the options ask for a flat one."""
+        """Return the same, with the optimizers' state by parameter, also where the options ask for a flat one."""
         return self._state_dict(_nested(self.options))
 
     def _state_dict(self, options: Any) -> dict[str, Any]:
@@ -78,7 +79,7 @@ class ModelState:
         return {"model": model, "optim": _without_state(optim, names) if names else optim}
 
     def _names_of(self, fresh: list[bool], optim: Mapping[str, Any], options: Any) -> set[str]:
-        """The parameters of fresh optimizers."""
+        """Return the parameters of fresh optimizers."""
         if "param_groups" not in optim:
             from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -107,7 +108,7 @@ class ModelState:
 
 
 def _without_state(optim: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    """An optimizer's state dict, nested or flat, without the state of some parameters."""
+    """Return an optimizer's state dict, nested or flat, without the state of some parameters."""
     if "param_groups" in optim:
         return {**optim, "state": {name: each for name, each in optim["state"].items() if name not in names}}
     flat = {name: name.partition(".")[2].rpartition(".")[0] for name in optim if name.startswith("state.")}

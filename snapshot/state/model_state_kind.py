@@ -67,7 +67,7 @@ class ModelStateKind(StateOfParameters):
         return []
 
     def missing(self, entries: Mapping[str, Any]) -> list[str]:
-        """The model's names, which torch would compare only after tensors were written."""
+        """Return the model's names, which torch would compare only after tensors were written."""
         prefix = f"{self.key}/model/"
         return sorted(path for path in self.live if path.startswith(prefix) and path not in entries)
 
@@ -94,8 +94,8 @@ class ModelStateKind(StateOfParameters):
         return []
 
     def _completed(self, optim: Mapping[str, Any]) -> dict[str, Any]:
-        """The saved state and groups, with the live ones of parameters and options that the snapshot lacks: torch wants
-        all of them."""
+        """Return the saved state and groups, with the live ones of parameters and options that the snapshot lacks:
+        torch wants all of them."""
         live = self.state["optim"]
         states = {**live["state"], **optim.get("state", {})}
         saved = {str(name): group for group in optim["param_groups"] for name in group["params"]}

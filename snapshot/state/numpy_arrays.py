@@ -62,7 +62,8 @@ _TEXTS: dict[type, Callable[[Any], bytes]] = {
 
 
 def tensor_over(array: Array) -> torch.Tensor:
-    """A tensor over a C-ordered array's memory, as NumPy's dtype where torch has it, else as bytes. Keeps it alive."""
+    """Return a tensor over a C-ordered array's memory, as NumPy's dtype where torch has it, else as bytes. Keeps it
+    alive."""
     name = array.dtype.name
     dtype = BY_NAME.get(name) if array.dtype.isnative and array.dtype.kind in "biufc" else None
     if array.nbytes == 0:
@@ -76,7 +77,7 @@ def tensor_over(array: Array) -> torch.Tensor:
 
 
 def rebuild(path: str, tensor: torch.Tensor, dtype: Any, shape: tuple[int, ...], order: str, scalar: bool) -> Any:
-    """The array (or scalar) whose bytes are in a contiguous CPU tensor, over the same memory."""
+    """Return the array (or scalar) whose bytes are in a contiguous CPU tensor, over the same memory."""
     made = numpy_dtype(path, dtype)
     nbytes = tensor.numel() * tensor.element_size()
     if scalar and not shape and made.type in _TEXTS:
@@ -97,7 +98,7 @@ def rebuild(path: str, tensor: torch.Tensor, dtype: Any, shape: tuple[int, ...],
 
 
 def _text(path: str, tensor: torch.Tensor, dtype: np.dtype[Any], nbytes: int) -> np.str_ | np.bytes_:
-    """The text of exactly so many characters. Earlier versions stored an empty one as a zero."""
+    """Return the text of exactly so many characters. Earlier versions stored an empty one as a zero."""
     raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     if not dtype.itemsize and nbytes == np.dtype(f"{dtype.kind}1").itemsize and not any(raw):
         raw = b""
@@ -112,7 +113,7 @@ def _text(path: str, tensor: torch.Tensor, dtype: np.dtype[Any], nbytes: int) ->
 
 
 def numpy_dtype(path: str, descr: Any) -> np.dtype[Any]:
-    """A dtype from NumPy's text for it."""
+    """Return a dtype from NumPy's text for it."""
     record = isinstance(descr, list) and len(descr) == 2 and descr[0] == RECORD
     try:
         made = np.lib.format.descr_to_dtype(_tuples(descr[1] if record else descr))

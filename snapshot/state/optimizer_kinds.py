@@ -118,14 +118,14 @@ class StateOfParameters(Kind):
         return [f"{self.base}: {text} ({count} of them){hint}" for text, count in refused.items()]
 
     def _in_state(self, path: str) -> tuple[str, str] | None:
-        """The parameter that a path in `state` belongs to, and the name of what is kept of it."""
+        """Return the parameter that a path in `state` belongs to, and the name of what is kept of it."""
         if not path.startswith(self._states):
             return None
         name, slash, rest = path[len(self._states) :].partition("/")
         return (name, rest.partition("/")[0]) if slash else None
 
     def state_dtype(self, path: str, entry: Any) -> torch.dtype | None:
-        """The dtype in which a saved tensor is restored; None for what is no tensor of the optimizer's state."""
+        """Return the dtype in which a saved tensor is restored; None for what is no tensor of the optimizer's state."""
         found = self._in_state(path)
         saved = BY_NAME.get(entry.dtype)
         if found is None or saved is None or (self._wrapped and path.startswith(self._wrapped)):
@@ -134,7 +134,8 @@ class StateOfParameters(Kind):
         return self._cast[name] if name in self._cast and what != "step" and saved.is_floating_point else saved
 
     def places(self, entries: Mapping[str, Any], skipped: set[str]) -> dict[str, Any]:
-        """What is there already, without the state that cannot be filled as it is: a new tensor takes its place."""
+        """Return what is there already, without the state that cannot be filled as it is: a new tensor takes its
+        place."""
         gone = []
         for path, entry, name, _ in self._tensors:
             held = self.live.get(path, MISSING)
@@ -154,8 +155,8 @@ class StateOfParameters(Kind):
         return {path: held for path, held in self.live.items() if path not in away} if away else self.live
 
     def other_shapes(self, entries: Mapping[str, Any], unfit: set[int]) -> dict[str, str]:
-        """The parameters whose saved state has the shape of another one, and how it differs. `unfit`: where the memory
-        of parameters is that were left as they are."""
+        """Return the parameters whose saved state has the shape of another one, and how it differs. `unfit`: where the
+        memory of parameters is that were left as they are."""
         found: dict[str, str] = {}
         known = knows_shapes(self.optimizers)
         for path, entry, name, what in self._tensors:
@@ -195,7 +196,7 @@ class StateOfParameters(Kind):
 
 
 def exactly(cast: Any, saved: Any) -> Any:
-    """What an optimizer holds, in the dtypes that were meant, on the devices where torch has put it."""
+    """Return what an optimizer holds, in the dtypes that were meant, on the devices where torch has put it."""
     if isinstance(saved, torch.Tensor):
         if not isinstance(cast, torch.Tensor):
             return saved
@@ -208,7 +209,7 @@ def exactly(cast: Any, saved: Any) -> Any:
 
 
 def with_options(saved: Any, live: Mapping[str, Any]) -> Any:
-    """A saved parameter group, with the options that only the live one has."""
+    """Return a saved parameter group, with the options that only the live one has."""
     if not isinstance(saved, dict):
         return saved
     return {**saved, **{name: value for name, value in live.items() if name not in saved and name != "param_names"}}

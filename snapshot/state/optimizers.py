@@ -170,7 +170,8 @@ def knows_shapes(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
 
 
 def expected_shape(name: str, shape: torch.Size) -> torch.Size | None:
-    """The shape that torch's own optimizers give to what they keep of a parameter; None where it is not known."""
+    """Return the shape that torch's own optimizers give to what they keep of a parameter; None where it is not
+    known."""
     if name in _LIKE_PARAMETER:
         return shape
     if name == "row_var" and shape:
@@ -181,13 +182,13 @@ def expected_shape(name: str, shape: torch.Size) -> torch.Size | None:
 
 
 def _seen_names(optimizer: torch.optim.Optimizer, kept: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that an optimizer which is not torch's own has kept so far; `kept` where it has kept nothing."""
+    """Return the names that an optimizer which is not torch's own has kept so far; `kept` where it has kept nothing."""
     held = frozenset(name for state in optimizer.state.values() if isinstance(state, dict) for name in state)
     return (kept, kept) if kept else (held, held)
 
 
 def _state_names(optimizer: torch.optim.Optimizer) -> tuple[frozenset[str], frozenset[str]] | None:
-    """The names that an optimizer whose `step` is torch's own keeps of each parameter."""
+    """Return the names that an optimizer whose `step` is torch's own keeps of each parameter."""
     step = type(optimizer).step
     if not step.__module__.startswith("torch.optim."):
         return None

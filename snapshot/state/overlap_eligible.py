@@ -28,7 +28,7 @@ _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 
 
 def local(tensor: Any) -> Any:
-    """The memory of a tensor in this process: that of a `DTensor` is inside."""
+    """Return the memory of a tensor in this process: that of a `DTensor` is inside."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -107,8 +107,8 @@ class OverlapEligible:
     def late(
         self, leaves: Sequence[Leaf], flat: Sequence[Leaf], shards: Mapping[str, Shards], ties: Mapping[str, str]
     ) -> tuple[bytes, list[torch.Tensor]]:
-        """A byte for each leaf: 1 where it may be copied later; and, of those, the tensors whose versions tell of
-        changes.
+        """Return a byte for each leaf: 1 where it may be copied later; and, of those, the tensors whose versions tell
+        of changes.
 
         `flat`, `shards` and `ties` are all that the application has given: of memory that also holds something else,
         nothing may.

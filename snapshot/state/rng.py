@@ -17,7 +17,7 @@ class RNGState:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of every generator, as tensors, arrays and numbers."""
+        """Return the state of every generator, as tensors, arrays and numbers."""
         version, words, normal = random.getstate()
         state: dict[str, Any] = {
             "torch": torch.get_rng_state(),

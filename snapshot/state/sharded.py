@@ -113,7 +113,7 @@ class Sharded:
 
 
 def sharded(path: str, value: Any) -> Shards | None:
-    """What this rank holds of a value that is spread over ranks; None for any other value.
+    """Return what this rank holds of a value that is spread over ranks; None for any other value.
 
     Nothing here communicates. Raises SnapshotError where the boxes cannot be known for sure.
     """
@@ -134,8 +134,8 @@ def sharded(path: str, value: Any) -> Shards | None:
 
 
 def empty_like(value: Any, dtype: torch.dtype) -> Any:
-    """A new tensor, not initialised, that is laid out as a live one is: as optimizers make their state of parameters.
-    Of a DTensor, on the same mesh, in the same way, with new local memory on the same device."""
+    """Return a new tensor, not initialised, that is laid out as a live one is: as optimizers make their state of
+    parameters. Of a DTensor, on the same mesh, in the same way, with new local memory on the same device."""
     with torch.no_grad():
         return torch.empty_like(value, dtype=dtype, requires_grad=False)
 
@@ -178,8 +178,8 @@ def _of_dtensor(path: str, value: Any) -> Shards:
 
 
 def _ranks(mesh: Any) -> tuple[Shape, tuple[int, ...], list[Any], str]:
-    """A mesh's shape, its ranks, flat and as lists in lists, and a short text of them. A model has few meshes, and to
-    ask one takes longer than all the rest that is done for a tensor."""
+    """Return a mesh's shape, its ranks, flat and as lists in lists, and a short text of them. A model has few meshes,
+    and to ask one takes longer than all the rest that is done for a tensor."""
     found = _MESHES.get(mesh)
     if found is None:
         ranks = mesh.mesh
@@ -197,7 +197,7 @@ LONG = 80
 
 
 def _placements(path: str, value: Any, mesh_shape: Shape) -> tuple[meshes.Placements, tuple[int, ...] | None]:
-    """A DTensor's placements, and the order in which they cut, where that is told apart from them."""
+    """Return a DTensor's placements, and the order in which they cut, where that is told apart from them."""
     types = sys.modules["torch.distributed.tensor.placement_types"]
     made: list[meshes.Placement] = []
     for placement in value.placements:
@@ -228,7 +228,7 @@ def _held(
     coordinate: Shape,
     order: tuple[int, ...] | None,
 ) -> meshes.HeldShards:
-    """What the local part is of the whole.
+    """Return what the local part is of the whole.
 
     Strides that do not divide evenly are read in two ways, and nothing in a DTensor tells which: torch's operations cut
     from left to right, while FSDP cuts last what lies leftmost. The local shape tells them apart, or nothing is said.
@@ -283,7 +283,7 @@ def _is_checkpointable(value: Any) -> bool:
 
 
 def _of_checkpointable(path: str, value: Any, shape: Shape) -> Shards:
-    """What torch's protocol for checkpoints tells of a value."""
+    """Return what torch's protocol for checkpoints tells of a value."""
     from torch.distributed.checkpoint.metadata import MetadataIndex  # it costs time, and few values need it
 
     parts = []
@@ -333,14 +333,14 @@ def _refuse_strays(path: str, parts: Iterable[tuple[Box, torch.Tensor]], shape: 
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor; of one that a collective is still to fill, what it fills."""
+    """Return a tensor; of one that a collective is still to fill, what it fills."""
     if _is(tensor, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
         return tensor.wait()  # type: ignore[attr-defined,no-any-return]
     return tensor
 
 
 def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a local part, as a tensor that is nothing more."""
+    """Return the memory of a local part, as a tensor that is nothing more."""
     tensor = waited(tensor)
     if composite.plain_subclass(tensor) is None or tensor.layout is not torch.strided:
         raise SnapshotError(f"{path}: its local part is a {_described(tensor)}, of which no boxes can be stored")

@@ -22,8 +22,8 @@ MISSING: Any = object()
 
 
 def live_leaves(path: str, value: Any, compounds: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The leaves of nested containers, under the paths that flattening would give them; and into `compounds`, under
-    theirs, the objects on the way that have a class of their own."""
+    """Return the leaves of nested containers, under the paths that flattening would give them; and into `compounds`,
+    under theirs, the objects on the way that have a class of their own."""
     found: dict[str, Any] = {}
     _walk(path, value, found, {} if compounds is None else compounds)
     return found
@@ -64,8 +64,8 @@ def _walk(path: str, value: Any, found: dict[str, Any], compounds: dict[str, Any
 
 
 def inflate(path: str, entries: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
-    """The value at a path: its containers from `entries`, its leaves from `values`. Leaves that are MISSING leave no
-    key."""
+    """Return the value at a path: its containers from `entries`, its leaves from `values`. Leaves that are MISSING
+    leave no key."""
     entry = entries.get(path)
     if path in values or not isinstance(entry, Container):
         return values.get(path, MISSING)
@@ -111,7 +111,7 @@ class ChosenState:
         return path in self._above_wanted
 
     def merge(self, path: str, entries: Mapping[str, Any], values: Mapping[str, Any], live: Any) -> Any:
-        """The live value, with what is wanted in its place. Raises where a sequence does not have the places."""
+        """Return the live value, with what is wanted in its place. Raises where a sequence does not have the places."""
         if path not in self._above_skipped:
             return inflate(path, entries, values)
         if path not in self._above_wanted:

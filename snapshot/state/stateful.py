@@ -14,7 +14,7 @@ class Stateful(Protocol):
     """Anything that gives its state and takes it back: modules, optimizers, schedulers, dataloaders, `StateDict`."""
 
     def state_dict(self) -> Any:
-        """The state, as nested containers of tensors and plain values."""
+        """Return the state, as nested containers of tensors and plain values."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
@@ -35,7 +35,7 @@ class StateDict(UserDict[str, Any]):
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The dictionary itself, not a copy: tensors in it are saved from, and restored into, where they are."""
+        """Return the dictionary itself, not a copy: tensors in it are saved from, and restored into, where they are."""
         return self.data
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

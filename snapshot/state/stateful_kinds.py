@@ -41,7 +41,7 @@ class Kind:
         self.live = live_leaves(key, self.state, self.compounds)
 
     def read_state(self) -> Any:
-        """What the stateful holds now."""
+        """Return what the stateful holds now."""
         return self.stateful.state_dict()
 
     def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
@@ -65,18 +65,18 @@ class Kind:
         return False
 
     def kept(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """What the application has, the snapshot lacks, and keeps its value: path -> key."""
+        """Return what the application has, the snapshot lacks, and keeps its value: path -> key."""
         return {}
 
     def drop(self, keys: Iterable[Any]) -> None:
         """Remove what `kept` gave."""
 
     def model_names(self) -> list[str]:
-        """The model's names, as components of paths."""
+        """Return the model's names, as components of paths."""
         return []
 
     def like(self, path: str, shape: tuple[int, ...]) -> Any | None:
-        """A live tensor of the layout that a new one of this shape should have."""
+        """Return a live tensor of the layout that a new one of this shape should have."""
         return None
 
     def device(self, path: str, shape: tuple[int, ...]) -> torch.device | str:
@@ -144,6 +144,6 @@ class ModuleKind(Kind):
 
 
 def names_beneath(key: str, entries: Mapping[str, Any]) -> list[str] | None:
-    """The paths of what a state dict holds at its first level; None where the state is no dict."""
+    """Return the paths of what a state dict holds at its first level; None where the state is no dict."""
     top = entries.get(key)
     return [f"{key}/{name}" for name in top.components()] if isinstance(top, DictEntry) else None

@@ -58,7 +58,7 @@ class TensorLeaves(FlatState, ABC):
         self._shapes: dict[torch.Size, tuple[int, ...]] = {}
 
     def _tensor(self, path: str, tensor: torch.Tensor, depth: int = 0) -> None:
-        """A plain tensor in the fewest attribute reads: each costs as much as all the rest of a line of Python."""
+        """Add a plain tensor in the fewest attribute reads: each costs as much as all the rest of a line of Python."""
         if self._prepare is not None:
             if self._prepared_before(path, tensor):
                 return
@@ -113,7 +113,7 @@ class TensorLeaves(FlatState, ABC):
         return False
 
     def _described(self, path: str, tensor: torch.Tensor, dtype: str, subclass: str | None) -> None:
-        """A tensor of which more is to be said than its bytes: how it lies in memory, its class, `requires_grad`."""
+        """Add a tensor of which more is recorded than its bytes: how it lies in memory, its class, `requires_grad`."""
         if dtype in _ONLY_BYTES and not tensor.is_contiguous():
             raise SnapshotError(f"{path}: torch cannot copy a {tensor.dtype}, so it can be saved only in C order")
         self.entries[path] = None
@@ -135,7 +135,7 @@ class TensorLeaves(FlatState, ABC):
         self._tensor_like(path, tensor)
 
     def _tensor_like(self, path: str, tensor: torch.Tensor) -> None:
-        """A subclass of Tensor: stored as its data with the name of its class, if data is all that it is."""
+        """Add a subclass of Tensor: stored as its data with the name of its class, if data is all that it is."""
         tensor = waited(tensor)
         if type(tensor) is not torch.nn.Parameter and not is_wrapped_local(tensor) and self._sharded(path, tensor):
             return

@@ -24,7 +24,7 @@ _LAYOUTS = {kind: layout for layout, (kind, _, _) in _COMPRESSED.items()}
 
 
 def stride_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The order of a tensor's dimensions in memory, where it is dense but not in C order; else None."""
+    """Return the order of a tensor's dimensions in memory, where it is dense but not in C order; else None."""
     if tensor.is_contiguous() or tensor.numel() == 0:
         return None
     strides, shape = tensor.stride(), tensor.shape
@@ -44,7 +44,7 @@ def empty(
     order: tuple[int, ...] | None = None,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """A new tensor whose dimensions lie in memory in the given order."""
+    """Return a new tensor whose dimensions lie in memory in the given order."""
     if order is None:
         return torch.empty(shape, dtype=dtype, device=device)
     made = torch.empty([shape[axis] for axis in order], dtype=dtype, device=device)
@@ -76,7 +76,8 @@ def _is_plain(kind: type[torch.Tensor]) -> bool:
 
 
 def plain_subclass(tensor: torch.Tensor) -> str | None:
-    """The name of a tensor's class, where its data is all that it is; None where it needs its own ways to be stored."""
+    """Return the name of a tensor's class, where its data is all that it is; None where it needs its own ways to be
+    stored."""
     kind = type(tensor)
     if not _is_plain(kind):
         return None
@@ -154,7 +155,7 @@ Parts = Mapping[str, torch.Tensor]
 
 
 def put_together(path: str, kind: str, parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
-    """The tensor that was taken apart."""
+    """Return the tensor that was taken apart."""
     build = _BUILDERS.get(kind)
     if build is None:
         raise CorruptSnapshotError(f"{path}: {kind!r} is no kind of tensor that this version knows")
@@ -194,7 +195,7 @@ def _compressed(kind: str) -> Callable[[Parts, Mapping[str, Any]], torch.Tensor]
 
 
 def _in_order(integers: torch.Tensor, params: Mapping[str, Any]) -> tuple[torch.Tensor, list[int]]:
-    """The integers as they shall lie in memory, and the order of the dimensions there."""
+    """Return the integers as they shall lie in memory, and the order of the dimensions there."""
     order = params.get("order") or list(range(integers.dim()))
     if sorted(order) != list(range(integers.dim())):
         raise ValueError(f"{order} is no order of {counted(integers.dim(), 'dimension')}")

@@ -21,7 +21,7 @@ _hex = xxhash.xxh3_128_hexdigest
 
 
 def of_range(data: Buffer) -> str:
-    """The digest of a range of at most one block, or of a document.
+    """Return the digest of a range of at most one block, or of a document.
 
     >>> of_range(b"")
     'xxh3:99aa06d3014798d86001c324468d497f'
@@ -30,12 +30,12 @@ def of_range(data: Buffer) -> str:
 
 
 def of_table(table: Buffer) -> str:
-    """The digest of a longer range, from the table of its blocks' digests."""
+    """Return the digest of a longer range, from the table of its blocks' digests."""
     return "xxh3:" + _hex(table)
 
 
 def of_bytes(data: Buffer) -> str:
-    """The digest of a range of any length."""
+    """Return the digest of a range of any length."""
     view = memoryview(data).cast("B")
     if len(view) <= BLOCK:
         return of_range(view)
@@ -82,7 +82,7 @@ class RunningDigest:
             self._open_bytes = 0
 
     def finish(self) -> tuple[str, bytes]:
-        """The digest of all, and the table of the blocks' digests (empty where one block was enough)."""
+        """Return the digest of all, and the table of the blocks' digests (empty where one block was enough)."""
         table: Sequence[bytes] = self._table
         if self._open_bytes or not table:
             table = [*table, self._open.digest()]

@@ -15,7 +15,7 @@ KIND = "Generator"
 
 
 def device_of(path: str, params: Mapping[str, Any]) -> torch.device:
-    """The device of a generator that was saved."""
+    """Return the device of a generator that was saved."""
     name = params.get("device")
     try:
         if isinstance(name, str):
@@ -26,7 +26,7 @@ def device_of(path: str, params: Mapping[str, Any]) -> torch.device:
 
 
 def made(path: str, params: Mapping[str, Any], state: torch.Tensor) -> Any:
-    """A generator in this state; its device and state alone where this machine has no such device."""
+    """Return a generator in this state; its device and state alone where this machine has no such device."""
     device = device_of(path, params)
     try:
         generator = torch.Generator(device)

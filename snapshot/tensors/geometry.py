@@ -26,15 +26,15 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
     def slices(self) -> tuple[slice, ...]:
-        """What to index a tensor with."""
+        """Return what to index a tensor with."""
         return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def relative_to(self, origin: Shape) -> Box:
-        """The same box, seen from another origin."""
+        """Return the same box, seen from another origin."""
         return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
 
     def within(self, origin: Shape) -> Box:
-        """The same box, in what its own origin lies in at `origin`: the other way round."""
+        """Return the same box, in what its own origin lies in at `origin`: the other way round."""
         return Box(tuple(a + b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Box(NamedTuple):
 
 
 def whole(shape: Shape) -> Box:
-    """The box that is all of a tensor."""
+    """Return the box that is all of a tensor."""
     return Box((0,) * len(shape), shape)
 
 
@@ -56,7 +56,7 @@ def inside(box: Box, shape: Shape) -> bool:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What two boxes share; None where that is nothing."""
+    """Return what two boxes share; None where that is nothing."""
     begins = tuple(map(max, a.offsets, b.offsets))
     sizes = tuple(
         min(ao + asz, bo + bsz) - begin
@@ -92,7 +92,7 @@ def overlap(boxes: list[Box]) -> bool:
 
 
 def _parted(boxes: list[Box], axis: int) -> list[list[Box]]:
-    """The boxes in groups between which planes across an axis lie that cut none of them."""
+    """Return the boxes in groups between which planes across an axis lie that cut none of them."""
     groups: list[list[Box]] = []
     end = -1
     for box in sorted(boxes, key=lambda box: box.offsets[axis]):
@@ -175,7 +175,7 @@ def boxes_of_range(shape: Shape, begin: int, end: int) -> Iterator[tuple[int, Bo
 
 
 def runs(shape: Shape, box: Box, gap: int) -> list[tuple[int, int]]:
-    """The flat ranges that cover a box, in order. Ranges that lie at most `gap` elements apart are joined.
+    """Return the flat ranges that cover a box, in order. Ranges that lie at most `gap` elements apart are joined.
 
     >>> runs((4, 10), Box((1, 2), (2, 3)), gap=0)
     [(12, 15), (22, 25)]

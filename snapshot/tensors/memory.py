@@ -23,17 +23,17 @@ _held = ctypes.PyDLL(None)
 
 @lru_cache(maxsize=4096)
 def array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    """The ctypes array type of a length; made once, since making one costs more than all else here."""
+    """Return the ctypes array type of a length; made once, since making one costs more than all else here."""
     return _Char * nbytes
 
 
 def view(address: int, nbytes: int) -> memoryview:
-    """The bytes at an address, to be read and written, and sliced."""
+    """Return the bytes at an address, to be read and written, and sliced."""
     return memoryview(array_type(nbytes).from_address(address)).cast("B") if nbytes else memoryview(b"")
 
 
 def buffer(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
-    """The bytes at an address, whole: cheaper than a `view`, for what is only handed on."""
+    """Return the bytes at an address, whole: cheaper than a `view`, for what is only handed on."""
     return array_type(nbytes).from_address(address)
 
 

@@ -60,7 +60,7 @@ def held(
     coordinate: Shape,
     order: tuple[int, ...] | None = None,
 ) -> HeldShards:
-    """What the rank at a coordinate of the mesh holds.
+    """Return what the rank at a coordinate of the mesh holds.
 
     The dimensions of the mesh cut from left to right, each what the ones before it left. With an `order` of the mesh's
     dimensions (see `nesting`), they cut in that order instead, and all as if they had no strides.
@@ -88,13 +88,13 @@ def held(
 def everywhere(
     shape: Shape, mesh_shape: Shape, placements: Placements, order: tuple[int, ...] | None = None
 ) -> Iterator[tuple[Shape, HeldShards]]:
-    """What each coordinate of the mesh holds, in the mesh's order."""
+    """Yield what each coordinate of the mesh holds, in the mesh's order."""
     for coordinate in itertools.product(*map(range, mesh_shape)):
         yield coordinate, held(shape, mesh_shape, placements, coordinate, order)
 
 
 def peers(mesh_ranks: Sequence[int], mesh_shape: Shape, placements: Placements, coordinate: Shape) -> tuple[int, ...]:
-    """The ranks that hold the very same boxes as the one at a coordinate, itself included, in the mesh's order.
+    """Return the ranks that hold the very same boxes as the one at a coordinate, itself included, in the mesh's order.
     `mesh_ranks` are all of the mesh's, flat.
 
     >>> peers([0, 1, 2, 3], (2, 2), (Copy(), Split(0)), (0, 1))
@@ -111,8 +111,9 @@ def peers(mesh_ranks: Sequence[int], mesh_shape: Shape, placements: Placements, 
 
 
 def nesting(mesh_shape: Shape, placements: Placements) -> tuple[int, ...] | None:
-    """The order in which the mesh's dimensions would cut, were strides only the traces of dimensions further right that
-    had cut before: what FSDP makes of a tensor that is parallel already. None where the strides tell of no such order.
+    """Return the order in which the mesh's dimensions would cut, were strides only the traces of dimensions further
+    right that had cut before: what FSDP makes of a tensor that is parallel already. None where the strides tell of no
+    such order.
 
     Where everything divides evenly, cutting in this order comes to the same as cutting from left to right.
 
@@ -134,7 +135,7 @@ def nesting(mesh_shape: Shape, placements: Placements) -> tuple[int, ...] | None
 
 
 def strided(mesh_shape: Shape, placements: Placements, order: tuple[int, ...]) -> Placements:
-    """The placements with the strides that tell of an order: what `nesting` reads.
+    """Return the placements with the strides that tell of an order: what `nesting` reads.
 
     >>> strided((4, 2), (Split(0), Split(0)), (1, 0))
     (Split(dim=0, strides=2), Split(dim=0, strides=1))
@@ -170,8 +171,8 @@ def _chunk(length: int, parts: int, index: int) -> Interval:
 
 
 def _among(axis: list[Interval], begin: int, end: int) -> Iterator[Interval]:
-    """What the range [begin, end) of the indices of an axis comes to, where they are counted as if they followed each
-    other."""
+    """Yield what the range [begin, end) of the indices of an axis comes to, where they are counted as if they followed
+    each other."""
     at = 0
     for low, high in axis:
         first, last = max(begin - at, 0), min(end - at, high - low)

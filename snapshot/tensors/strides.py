@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 @lru_cache(maxsize=4096)
 def contiguous(shape: Shape) -> Shape:
-    """The strides of C order.
+    """Return the strides of C order.
 
     >>> contiguous((2, 3, 4))
     (12, 4, 1)
@@ -48,7 +48,8 @@ class Around(NamedTuple):
 
 
 def around(shape: Shape, strides: Shape) -> Around | None:
-    """The tensor that a view is a box of; None where there is none, since elements overlap or lie across each other.
+    """Return the tensor that a view is a box of; None where there is none, since elements overlap or lie across each
+    other.
 
     >>> around((3, 2), (1, 10))
     Around(order=(1, 0), sizes=(2, 10))

@@ -31,7 +31,7 @@ class Way:
     passed: int = 0
 
     def spoil(self, data: memoryview) -> memoryview:
-        """The next bytes, with the bit turned over if it is in them."""
+        """Return the next bytes, with the bit turned over if it is in them."""
         bit = self.flip
         if bit is None:
             return data
@@ -89,7 +89,7 @@ class Exchange:
         return self._value("flip") if self.fault is not None and self.fault.side == side else None
 
     async def _before(self, fault: HTTPFault) -> Coroutine[None, None, bool] | None:
-        """What a fault does before the target is asked; and who answers instead, if it is not to be asked."""
+        """Return what a fault does before the target is asked; and who answers instead, if it is not to be asked."""
         self.what = fault.what
         match fault.what:
             case "reset_before":

@@ -55,27 +55,27 @@ class OpenedStorage:
 
     @pytest.fixture
     def url(self) -> str:
-        """A fresh, empty place for each test."""
+        """Return a fresh, empty place for each test."""
         raise NotImplementedError("the tests of a storage have a fixture `url`")
 
     @pytest.fixture
     def options(self) -> Mapping[str, Any]:
-        """The `storage_options` to open it with."""
+        """Return the `storage_options` to open it with."""
         return {}
 
     @pytest.fixture
     def context(self) -> Context:
-        """What the operation tells the storage."""
+        """Return what the operation tells the storage."""
         return Context()
 
     @pytest.fixture
     def reopen(self, url: str, options: Mapping[str, Any], context: Context) -> Callable[[], Storage]:
-        """Opens the same place once more, as another process would."""
+        """Return what opens the same place once more, as another process would."""
         return lambda: open_storage(URL.parse(url), options, context)
 
     @pytest.fixture
     def storage(self, reopen: Callable[[], Storage]) -> Storage:
-        """The storage under test; nothing is connected yet."""
+        """Return the storage under test; nothing is connected yet."""
         return reopen()
 
     async def place(self, storage: Storage, path: str, data: bytes) -> None:

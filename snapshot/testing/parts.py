@@ -16,7 +16,7 @@ def pattern(size: int, seed: int = 0) -> bytes:
 
 
 def aligned(data: bytes, alignment: int = mmap.PAGESIZE) -> memoryview:
-    """A copy of the bytes at an address that is a multiple of `alignment`, in whole pages of memory."""
+    """Return a copy of the bytes at an address that is a multiple of `alignment`, in whole pages of memory."""
     if mmap.PAGESIZE % alignment:
         raise ValueError(f"cannot align to {alignment} bytes: pages have {mmap.PAGESIZE}")
     if not data:
@@ -27,7 +27,7 @@ def aligned(data: bytes, alignment: int = mmap.PAGESIZE) -> memoryview:
 
 
 def part_length(limits: Limits, wanted: int) -> int:
-    """The length of a part near `wanted` that the limits allow."""
+    """Return the length of a part near `wanted` that the limits allow."""
     length = max(limits.smallest_part, min(wanted, limits.largest_part))
     length += -length % limits.multiple
     if length > limits.largest_part:

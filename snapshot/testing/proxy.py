@@ -59,7 +59,7 @@ class FaultProxy(Traffic):
         return len(self._open)
 
     def check(self) -> None:
-        """An `AssertionError` if a fault never happened, also one that was healed: such a test would show nothing.
+        """Raise `AssertionError` if a fault never happened, also one that was healed: such a test would show nothing.
 
         Raises what a callable that chooses requests has raised, too.
         """

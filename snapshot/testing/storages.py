@@ -61,12 +61,12 @@ class TappedStorage(Storage):
             return [damage for tap in self.taps if (damage := await tap.before(operation))]
 
     async def create(self, path: str, size: int) -> FileWriter:
-        """The writer is tapped, too."""
+        """Return the writer is tapped, too."""
         await self.tap("create", path, 0, size)
         return _TappedWriter(self, path, await self.inner.create(path, size))
 
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
-        """What was read is damaged where it lies."""
+        """Damage what was read in its place."""
         damages = await self.tap("read_into", path, offset, _nbytes(buffers))
         await self.inner.read_into(path, offset, buffers, token=token)
         if damages:
@@ -122,7 +122,7 @@ class TappedStorage(Storage):
         return await self.inner.sweep(prefix, older_than)
 
     async def close(self) -> None:
-        """The inner storage is closed even if a tap fails here: a test for that leaks nothing."""
+        """Close the inner storage even if a tap fails here: a test for that leaks nothing."""
         try:
             await self.tap("close", "")
         finally:
@@ -142,7 +142,7 @@ class _TappedWriter(FileWriter):
         await self._inner.write(offset, buffers)
 
     async def finish(self) -> None:
-        """A file that is to be damaged as a whole is written anew, behind the writer's back."""
+        """Write a file that is to be damaged as a whole anew, behind the writer's back."""
         damages = await self._storage.tap("finish", self._path)
         await self._inner.finish()
         if damages:
@@ -150,7 +150,7 @@ class _TappedWriter(FileWriter):
             await inner.put(self._path, _spoil(await inner.get(self._path), damages))
 
     async def abort(self) -> None:
-        """The inner writer is told even if a tap fails here."""
+        """Abort the inner writer even if a tap fails here."""
         try:
             await self._storage.tap("abort", self._path)
         finally:
@@ -187,7 +187,7 @@ def tapped(scheme: str, *taps: Tap) -> Iterator[None]:
 
 @contextmanager
 def recording(scheme: str = "recording") -> Iterator[Log]:
-    """A log of what all storages opened as `recording+...` are asked for."""
+    """Log what all storages opened as `recording+...` are asked for."""
     log = Log()
     with tapped(scheme, log):
         yield log

@@ -36,7 +36,7 @@ class Damage:
     """So many bytes at the end are gone."""
 
     def of(self, data: bytes) -> bytes:
-        """The damaged bytes."""
+        """Return the damaged bytes."""
         spoilt = bytearray(data)
         if self.flip is not None and spoilt:
             spoilt[self.flip // 8 % len(spoilt)] ^= 1 << self.flip % 8
@@ -51,7 +51,7 @@ class Tap(ABC):
 
     @abstractmethod
     async def before(self, operation: Operation) -> Damage | None:
-        """Called before an operation is done: it may wait, raise, or say how the bytes are to be damaged."""
+        """Act before an operation is done: wait, raise, or say how the bytes are to be damaged."""
 
 
 class Log(Tap):
@@ -65,7 +65,7 @@ class Log(Tap):
         self.operations.append(operation)
 
     def of(self, name: str = "*", path: str = "*") -> list[Operation]:
-        """The operations whose name and path match these globs."""
+        """Return the operations whose name and path match these globs."""
         return [each for each in list(self.operations) if _matches(each, name, path)]
 
     def nbytes(self, name: str, path: str = "*") -> int:

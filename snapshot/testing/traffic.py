@@ -150,7 +150,7 @@ class HTTPFault:
             self._traffic.loop.call_soon_threadsafe(self.over.set)
 
     def check(self) -> None:
-        """An `AssertionError` if it never happened, unless it was made with `must_happen=False`."""
+        """Raise `AssertionError` if it never happened, unless it was made with `must_happen=False`."""
         if self.must_happen and not self.hits:
             raise AssertionError(f"{self} never happened: {self.met} requests matched, {self._chosen} were chosen")
 
@@ -222,7 +222,8 @@ class Traffic:
             self._faults = []
 
     def check(self) -> None:
-        """An `AssertionError` if a fault never happened, also one that was healed: such a test would show nothing."""
+        """Raise `AssertionError` if a fault never happened, also one that was healed: such a test would show
+        nothing."""
         with self._lock:
             faults = self._healed + self._faults
         for fault in faults:
@@ -246,7 +247,7 @@ class Traffic:
             self.refused = 0
 
     def enter(self) -> bool:
-        """A request comes: whether there is room for it."""
+        """Return a request comes: whether there is room for it."""
         with self._lock:
             if self.concurrency is not None and self.under_way >= self.concurrency:
                 self.refused += 1
@@ -256,13 +257,13 @@ class Traffic:
             return True
 
     def leave(self, passed: Passed, entered: bool) -> None:
-        """A request is over."""
+        """End a request."""
         with self._lock:
             self.under_way -= entered
             self._requests.append(passed)
 
     def choose(self, request: Passed) -> HTTPFault | None:
-        """The fault that takes this request, if any does."""
+        """Return the fault that takes this request, if any does."""
         chosen: HTTPFault | None = None
         with self._lock:
             for fault in self._faults:

@@ -42,7 +42,7 @@ class Head:
 
     @classmethod
     def parse(cls, raw: bytes) -> Head:
-        """The parts of a head; a `ConnectionAbortedError` if it is none."""
+        """Return the parts of a head; a `ConnectionAbortedError` if it is none."""
         first, *lines = raw[:-4].decode("latin-1").split("\r\n")
         one, two, three = [*first.split(" ", 2), "", ""][:3]
         if "HTTP/" not in first:
@@ -55,7 +55,7 @@ class Head:
         return cls(raw, (one, two, three), headers)
 
     def changed(self, name: str, value: str | None) -> Head:
-        """The head with another value for a header, or without it; all else as it was."""
+        """Return the head with another value for a header, or without it; all else as it was."""
         lines = self.raw.split(b"\r\n")
         found = [line.partition(b":")[0].strip().lower() == name.lower().encode() for line in lines]
         new = [] if value is None else [f"{name}: {value}".encode("latin-1")]
@@ -97,7 +97,7 @@ class Channel:
         self._end = 0
 
     async def read_some(self, most: int) -> memoryview:
-        """What has come, up to so many bytes, or the next that come; empty at the end of the connection."""
+        """Return what has come, up to so many bytes, or the next that come; empty at the end of the connection."""
         if self._begin == self._end:
             self._begin = 0
             self._end = await asyncio.get_running_loop().sock_recv_into(self.socket, self._buffer)
@@ -123,7 +123,7 @@ class Channel:
         return bytes(self._buffer[begin : self._begin])
 
     async def read_head(self) -> Head | None:
-        """The next head, or None if there will be none."""
+        """Return the next head, or None if there will be none."""
         raw = await self.read_until(b"\r\n\r\n")
         return Head.parse(raw) if raw else None
 
@@ -193,14 +193,14 @@ class Body:
 
     @classmethod
     def of_request(cls, channel: Channel, head: Head) -> Body:
-        """The body that follows the head of a request."""
+        """Return the body that follows the head of a request."""
         if "chunked" in head.headers.get("transfer-encoding", "").lower():
             return cls(channel, None, chunked=True)
         return cls(channel, _number(head.headers.get("content-length", "0")))
 
     @classmethod
     def of_answer(cls, channel: Channel, head: Head, method: str) -> Body:
-        """The body that follows the head of the answer to a request of this method."""
+        """Return the body that follows the head of the answer to a request of this method."""
         if method == "HEAD" or head.status in (204, 304):
             return cls(channel, 0)
         if "content-length" in head.headers or "transfer-encoding" in head.headers:
@@ -208,7 +208,7 @@ class Body:
         return cls(channel, None)
 
     async def read(self) -> Piece | None:
-        """The next piece, or None after the last."""
+        """Return the next piece, or None after the last."""
         if self._over:
             return None
         if self.chunked and not self._left:
@@ -230,7 +230,7 @@ class Body:
         return self.length is None and not self.chunked
 
     async def _frame(self) -> Piece:
-        """What lies between two chunks, or behind the last."""
+        """Return what lies between two chunks, or behind the last."""
         frame = await self._line() if self._begun else b""
         line = await self._line()
         frame += line

@@ -15,7 +15,7 @@ from snapshot.load.open import expect_files, open_document
 from snapshot.load.stored_ranges import stored_in
 from snapshot.manifest.document import Document
 from snapshot.manifest.validate import locations_of
-from snapshot.options import Settings
+from snapshot.options import Settings, expect_positive
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
 from snapshot.runtime.loop import run
@@ -46,10 +46,8 @@ def converted(
         raise ValueError(f"to={to!r}: it is one of {', '.join(map(repr, FORMATS))}")
     if choice.dtype is not None and not (isinstance(choice.dtype, torch.dtype) and choice.dtype.is_floating_point):
         raise TypeError(f"dtype={choice.dtype!r}: it is a floating point dtype of torch, such as torch.bfloat16")
-    if budget is not None and budget <= 0:
-        raise ValueError(f"memory_budget_bytes is {budget}, and must be more than 0")
-    if shard_bytes <= 0:
-        raise ValueError(f"shard_bytes is {shard_bytes}, and must be more than 0")
+    expect_positive("memory_budget_bytes", budget)
+    expect_positive("shard_bytes", shard_bytes)
     if url == origin:
         raise ValueError(f"{url}: is where it is read from; convert to another place")
     began = time.perf_counter()

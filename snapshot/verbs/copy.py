@@ -26,7 +26,7 @@ from snapshot.load.stored_ranges import TABLE, stored_in, uncovered, wants_of
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document, ManifestPart, PartEntry, encode
 from snapshot.manifest.validate import locations_of
-from snapshot.options import Settings
+from snapshot.options import Settings, expect_positive
 from snapshot.progress import Meter
 from snapshot.reports import CopyReport
 from snapshot.runtime.loop import run
@@ -62,8 +62,7 @@ def copied(
     budget: int | None,
 ) -> CopyReport:
     """Copy what stands at `origin` to `url`, whatever storages these are on."""
-    if budget is not None and budget <= 0:
-        raise ValueError(f"memory_budget_bytes is {budget}, and must be more than 0")
+    expect_positive("memory_budget_bytes", budget)
     began = time.perf_counter()
     half = None if budget is None else max(1, budget // 2)
     source = Session(origin, options, budget=half)
@@ -126,7 +125,7 @@ def _expect_apart(origin: URL, url: URL) -> None:
 def _part(
     source: Session, document: Document, choice: Selection, url: URL, opener: Any, meter: Meter, *, overwrite: bool
 ) -> CopyReport:
-    """What of a snapshot was selected, as a snapshot: the files hold other things, too, and are written anew."""
+    """Return what of a snapshot was selected, as a snapshot: the files hold other things, too, and are written anew."""
     run(load_parts(source, document, list(document.parts)))
     run(expect_files(source, document, locations_of(document.manifest, document.files)))
     if choice.verify:
@@ -196,7 +195,7 @@ class _Copy:
         return CopyReport("snapshot", count, len(files), nbytes, "digests" if self._verify else "sizes")
 
     def _files(self, parts: Sequence[ManifestPart], held: Mapping[str, tuple[int, str | None]]) -> list[CopiedFile]:
-        """The files, longest first, with what is to be compared of each."""
+        """Return the files, longest first, with what is to be compared of each."""
         document = self._document
         ranges: dict[str, list[CheckedRange]] = {location: [] for location in document.files}
         if self._verify:
@@ -271,7 +270,7 @@ def _places(save_id: str, locations: Sequence[str]) -> dict[str, str]:
 
 
 def _moved(document: Document, save_id: str, places: Mapping[str, str], parts: list[PartEntry]) -> bytes:
-    """A manifest that says the same of files under other names."""
+    """Return a manifest that says the same of files under other names."""
     files = {places[name]: file for name, file in document.files.items()}
     _move(document.manifest, places)
     data = encode(msgspec.structs.replace(document, save_id=save_id, files=files, parts=parts))

@@ -167,7 +167,7 @@ async def _layout(source: Session, document: ForeignDocument, url: URL) -> _Layo
 
 
 async def _index(storage: Storage) -> str:
-    """The index of a folder's files of safetensors; nothing where one file stands alone."""
+    """Return the index of a folder's files of safetensors; nothing where one file stands alone."""
     if await _exists(storage, safetensors.INDEX):
         return safetensors.INDEX
     if await _exists(storage, safetensors.ALONE) or not storage.capabilities.list:

@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from snapshot.aio import shielded
+from snapshot.aio import gather_limited, shielded
 from snapshot.errors import CorruptSnapshotError
 from snapshot.load.reader import HOT
 from snapshot.plan.layout import Extent, FilePart, FilePlan
@@ -54,7 +54,7 @@ class CopiedFile:
     """What is compared as it passes: in order, and without holes; or nothing."""
 
     def plan(self) -> FilePlan:
-        """The file as the writer wants it."""
+        """Return the file as the writer wants it."""
         return FilePlan(b"", tuple(Extent(0, each.begin, each.end) for each in self.ranges), self.size)
 
 
@@ -141,7 +141,7 @@ class ReadAhead:
         self._stopped = False
 
     async def get(self, number: int, position: int) -> StagedPart:
-        """A part of a file. Whoever got it releases it."""
+        """Return a part of a file. Whoever got it releases it."""
         parts = self._writer.parts(self._source.plans[number])
         for ahead in range(position, min(position + self._at_once, len(parts))):
             if (number, ahead) not in self._reads and not self._stopped:
@@ -172,7 +172,7 @@ class ReadAhead:
             read.cancel()
 
     def release(self) -> None:
-        """What nobody got is given back by `close`, which waits for what is still being read."""
+        """Do nothing: `close` gives back what was not taken, and waits for what is still being read."""
 
     async def close(self) -> None:
         """Wait until nothing is read any more, and give back what nobody got."""
@@ -208,12 +208,10 @@ async def pass_files(
 
 async def tokens(storage: Storage, locations: Iterable[str]) -> dict[str, tuple[int, str | None]]:
     """How long each file is, and what it is now, by which it is seen if another one comes to have its name."""
-    at_once = asyncio.Semaphore(FILES)
     names = list(locations)
 
     async def look(location: str) -> tuple[int, str | None]:
-        async with at_once:
-            found = await storage.stat(location)
+        found = await storage.stat(location)
         return found.size, found.token or None
 
-    return dict(zip(names, await asyncio.gather(*map(look, names)), strict=True))
+    return dict(zip(names, await gather_limited(names, look, FILES), strict=True))

@@ -21,7 +21,8 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.document import FORMAT, Document
 from snapshot.manifest.rank_view import is_rank
-from snapshot.plan.globs import matcher, unmatched
+from snapshot.options import expect_positive
+from snapshot.plan.globs import expect_globs, matcher, unmatched
 from snapshot.plan.renaming import Rename
 from snapshot.progress import Meter
 from snapshot.reports import Change, Diff
@@ -81,12 +82,12 @@ class DiffNames:
         self.forms = made
 
     def at(self, name: str, rank: Rank) -> Any:
-        """What a rank has under a name."""
+        """Return what a rank has under a name."""
         form = self.forms.get(name, {})
         return form.get(rank, form.get(None))
 
     def ties(self) -> dict[tuple[str, Rank], frozenset[str]]:
-        """The names that are of one tensor, by each of them."""
+        """Return the names that are of one tensor, by each of them."""
         held: dict[Any, list[tuple[str, Rank]]] = defaultdict(list)
         for name, form in self.forms.items():
             for rank, entry in form.items():
@@ -122,10 +123,8 @@ def compare_snapshots(
 ) -> Diff:
     """Compare what stands at two places. Half of the budget is for what is compared, and a quarter to read each."""
     for name, globs in (("select", select), ("exclude", exclude)):
-        if isinstance(globs, str):
-            raise TypeError(f"{name}: a list of globs is wanted, and {globs!r} is one string: [{globs!r}]")
-    if budget is not None and budget <= 0:
-        raise ValueError(f"memory_budget_bytes is {budget}, and must be more than 0")
+        expect_globs(name, globs)
+    expect_positive("memory_budget_bytes", budget)
     opened: list[Session] = []
     try:
         for opener in openers:
@@ -209,7 +208,7 @@ def _ranks(here: Mapping[Rank, Any], there: Mapping[Rank, Any], world: int) -> l
 def _matched(
     here: DiffNames, there: DiffNames, chosen: Any, values: bool
 ) -> tuple[dict[str, Any], dict[str, Any], list[_DiffItem]]:
-    """What only the first has, what only the second has, and what both have."""
+    """Return what only the first has, what only the second has, and what both have."""
     removed: dict[str, Any] = {}
     added: dict[str, Any] = {}
     items = []
@@ -245,7 +244,7 @@ def _tied(item: _DiffItem, name: str, rank: Rank, ties: Any, here: DiffNames, th
 
 
 def _moved(removed: dict[str, Any], added: dict[str, Any]) -> list[Change]:
-    """What was removed and added: as renamed, where exactly one of each has the same bytes."""
+    """Return what was removed and added: as renamed, where exactly one of each has the same bytes."""
     by_content: dict[Any, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
     for which, entries in enumerate((removed, added)):
         for path, entry in entries.items():

@@ -61,7 +61,7 @@ class Pair:
 
 
 def as_bytes(stored: e.ObjectEntry) -> e.TensorEntry:
-    """The bytes of an object as a tensor of them."""
+    """Return the bytes of an object as a tensor of them."""
     return e.TensorEntry(stored.location, stored.byte_range, "uint8", (stored.nbytes,), stored.digest, stored.blocks)
 
 
@@ -110,7 +110,7 @@ async def compare(a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryBudget,
 
 
 def _file(pairs: Sequence[Pair]) -> FilePlan:
-    """The tensors one after the other, as if they were in a file, such that no element is cut in two."""
+    """Return the tensors one after the other, as if they were in a file, such that no element is cut in two."""
     extents = []
     position = 0
     for index, pair in enumerate(pairs):
@@ -136,7 +136,7 @@ def _look(file: FilePlan, part: FilePart, pairs: Sequence[Pair], here: Slot, the
 
 
 def _shares(file: FilePlan, part: FilePart) -> Iterator[tuple[int, int, int]]:
-    """What of a part is whose: which pair's, from where in it, to where."""
+    """Yield what of a part is whose: which pair's, from where in it, to where."""
     for extent in file.extents[part.first : part.last]:
         low, high = max(extent.begin, part.begin), min(extent.end, part.end)
         if low < high:

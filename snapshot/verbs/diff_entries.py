@@ -41,14 +41,14 @@ class EntryDifference:
 
 
 def kind_of(entry: Any) -> str:
-    """What a person calls an entry's type: of a tensor the same, however it was cut."""
+    """Return what a person calls an entry's type: of a tensor the same, however it was cut."""
     if isinstance(entry, e.TENSORS):
         return "Tensor"
     return entry.kind if isinstance(entry, e.TensorPartsEntry) else str(type(entry).__struct_config__.tag)
 
 
 def shown(entry: Any) -> str:
-    """An entry in a few words."""
+    """Return an entry in a few words."""
     if isinstance(entry, Scalar):
         text = entry.readable or entry.serialized_value
         return f"{kind_of(entry)} {text[:LONGEST]}{'...' if len(text) > LONGEST else ''}"
@@ -60,7 +60,7 @@ def shown(entry: Any) -> str:
 
 
 def compared(path: str, a: Any, b: Any, values: bool, *, same_format: bool) -> tuple[EntryDifference, list[Pair]]:
-    """What differs between two entries, and the pairs of tensors that have to be read to know the rest."""
+    """Return what differs between two entries, and the pairs of tensors that have to be read to know the rest."""
     found = EntryDifference(counts=int(is_leaf(b)))
     pairs: list[Pair] = []
     if kind_of(a) != kind_of(b):
@@ -99,7 +99,8 @@ def _apart(a: Scalar, b: Scalar) -> str:
 
 
 def _containers(found: EntryDifference, a: e.Container, b: e.Container, same_format: bool) -> None:
-    """What a container's children do not say themselves: their order and number, keys' types, its own settings."""
+    """Compare what a container's children do not say themselves: their order and number, keys' types, its own
+    settings."""
     if isinstance(a, e.DictEntry) and isinstance(b, e.DictEntry):
         here, there = (dict(zip(each.components(), each.keys, strict=True)) for each in (a, b))
         both = [name for name in here if name in there]
@@ -202,7 +203,7 @@ def _known_to_differ(a: Any, b: Any) -> bool:
 
 
 def _params(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """The parameters that differ."""
+    """Return the parameters that differ."""
     lines = []
     for name in [*a, *(name for name in b if name not in a)]:
         if a.get(name) != b.get(name):
@@ -229,7 +230,7 @@ def _objects(found: EntryDifference, pairs: list[Pair], path: str, a: e.ObjectEn
 
 
 def content_of(entry: Any) -> Any:
-    """What tells an entry by its bytes; None for what has none, or none that are known without reading."""
+    """Return what tells an entry by its bytes; None for what has none, or none that are known without reading."""
     if isinstance(entry, e.TENSORS):
         held = _digests(entry)
         return ("Tensor", entry.dtype, tuple(entry.shape), repr(clean(entry)), _frozen(held)) if held else None

@@ -36,8 +36,8 @@ def np_integer(dtype: str) -> bool:
 
 
 def common(a: str, b: str) -> str:
-    """The dtype in which two are read to be compared: their own where that is one, 64 bits of two that are integers,
-    else one of floating point."""
+    """Return the dtype in which two are read to be compared: their own where that is one, 64 bits of two that are
+    integers, else one of floating point."""
     if a == b:
         return a
     if all(name == "bool" or np_integer(name) for name in (a, b)):
@@ -118,7 +118,7 @@ class Numbers:
             self._norm = math.hypot(self._norm, _norm(apart))
 
     def values(self) -> Values:
-        """What all of them come to."""
+        """Return what all of them come to."""
         relative = self._norm / self._first if self._first else math.inf if self._norm else 0.0
         return Values(
             self._elements, self._differing, self._largest, self._norm, relative, self._not_numbers, self._within
@@ -126,14 +126,14 @@ class Numbers:
 
 
 def _wide(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The elements in 64 bits; of complex ones each half by itself, since torch warns of short ones."""
+    """Return the elements in 64 bits; of complex ones each half by itself, since torch warns of short ones."""
     if dtype.is_complex:
         return data.view(dtype.to_real()).to(torch.float64).view(torch.complex128)
     return data.view(dtype).to(torch.float64)
 
 
 def _norm(values: torch.Tensor) -> float:
-    """The L2 norm, also where the squares would be too large, or too small, for a float."""
+    """Return the L2 norm, also where the squares would be too large, or too small, for a float."""
     if not values.numel():
         return 0.0
     largest = float(values.max())

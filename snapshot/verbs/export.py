@@ -215,7 +215,7 @@ class Export:
         return lines
 
     def _state(self, tensor: Callable[[str, Any], Any]) -> Any:
-        """What was saved, nested as it was, with stand-ins for its tensors."""
+        """Return what was saved, nested as it was, with stand-ins for its tensors."""
         self._tied: dict[str, Any] = {}
         choice = self._choice
         objects = Objects(self._source, self._document, allow_pickle=choice.allow_pickle, verify=choice.verify)
@@ -231,7 +231,7 @@ class Export:
     def _extents(
         self, plan: Plan, found: Sequence[torch_archive.Frame | int], base: int, extents: list[Extent], sized: Any
     ) -> None:
-        """The ranges of a file: frames, and between them the leaves that have bytes."""
+        """Write the ranges of a file: frames, and between them the leaves that have bytes."""
         position = base
         for each in found:
             if isinstance(each, torch_archive.Frame):
@@ -246,7 +246,7 @@ class Export:
     # DCP
 
     def dcp(self, lanes: int) -> Plan:
-        """A folder as torch.distributed.checkpoint writes it."""
+        """Return a folder as torch.distributed.checkpoint writes it."""
         plan = Plan("dcp", sums={}, markers=(dcp.METADATA,), others=(document.METADATA,), more=r"__\d+_\d+\.distcp")
         plan.left_out += self._lose_classes()
         entries: dict[int, Any] = {}
@@ -388,7 +388,7 @@ class Export:
 
 
 def _member(plan: Plan, name: str, size: int, number: int) -> torch_archive.ArchiveMember:
-    """A member whose bytes are a leaf's."""
+    """Return a member whose bytes are a leaf's."""
     sums = plan.sums
     assert sums is not None
     return torch_archive.ArchiveMember(name, size, sum=lambda: sums.get(number, 0))
@@ -408,7 +408,7 @@ def _in_order(sizes: Sequence[int], most: int) -> list[list[int]]:
 
 
 def _identity() -> str:
-    """What torch writes to tell archives apart: forty digits."""
+    """Return what torch writes to tell archives apart: forty digits."""
     return f"{secrets.randbelow(10**40):040d}"
 
 

@@ -30,8 +30,8 @@ from snapshot.text import listed
 def chosen_of_ranks(
     manifest: Mapping[str, Any], select: Sequence[str], exclude: Sequence[str], rename: Rename | None
 ) -> dict[str, Any]:
-    """The entries of a manifest that are wanted, under the names that are wanted. What several ranks share stands under
-    one of them, and the containers of all name it."""
+    """Return the entries of a manifest that are wanted, under the names that are wanted. What several ranks share
+    stands under one of them, and the containers of all name it."""
     union: dict[str, Any] = {}
     ranks: dict[str, dict[str, Any]] = {}
     for path, entry in manifest.items():
@@ -62,12 +62,12 @@ def chosen_of_ranks(
 def chosen(
     entries: Mapping[str, Any], select: Sequence[str], exclude: Sequence[str], rename: Rename | None
 ) -> dict[str, Any]:
-    """The entries of one view that are wanted, under the names that are wanted."""
+    """Return the entries of one view that are wanted, under the names that are wanted."""
     return _renamed(_selected(entries, select, exclude), change_of(rename, entries))
 
 
 def change_of(rename: Rename | None, known: Mapping[str, Any]) -> Callable[[str], str]:
-    """What gives a path its new name. Raises for a name that is not there."""
+    """Return what gives a path its new name. Raises for a name that is not there."""
     if rename is None:
         return str
     change, unmatched_names = compile_rename(rename, known)
@@ -135,7 +135,8 @@ def expect_matches(document: Document, select: Sequence[str], exclude: Sequence[
 
 
 def seen(document: Document, select: Sequence[str], exclude: Sequence[str], rename: Rename | None) -> View:
-    """What rank 0 sees of a checkpoint, with all that is sharded or shared; `gone` is what only other ranks had."""
+    """Return what rank 0 sees of a checkpoint, with all that is sharded or shared; `gone` is what only other ranks
+    had."""
     expect_matches(document, select, exclude)
     view = rank_view(document.manifest, 0, document.world_size, 1)
     wanted, unwanted = matcher(select or ["**"]), matcher(exclude)
@@ -168,8 +169,8 @@ class Objects:
         self._verify = verify
 
     def read(self, entries: Mapping[str, Any], *, all_or_none: bool = True) -> dict[str, Any]:
-        """The values of entries; or of those that are read without running a pickle. `UnsafeObjectError` names all that
-        only a pickle would make."""
+        """Return the values of entries; or of those that are read without running a pickle. `UnsafeObjectError` names
+        all that only a pickle would make."""
         refused = [
             f"{path}: {entry.obj_type}"
             for path, entry in entries.items()
@@ -188,7 +189,7 @@ class Objects:
         return read_plan.values
 
     def bytes_of(self, entries: Mapping[str, e.ObjectEntry]) -> dict[str, bytearray]:
-        """The bytes of objects, as they are stored."""
+        """Return the bytes of objects, as they are stored."""
         return self.read(
             {path: msgspec.structs.replace(each, serializer="bytearray") for path, each in entries.items()}
         )
@@ -210,7 +211,7 @@ def places_of(entry: Any) -> list[tuple[Any, ...]]:
 
 
 def clean(entry: Any) -> Any:
-    """An entry's `extra` without what only others' formats need."""
+    """Return an entry's `extra` without what only others' formats need."""
     extra = getattr(entry, "extra", None)
     if extra is None:
         return None

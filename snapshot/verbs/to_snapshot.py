@@ -18,6 +18,7 @@ from snapshot.events import log
 from snapshot.formats.foreign import with_root
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
+from snapshot.plan.globs import expect_globs
 from snapshot.plan.renaming import Rename
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
@@ -47,7 +48,7 @@ from snapshot.verbs.select import (
 
 
 def alone(verb: str, timeout: float) -> Exchange:
-    """A call of this process alone, whatever group it is in."""
+    """Return a call of this process alone, whatever group it is in."""
     return Exchange(SOLO, verb, timeout)
 
 
@@ -64,8 +65,7 @@ class Selection:
 
     def __post_init__(self) -> None:
         for name, globs in (("select", self.select), ("exclude", self.exclude)):
-            if isinstance(globs, str):
-                raise TypeError(f"{name}: a list of globs is wanted, and {globs!r} is one string: [{globs!r}]")
+            expect_globs(name, globs)
 
 
 class Recorded(RankShare):
@@ -77,7 +77,7 @@ class Recorded(RankShare):
         self._replicated = replicated
 
     def entries(self, written: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The entries, which stand under their ranks already."""
+        """Return the entries, which stand under their ranks already."""
         own = {}
         for path, entry in written.items():
             shared = path in self._replicated and not getattr(entry, "replicated", True)
@@ -122,7 +122,7 @@ class Recording:
             self.flat.entries[path] = self._cast_record(entry)
 
     def _cast_record(self, entry: Any) -> Any:
-        """An optimizer's record says the dtypes that its parameters have now."""
+        """Return an optimizer's record says the dtypes that its parameters have now."""
         record = getattr(entry, "optimizer", None)
         if record is None or self._dtype is None:
             return entry

@@ -59,7 +59,7 @@ async def verify_files(
 
 
 def _tree_faults(document: Document) -> list[str]:
-    """What no restore would accept of the containers, rank by rank."""
+    """Return what no restore would accept of the containers, rank by rank."""
     world = document.world_size
     own: dict[str, dict[str, Any]] = defaultdict(dict)
     shared = {}
@@ -101,7 +101,7 @@ class Stretch:
         self.nbytes += request.end - request.begin
 
     def keys(self) -> list[Key]:
-        """What is noted when all of it has been looked at."""
+        """Return what is noted when all of it has been looked at."""
         ranges = [("range", each.location, each.begin, each.end) for each in (*self.plain, *self.requests)]
         return [*ranges, *(("sum", *place) for place in self.sums)]
 
@@ -227,8 +227,8 @@ class Verification:
     async def _data_faults(
         self, requests: Sequence[ReadRequest], progress: Callable[[int], None]
     ) -> tuple[list[str], int]:
-        """What does not verify, and how many bytes were read. What cannot be read does not keep the rest from being
-        looked at: it is narrowed down to the entries that it is of."""
+        """Return what does not verify, and how many bytes were read. What cannot be read does not keep the rest from
+        being looked at: it is narrowed down to the entries that it is of."""
         if not requests:
             return [], 0
         session = self._session
@@ -257,7 +257,7 @@ class Verification:
         return reader.result.faults, reader.result.bytes_read
 
     async def _sum_faults(self, archives: Sequence[Place], progress: Callable[[int], None]) -> list[str]:
-        """What does not have the checksum that others' archives carry."""
+        """Return what does not have the checksum that others' archives carry."""
         session = self._session
         self._summed += sum(end - begin for _, begin, end in archives)
         try:
@@ -269,7 +269,7 @@ class Verification:
 
 
 def _held_by(missing: Mapping[str, str], manifest: Mapping[str, Any]) -> list[str]:
-    """A line for each file that is not what it was, with what it held."""
+    """Return a line for each file that is not what it was, with what it held."""
     if not missing:
         return []
     held: dict[str, list[str]] = {location: [] for location in missing}
@@ -324,7 +324,7 @@ def cut_wants(requests: Iterable[ReadRequest], length: int = 0) -> Iterator[Read
 
 
 def _damage(error: CorruptSnapshotError | StorageError) -> list[str]:
-    """What an error says about the bytes; raises what says nothing about them, such as a server that is away."""
+    """Return what an error says about the bytes; raises what says nothing about them, such as a server that is away."""
     if isinstance(error, StorageError) and error.errno not in (errno.EIO, errno.ENOENT):
         raise error
     return list(getattr(error, "faults", ())) or [str(error)]

@@ -46,7 +46,7 @@ class VerifyJournal:
     def open(
         path: str | os.PathLike[str], url: str, save_id: str, held: Mapping[str, tuple[int, str | None]]
     ) -> VerifyJournal:
-        """The notes at a path; empty ones, where there are none yet, or where what they are of has changed.
+        """Return the notes at a path; empty ones, where there are none yet, or where what they are of has changed.
 
         `ValueError` for a file that is something else, or of another snapshot's verification: it is not written over.
         """
@@ -111,7 +111,7 @@ class VerifyJournal:
 
 
 def _read_line(line: bytes) -> dict[str, Any]:
-    """What was noted in a line; `ValueError` where it is not what was written."""
+    """Return what was noted in a line; `ValueError` where it is not what was written."""
     noted = json.loads(line)
     digest = noted.pop(DIGEST, None) if isinstance(noted, dict) else None
     if digest is None or digest != of_range(json.dumps(noted).encode()):
@@ -120,7 +120,7 @@ def _read_line(line: bytes) -> dict[str, Any]:
 
 
 def _known(path: Path, lines: Sequence[bytes], url: str) -> Any:
-    """The first line of notes, where they are of a verification of this URL; None where there is none yet."""
+    """Return the first line of notes, where they are of a verification of this URL; None where there is none yet."""
     if not lines:
         return None
     start = json.dumps(KIND).encode()

@@ -86,7 +86,7 @@ class _Take:
         self.ended: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
 
     def end(self, result: Finished | Exception) -> None:
-        """It ended in the process, and the memory is ours again."""
+        """End a take: it ended in the process, and the memory may be used again."""
         if not self.ended.done():
             if isinstance(result, Exception):
                 self.ended.set_exception(result)
@@ -252,7 +252,7 @@ class WriterProcess:
         self._burial = asyncio.ensure_future(self._bury())
 
     async def _bury(self) -> None:
-        """It ended: when it surely has, so have the takes that it wrote."""
+        """End all takes of the process, when it surely has ended."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         status = await in_own_thread(self._process.wait)
@@ -312,7 +312,7 @@ class _Place:
             return self.current
 
     def forked(self) -> None:
-        """A child has no writer process yet, and must not keep the parent's from seeing the parent's end."""
+        """Forget the process in a forked child, which must not keep the parent's from seeing the parent's end."""
         if self.current is not None:
             self.current.forget()
 
@@ -367,7 +367,7 @@ _THREAD = 'use worker="thread"'
 
 
 def _schemes(url: URL) -> list[str]:
-    """The names under which plugins may be registered that a URL is opened with."""
+    """Return the names under which plugins may be registered that a URL is opened with."""
     names = url.scheme.split("+")
     inner = ["+".join(names[at:]) for at in range(len(names))]
     return [*inner, *(f"{name}+" for name in names)]
@@ -396,7 +396,7 @@ def _plugins() -> list[tuple[str, str, str]]:
 
 
 def _umask() -> int:
-    """This process's; Python itself can only tell by changing it, for all threads."""
+    """Return this process's; Python itself can only tell by changing it, for all threads."""
     with (
         contextlib.suppress(OSError, ValueError),
         open("/proc/self/status", encoding="ascii", errors="replace") as status,

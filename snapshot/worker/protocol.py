@@ -45,13 +45,13 @@ class FileLane(Message):
 
     @classmethod
     def of(cls, file: FilePlan, location: str, parts: Sequence[FilePart]) -> FileLane:
-        """What to say of a file."""
+        """Return what to say of a file."""
         begin = file.extents[0].begin if file.extents else file.size
         ends = array.array("Q", [extent.end for extent in file.extents]).tobytes()
         return cls(location, file.size, parts[0].end if parts else 1, begin, ends)
 
     def file(self) -> FilePlan:
-        """The file, without the content of its header: that stands in the first part."""
+        """Return the file, without the content of its header: that stands in the first part."""
         extents, begin = [], self.begin
         for end in array.array("Q", self.ends):
             extents.append(Extent(0, begin, end))
@@ -154,7 +154,7 @@ class Failed(Message):
 
     @classmethod
     def of(cls, take: int, error: BaseException) -> Failed:
-        """What to say of an error."""
+        """Return what to say of an error."""
         theirs = (each for each in type(error).__mro__ if getattr(errors, each.__name__, None) is each)
         kind = next(theirs, SnapshotError)
         text = str(error) if isinstance(error, kind) else f"{type(error).__name__}: {error}"
@@ -166,7 +166,7 @@ class Failed(Message):
         return cls(take, kind.__name__, text, number, fields, notes, trace)
 
     def error(self) -> SnapshotError:
-        """The error, with the other process's trace as its cause."""
+        """Return the error, with the other process's trace as its cause."""
         kind: type[SnapshotError] = getattr(errors, self.kind)
         error = kind(self.text)
         for name, value in self.fields.items():

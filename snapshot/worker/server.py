@@ -99,14 +99,14 @@ class RemoteParts:
         return self._parts[number, position]
 
     def arrived(self, number: int, position: int, part: StagedPart) -> None:
-        """Here is a part."""
+        """Hand over a part."""
         if self._error is None:
             waited = self._part(number, position)
             if not waited.done():  # else nobody waits any more: it was cancelled
                 waited.set_result(part)
 
     async def get(self, number: int, position: int) -> StagedPart:
-        """The part, as soon as it is there."""
+        """Return the part, as soon as it is there."""
         if self._error is not None:
             raise self._error
         part = await self._part(number, position)
@@ -114,13 +114,13 @@ class RemoteParts:
         return part
 
     def stop(self, error: BaseException) -> None:
-        """It is over: nobody gets a part any more, and what comes now is let alone."""
+        """Stop: nobody gets a part any more, and those that come now are ignored."""
         self._error = self._error or error
         for waited in self._parts.values():
             waited.cancel()  # where it has come already, this does nothing
 
     def release(self) -> None:
-        """What was not written is the parent's."""
+        """Forget the parts: what was not written is the parent's."""
         self._parts.clear()
 
 
@@ -228,7 +228,7 @@ def _imitate(begin: Begin) -> None:
 
 
 def main(descriptor: int) -> None:
-    """The whole life of a writer process."""
+    """Run a writer process until its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lower_priority()
     torch.set_num_threads(1)

@@ -357,10 +357,9 @@ def test_pytorch_lightning_has_classes_of_its_own(tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         other = pytest.importorskip("pytorch_lightning")
-    plugin = interop.__getattr__("SnapshotCheckpointIO")
-    callback = interop.__getattr__("SnapshotCallback")
-    monkeypatch.setattr(interop, "SnapshotCheckpointIO", SnapshotCheckpointIO)  # which was replaced by the above
-    monkeypatch.setattr(interop, "SnapshotCallback", SnapshotCallback)
+    anew = importlib.util.module_from_spec(interop.__spec__)
+    interop.__spec__.loader.exec_module(anew)
+    plugin, callback = anew.SnapshotCheckpointIO, anew.SnapshotCallback
     assert issubclass(plugin, other.plugins.io.CheckpointIO)
     assert issubclass(callback, other.Callback)
 
@@ -395,7 +394,6 @@ def test_without_lightning_the_error_says_what_to_install(monkeypatch):
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    anew = importlib.util.module_from_spec(interop.__spec__)
     with pytest.raises(MissingExtraError, match=r"pip install 'snapshot-torch\[lightning\]'"):
-        interop.__getattr__("SnapshotCallback")
-    with pytest.raises(AttributeError, match="no attribute 'Other'"):
-        interop.Other  # noqa: B018
+        interop.__spec__.loader.exec_module(anew)

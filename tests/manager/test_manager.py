@@ -367,7 +367,7 @@ def test_what_was_replaced_since_its_removal_was_decided_stays(tmp_path, monkeyp
         thread.start()
         await asyncio.to_thread(thread.join)
 
-    between(monkeypatch, "remove_this", replaced)
+    between(monkeypatch, "delete_if_unchanged", replaced)
     filled(tmp_path, 2, keep=KeepLatest(1))
     assert manager_of(tmp_path).steps() == [1, 2]
     assert Snapshot(tmp_path / "step-1").read_object("0/s/value") == 2
@@ -376,7 +376,7 @@ def test_what_was_replaced_since_its_removal_was_decided_stays(tmp_path, monkeyp
 
 def test_what_is_pinned_while_it_is_about_to_be_removed_stays(tmp_path, monkeypatch):
     manager = filled(tmp_path, 1)
-    between(monkeypatch, "remove_this", lambda: manager._root.pin(1))
+    between(monkeypatch, "delete_if_unchanged", lambda: manager._root.pin(1))
     filled(tmp_path, 2, keep=KeepLatest(1))
     assert manager.pinned() == [1]
     assert manager.snapshot(1).verify()

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
+from snapshot.aio import gather_limited
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import SOLO
 from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageNotFoundError
+from snapshot.events import warn
 from snapshot.interop.dcp.names import DcpNames, Unkept, containers, flat_paths, nested_paths, record, taken_apart
 from snapshot.manifest import document as d
 from snapshot.manifest import entries as e
@@ -86,26 +86,24 @@ def dcp_exchange() -> Exchange:
 
 async def _expect_theirs(session: Session, others: Sequence[Told]) -> None:
     """Raise where another rank's files cannot be seen from here: what would be committed is no use to anyone."""
-    at_once = asyncio.Semaphore(AT_ONCE)
 
-    async def look(location: str, size: int) -> None:
-        async with at_once:
-            try:
-                found = (await session.storage.stat(location)).size
-            except StorageNotFoundError as error:
-                raise SnapshotError(
-                    f"{error}: another rank wrote it, and the coordinator does not see it; all ranks must share one "
-                    "storage"
-                ) from error
+    async def look(item: tuple[str, int]) -> None:
+        location, size = item
+        try:
+            found = (await session.storage.stat(location)).size
+        except StorageNotFoundError as error:
+            raise SnapshotError(
+                f"{error}: another rank wrote it, and the coordinator does not see it; all ranks must share one storage"
+            ) from error
         if found != size:
             raise CorruptSnapshotError(f"{session.url.join(location)}: has {found:,} of {size:,} bytes")
 
     files = {location: file.size for each in others for location, file in each.files.items()}
-    await asyncio.gather(*(look(location, size) for location, size in files.items()))
+    await gather_limited(files.items(), look, AT_ONCE)
 
 
 def _joined(metadata: Metadata, told: Sequence[Told]) -> tuple[dict[str, Any], dict[str, FileEntry], dict[str, Any]]:
-    """The manifest, its files, and what has to be noted of DCP's names."""
+    """Return the manifest, its files, and what has to be noted of DCP's names."""
     found: dict[str, Any] = dict(told[0].entries) if told else {}
     for rank, each in enumerate(told[1:], 1):
         merge(found, each.entries, f"rank {rank}")
@@ -141,10 +139,9 @@ def _joined(metadata: Metadata, told: Sequence[Told]) -> tuple[dict[str, Any], d
     try:
         note = record(made, manifest)
     except Unkept:
-        warnings.warn(
+        warn(
             f"the planner's planner_data ({type(metadata.planner_data).__name__}) holds more than plain values, and is "
-            "not stored; loading gives None instead",
-            stacklevel=5,
+            "not stored; loading gives None instead"
         )
         made.planner_data = None
         note = record(made, manifest)
@@ -174,7 +171,7 @@ def _missing(entry: e.ShardedTensorEntry) -> bool:
 
 
 def _whole(entry: e.ShardedTensorEntry, *, several: bool) -> Any:
-    """The simplest entry that says the same: of a tensor that lies in one range, or that one rank alone had."""
+    """Return the simplest entry that says the same: of a tensor that lies in one range, or that one rank alone had."""
     shards = entry.shards
     if len(shards) == 1 and shards[0].sizes == entry.shape:
         return shards[0].tensor
@@ -191,6 +188,6 @@ def _described(manifest: dict[str, Any], files: dict[str, FileEntry], metadata: 
 
 
 def _likeness(entry: Any) -> str:
-    """What a structure's digest takes of an entry."""
+    """Return what a structure's digest takes of an entry."""
     kind = type(entry).__name__
     return f"{kind} {entry.dtype}{list(entry.shape)}" if isinstance(entry, e.TENSORS) else kind

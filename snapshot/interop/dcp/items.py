@@ -28,6 +28,7 @@ from snapshot.progress import unmetered
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
+from snapshot.save.collect import warn_of_pickles
 from snapshot.save.manifest_builder import RankManifest, build_entries
 from snapshot.save.rank_share import RankShare
 from snapshot.save.replication import Replication
@@ -38,7 +39,7 @@ from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob
 from snapshot.state.sharded import Piece, Shards
 from snapshot.tensors.geometry import Box
-from snapshot.text import listed, with_article
+from snapshot.text import with_article
 
 _OWN = ("resolve_data", "lookup_object", "transform_object")
 
@@ -63,17 +64,7 @@ def write_items(session: Session, save_id: str, rank: int, plan: SavePlan, plann
         told.raw += round_.raw
         pickled += round_.flat.pickled
         lossy += round_.flat.lossy
-    if pickled:
-        warnings.warn(
-            "stored as pickles, since nothing else can hold them; reading them back may need allow_pickle=True:"
-            f"{listed(pickled)}",
-            stacklevel=4,
-        )
-    if lossy:
-        warnings.warn(
-            f"stored without the attributes that Python code gave them; only data and class come back:{listed(lossy)}",
-            stacklevel=4,
-        )
+    warn_of_pickles(pickled, lossy)
     return told
 
 
@@ -172,7 +163,7 @@ class _Round:
         return value
 
     def _value(self, item: WriteItem) -> tuple[bool, Any]:
-        """The value itself; or (False) the bytes of which nothing else is known."""
+        """Return the value itself; or (False) the bytes of which nothing else is known."""
         if self._plain:  # the very object: that it need not be pickled first is most of what small values cost
             return True, self._planner.lookup_object(item.index)  # type: ignore[attr-defined]
         data = self._planner.resolve_data(item)
@@ -197,7 +188,7 @@ class _Round:
             self.raw.append(name)
 
     def _sharded(self, name: str, boxes: list[tuple[WriteItem, torch.Tensor]]) -> None:
-        """Some boxes of a tensor. What other ranks hold of it nobody here knows, nor need know."""
+        """Add some boxes of a tensor. What other ranks hold of it nobody here knows, nor need know."""
         path, pieces = self._paths[name], []
         data = boxes[0][0].tensor_data
         if data is None:
@@ -251,7 +242,8 @@ class _Round:
                     self.flat.ties[path] = owner
 
     def entries(self, described: RankManifest) -> dict[str, Any]:
-        """The items' entries by name (as a component); under longer paths what is below those that are containers."""
+        """Return the items' entries by name (as a component); under longer paths what is below those that are
+        containers."""
         made = {path[2:]: entry for path, entry in described.own.items()}  # all are of rank 0, as there is one
         found: dict[str, Any] = {}
         holders: dict[str, str] = {}
@@ -273,7 +265,7 @@ _NOTHING_SHARED = Replication("", frozenset(), ())
 
 
 def _holder(holders: dict[Keys, dict[str, Any]], keys: Keys) -> dict[str, Any]:
-    """The dict at some keys, and those above it."""
+    """Return the dict at some keys, and those above it."""
     held = holders.get(keys)
     if held is None:
         held = holders[keys] = _holder(holders, keys[:-1])[str(keys[-1])] = {}

@@ -66,7 +66,7 @@ class DcpNames:
 
 
 def path_of(keys: Keys) -> str:
-    """The manifest's path of an item that stood at these keys."""
+    """Return the manifest's path of an item that stood at these keys."""
     return "/".join([component(key) if type(key) is str else str(key) for key in keys])
 
 
@@ -122,7 +122,8 @@ def _is_path(keys: Any) -> TypeGuard[Keys]:
 
 
 def containers(every: Iterable[Keys]) -> dict[str, Entry]:
-    """The entries that hold items which stood at these keys: lists where the numbers leave no gap, else dicts."""
+    """Return the entries that hold items which stood at these keys: lists where the numbers leave no gap, else
+    dicts."""
     children: dict[Keys, dict[str | int, None]] = {}
     for keys in every:
         at = keys
@@ -200,7 +201,8 @@ class _Walk:
 
 
 def record(names: DcpNames, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to stand in the metadata for `recall` to give the same names; nothing where the paths say it all."""
+    """Return what has to stand in the metadata for `recall` to give the same names; nothing where the paths say it
+    all."""
     paths, keys = derive(entries)
     derived = names.planner_data == keys and type(names.planner_data) is dict
     if derived and paths == names.paths and not names.raw and not names.partial:
@@ -239,7 +241,7 @@ _entries = msgspec.json.Decoder(dict[str, e.AnyEntry])
 
 
 def recall(metadata: msgspec.Raw, entries: Mapping[str, Any], where: object) -> DcpNames:
-    """The items of a snapshot, from its entries (under paths without a rank) and what was recorded of names."""
+    """Return the items of a snapshot, from its entries (under paths without a rank) and what was recorded of names."""
     try:
         told = msgspec.json.decode(metadata, type=dict[str, msgspec.Raw]) if len(metadata) else {}
         made = msgspec.json.decode(told[KEY], type=DcpRecord) if KEY in told else DcpRecord(derived=True)
@@ -270,13 +272,13 @@ def _unescaped(key: Any) -> Any:
 
 
 def partial_entry(path: str, partial: Partial, entries: Mapping[str, Any]) -> e.ShardedTensorEntry:
-    """The entry of a tensor that is not whole, from those of its boxes."""
+    """Return the entry of a tensor that is not whole, from those of its boxes."""
     shards = [e.Shard(offsets, sizes, entries[f"{path}/{name}"]) for name, (offsets, sizes) in partial.boxes.items()]
     return e.ShardedTensorEntry(partial.dtype, partial.shape, shards)
 
 
 def taken_apart(path: str, entry: e.ShardedTensorEntry) -> tuple[Partial, dict[str, Entry]]:
-    """The other way round: what is recorded of a tensor that is not whole, and the entries of its boxes."""
+    """Return the other way round: what is recorded of a tensor that is not whole, and the entries of its boxes."""
     boxes, made = {}, {}
     for shard in entry.shards:
         name = str(Box(shard.offsets, shard.sizes)) or "all"

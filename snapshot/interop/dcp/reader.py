@@ -118,14 +118,14 @@ class SnapshotReader(StorageReader):
         return storage_knows(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new load begins."""
+        """Begin a new load."""
         self._opened = None
         self.load_id = str(uuid.uuid4())
         if checkpoint_id is not None:
             self.path = os.fspath(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What is in the snapshot. With `rank`, of what that rank saved without collectives."""
+        """Return what is in the snapshot. With `rank`, of what that rank saved without collectives."""
         rank = kwargs.get("rank")
         url = self._url() if rank is None else self._url().join(rank_folder(rank))
         session = self._session(url)
@@ -193,7 +193,7 @@ class SnapshotReader(StorageReader):
 
 
 def _opened(url: URL, document: Document) -> _Opened:
-    """What the calling rank sees: its own, and what is for all."""
+    """Return what the calling rank sees: its own, and what is for all."""
     ranks = ranks_of(None)
     view = rank_view(document.manifest, ranks.rank, document.world_size, ranks.world)
     entries = {**view.entries, **view.elsewhere}
@@ -213,7 +213,7 @@ def _opened(url: URL, document: Document) -> _Opened:
 
 
 def _described(opened: _Opened) -> dict[str, Any]:
-    """What DCP's planners know of the items."""
+    """Return what DCP's planners know of the items."""
     found: dict[str, Any] = {}
     origins: dict[int, torch.Size] = {}
     document = opened.document
@@ -290,7 +290,7 @@ class _Load:
         run(expect_files(self._session, document, locations_of(entries, document.files)))
 
     def _tree(self, path: str) -> dict[str, Any]:
-        """The entry of an object, and those below it."""
+        """Return the entry of an object, and those below it."""
         every, entry = self._opened.entries, self._opened.entries[path]
         found = {path: entry}
         if isinstance(entry, e.Container):
@@ -386,7 +386,7 @@ class _Load:
 
 
 def _box(index: MetadataIndex, offsets: tuple[int, ...], sizes: tuple[int, ...], *, partial: bool) -> Box:
-    """What of the whole tensor is wanted: a chunk's offsets are those of `partial` tensors' boxes, else 0."""
+    """Return what of the whole tensor is wanted: a chunk's offsets are those of `partial` tensors' boxes, else 0."""
     begin = index.offset if partial and index.offset is not None else (0,) * len(offsets)
     return Box(tuple(a + b for a, b in zip(begin, offsets, strict=True)), sizes)
 

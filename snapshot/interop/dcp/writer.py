@@ -97,12 +97,12 @@ class _Save:
         self._given_up.atexit = False  # what the interpreter's exit leaves, the next save removes
 
     def over(self) -> None:
-        """It is committed, or everything was taken back."""
+        """End a save that is committed, or taken back."""
         self._given_up.detach()
         run(_end(self.session, self.transaction, self.where))
 
     def give_up(self) -> None:
-        """It was never finished: take everything back."""
+        """Take back a save that was never finished."""
         run(self.transaction.abort())
         self.over()
 
@@ -214,7 +214,7 @@ class SnapshotWriter(StorageWriter):
         return storage_knows(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new save begins."""
+        """Begin a new save."""
         self._drop()
         if checkpoint_id is not None:
             self.path = os.fspath(checkpoint_id)
@@ -342,7 +342,7 @@ class SnapshotWriter(StorageWriter):
         )
 
     def _ticket(self, plan: SavePlan) -> Ticket:
-        """The ticket of this save: see `Ticket`."""
+        """Return the ticket of this save: see `Ticket`."""
         given, newest = plan.storage_data, getattr(_here, "ticket", None)
         if self._save is not None:
             rank = given.rank if isinstance(given, Ticket) else self._rank
@@ -397,7 +397,7 @@ def rank_folder(rank: int) -> str:
 
 
 def shown(path: str | None) -> str | None:
-    """A path as it was given; of a URL, what may be seen of it."""
+    """Return a path as it was given; of a URL, what may be seen of it."""
     url = None if path is None else URL.parse(path)
     return path if url is None or url.scheme == "file" else str(url)
 

@@ -53,7 +53,7 @@ class _MegatronKind(Kind):
         """Names of objects as Megatron stores them, each in a list of one."""
 
     def adopts(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
-        """What other ranks had of these names; of an object, all that it is made of."""
+        """Return what other ranks had of these names; of an object, all that it is made of."""
         if f"{self.key}/{COMMON}" not in entries and f"{self.key}/{COMMON}" not in elsewhere:
             self._gather_common(entries)
         missing = {path for path in self.live if path not in entries}
@@ -130,7 +130,7 @@ class _MegatronKind(Kind):
 
 
 def _only(held: Any) -> Any:
-    """An object as Megatron stores it, among others of its position, which are equal."""
+    """Return an object as Megatron stores it, among others of its position, which are equal."""
     return held[0] if type(held) is list and held else held
 
 
@@ -177,7 +177,7 @@ class MegatronState:
         self._tree: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What is stored: tensors and objects by their keys, and on rank 0 the common state."""
+        """Return what is stored: tensors and objects by their keys, and on rank 0 the common state."""
         parts = Parts(self._made())
         state: dict[str, Any] = dict(parts.tensors)
         state |= {name: FromOneRank(each.data) for name, each in parts.objects.items() if is_main(each.replica_id)}
@@ -203,7 +203,7 @@ class MegatronState:
         return built(given)
 
     def _places(self) -> dict[str, Any]:
-        """What a restore is to fill, and what is there in the places of all else."""
+        """Return what a restore is to fill, and what is there in the places of all else."""
         self._tree = self._made()
         parts = Parts(self._tree)
         for boxes in parts.tensors.values():

@@ -67,7 +67,7 @@ class MegatronBoxes:
         self.parts.append(part)
 
     def within(self, shape: Shape) -> MegatronBoxes:
-        """The same boxes, as far as they lie in a stored tensor of another shape."""
+        """Return the same boxes, as far as they lie in a stored tensor of another shape."""
         made = MegatronBoxes(self.key)
         made.parts, made.shape = self.parts, shape
         return made
@@ -129,8 +129,8 @@ def _common(box: Box, shape: Shape) -> Box | None:
 
 
 def built(value: Any) -> Any:
-    """A copy of the containers, in which factories have built what they stand for. Dicts and lists are looked into, as
-    Megatron does."""
+    """Return a copy of the containers, in which factories have built what they stand for. Dicts and lists are looked
+    into, as Megatron does."""
     if isinstance(value, dict):
         return {key: built(child) for key, child in value.items()}
     if isinstance(value, list):
@@ -174,7 +174,8 @@ class Parts:
 
 
 def _common_of(tree: Any) -> Any:
-    """What is neither sharded nor local: containers with nothing of it are left out, but for those that were empty."""
+    """Return what is neither sharded nor local: containers with nothing of it are left out, but for those that were
+    empty."""
     if isinstance(tree, dict):
         held = {key: _common_of(child) for key, child in tree.items()}
         kept = {key: child for key, child in held.items() if child is not NOTHING}
@@ -190,8 +191,8 @@ def _common_of(tree: Any) -> Any:
 
 
 def filled(tree: Any, common: Any, objects: dict[str, Any], path: str = "") -> Any:
-    """The state dict that Megatron's `load` would give: the snapshot's common state, and in its places the tensors,
-    objects, and local values of this rank. What only the application has as common state is not in it."""
+    """Return the state dict that Megatron's `load` would give: the snapshot's common state, and in its places the
+    tensors, objects, and local values of this rank. What only the application has as common state is not in it."""
     if not _has_places(tree):
         return common
     if isinstance(tree, dict):

@@ -13,6 +13,16 @@ Duration = float | timedelta | str
 """Seconds, a `timedelta`, or a text: `"90s"`, `"10m"`, `"12h"`, `"7d"`, `"2w"`."""
 
 
+def parse_duration(text: str) -> float | None:
+    """Return the seconds of a text such as `90s`, or None if it is not a duration.
+
+    >>> parse_duration("7d"), parse_duration("1.5h"), parse_duration("soon")
+    (604800.0, 5400.0, None)
+    """
+    found = _TEXT.fullmatch(text)
+    return float(found[1]) * _UNITS[found[2]] if found else None
+
+
 def seconds_of(given: Duration, what: str) -> float:
     """So many seconds; `ValueError` or `TypeError`, which name `what`, for what is no duration above 0.
 
@@ -20,23 +30,23 @@ def seconds_of(given: Duration, what: str) -> float:
     (600.0, 3600.0)
     """
     if isinstance(given, str):
-        found = _TEXT.fullmatch(given)
-        if not found:
-            raise ValueError(f"{what}: {given!r} is no duration; it is written '90s', '10m', '12h', '7d' or '2w'")
-        seconds = float(found[1]) * _UNITS[found[2]]
+        parsed = parse_duration(given)
+        if parsed is None:
+            raise ValueError(f"{what} must be written as '90s', '10m', '12h', '7d' or '2w', got {given!r}")
+        seconds = parsed
     elif isinstance(given, timedelta):
         seconds = given.total_seconds()
     elif isinstance(given, (int, float)) and not isinstance(given, bool):
         seconds = float(given)
     else:
-        raise TypeError(f"{what}: {given!r} is no duration: it is seconds, a timedelta, or a text such as '10m'")
+        raise TypeError(f"{what} must be seconds, a timedelta, or a text such as '10m', got {given!r}")
     if not 0 < seconds < math.inf:
-        raise ValueError(f"{what}: {given!r} is no time above 0")
+        raise ValueError(f"{what} must be above 0, got {given!r}")
     return seconds
 
 
 def duration_text(seconds: float) -> str:
-    """A duration as a person says it.
+    """Return a duration as a person says it.
 
     >>> [duration_text(value) for value in (0.0123, 4.5, 90, 5400, 200000)]
     ['12.3 ms', '4.50 s', '90 s', '1.5 h', '2.3 d']
