@@ -58,7 +58,7 @@ def pytest_xdist_auto_num_workers(config):
     """Start no process for single modules, and several for folders."""
     if all("::" in each or each.endswith(".py") for each in config.args):
         return 0
-    return max(WORKERS, len(os.sched_getaffinity(0)))
+    return max(WORKERS, min(len(os.sched_getaffinity(0)), 8))
 
 
 def pytest_ignore_collect(collection_path):
@@ -96,9 +96,8 @@ def pytest_terminal_summary(terminalreporter):
 
 def _texts_in_parameters(item):
     """Return the strings that a test was parametrized with: some name a fixture."""
-    return (
-        [each for each in item.callspec.params.values() if isinstance(each, str)] if hasattr(item, "callspec") else []
-    )
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return [each for each in parameters.values() if isinstance(each, str)]
 
 
 # The warm interpreter
