@@ -1,91 +1,11 @@
-"""What is special about one kind of object store: how each request is made, once."""
+"""Deprecated: the names of this module have moved."""
 
-from __future__ import annotations
+from snapshot.plugins.moved import forward
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from snapshot.errors import SnapshotError
-from snapshot.plugins.attempts import Body, Sink
-from snapshot.plugins.uploads import ObjectWriter
-from snapshot.storage import URL, Expect, FileStat, FileWriter
-
-if TYPE_CHECKING:
-    from snapshot.plugins.objects import ObjectStorage
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """A part of a listing: keys, folders (ending in `/`), and where the next one begins."""
-
-    keys: Sequence[str]
-    folders: Sequence[str] = ()
-    following: Any = None
-
-
-class Driver(ABC):
-    """How one kind of store is asked: one request a method, without retries. Keys are whole, bucket excluded.
-
-    Whatever it raises is translated by `fault`.
-    """
-
-    batch = 1
-    """How many keys `delete` takes."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Give back the connections."""
-
-    @abstractmethod
-    def fault(self, error: Exception, url: URL) -> SnapshotError:
-        """The error that is raised for a client's: ours, a `PassingError` for what may pass."""
-
-    @abstractmethod
-    async def head(self, key: str) -> FileStat:
-        """Size, time and token."""
-
-    @abstractmethod
-    async def read(self, key: str, sink: Sink) -> None:
-        """Ask for `sink.range` (in version `sink.token`, if there is one), and let the sink take the answer."""
-
-    @abstractmethod
-    async def list(self, prefix: str, recursive: bool, following: Any) -> Page:
-        """A page of the keys that begin with a prefix."""
-
-    def writer(self, storage: ObjectStorage[Any], path: str, key: str, size: int) -> FileWriter:
-        """What writes a file."""
-        return ObjectWriter(storage, path, key, size)
-
-    async def put(self, key: str, body: Body, expect: Expect) -> str:
-        """Store a whole object; the new token."""
-        raise NotImplementedError
-
-    async def begin(self, key: str, size: int) -> str:
-        """Begin an upload in parts; its name."""
-        raise NotImplementedError
-
-    async def part(self, key: str, upload: str, number: int, offset: int, body: Body, *, last: bool) -> str:
-        """Upload a part; what `complete` needs to know of it. `body.attempt.number` is above 1 if it is done again."""
-        raise NotImplementedError
-
-    async def complete(self, key: str, upload: str, parts: Mapping[int, str]) -> None:
-        """Make the parts an object."""
-        raise NotImplementedError
-
-    async def abandon(self, key: str, upload: str) -> None:
-        """Drop an upload and its parts; no error if it is gone."""
-        raise NotImplementedError
-
-    async def uploads(self, prefix: str) -> Sequence[tuple[str, str, float]]:
-        """Key, name and beginning of the uploads that are not finished."""
-        return []
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        """Delete at most `batch` keys; no error for those that are gone."""
-        raise NotImplementedError
-
-    async def copy(self, source: str, key: str) -> None:
-        """Copy an object within the store."""
-        raise NotImplementedError
+__getattr__ = forward(
+    __name__,
+    {
+        "Driver": "snapshot.plugins.objectstore.driver:Driver",
+        "Page": "snapshot.plugins.objectstore.driver:Page",
+    },
+)

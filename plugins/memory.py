@@ -1,7 +1,7 @@
-"""Files in this process's memory: for tests, for examples, and for handing state from one part of a program to another.
+"""Files in the memory of this process: for tests, examples, and state that is passed on within a program.
 
-There is one tree of files a process, so that `memory://run/step-1` lies below `memory://run`, and whoever opens a URL
-later finds what was stored there. Nothing survives the process, and a forked child has a copy of its own.
+A process has one tree of files: `memory://run/step-1` is below `memory://run`, and any storage of the process finds it.
+Nothing survives the process. A forked child has a copy of its own.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from snapshot.storage import (
 Bytes = npt.NDArray[np.uint8]
 """Content as an array: NumPy copies long ones with the GIL released, which slices of a bytearray do not."""
 _LONG = 1 << 20
-"""Shorter copies are done at once; longer ones in a thread, so that the loop goes on."""
+"""Minimum bytes of a copy that is made in a thread, so that the loop goes on."""
 _tokens = count(1)
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
     content: Bytes
-    """Never changed once the file stands in the tree: a reader may go on while another file takes its place."""
+    """Never changed once the file is in the tree, so that a reader may go on while the file is replaced."""
     token: str = field(default_factory=lambda: f"{next(_tokens)}")
     mtime: float = field(default_factory=time.time)
 
@@ -55,7 +55,7 @@ _lock = threading.Lock()
 
 
 def _after_fork() -> None:
-    """Another thread of the parent may have held the lock; nobody in the child would ever give it back."""
+    """Make a new lock: a thread of the parent may have held the old one, and would never release it here."""
     global _lock  # noqa: PLW0603 - the tree is the process's, and so is its lock
     _lock = threading.Lock()
 
@@ -64,7 +64,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class MemoryStorage(Storage):
-    """`memory://name` or `memory://name/below/it`. No `storage_options`."""
+    """Files in memory: `memory://name` or `memory://name/below/it`, without `storage_options`."""
 
     capabilities = Capabilities(durable=False, server_side_copy=True, renames=True, guarded_commit=True)
     limits = Limits(parallel_files=1)
@@ -88,7 +88,7 @@ class MemoryStorage(Storage):
         return found
 
     def _expect(self, path: str, expect: Expect) -> None:
-        """Raise unless what stands at the path is what is expected there; with the lock held."""
+        """Raise StorageConflictError unless the file at the path is as expected. The caller holds the lock."""
         stands = _files.get(self._key(path))
         if expect is ANYTHING or (stands.token if stands else ABSENT) == expect:
             return
@@ -96,11 +96,11 @@ class MemoryStorage(Storage):
         raise StorageConflictError(f"{self.url.join(path)}: {found}")
 
     async def create(self, path: str, size: int) -> FileWriter:
-        """Begin a file that nobody sees before it is finished."""
-        return _Writer(self.url.join(path), self._key(path), size)
+        """Begin a file that is not visible before it is finished."""
+        return MemoryFileWriter(self.url.join(path), self._key(path), size)
 
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
-        """Copy out of the content that stands there now."""
+        """Copy from the current content."""
         file, url = self._find(path), self.url.join(path)
         if token is not None and token != file.token:
             raise StorageConflictError(f"{url}: was replaced while it was read")
@@ -111,7 +111,7 @@ class MemoryStorage(Storage):
         await _copy([(target, file.content[begin : begin + len(target)]) for begin, target in _placed(offset, targets)])
 
     async def put(self, path: str, data: bytes, *, expect: Expect = ANYTHING) -> str:
-        """Compared and replaced under the lock."""
+        """Compare and replace the file under the lock."""
         made = _File(np.frombuffer(bytes(data), np.uint8))
         with _lock:
             self._expect(path, expect)
@@ -119,19 +119,19 @@ class MemoryStorage(Storage):
         return made.token
 
     async def get(self, path: str, *, limit: int | None = None) -> bytes:
-        """A copy of the content."""
+        """Return a copy of the content."""
         content = self._find(path).content
         if limit is not None and len(content) > limit:
             raise StorageError(f"{self.url.join(path)}: has {len(content):,} bytes, more than the {limit:,} allowed")
         return content.tobytes()
 
     async def stat(self, path: str) -> FileStat:
-        """Size, time, and a token that no other content in this process ever had."""
+        """Return size, time, and a token that no other content in this process ever had."""
         file = self._find(path)
         return FileStat(len(file.content), file.mtime, file.token)
 
     async def list(self, prefix: str = "", *, recursive: bool = True) -> list[str]:
-        """There are no folders: what is shown as one is what paths have in common."""
+        """List paths. There are no folders, only common prefixes of paths."""
         folder = prefix.rpartition("/")[0]
         if folder:
             check_path(folder)
@@ -143,14 +143,14 @@ class MemoryStorage(Storage):
         return sorted(prefix + rest for rest in rests)
 
     async def delete(self, paths: Sequence[str]) -> None:
-        """All at once: another thread sees every one of them, or none."""
+        """Delete all files at once: another thread sees all of them, or none."""
         keys = [self._key(path) for path in paths]
         with _lock:
             for key in keys:
                 _files.pop(key, None)
 
     async def rename(self, source: str, path: str) -> None:
-        """In one step."""
+        """Rename a file in one step."""
         old, new = self._key(source), self._key(path)
         with _lock:
             if old not in _files:
@@ -158,7 +158,7 @@ class MemoryStorage(Storage):
             _files[new] = _files.pop(old)
 
     async def commit(self, claim: str, path: str, data: bytes, *, expect: Expect = ABSENT) -> str:
-        """Both in one step: the claim must be there, and becomes the file."""
+        """Replace the claim by the file in one step; raise StorageConflictError if the claim is gone."""
         made = _File(np.frombuffer(bytes(data), np.uint8))
         key = self._key(path)
         with _lock:
@@ -170,14 +170,14 @@ class MemoryStorage(Storage):
         return made.token
 
     async def copy(self, source: str, path: str) -> None:
-        """Both share the bytes, which never change."""
+        """Copy a file; both share the bytes, which never change."""
         made, key = _File(self._find(source).content), self._key(path)
         with _lock:
             _files[key] = made
 
 
-class _Writer(FileWriter):
-    """A file's memory while it is filled; it enters the tree when it is whole."""
+class MemoryFileWriter(FileWriter):
+    """Memory of a file while it is filled; it enters the tree when it is finished."""
 
     def __init__(self, url: URL, key: str, size: int) -> None:
         self._url = url
@@ -191,7 +191,7 @@ class _Writer(FileWriter):
         return self._content
 
     async def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        """Copy the buffers to their place."""
+        """Copy the buffers to their offset."""
         content, sources = self._open(), _arrays(buffers)
         total = sum(map(len, sources))
         if offset < 0 or offset + total > len(content):
@@ -200,7 +200,7 @@ class _Writer(FileWriter):
         self._written[offset] = max(total, self._written.get(offset, 0))
 
     async def finish(self) -> None:
-        """Show the file, if every byte of it was written: what was not is not zero but anything."""
+        """Put the file into the tree; raise StorageError unless every byte of it was written."""
         content, reached = self._open(), 0
         for offset, total in sorted(self._written.items()):
             if offset > reached:
@@ -213,7 +213,7 @@ class _Writer(FileWriter):
             _files[self._key] = _File(content)
 
     async def abort(self) -> None:
-        """Forget the memory; a finished file stays."""
+        """Drop the memory; a finished file stays."""
         self._content = None
 
 

@@ -33,7 +33,7 @@ from snapshot.runtime.loop import refuse_on_loop, run
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.url import URL
-from snapshot.verbs.verify import verify_files
+from snapshot.verbs.verification import verify_files
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +121,7 @@ class Checkpoint:
     def exists(self) -> bool:
         """Whether a committed snapshot is here, or a checkpoint of another library that can be opened; only that, not
         whether it is whole."""
-        session = self._session(None)
+        session = self.new_session(None)
         try:
             return run(exists(session))
         finally:
@@ -154,7 +154,7 @@ class Checkpoint:
         >>> bool(snapshot.verify())
         True
         """
-        session = self._session(memory_budget_bytes)
+        session = self.new_session(memory_budget_bytes)
         meter = Meter("verify", progress)
         try:
             report = run(verify_files(session, meter, quick=quick, resume=resume))
@@ -204,12 +204,12 @@ class Checkpoint:
         1 changed, 1 the same; 1 entry had to be read: 24 B
           ~ model/w: 3 of 3 differ, at most by 1, norm 1.73205
         """
-        from snapshot.verbs.diff import compare_snapshots  # who only trains need not wait for it
+        from snapshot.verbs.comparison import compare_snapshots  # who only trains need not wait for it
 
         refuse_on_loop()
         sides = [each if isinstance(each, Checkpoint) else Checkpoint(each) for each in (a, b)]
         return compare_snapshots(
-            [each._session for each in sides],
+            [each.new_session for each in sides],
             values=values,
             select=select,
             exclude=exclude,
@@ -267,7 +267,7 @@ class Checkpoint:
         >>> snapshot.convert("memory://docs/model.safetensors", "safetensors").tensors
         1
         """
-        from snapshot.verbs.convert import converted
+        from snapshot.verbs.conversion import converted
         from snapshot.verbs.to_snapshot import Selection  # who only trains need not wait for it
 
         refuse_on_loop()
@@ -277,9 +277,9 @@ class Checkpoint:
             self._options,
             URL.parse(os.fspath(url)),
             storage_options,
-            to,
-            choice,
-            Meter("convert", progress),
+            to=to,
+            choice=choice,
+            meter=Meter("convert", progress),
             shard_bytes=shard_bytes,
             overwrite=overwrite,
             durable=durable,
@@ -336,8 +336,8 @@ class Checkpoint:
             self._options,
             URL.parse(os.fspath(url)),
             storage_options,
-            Selection(select, exclude, verify=verify, allow_pickle=self._allow_pickle),
-            Meter("copy", progress),
+            choice=Selection(select, exclude, verify=verify, allow_pickle=self._allow_pickle),
+            meter=Meter("copy", progress),
             overwrite=overwrite,
             durable=durable,
             budget=memory_budget_bytes,
@@ -348,7 +348,7 @@ class Checkpoint:
     def delete(self) -> None:
         """Remove the snapshot: the manifest first, so that what an interruption leaves is no snapshot. Also removes
         what interrupted takes left here; nothing else in the folder is touched."""
-        session = self._session(None)
+        session = self.new_session(None)
 
         try:
             run(cleanup.delete_snapshot(session.storage))
@@ -369,13 +369,14 @@ class Checkpoint:
         self._document = None
         emit("deleted", "delete", str(self._url))
 
-    def _session(self, budget: int | None) -> Session:
+    def new_session(self, budget: int | None) -> Session:
+        """Open a session at the URL; the caller closes it."""
         return Session(self._url, self._options, budget=budget)
 
     def _open(self) -> Document:
         """Return the manifest. A snapshot never changes, so it is read once; `restore` reads it anew."""
         if self._document is None:
-            session = self._session(None)
+            session = self.new_session(None)
             try:
                 self._document = run(open_document(session))
             finally:
@@ -385,13 +386,13 @@ class Checkpoint:
     def _read(self, budget: int | None, read: Callable[[Session, Document], Any]) -> Any:
         """Read by the manifest that is known; if the snapshot was replaced since, by the new one."""
         known = self._open()
-        session = self._session(budget)
+        session = self.new_session(budget)
         try:
             run(read_from(session, known))
             return read(session, known)
         except CorruptSnapshotError:
             run(session.close())
-            session = self._session(budget)
+            session = self.new_session(budget)
             self._document = run(open_document(session))
             if self._document.save_id == known.save_id:
                 raise

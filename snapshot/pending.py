@@ -28,15 +28,16 @@ class PendingTake(Generic[T]):
         work: LoopFuture[None],
         meter: Meter,
         snapshot: T,
+        *,
         held: PendingCopy | None = None,
         save_id: str = "",
     ) -> None:
         self.path = path
-        self._work = work
+        self.work = work
         self._meter = meter
         self._snapshot = snapshot
         self._held = held
-        self._save_id = save_id
+        self.save_id = save_id
         self._awaited = False
         self._waiting = 0
         self._pid = os.getpid()
@@ -45,7 +46,7 @@ class PendingTake(Generic[T]):
 
     def done(self) -> bool:
         """Whether it is committed, or has failed."""
-        return self._work.done()
+        return self.work.done()
 
     def wait(self, timeout: float | None = None) -> T:
         """Wait for the commit, and return the snapshot; raise `SnapshotError` if it failed, on every rank.
@@ -55,17 +56,17 @@ class PendingTake(Generic[T]):
         self._check_thread("wait()")
         self._waiting += 1
         try:
-            self._work.result(timeout)
+            self.work.result(timeout)
         except concurrent.futures.CancelledError as error:
             raise CancelledError(f"{self.path}: the snapshot was cancelled, and nothing of it is left") from error
         except SnapshotError:
             raise
         except Exception as error:  # a plugin's own, or the system's
-            if isinstance(error, TimeoutError) and not self._work.done():
+            if isinstance(error, TimeoutError) and not self.work.done():
                 raise TimeoutError(f"{self.path}: not committed after {timeout} s ({self.progress()})") from error
             raise SnapshotError(f"{self.path}: the snapshot failed: {type(error).__name__}: {error}") from error
         finally:
-            self._awaited = self._awaited or self._work.done()
+            self._awaited = self._awaited or self.work.done()
             self._waiting -= 1
         return self._snapshot
 
@@ -102,25 +103,25 @@ class PendingTake(Generic[T]):
 
             threading.Thread(target=run, name="snapshot-callback", daemon=True).start()
 
-        self._work.add_done_callback(call)
+        self.work.add_done_callback(call)
 
     def cancel(self) -> bool:
         """Give it up: nothing of it is left behind. False if it is done already, or just being committed."""
-        if self._work.done():
+        if self.work.done():
             return False
         self._check_process()
         self._awaited = True
-        self._work.cancel()
+        self.work.cancel()
         if threading.current_thread().name.startswith(LIBRARY):
             return True  # called by the work itself, from a progress callback: it cannot wait for its own end
         with contextlib.suppress(Exception):
-            self._work.result()
+            self.work.result()
             return False
         return True
 
     def _check_thread(self, call: str) -> None:
         self._check_process()
-        if threading.current_thread().name.startswith(LIBRARY) and not self._work.done():
+        if threading.current_thread().name.startswith(LIBRARY) and not self.work.done():
             raise RuntimeError(f"{call} was called by the work that it waits for: not in a progress callback")
 
     def _check_process(self) -> None:
@@ -139,8 +140,8 @@ class PendingTake(Generic[T]):
     def __repr__(self) -> str:
         if not self.done():
             state = str(self.progress())
-        elif self._work.cancelled():
+        elif self.work.cancelled():
             state = "cancelled"
         else:
-            state = f"failed: {self._work.exception()}" if self._work.exception() else "committed"
+            state = f"failed: {self.work.exception()}" if self.work.exception() else "committed"
         return f"<{type(self).__name__} {self.path}: {state}>"

@@ -57,7 +57,8 @@ class PerProcess(Generic[T]):
         """Forget the value: the next `get` makes a new one."""
         self._value = None
 
-    def _after_fork(self) -> None:
+    def renew(self) -> None:
+        """Give a forked child its own value."""
         self._lock = threading.Lock()  # another thread of the parent may have held it
         value, self._value = self._value, None
         if value is not None and self._in_child is not None:
@@ -66,7 +67,7 @@ class PerProcess(Generic[T]):
 
 def _after_fork() -> None:
     for each in _all:
-        each._after_fork()
+        each.renew()
 
 
 if hasattr(os, "register_at_fork"):  # Windows has no forks

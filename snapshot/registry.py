@@ -16,39 +16,26 @@ GROUP = "snapshot.storage"
 """The entry-point group that third parties' plugins register in: `scheme = "package.module:Class"`."""
 
 _BUILT_IN = {
-    "file": ("snapshot.plugins.file:FileStorage", None),
+    "file": ("snapshot.plugins.file.file_storage:FileStorage", None),
     "memory": ("snapshot.plugins.memory:MemoryStorage", None),
-    "s3": ("snapshot.plugins.s3:S3Storage", "s3"),
-    "gs": ("snapshot.plugins.gcs:GcsStorage", "gcs"),
-    "gcs": ("snapshot.plugins.gcs:GcsStorage", "gcs"),
-    "az": ("snapshot.plugins.azure:AzureStorage", "azure"),
-    "abfs": ("snapshot.plugins.azure:AzureStorage", "azure"),
-    "abfss": ("snapshot.plugins.azure:AzureStorage", "azure"),
-    "http": ("snapshot.plugins.http:HttpStorage", "http"),
-    "https": ("snapshot.plugins.http:HttpStorage", "http"),
-    "fsspec+": ("snapshot.plugins.fsspec:FsspecStorage", "fsspec"),
+    "s3": ("snapshot.plugins.objectstore.s3:S3Storage", "s3"),
+    "gs": ("snapshot.plugins.objectstore.gcs:GcsStorage", "gcs"),
+    "gcs": ("snapshot.plugins.objectstore.gcs:GcsStorage", "gcs"),
+    "az": ("snapshot.plugins.objectstore.azure:AzureStorage", "azure"),
+    "abfs": ("snapshot.plugins.objectstore.azure:AzureStorage", "azure"),
+    "abfss": ("snapshot.plugins.objectstore.azure:AzureStorage", "azure"),
+    "http": ("snapshot.plugins.web:HttpStorage", "http"),
+    "https": ("snapshot.plugins.web:HttpStorage", "http"),
+    "fsspec+": ("snapshot.plugins.fsspec.fsspec_storage:FsspecStorage", None),
 }
-"""Scheme -> (class, the extra that brings what it needs)."""
-_BY_FSSPEC = {
-    "sftp",
-    "ssh",
-    "webdav",
-    "hf",
-    "ftp",
-    "smb",
-    "zip",
-    "tar",
-    "dir",
-    "local",
-    "simplecache",
-    "filecache",
-    "blockcache",
-    "github",
-    "reference",
-}
-"""Schemes that the extra `fsspec` is known to bring; with it installed, it says itself which it knows."""
+"""Scheme -> (class, the extra that brings what it needs, unless every installation has it)."""
 
 _registered: dict[str, type[Storage]] = {}
+
+
+def registered() -> Mapping[str, type[Storage]]:
+    """Return the plugins that were registered in this process, by scheme."""
+    return _registered
 
 
 def register(scheme: str, plugin: type[Storage]) -> None:
@@ -61,24 +48,23 @@ def register(scheme: str, plugin: type[Storage]) -> None:
 
 
 def unregister(scheme: str) -> None:
-    """Take back what `register` did, so that the scheme means what it meant before it; no error if there is nothing."""
+    """Undo `register`; no error if the scheme is not registered."""
     _registered.pop(scheme, None)
 
 
 def schemes() -> list[str]:
-    """Every scheme that can be opened."""
+    """Return every scheme with a plugin, besides those of fsspec."""
     every = {*_BUILT_IN, *_registered, *(point.name for point in entry_points(group=GROUP))}
     return sorted(scheme for scheme in every if not scheme.endswith("+"))
 
 
 def open_storage(url: URL, options: Mapping[str, Any] | None = None, context: Context | None = None) -> Storage:
-    """Return the storage at `url`. Nothing is connected to, read or written yet."""
+    """Return the storage at `url`, without connecting to it."""
     return plugin_for(url)(url, options or {}, context or Context())
 
 
 def plugin_for(url: URL) -> type[Storage]:
-    """Return the plugin class for a URL's scheme: registered ones go first, then built-in ones, entry points, and
-    fsspec.
+    """Return the plugin class of a URL: a registered one, or else a built-in one, an entry point, or fsspec's.
 
     Entry points come late since looking for them reads the metadata of every installed package.
     """
@@ -125,9 +111,6 @@ def _built_in(scheme: str, url: URL) -> type[Storage]:
 
 
 def _by_fsspec(url: URL) -> type[Storage] | None:
-    """Return what is left is fsspec's, if it knows the scheme; it is imported only now."""
-    try:
-        known = importlib.import_module("snapshot.plugins.fsspec").known
-    except ImportError:
-        return _built_in("fsspec+", url) if url.scheme.partition("::")[0] in _BY_FSSPEC else None
-    return _built_in("fsspec+", url) if known(url.scheme) else None
+    """Return fsspec's plugin if fsspec knows the scheme. Import fsspec only now."""
+    knows_scheme = importlib.import_module("snapshot.plugins.fsspec.fsspec_storage").knows_scheme
+    return _built_in("fsspec+", url) if knows_scheme(url.scheme) else None

@@ -12,9 +12,9 @@ from snapshot.checkpoint import Checkpoint
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
 from snapshot.events import emit
-from snapshot.load.options import Cast, Mismatched, RestoreOptions
-from snapshot.load.rendezvous import open_restore
 from snapshot.load.restore import Restore
+from snapshot.load.restore_options import Cast, Mismatched, RestoreOptions
+from snapshot.load.same_snapshot import open_restore
 from snapshot.options import Settings
 from snapshot.pending import PendingTake
 from snapshot.plan.layout import SavePlan
@@ -28,11 +28,11 @@ from snapshot.save.background_take import BackgroundTake, LateCopies
 from snapshot.save.begin import begin_take, session_for_take
 from snapshot.save.concurrency import take_slots
 from snapshot.save.optimizer_barrier import wait_for_copies
-from snapshot.save.options import Staging, TakeOptions, WhenBusy, Worker
 from snapshot.save.rank_share import collect_rank_share
 from snapshot.save.rendezvous import open_dry_run
 from snapshot.save.staging import Stager
 from snapshot.save.take import Take, plan_writes
+from snapshot.save.take_options import Staging, TakeOptions, WhenBusy, Worker
 from snapshot.state.prepared import Prepare
 from snapshot.state.stateful import Stateful, check_app_state
 from snapshot.url import URL
@@ -242,7 +242,9 @@ class Snapshot(Checkpoint):
                         snapshot = cls(opening.path_as_given(path), pg, storage_options)  # of the current folder now
                         work = take.stage_and_start()
                         slot.leave_after(work)
-                        return PendingSnapshot(snapshot.path, work, meter, snapshot, late.pending, opening.save_id)
+                        return PendingSnapshot(
+                            snapshot.path, work, meter, snapshot, held=late.pending, save_id=opening.save_id
+                        )
 
     @classmethod
     def plan(
@@ -337,7 +339,7 @@ class Snapshot(Checkpoint):
             CorruptSnapshotError: A digest or a file's size is wrong; `touched` names the live tensors that were
             written.
         """
-        return self._restore(
+        return self.restore_with(
             app_state,
             RestoreOptions(
                 strict=strict,
@@ -357,13 +359,14 @@ class Snapshot(Checkpoint):
             set(),
         )
 
-    def _restore(self, app_state: AppState, options: RestoreOptions, touched: set[str]) -> RestoreReport:
+    def restore_with(self, app_state: AppState, options: RestoreOptions, touched: set[str]) -> RestoreReport:
         """Restore; see `Restore` for `touched`."""
         refuse_on_loop()
         meter = Meter("restore", _shown(options.progress, self.pg))
         wait_for_copies()
         try:
             with Exchange(ranks_of(self.pg), "restore", _timeout(options.timeout)) as exchange:
+                options.check()
                 check_app_state(app_state)
                 began = time.perf_counter()
                 session, document = open_restore(

@@ -14,7 +14,7 @@ from typing import Any
 
 from snapshot.bench.child import Task
 from snapshot.bench.competitors import SYSTEMS
-from snapshot.bench.report import ResultTable, Row
+from snapshot.bench.tables import ResultTable, Row
 from snapshot.bench.workloads import Case
 from snapshot.bench.workspace import Workspace, available_memory
 from snapshot.runtime.cleanup_signals import held

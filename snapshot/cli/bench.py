@@ -10,8 +10,8 @@ import json
 from typing import Any
 
 from snapshot.bench.competitors import PEERS, SYSTEMS, installed
-from snapshot.bench.report import OPERATIONS, READING, ResultTable
 from snapshot.bench.rounds import Step, measure
+from snapshot.bench.tables import OPERATIONS, READING, ResultTable
 from snapshot.bench.workloads import BULK, CASES, DEFAULT, Case
 from snapshot.bench.workspace import Workspace, describe, place
 from snapshot.cli.arguments import Verbs, add_storage, handed_on, options_of, verb

@@ -28,7 +28,7 @@ from snapshot.formats.safetensors import SHARD
 from snapshot.snapshot import Snapshot
 from snapshot.tensors.dtypes import BY_NAME
 from snapshot.url import URL
-from snapshot.verbs.convert import FORMATS
+from snapshot.verbs.conversion import FORMATS
 
 
 def add(verbs: Verbs) -> None:

@@ -68,7 +68,9 @@ def measure_speeds(url: URL, options: Mapping[str, Any], nbytes: int, seconds: i
     tensors = {f"t{i}": torch.randint(0, 255, (max(1, nbytes // 8),), dtype=torch.uint8) for i in range(8)}
     matters = FILE if url.scheme == "file" else REMOTE
     trials = list(_trials(url, options))
-    if not _measure_all(trials, url, options, tensors, time.monotonic() + seconds, matters, findings):
+    if not _measure_all(
+        trials, url, options, tensors, ends=time.monotonic() + seconds, matters=matters, findings=findings
+    ):
         return
     measured = [trial for trial in trials if trial.write]
     findings.speeds = [
@@ -100,6 +102,7 @@ def _measure_all(
     url: URL,
     options: Mapping[str, Any],
     tensors: dict[str, torch.Tensor],
+    *,
     ends: float,
     matters: Sequence[str],
     findings: Findings,

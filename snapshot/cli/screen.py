@@ -117,7 +117,7 @@ class Column:
 class ScreenTable:
     """Rows below a heading, as wide as their texts, and no wider than the terminal.
 
-    >>> print(Table([Column("name"), Column("size", right=True)], [("a", "1 B"), ("bc", "12 B")]))
+    >>> print(ScreenTable([Column("name"), Column("size", right=True)], [("a", "1 B"), ("bc", "12 B")]))
     name  size
     a      1 B
     bc    12 B

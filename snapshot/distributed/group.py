@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from snapshot.distributed.heartbeat import Heartbeat
 from snapshot.errors import SnapshotError
+from snapshot.per_process import PerProcess
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -58,13 +59,13 @@ class Ranks:
 
     def numbers(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """Return the numbers of several, ascending; who does not take part has none."""
-        return self._known(members)[1]
+        return self._members_known(members)[1]
 
     def among(self, members: tuple[int, ...]) -> bool:
         """Whether this rank is one of them."""
-        return self._known(members)[2]
+        return self._members_known(members)[2]
 
-    def _known(self, members: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+    def _members_known(self, members: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
         """Tensors of one mesh share their tuple: what is found out of it is kept beside it."""
         known = self._of_meshes.get(id(members))
         if known is None:
@@ -80,7 +81,7 @@ class Ranks:
 
 
 SOLO = Ranks(0, (0,))
-_known: dict[int, tuple[int, Any, Ranks]] = {}
+_groups: PerProcess[dict[int, tuple[int, Any, Ranks]]] = PerProcess(dict)
 
 
 def ranks_of(pg: ProcessGroup | None) -> Ranks:
@@ -96,17 +97,18 @@ def ranks_of(pg: ProcessGroup | None) -> Ranks:
     if len(members) == 1:
         return Ranks(0, members)
     store = dist.distributed_c10d._world.pg_map[pg][1]
-    known = _known.get(id(pg))
+    groups = _groups.get()
+    known = groups.get(id(pg))
     if known is not None and known[0] == os.getpid() and known[1] is store:
         return known[2]
-    for key, (_, _, old) in list(_known.items()):
+    for key, (_, _, old) in list(groups.items()):
         if old.pg not in dist.distributed_c10d._world.pg_map:
             old.stop()
-            del _known[key]
+            del groups[key]
     if store is None:
         raise SnapshotError("this process group has no store (an MPI backend?), through which its ranks could agree")
     ranks = Ranks(dist.get_rank(pg), members, store, pg)
-    _known[id(pg)] = os.getpid(), store, ranks
+    groups[id(pg)] = os.getpid(), store, ranks
     return ranks
 
 

@@ -54,7 +54,7 @@ async def describe(storage: Storage, data: bytes) -> ForeignDocument:
         names |= dict.fromkeys(uncomponent(path.split("/", 2)[1]) for path in added)
     made = container(names)
     root = made and made[0]
-    return document("dcp", found.version, storage.url, data, manifest, files, root=root, inline=inline)
+    return document("dcp", found.version, storage.url, data, manifest=manifest, files=files, root=root, inline=inline)
 
 
 class _Metadata:

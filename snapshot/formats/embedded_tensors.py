@@ -20,6 +20,7 @@ from snapshot.errors import CorruptSnapshotError, MissingExtraError, Unsupported
 from snapshot.formats import safe_pickle, zip_directory
 from snapshot.formats.to_entries import Rebuilt, rebuilt
 from snapshot.manifest.entries import PLAIN, ObjectEntry, TensorEntry
+from snapshot.per_process import PerProcess
 from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.tensors.strides import contiguous, span
 from snapshot.text import counted
@@ -109,7 +110,8 @@ def layout_of(path: str, stored: TensorEntry, head: Any, tail: Any) -> Layout:
     return found
 
 
-_alike: dict[tuple[int, str, tuple[int, ...]], tuple[bytes, tuple[int, int, Rebuilt, bool]]] = {}
+Alike = dict[tuple[int, str, tuple[int, ...]], tuple[bytes, tuple[int, int, Rebuilt, bool]]]
+_alike: PerProcess[Alike] = PerProcess(dict)
 """Of archives of a length that hold a tensor of a dtype and shape: what stands before its bytes, and what that says.
 Those of one writer differ in nothing else."""
 
@@ -117,14 +119,14 @@ Those of one writer differ in nothing else."""
 def _looked_up(stored: TensorEntry, head: Any, tail: Any, length: int) -> tuple[int, int, Rebuilt, bool]:
     """Return what `_of_archive` says, for archives of many tensors alike."""
     key = length, stored.dtype, stored.shape
-    known = _alike.get(key)
+    known = _alike.get().get(key)
     if known is not None and head[: len(known[0])] == known[0]:
         return known[1]
     found = _of_archive(head, tail, length)
     if found[0]:
-        if len(_alike) >= MOST_ALIKE:
-            _alike.clear()
-        _alike[key] = bytes(head[: found[0]]), found
+        if len(_alike.get()) >= MOST_ALIKE:
+            _alike.get().clear()
+        _alike.get()[key] = bytes(head[: found[0]]), found
     return found
 
 

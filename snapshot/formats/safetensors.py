@@ -130,7 +130,7 @@ def _document(
 ) -> ForeignDocument:
     manifest = {f"0/{component(name)}": entry for name, entry in entries.items()}
     root = DictEntry([encode_key(name) for name in entries])  # type: ignore[misc]
-    return document("safetensors", "", storage.url, token, manifest, files, metadata=metadata, root=root)
+    return document("safetensors", "", storage.url, token, manifest=manifest, files=files, metadata=metadata, root=root)
 
 
 async def _header(storage: Storage, name: str, size: int, limit: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:

@@ -56,8 +56,8 @@ async def describe(storage: Storage, name: str, size: int, limit: int) -> Foreig
         "",
         storage.url,
         token,
-        tree.entries,
-        {name: ForeignFile(size)},
+        manifest=tree.entries,
+        files={name: ForeignFile(size)},
         root=root,
         inline=bytes(tree.inline) or b"\0",
     )

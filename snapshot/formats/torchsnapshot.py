@@ -41,7 +41,9 @@ async def describe(storage: Storage, data: bytes) -> ForeignDocument:
             raise
         raise CorruptSnapshotError(f"{where}: is no manifest: {type(error).__name__}: {error}") from error
     await _measure(storage, made)
-    return document("torchsnapshot", version, storage.url, data, made.entries, made.files, world_size=world)
+    return document(
+        "torchsnapshot", version, storage.url, data, manifest=made.entries, files=made.files, world_size=world
+    )
 
 
 def _document(data: bytes, where: object) -> dict[str, Any]:

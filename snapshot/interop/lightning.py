@@ -22,7 +22,7 @@ import torch.distributed as dist
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import MissingExtraError, SnapshotError, SnapshotNotFoundError
 from snapshot.manifest.document import FORMAT
-from snapshot.save.options import AsyncTakeArguments
+from snapshot.save.take_options import AsyncTakeArguments
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.rng import RNGState
 from snapshot.url import URL

@@ -11,7 +11,7 @@ import torch
 
 from snapshot.load.read_plan import ReadPlan
 from snapshot.state.stateful_kinds import Kind
-from snapshot.tensors.memory import address_of_tensor
+from snapshot.tensors.addresses import address_of_tensor
 
 
 def shared_memory(read_plan: ReadPlan) -> list[str]:

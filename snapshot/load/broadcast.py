@@ -31,8 +31,8 @@ from snapshot.progress import Meter
 from snapshot.runtime.arena import Slot
 from snapshot.runtime.loop import run, start
 from snapshot.runtime.session import Session
+from snapshot.tensors.addresses import buffer, copy
 from snapshot.tensors.digest import BLOCK, digests, of_range
-from snapshot.tensors.memory import buffer, copy
 from snapshot.text import listed
 
 PART = 8 << 20

@@ -13,7 +13,7 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.events import warn
 from snapshot.load.foreign_objects import unfold
 from snapshot.load.matched import Chosen
-from snapshot.load.options import RestoreOptions
+from snapshot.load.restore_options import RestoreOptions
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import Container, ListEntry, OrderedDictEntry
 from snapshot.manifest.paths import component

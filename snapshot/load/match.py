@@ -15,8 +15,8 @@ from snapshot.load.class_binding import Binding
 from snapshot.load.match_leaves import LeafMatcher, tag_of
 from snapshot.load.match_optimizer import match_optimizer
 from snapshot.load.matched import Chosen, Matched
-from snapshot.load.options import RestoreOptions
 from snapshot.load.read_plan import ReadPlan
+from snapshot.load.restore_options import RestoreOptions
 from snapshot.manifest import entries as e
 from snapshot.manifest.paths import component
 from snapshot.manifest.rank_view import View, adopt, leave_out
@@ -25,7 +25,7 @@ from snapshot.reports import RestoreIssues
 from snapshot.state.optimizer_kinds import StateOfParameters
 from snapshot.state.state_tree import MISSING, ChosenState
 from snapshot.state.stateful_kinds import Kind, names_beneath
-from snapshot.tensors.memory import address_of_tensor
+from snapshot.tensors.addresses import address_of_tensor
 
 
 class Matcher:
@@ -146,7 +146,7 @@ class Matcher:
 
     def _match_optimizer(self, kind: StateOfParameters, entries: dict[str, Any], lines: list[str]) -> bool:
         found = match_optimizer(
-            kind, entries, lines, self._options, self._beside, self._notes, self.matched.unfit_memory
+            kind, entries, lines, self._options, beside=self._beside, notes=self._notes, unfit=self.matched.unfit_memory
         )
         self.matched.left |= found.left
         self.matched.shapes |= found.shapes

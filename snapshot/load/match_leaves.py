@@ -11,8 +11,8 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from snapshot.errors import SnapshotError
 from snapshot.load.aliasing import writable
 from snapshot.load.matched import Matched
-from snapshot.load.options import CASTS, RestoreOptions
 from snapshot.load.read_plan import ReadPlan
+from snapshot.load.restore_options import CASTS, RestoreOptions
 from snapshot.manifest import entries as e
 from snapshot.manifest.validate import check_tensor
 from snapshot.reports import RestoreIssues
@@ -22,8 +22,8 @@ from snapshot.state.optimizer_kinds import StateOfParameters
 from snapshot.state.sharded import Shards, empty_like, sharded
 from snapshot.state.state_tree import MISSING
 from snapshot.state.stateful_kinds import Kind
+from snapshot.tensors.addresses import address_of_tensor
 from snapshot.tensors.dtypes import BY_NAME
-from snapshot.tensors.memory import address_of_tensor
 
 
 class LeafMatcher:

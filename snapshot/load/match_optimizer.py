@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from snapshot.load.options import CASTS, RestoreOptions
+from snapshot.load.restore_options import CASTS, RestoreOptions
 from snapshot.reports import RestoreIssues
 from snapshot.state.optimizer_kinds import StateOfParameters
 
@@ -28,6 +28,7 @@ def match_optimizer(
     entries: dict[str, Any],
     lines: list[str],
     options: RestoreOptions,
+    *,
     beside: Callable[[Any], bool],
     notes: RestoreIssues,
     unfit: set[int],

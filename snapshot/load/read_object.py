@@ -48,9 +48,9 @@ def read_object(
         run(expect_files(session, document, locations_of({path: entry}, document.files)))
     read_plan = ReadPlan(document.files, allow_pickle=allow_pickle)
     if box is not None:
-        return _read_box(session, document, read_plan, path, entry, obj_out, box, verify)
+        return _read_box(session, document, read_plan, path, entry=entry, obj_out=obj_out, box=box, verify=verify)
     if isinstance(entry, (e.Container, EnumEntry)):
-        return _read_tree(session, document, read_plan, path, tree, verify, obj_out)
+        return _read_tree(session, document, read_plan, path, tree=tree, verify=verify, out=obj_out)
     target = sharded(path, obj_out) if isinstance(entry, e.TENSORS) and obj_out is not None else None
     if target is not None:
         _fill_shards(read_plan, path, entry, target, document)
@@ -100,7 +100,9 @@ def read_state_dict(session: Session, document: Document, key: str, rank: int, *
         tree = _tree(session, document, path)
     except RestoreError:
         raise RestoreError(f"{session.url}: holds no key {key!r}; {nearest(key, known)}", [key]) from None
-    return _read_tree(session, document, ReadPlan(document.files, allow_pickle=allow_pickle), path, tree, True)
+    return _read_tree(
+        session, document, ReadPlan(document.files, allow_pickle=allow_pickle), path, tree=tree, verify=True
+    )
 
 
 def _found(session: Session, document: Document, path: str) -> tuple[str, dict[str, Any]]:
@@ -146,6 +148,7 @@ def _read_tree(
     document: Document,
     read_plan: ReadPlan,
     path: str,
+    *,
     tree: dict[str, Any],
     verify: bool,
     out: Any = None,
@@ -209,6 +212,7 @@ def _read_box(
     document: Document,
     read_plan: ReadPlan,
     path: str,
+    *,
     entry: Any,
     obj_out: Any,
     box: Sequence[slice | int],

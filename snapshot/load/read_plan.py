@@ -32,10 +32,10 @@ from snapshot.progress import Meter
 from snapshot.runtime.session import Session
 from snapshot.state import numpy_arrays
 from snapshot.tensors import composite, generators
+from snapshot.tensors.addresses import address_of, is_plain
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, NAMES
 from snapshot.tensors.geometry import Box, intersect, whole
-from snapshot.tensors.memory import address_of, is_plain
 
 ROOM = 1 << 30
 MOST_TIMES = 4
@@ -137,7 +137,9 @@ class ReadPlan:
         tensor = self._plain(path, entry.data)
 
         def finish() -> None:
-            self.values[path] = numpy_arrays.rebuild(path, tensor, entry.dtype, entry.shape, entry.order, entry.scalar)
+            self.values[path] = numpy_arrays.rebuild(
+                path, tensor, entry.dtype, entry.shape, order=entry.order, scalar=entry.scalar
+            )
 
         numpy_arrays.numpy_dtype(path, entry.dtype)
         self._finish.append(finish)
@@ -285,7 +287,7 @@ class ReadPlan:
     ) -> None:
         found = 0
         for piece, stored in pieces:
-            found += self._piece(path, stored, piece, target, box, live)
+            found += self._piece(path, stored, piece, target, box=box, live=live)
         if found != box.numel and self.partial:
             self.incomplete = True
 
@@ -336,11 +338,13 @@ class ReadPlan:
         self._finish.append(lambda: copy_into(target, source))
         return True
 
-    def _piece(self, path: str, stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box, live: bool) -> int:
+    def _piece(
+        self, path: str, stored: e.TensorEntry, piece: Box, target: torch.Tensor, *, box: Box, live: bool
+    ) -> int:
         """Return what a stored piece of a tensor shares with a box of it, into a tensor of that box's shape; how much
         that is."""
         if not is_packed(stored):
-            return wanted(self.requests, path, stored, piece, target, box, live)
+            return wanted(self.requests, path, stored, piece, target=target, box=box, live=live)
         shared = intersect(piece, box)
         if shared is None:
             return 0
@@ -349,7 +353,7 @@ class ReadPlan:
         finish = self._finish  # and not this gathering, which holds the want
 
         def opens(layout: Layout) -> list[ReadRequest]:
-            return unpacked(path, stored, layout, inner, part, live, finish)
+            return unpacked(path, stored, layout, inner, target=part, live=live, finish=finish)
 
         request = want_all(path, stored, 0, None, live)
         request.opens = opens

@@ -27,8 +27,8 @@ from snapshot.runtime.arena import Slot
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import cancelled
 from snapshot.storage import Buffer, Storage
+from snapshot.tensors.addresses import buffer
 from snapshot.tensors.digest import BLOCK, of_range, of_table
-from snapshot.tensors.memory import buffer
 
 HOT = 4 << 20
 """What a thread reads, and then digests, before the next: short enough to be in a cache still."""

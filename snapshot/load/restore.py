@@ -14,12 +14,12 @@ from snapshot.load.broadcast import BroadcastReader, Ranges, agree_on_reads, div
 from snapshot.load.checksums import expect_sums
 from snapshot.load.fetch import expect_good, fetch
 from snapshot.load.open import expect_files
-from snapshot.load.options import RestoreOptions
 from snapshot.load.read_plan import ReadPlan
 from snapshot.load.reader import ReadResult
-from snapshot.load.rendezvous import remember_plan
 from snapshot.load.requests import ReadRequest
+from snapshot.load.restore_options import RestoreOptions
 from snapshot.load.restore_plan import RestorePlan, plan_restore
+from snapshot.load.same_snapshot import remember_plan
 from snapshot.manifest.document import Document
 from snapshot.progress import Meter
 from snapshot.reports import RestoreReport

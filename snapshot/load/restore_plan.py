@@ -14,9 +14,9 @@ from snapshot.load.choose import Chooser, ordered
 from snapshot.load.match import Matcher
 from snapshot.load.matched import Chosen, Matched
 from snapshot.load.open import expect_files, load_parts
-from snapshot.load.options import RestoreOptions
 from snapshot.load.read_plan import ReadPlan
 from snapshot.load.renames import below_only_key, follow_rename, match_wrappers
+from snapshot.load.restore_options import RestoreOptions
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import ShardedTensorEntry
 from snapshot.manifest.rank_view import View, by_key, rank_view
@@ -67,7 +67,7 @@ def plan_restore(
     kinds: dict[str, Kind] = {}
 
     def plan() -> RestorePlan:
-        planner = _Planner(exchange, session, document, options, kinds, written)
+        planner = _Planner(exchange, session, document, options, kinds=kinds, written=written)
         return planner.plan(app_state, allow_pickle=allow_pickle)
 
     try:
@@ -90,6 +90,7 @@ class _Planner:
         session: Session,
         document: Document,
         options: RestoreOptions,
+        *,
         kinds: dict[str, Kind],
         written: frozenset[str],
     ) -> None:

@@ -12,10 +12,10 @@ from snapshot.formats.embedded_tensors import Layout
 from snapshot.load.requests import Place, ReadRequest, want_all
 from snapshot.manifest import entries as e
 from snapshot.runtime.arena import Slot
+from snapshot.tensors.addresses import is_plain
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
 from snapshot.tensors.geometry import Box, boxes_of_range, intersect, is_run, runs, whole
-from snapshot.tensors.memory import is_plain
 from snapshot.tensors.strides import around, contiguous, span
 
 _BITS = {
@@ -33,6 +33,7 @@ def wanted(
     path: str,
     stored: e.TensorEntry,
     piece: Box,
+    *,
     target: torch.Tensor,
     box: Box,
     live: bool,
@@ -70,6 +71,7 @@ def unpacked(
     stored: e.TensorEntry,
     layout: Layout,
     box: Box,
+    *,
     target: torch.Tensor,
     live: bool,
     finish: list[Callable[[], None]],
@@ -81,7 +83,7 @@ def unpacked(
     if layout.strides == contiguous(stored.shape):
         end = begin + math.prod(stored.shape) * itemsize
         raw = e.TensorEntry(stored.location, (begin, end), stored.dtype, stored.shape)
-        wanted(requests, path, raw, whole(stored.shape), target, box, live)
+        wanted(requests, path, raw, whole(stored.shape), target=target, box=box, live=live)
         return requests
     found = around(stored.shape, layout.strides)
     if found is None:  # elements that overlap, or are repeated: they are read as they lie, and copied from there
@@ -97,7 +99,7 @@ def unpacked(
     sizes = tuple(box.sizes[axis] for axis in found.order) + (1,) * found.padded
     target = target.permute(found.order)
     target = target.unsqueeze(-1) if found.padded else target
-    wanted(requests, path, raw, whole(found.sizes), target, Box(offsets, sizes), live)
+    wanted(requests, path, raw, whole(found.sizes), target=target, box=Box(offsets, sizes), live=live)
     return requests
 
 

@@ -11,8 +11,8 @@ import torch
 from snapshot.errors import CorruptSnapshotError
 from snapshot.formats.embedded_tensors import HEAD, PIECE, Layout, Short, decoder_of, layout_of, streamed
 from snapshot.manifest.entries import TensorEntry
+from snapshot.tensors.addresses import copy
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
-from snapshot.tensors.memory import copy
 
 if TYPE_CHECKING:
     from snapshot.load.requests import ReadRequest

@@ -252,7 +252,8 @@ async def _remove(root: Root, fate: Fate, older_than: float, spared: Callable[[i
 
 
 def _named(steps: Sequence[int], leftovers: Sequence[int]) -> str:
-    """
+    """Return the names of steps, and of steps with leftovers.
+
     >>> _named([10, 20], [5])
     'step-10, step-20; leftovers in step-5'
     """

@@ -10,7 +10,7 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.errors import CorruptSnapshotError, RankError, SnapshotNotFoundError, StorageError, StorageNotFoundError
 from snapshot.events import emit, log
 from snapshot.formats.detect import UnknownFormatError
-from snapshot.load.options import RestoreOptions
+from snapshot.load.restore_options import RestoreOptions
 from snapshot.manager.root import Root
 from snapshot.runtime.loop import run
 from snapshot.snapshot import AppState, Snapshot
@@ -138,7 +138,7 @@ class Fallback:
     def _try(self, step: int, app_state: AppState, options: RestoreOptions) -> tuple[Tried, BaseException | None]:
         """Restore one; what this rank says of it, and what is no word about the snapshot and to be raised."""
         try:
-            self._snapshot_of(step)._restore(app_state, options, self._touched)
+            self._snapshot_of(step).restore_with(app_state, options, self._touched)
         except BaseException as error:  # noqa: BLE001 - the caller raises it
             if not isinstance(error, DAMAGE) and not (isinstance(error, RankError) and error.kind in _KINDS):
                 return Tried(), error

@@ -15,7 +15,7 @@ from snapshot.distributed.group import ranks_of
 from snapshot.durations import Duration
 from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError
 from snapshot.events import emit, log
-from snapshot.load.options import RestoreArguments, RestoreOptions
+from snapshot.load.restore_options import RestoreArguments, RestoreOptions
 from snapshot.manager import at_exit
 from snapshot.manager.advice import Advice, Measured
 from snapshot.manager.arguments import checked_policy, checked_root, checked_signals, checked_timeout
@@ -31,7 +31,7 @@ from snapshot.manager.step_agreement import agree_on
 from snapshot.manager.step_metadata import checked_metrics, checked_step, note, noted_metrics
 from snapshot.options import Settings
 from snapshot.runtime.loop import LoopFuture, run
-from snapshot.save.options import AsyncTakeArguments, TakeArguments
+from snapshot.save.take_options import AsyncTakeArguments, TakeArguments
 from snapshot.snapshot import AppState, PendingSnapshot, Snapshot
 from snapshot.url import URL
 
@@ -179,7 +179,7 @@ class SnapshotManager:
         )
         self._pendings.add(number, pending)
         self._took(number, began)
-        pending._work.add_done_callback(partial(self._done, number, began, given.get("durable", True)))
+        pending.work.add_done_callback(partial(self._done, number, began, given.get("durable", True)))
         return pending
 
     def _begin(

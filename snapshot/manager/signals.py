@@ -62,11 +62,20 @@ class Signals:
             self._put_back()
             self._give_up(number, frame, at_once=True)
 
+    @property
+    def is_closed(self) -> bool:
+        """True once these handlers are not wanted any more."""
+        return self._closed
+
+    def earlier(self, number: int) -> Any:
+        """Return the handler that was there before these."""
+        return self._before[number]
+
     def _earlier(self, number: int) -> Any:
         """Return the handler that was there before, but for those of managers that are closed by now."""
         before = self._before[number]
-        while isinstance(owner := getattr(before, "__self__", None), Signals) and owner._closed:
-            before = owner._before[number]
+        while isinstance(owner := getattr(before, "__self__", None), Signals) and owner.is_closed:
+            before = owner.earlier(number)
         return before
 
     def _chained(self, number: int) -> Callable[[int, FrameType | None], Any] | None:

@@ -55,4 +55,4 @@ def _may_stand(pending: PendingSnapshot | None) -> bool:
 
 async def _stands(root: Root, step: int, pending: PendingSnapshot) -> bool:
     async with root.opened(step) as session:
-        return await cleanup.committed_save_id(session.storage) == pending._save_id
+        return await cleanup.committed_save_id(session.storage) == pending.save_id

@@ -137,6 +137,7 @@ def make_plan(
     blob_bytes: int,
     limits: Limits,
     lanes: int,
+    *,
     staged_bytes: int,
     loads: tuple[int, ...] = (),
     late: bytes = b"",

@@ -46,8 +46,9 @@ def partition(items: Sequence[PartitionItem], loads: Sequence[int]) -> list[list
 
     The longest pieces go first, each to the rank that has the least by then; long ones are cut before.
 
-    >>> deal([Item((4,), 1), Item((2,), 1), Item((2,), 1)], [0, 0])
-    [[Dealt(item=0, box=None)], [Dealt(item=1, box=None), Dealt(item=2, box=None)]]
+    >>> pieces = [PartitionItem((4,), 1), PartitionItem((2,), 1), PartitionItem((2,), 1)]
+    >>> partition(pieces, [0, 0])
+    [[Assignment(item=0, box=None)], [Assignment(item=1, box=None), Assignment(item=2, box=None)]]
     """
     shares: list[list[Assignment]] = [[] for _ in loads]
     sizes = [item.nbytes for item in items]

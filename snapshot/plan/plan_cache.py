@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
+from snapshot.per_process import PerProcess
 from snapshot.plan.layout import FilePart, FilePlan, PlannedLeaf, SavePlan, cut_file, make_plan
 from snapshot.storage import Limits
 
@@ -26,17 +27,18 @@ class _Made:
     tables: int
 
 
-_cuts: dict[tuple[int, int], tuple[FilePlan, list[FilePart]]] = {}
+_cuts: PerProcess[dict[tuple[int, int], tuple[FilePlan, list[FilePart]]]] = PerProcess(dict)
 
 
 def parts_of(file: FilePlan, part_bytes: int) -> list[FilePart]:
     """How a file is cut into parts of a length: kept for the files of plans that are kept."""
     key = id(file), part_bytes
-    kept = _cuts.get(key)
+    cuts = _cuts.get()
+    kept = cuts.get(key)
     if kept is None or kept[0] is not file:
-        kept = _cuts[key] = file, cut_file(file, part_bytes)
-        while len(_cuts) > 2 * KEPT:
-            _cuts.pop(next(iter(_cuts)), None)
+        kept = cuts[key] = file, cut_file(file, part_bytes)
+        while len(cuts) > 2 * KEPT:
+            cuts.pop(next(iter(cuts)), None)
     return kept[1]
 
 
@@ -52,6 +54,7 @@ class PlanCache:
         blob_bytes: int,
         limits: Limits,
         lanes: int,
+        *,
         staged_bytes: int,
         loads: tuple[int, ...] = (),
         late: bytes = b"",
@@ -62,9 +65,9 @@ class PlanCache:
         for made in tuple(self._made):
             if made.asked == asked and made.leaves == described:
                 return replace(made.plan, blob_bytes=blob_bytes + made.tables, staged_bytes=staged_bytes, loads=loads)
-        plan = make_plan(leaves, blob_bytes, limits, lanes, staged_bytes, loads, late)
+        plan = make_plan(leaves, blob_bytes, limits, lanes, staged_bytes=staged_bytes, loads=loads, late=late)
         if plan.late:  # in whatever files things stand, the structure is the same
-            usual = self.plan(leaves, blob_bytes, limits, lanes, staged_bytes, loads)
+            usual = self.plan(leaves, blob_bytes, limits, lanes, staged_bytes=staged_bytes, loads=loads)
             plan = replace(plan, structure=usual.structure)
         self._made.append(_Made(asked, described, plan, plan.blob_bytes - blob_bytes))
         return plan

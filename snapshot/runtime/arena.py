@@ -19,7 +19,7 @@ from snapshot.options import Settings
 from snapshot.per_process import PerProcess
 from snapshot.runtime.host_memory import total_memory
 from snapshot.runtime.shared_memory import SharedSegment
-from snapshot.tensors.memory import address_of, populate
+from snapshot.tensors.addresses import address_of, populate
 
 GRAIN = 1 << 20
 """Slots are multiples of this long, so that parts of about one size find each other's slots."""

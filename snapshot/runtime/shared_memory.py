@@ -13,7 +13,7 @@ import mmap
 import os
 import tempfile
 
-from snapshot.tensors.memory import address_of, populate
+from snapshot.tensors.addresses import address_of, populate
 
 _NOEXEC_SEAL = 8
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2

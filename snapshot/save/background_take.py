@@ -171,7 +171,12 @@ class BackgroundTake(Take):
             return await self.writer.write(self.plan.files, locations, self._prefetcher)
         transaction.expect_files(locations)
         return await self._sink.write(
-            self.session, self.plan.files, locations, self._prefetcher.parts, self._prefetcher, self._meter.wrote
+            self.session,
+            self.plan.files,
+            locations,
+            self._prefetcher.parts,
+            staging=self._prefetcher,
+            progress=self._meter.wrote,
         )
 
     async def before_commit(self) -> None:

@@ -9,8 +9,8 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.progress import Meter
 from snapshot.runtime.session import Session
 from snapshot.save.concurrency import TakeSlot, take_slots
-from snapshot.save.options import TakeOptions
 from snapshot.save.rendezvous import TakeOpening, open_take
+from snapshot.save.take_options import TakeOptions
 from snapshot.url import URL
 
 

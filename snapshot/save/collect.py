@@ -13,6 +13,7 @@ from snapshot.distributed.group import Ranks
 from snapshot.events import log, warn
 from snapshot.manifest.entries import DictEntry, Extra
 from snapshot.manifest.paths import component
+from snapshot.per_process import PerProcess
 from snapshot.plan.globs import matcher, unmatched
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Leaf
@@ -47,8 +48,9 @@ def collect(
     for leaf, owner in apart:
         leaf.extra = replace(leaf.extra or Extra(), shares=owner.path)
     lines = [f"{leaf.path} shares memory with {owner.path}" for leaf, owner in apart]
-    if lines and (text := listed(lines)) not in _logged:
-        _logged.add(text)
+    logged = _logged.get()
+    if lines and (text := listed(lines)) not in logged:
+        logged.add(text)
         log.warning("stored apart, and restored as separate tensors where they are made anew:%s", text)
     return flat
 
@@ -64,7 +66,7 @@ def warn_of_pickles(pickled: Sequence[str], lossy: Sequence[str]) -> None:
         warn(f"stored without the attributes that Python code gave them; only data and class come back:{listed(lossy)}")
 
 
-_logged: set[str] = set()
+_logged: PerProcess[set[str]] = PerProcess(set)
 """Messages about shared memory that were logged already: a run logs each once, not at every take."""
 
 

@@ -16,8 +16,8 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.scalars import Scalar
 from snapshot.plan.partition import Assignment, PartitionItem, partition
 from snapshot.save.collect import ReplicationRules, collect
-from snapshot.save.options import TakeOptions
 from snapshot.save.replication import Replication, agree_on_replicas, check_replicas, holders_of
+from snapshot.save.take_options import TakeOptions
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.state.sharded import Piece, Shards

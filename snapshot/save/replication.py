@@ -25,10 +25,10 @@ from snapshot.save.collect import ReplicationRules
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Leaf
 from snapshot.state.sharded import Piece, Shards
+from snapshot.tensors.addresses import buffer, is_plain
 from snapshot.tensors.digest import digests, of_range
 from snapshot.tensors.dtypes import ITEMSIZE, NAMES
 from snapshot.tensors.geometry import split
-from snapshot.tensors.memory import buffer, is_plain
 from snapshot.text import listed
 
 SMALL = 1024

@@ -19,9 +19,9 @@ from snapshot.runtime.arena import Slot, arena
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.state.leaves import Leaf
 from snapshot.storage import Buffer
+from snapshot.tensors.addresses import SHORT, buffer, copy, copy_short, view
 from snapshot.tensors.digest import BLOCK, RunningDigest, of_range
 from snapshot.tensors.geometry import boxes_of_range
-from snapshot.tensors.memory import SHORT, buffer, copy, copy_short, view
 from snapshot.trace import span
 
 
@@ -151,7 +151,7 @@ class Stager:
                     copy_short(base + begin, leaves[extent.leaf].address + extent.start, length)
                     continue
             begin, end = max(begin, part_begin), min(end, part_end)
-            self._fill(leaves[extent.leaf], extent, begin, end, slot, begin - part_begin)
+            self._fill(leaves[extent.leaf], extent, begin, end, slot=slot, at=begin - part_begin)
         return StagedPart([whole[: part_end - part_begin]], None, slot, budget)
 
     def _borrow(
@@ -167,12 +167,12 @@ class Stager:
                 shares.append(buffer(address, end - begin))
                 continue
             assert slot is not None
-            self._fill(leaves[extent.leaf], extent, begin, end, slot, used)
+            self._fill(leaves[extent.leaf], extent, begin, end, slot=slot, at=used)
             shares.append(slot.view[used : used + end - begin])
             used += end - begin
         return StagedPart([header, *shares] if header else list(shares), shares, slot, budget)
 
-    def _fill(self, leaf: Leaf, extent: Extent, begin: int, end: int, slot: Slot, at: int) -> None:
+    def _fill(self, leaf: Leaf, extent: Extent, begin: int, end: int, *, slot: Slot, at: int) -> None:
         """Copy the file's bytes [begin, end), which are an extent's, to a slot."""
         if begin == end:
             return

@@ -60,7 +60,7 @@ def plan_writes(
     # If a file takes one part after the other, the number of cores does not limit how many files are written.
     sequential = limits.in_order and limits.parts_per_file == 1
     lanes = (sequential and (session.settings.lanes or limits.parallel_files)) or session.settings.lane_count()
-    plan = _plans.get().plan(share.leaves, blobs, limits, lanes, at_once, loads, late)
+    plan = _plans.get().plan(share.leaves, blobs, limits, lanes, staged_bytes=at_once, loads=loads, late=late)
     if expected is not None and expected.structure != plan.structure:
         raise ValueError("the plan was made for other names, shapes or dtypes, or for another storage")
     return plan
@@ -94,7 +94,9 @@ class Take:
         self._verify = verify
         self._began = time.perf_counter()
         part_bytes = self.session.settings.part_bytes or part_bytes
-        self.writer = Writer(self.session.storage, stager, self.session.budget, self._meter.wrote, part_bytes)
+        self.writer = Writer(
+            self.session.storage, stager, self.session.budget, self._meter.wrote, wanted_part=part_bytes
+        )
         self._meter.begin(plan.total_bytes)
         self.emit("start", bytes=plan.total_bytes)
 

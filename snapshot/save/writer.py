@@ -52,6 +52,7 @@ class PartSink(Protocol):
         files: Sequence[FilePlan],
         locations: Sequence[str],
         parts: Sequence[Sequence[FilePart]],
+        *,
         staging: StagedParts,
         progress: Progress,
     ) -> list[WrittenFile]:
@@ -78,6 +79,7 @@ class Writer:
         source: Stager,
         budget: MemoryBudget,
         progress: Progress,
+        *,
         wanted_part: int = 0,
         most_files: int = 1 << 30,
     ) -> None:

@@ -121,7 +121,7 @@ class Flattened(TensorLeaves):
         prefix = path + "/"
         visitors = _VISITORS
         if strings:
-            self._named(prefix, value, depth)
+            self.add_named(prefix, value, depth)
             return
         for i, (key, child) in enumerate(zip(recorded, value.values(), strict=True)):
             below = prefix + component_of(key, i in tagged)
@@ -141,7 +141,7 @@ class Flattened(TensorLeaves):
                 _VISITORS.get(type(child), Flattened._visit)(self, below, child, depth + 1)
         self.entries[path] = entry.without(gone)
 
-    def _named(self, prefix: str, value: dict[str, Any], depth: int) -> None:
+    def add_named(self, prefix: str, value: dict[str, Any], depth: int) -> None:
         """Flatten the values of a dict whose keys are all strings. What `_tensor` does for a plain tensor stands here
         once more, without calls: models have tens of thousands of them, and this loop is what a take of small tensors
         costs."""
@@ -201,12 +201,14 @@ class Flattened(TensorLeaves):
     def _record(self, path: str, value: Any, depth: int) -> None:
         within, self._within = self._within, True
         try:
-            self._fields(path, value, e.RecordEntry, class_name(type(value)), compound.attributes(value), depth)
+            self._fields(
+                path, value, e.RecordEntry, class_name(type(value)), held=compound.attributes(value), depth=depth
+            )
         finally:
             self._within = within
 
     def _fields(
-        self, path: str, value: Any, kind: type[e.RecordEntry], name: str, held: dict[str, Any], depth: int
+        self, path: str, value: Any, kind: type[e.RecordEntry], name: str, *, held: dict[str, Any], depth: int
     ) -> None:
         """Flatten an object that is what it has under its names."""
         self._deeper(path, depth)
@@ -218,7 +220,7 @@ class Flattened(TensorLeaves):
         if self._excluded is not None:
             self._some_of(path, entry, held, depth, self._excluded)
         else:
-            self._named(path + "/", held, depth)
+            self.add_named(path + "/", held, depth)
 
     def _wrapped(self, path: str, tensor: torch.Tensor) -> bool:
         if not self._classes or form_of(type(tensor)) is not compound.WRAPPER or not compound.is_wrapper(tensor):
@@ -241,7 +243,7 @@ class Flattened(TensorLeaves):
     def _saved(self, path: str, value: SavedObject, depth: int) -> None:
         """Save what was read of an object whose class is not here as that object."""
         if value.kind == compound.RECORD:
-            self._fields(path, value, e.RecordEntry, value.class_name, dict(value), depth)
+            self._fields(path, value, e.RecordEntry, value.class_name, held=dict(value), depth=depth)
         elif value.kind == compound.ENUM:
             self._member(path, value)
         elif value.kind == compound.WRAPPER and isinstance(value._entry, e.SubclassEntry):

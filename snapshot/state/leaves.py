@@ -10,8 +10,8 @@ import msgspec
 import torch
 
 from snapshot.manifest import entries as e
+from snapshot.tensors.addresses import is_plain
 from snapshot.tensors.geometry import Box
-from snapshot.tensors.memory import is_plain
 
 Wrap = Callable[[str, e.TensorEntry | e.ChunkedTensorEntry], None]
 

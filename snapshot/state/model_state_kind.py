@@ -12,7 +12,7 @@ from snapshot.manifest.paths import component, uncomponent
 from snapshot.state.model_state import ModelState
 from snapshot.state.optimizer_kinds import StateOfParameters, exactly, with_options
 from snapshot.state.optimizers import grouped_otherwise
-from snapshot.tensors.memory import address_of_tensor
+from snapshot.tensors.addresses import address_of_tensor
 
 
 class ModelStateKind(StateOfParameters):

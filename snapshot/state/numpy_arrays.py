@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from snapshot.errors import CorruptSnapshotError
+from snapshot.tensors.addresses import view
 from snapshot.tensors.dtypes import BY_NAME
-from snapshot.tensors.memory import view
 from snapshot.text import counted
 
 Array = np.ndarray[Any, Any]
@@ -76,7 +76,7 @@ def tensor_over(array: Array) -> torch.Tensor:
     return tensor
 
 
-def rebuild(path: str, tensor: torch.Tensor, dtype: Any, shape: tuple[int, ...], order: str, scalar: bool) -> Any:
+def rebuild(path: str, tensor: torch.Tensor, dtype: Any, shape: tuple[int, ...], *, order: str, scalar: bool) -> Any:
     """Return the array (or scalar) whose bytes are in a contiguous CPU tensor, over the same memory."""
     made = numpy_dtype(path, dtype)
     nbytes = tensor.numel() * tensor.element_size()

@@ -19,8 +19,8 @@ from snapshot.manifest.scalars import Scalar
 from snapshot.state.optimizers import SavedOptimizer, change_of, expected_shape, knows_shapes, mismatch_of
 from snapshot.state.state_tree import MISSING
 from snapshot.state.stateful_kinds import Kind
+from snapshot.tensors.addresses import address_of_tensor
 from snapshot.tensors.dtypes import BY_NAME, NAMES
-from snapshot.tensors.memory import address_of_tensor
 
 
 class StateOfParameters(Kind):

@@ -93,7 +93,7 @@ class Sharded:
         for name in ("global_shape", "offsets"):
             object.__setattr__(self, name, _integers(name, getattr(self, name)))
         object.__setattr__(self, "replica", _integers("replica", (self.replica,))[0])
-        shape, box = tuple(self.global_shape), self._box()
+        shape, box = tuple(self.global_shape), self.box()
         if not len(shape) == len(box.offsets) == len(box.sizes):
             raise ValueError(
                 f"Sharded: `tensor` of shape {box.sizes}, `global_shape` {shape} and `offsets` {box.offsets} differ in "
@@ -104,12 +104,13 @@ class Sharded:
         if self.replica < 0:
             raise ValueError(f"Sharded: `replica` must not be negative, and is {self.replica}")
 
-    def _box(self) -> Box:
+    def box(self) -> Box:
+        """Return where this part lies in the whole tensor."""
         return Box(tuple(self.offsets), tuple(self.tensor.shape))
 
     def __repr__(self) -> str:
         replica = f", replica {self.replica}" if self.replica else ""
-        return f"Sharded({_dtype(self.tensor.dtype)} {self._box()} of {self.global_shape}{replica})"
+        return f"Sharded({_dtype(self.tensor.dtype)} {self.box()} of {self.global_shape}{replica})"
 
 
 def sharded(path: str, value: Any) -> Shards | None:
@@ -141,9 +142,9 @@ def empty_like(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _of_wrapper(path: str, value: Sharded) -> Shards:
-    pieces = _pieces(path, [(value._box(), value.tensor)], None, value.replica)
+    pieces = _pieces(path, [(value.box(), value.tensor)], None, value.replica)
     shape = tuple(value.global_shape)
-    return _listed(value.tensor.dtype, shape, pieces, None, "", value.tensor.requires_grad)
+    return _listed(value.tensor.dtype, shape, pieces, None, layout="", requires_grad=value.tensor.requires_grad)
 
 
 def _of_dtensor(path: str, value: Any) -> Shards:
@@ -171,7 +172,7 @@ def _of_dtensor(path: str, value: Any) -> Shards:
             if local.dtype != dtype:
                 raise SnapshotError(f"{path}: a DTensor of {dtype} whose local part is of {local.dtype}")
             coordinate = tuple(coordinate)
-            held = _held(path, local, shape, mesh_shape, placements, coordinate, order)
+            held = _held(path, local, shape, mesh_shape, placements=placements, coordinate=coordinate, order=order)
             holders = meshes.peers(ranks, mesh_shape, placements, coordinate)
             pieces = [Piece(box, local[part.slices()], holders) for box, part in held.boxes]
     return Shards("DTensor", dtype, shape, pieces, ranks, nested, texts, layout, bool(value.requires_grad))
@@ -224,6 +225,7 @@ def _held(
     local: torch.Tensor,
     shape: Shape,
     mesh_shape: Shape,
+    *,
     placements: meshes.Placements,
     coordinate: Shape,
     order: tuple[int, ...] | None,
@@ -270,7 +272,7 @@ def _of_sharded_tensor(path: str, value: Any) -> Shards:
     ranks = tuple(sorted({rank for several in known.values() for rank in several})) if told else None
     texts = sorted(f"{box}@{','.join(map(str, several))}" for box, several in known.items())
     layout = f"ShardedTensor {_dtype(properties.dtype)} {list(shape)} in {' '.join(texts)}" if told else ""
-    return _listed(properties.dtype, shape, pieces, ranks, layout, bool(properties.requires_grad))
+    return _listed(properties.dtype, shape, pieces, ranks, layout=layout, requires_grad=bool(properties.requires_grad))
 
 
 def _is_checkpointable(value: Any) -> bool:
@@ -296,7 +298,9 @@ def _of_checkpointable(path: str, value: Any, shape: Shape) -> Shards:
     dtypes = {piece.tensor.dtype for piece in pieces} or {getattr(value, "dtype", torch.get_default_dtype())}
     if len(dtypes) > 1:
         raise SnapshotError(f"{path}: its parts are of several dtypes: {', '.join(sorted(map(str, dtypes)))}")
-    return _listed(dtypes.pop(), shape, pieces, None, "", bool(getattr(value, "requires_grad", False)))
+    return _listed(
+        dtypes.pop(), shape, pieces, None, layout="", requires_grad=bool(getattr(value, "requires_grad", False))
+    )
 
 
 def _listed(
@@ -304,6 +308,7 @@ def _listed(
     shape: Shape,
     pieces: list[Piece],
     ranks: tuple[int, ...] | None,
+    *,
     layout: str,
     requires_grad: bool,
 ) -> Shards:

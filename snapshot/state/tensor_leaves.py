@@ -23,8 +23,8 @@ from snapshot.state.leaves import Leaf
 from snapshot.state.prepared import Prepare, prepare_shards, prepare_tensor
 from snapshot.state.sharded import sharded, waited
 from snapshot.tensors import composite
+from snapshot.tensors.addresses import is_plain
 from snapshot.tensors.dtypes import NAMES
-from snapshot.tensors.memory import is_plain
 
 _COMPLEX = frozenset(("complex32", "complex64", "complex128"))
 SIMPLE = {dtype: name for dtype, name in NAMES.items() if name not in _COMPLEX}

@@ -82,7 +82,7 @@ class HTTPFault:
     Made by `FaultProxy.fault`. As a context it is over at the end, and must have happened, as `check()` has it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - made in one place
         self,
         traffic: Traffic,
         method: str,

@@ -114,7 +114,7 @@ class Fetched(Stager):
             if isinstance(origin, bytes):
                 slot.view[at : at + end - begin] = origin[first : first + end - begin]
             else:
-                copies += await self._want(read_plan, extent.leaf, origin, first, end - begin, slot, at)
+                copies += await self._want(read_plan, extent.leaf, origin, first, nbytes=end - begin, slot=slot, at=at)
         if read_plan.requests:
             await self._read(read_plan)
         used, self._used = self._used, []
@@ -126,7 +126,7 @@ class Fetched(Stager):
         return StagedPart([slot.view[: part.end - part.begin]], None, slot, budget)
 
     async def _want(
-        self, read_plan: ReadPlan, index: int, entry: Any, first: int, nbytes: int, slot: Slot, at: int
+        self, read_plan: ReadPlan, index: int, entry: Any, first: int, *, nbytes: int, slot: Slot, at: int
     ) -> list[Callable[[], object]]:
         """Want a range of a tensor's bytes in the slot; what has to be copied there afterwards."""
         leaf = self.leaves[index]

@@ -54,9 +54,9 @@ def copied(
     options: Mapping[str, Any] | None,
     url: URL,
     target_options: Mapping[str, Any] | None,
+    *,
     choice: Selection,
     meter: Meter,
-    *,
     overwrite: bool,
     durable: bool,
     budget: int | None,
@@ -82,7 +82,7 @@ def copied(
                 )
             report = copy_files(source, document, url, opener, meter, overwrite=overwrite, verify=choice.verify)
         elif choice.select or choice.exclude:
-            report = _part(source, document, choice, url, opener, meter, overwrite=overwrite)
+            report = _part(source, document, choice, url, opener=opener, meter=meter, overwrite=overwrite)
         else:
             report = _whole(source, document, opener(url), meter, overwrite=overwrite, verify=choice.verify)
     except BaseException as error:
@@ -123,14 +123,23 @@ def _expect_apart(origin: URL, url: URL) -> None:
 
 
 def _part(
-    source: Session, document: Document, choice: Selection, url: URL, opener: Any, meter: Meter, *, overwrite: bool
+    source: Session, document: Document, choice: Selection, url: URL, *, opener: Any, meter: Meter, overwrite: bool
 ) -> CopyReport:
     """Return what of a snapshot was selected, as a snapshot: the files hold other things, too, and are written anew."""
     run(load_parts(source, document, list(document.parts)))
     run(expect_files(source, document, locations_of(document.manifest, document.files)))
     if choice.verify:
         expect_sums(source, stored_in(document.manifest), document.files)
-    as_snapshot(source, document, choice, url, opener, meter, overwrite=overwrite, timeout=Settings.current().timeout)
+    as_snapshot(
+        source,
+        document,
+        choice,
+        url,
+        open_session=opener,
+        meter=meter,
+        overwrite=overwrite,
+        timeout=Settings.current().timeout,
+    )
     made = opener(url)
     try:
         written = run(open_document(made))

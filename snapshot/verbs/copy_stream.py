@@ -194,9 +194,9 @@ async def pass_files(
     them, under the names that they get."""
     passing = FileStream(source.storage, files)
     part = target.settings.part_bytes
-    writer = Writer(target.storage, passing, target.budget, progress, part, FILES)
+    writer = Writer(target.storage, passing, target.budget, progress, wanted_part=part, most_files=FILES)
     if writer.serial:
-        writer = Writer(target.storage, passing, target.budget, progress, part or HOT, FILES)
+        writer = Writer(target.storage, passing, target.budget, progress, wanted_part=part or HOT, most_files=FILES)
         await write(writer, passing.plans, None)
         return
     ahead = ReadAhead(writer, passing, target.budget, source.storage.limits.parallel_parts)

@@ -71,11 +71,11 @@ def compared(path: str, a: Any, b: Any, values: bool, *, same_format: bool) -> t
         if a.identity != b.identity:
             found.add("value", _apart(a, b))
     elif isinstance(a, e.TENSORS):
-        _tensors(found, pairs, path, a, b, values)
+        _tensors(found, pairs, path, a, b=b, values=values)
     elif isinstance(a, e.NDArrayEntry):
-        _arrays(found, pairs, path, a, b, values)
+        _arrays(found, pairs, path, a, b=b, values=values)
     elif isinstance(a, e.TensorPartsEntry):
-        _parts(found, pairs, path, a, b, values)
+        _parts(found, pairs, path, a, b=b, values=values)
     else:
         _objects(found, pairs, path, a, b)
     return found, pairs
@@ -118,7 +118,7 @@ def _containers(found: EntryDifference, a: e.Container, b: e.Container, same_for
             found.add(what, what if name in long else f"{what} {before} -> {after}")
 
 
-def _tensors(found: EntryDifference, pairs: list[Pair], path: str, a: Any, b: Any, values: bool) -> None:
+def _tensors(found: EntryDifference, pairs: list[Pair], path: str, a: Any, *, b: Any, values: bool) -> None:
     if (a.dtype, tuple(a.shape)) != (b.dtype, tuple(b.shape)):
         found.what += [name for name in ("dtype", "shape") if getattr(a, name) != getattr(b, name)]
         found.details.append(f"{shown(a)} -> {shown(b)}")
@@ -128,10 +128,10 @@ def _tensors(found: EntryDifference, pairs: list[Pair], path: str, a: Any, b: An
         if before != after:
             found.add(name, f"{name} {before} -> {after}")
     if tuple(a.shape) == tuple(b.shape):
-        _bytes(found, pairs, path, a, b, values)
+        _bytes(found, pairs, path, a, b=b, values=values)
 
 
-def _bytes(found: EntryDifference, pairs: list[Pair], path: str, a: Any, b: Any, values: bool) -> None:
+def _bytes(found: EntryDifference, pairs: list[Pair], path: str, a: Any, *, b: Any, values: bool) -> None:
     """Whether two tensors of one shape have the same bytes, if that is known; what has to be read, if not."""
     differs = True if a.dtype != b.dtype else by_digests(a, b)
     if differs and a.dtype == b.dtype:
@@ -166,7 +166,7 @@ def _digests(entry: Any) -> dict[Any, str] | None:
 
 
 def _arrays(
-    found: EntryDifference, pairs: list[Pair], path: str, a: e.NDArrayEntry, b: e.NDArrayEntry, values: bool
+    found: EntryDifference, pairs: list[Pair], path: str, a: e.NDArrayEntry, *, b: e.NDArrayEntry, values: bool
 ) -> None:
     for name in ("dtype", "shape", "order", "scalar"):
         before, after = getattr(a, name), getattr(b, name)
@@ -175,12 +175,12 @@ def _arrays(
     if (a.data.dtype, tuple(a.data.shape)) == (b.data.dtype, tuple(b.data.shape)):
         plain = isinstance(a.dtype, str) and a.dtype[1:2] in "biufc" and a.data.shape == a.shape
         numbers = plain and a.dtype == b.dtype
-        _bytes(found, pairs, path, a.data, b.data, values and numbers)
+        _bytes(found, pairs, path, a.data, b=b.data, values=values and numbers)
         found.numberless |= values and not numbers
 
 
 def _parts(
-    found: EntryDifference, pairs: list[Pair], path: str, a: e.TensorPartsEntry, b: e.TensorPartsEntry, values: bool
+    found: EntryDifference, pairs: list[Pair], path: str, a: e.TensorPartsEntry, *, b: e.TensorPartsEntry, values: bool
 ) -> None:
     if a.params != b.params or a.parts.keys() != b.parts.keys():
         found.add("kind", _params(a.params, b.params))
@@ -191,7 +191,7 @@ def _parts(
     inner = EntryDifference()
     for name in both:
         own = numbers and name == "values"
-        _tensors(inner, pairs, f"{path}[{name}]", a.parts[name], b.parts[name], own)
+        _tensors(inner, pairs, f"{path}[{name}]", a.parts[name], b=b.parts[name], values=own)
     for what in dict.fromkeys(inner.what):
         found.add(what, "")
     found.details += [each for each in inner.details if each]

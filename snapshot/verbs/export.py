@@ -172,7 +172,7 @@ class Export:
         content, held = torch_archive.pickled(state)
         root = name.rpartition("/")[2].partition(".")[0] or "archive"
         extents: list[Extent] = []
-        size = self._archive(plan, root, content, held, range(len(plan.leaves)), 0, extents)
+        size = self._archive(plan, root, content, held, numbers=range(len(plan.leaves)), base=0, extents=extents)
         plan.files.append((name, FilePlan(b"", tuple(extents), size)))
         return plan
 
@@ -182,6 +182,7 @@ class Export:
         root: str,
         content: bytes,
         held: dict[str, bytes],
+        *,
         numbers: Sequence[int],
         base: int,
         extents: list[Extent],
@@ -342,7 +343,9 @@ class Export:
                 extents.append(Extent(plan.leaf(name, "uint8", (len(what),), what), position, position + len(what)))
                 size = len(what)
             elif isinstance(what, _Nested):
-                size = self._archive(plan, "archive", what.content, what.held, what.numbers, position, extents)
+                size = self._archive(
+                    plan, "archive", what.content, what.held, numbers=what.numbers, base=position, extents=extents
+                )
             else:
                 dtype, shape = self._dtype(what), tuple(what.shape)
                 number = plan.leaf(name, dtype, shape, what)
@@ -376,7 +379,7 @@ class Export:
             sums=plan.sums,
         )
         meter.begin(sum(file.size for _, file in plan.files))
-        writer = Writer(target.storage, source, target.budget, meter.wrote, target.settings.part_bytes)
+        writer = Writer(target.storage, source, target.budget, meter.wrote, wanted_part=target.settings.part_bytes)
         await outputs.write(writer, [file for _, file in plan.files], plan.last)
         tensors = [
             leaf for leaf, origin in zip(plan.leaves, plan.origins, strict=True) if isinstance(origin, e.TENSORS)

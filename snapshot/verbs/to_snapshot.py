@@ -203,9 +203,9 @@ def as_snapshot(
     document: Document,
     choice: Selection,
     url: URL,
+    *,
     open_session: Callable[[URL], Session],
     meter: Meter,
-    *,
     overwrite: bool,
     timeout: float,
 ) -> ConvertReport:

@@ -19,7 +19,7 @@ from snapshot.runtime.session import Session
 from snapshot.save.manifest_builder import RankManifest
 from snapshot.save.take import Verify
 from snapshot.text import listed
-from snapshot.verbs.verify import Stretch, Verification, cut_wants
+from snapshot.verbs.verification import Stretch, Verification, cut_wants
 
 PIECE = 4 << 20
 """Bytes that are read together where only a sample is read."""

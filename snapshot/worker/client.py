@@ -141,6 +141,7 @@ class WriterProcess:
         files: Sequence[FilePlan],
         locations: Sequence[str],
         parts: Sequence[Sequence[FilePart]],
+        *,
         staging: StagedParts,
         progress: Progress,
     ) -> list[WrittenFile]:
@@ -342,7 +343,7 @@ def expect_reachable(url: URL, options: Mapping[str, Any] | None) -> None:
     if "memory" in re.split(r"\+|::", url.scheme):
         raise ValueError(f"{url}: lies in this process's memory, where a writer process cannot write; {_THREAD}")
     for scheme in _schemes(url):
-        plugin = registry._registered.get(scheme)
+        plugin = registry.registered().get(scheme)
         if plugin is not None and not _importable(plugin):
             raise ValueError(
                 f"{url}: {plugin.__module__}.{plugin.__qualname__} was registered in this process, and a writer "
@@ -390,7 +391,7 @@ def _path() -> list[str]:
 def _plugins() -> list[tuple[str, str, str]]:
     return [
         (scheme, plugin.__module__, plugin.__qualname__)
-        for scheme, plugin in registry._registered.items()
+        for scheme, plugin in registry.registered().items()
         if _importable(plugin)
     ]
 

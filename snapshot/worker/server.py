@@ -221,7 +221,7 @@ def _imitate(begin: Begin) -> None:
     if begin.umask >= 0:
         os.umask(begin.umask)
     sys.path[:] = map(os.fsdecode, begin.path)
-    for scheme in list(registry._registered):
+    for scheme in list(registry.registered()):
         registry.unregister(scheme)
     for scheme, module, qualified in begin.plugins:
         registry.register(scheme, reduce(getattr, qualified.split("."), importlib.import_module(module)))  # type: ignore[arg-type]

@@ -43,23 +43,15 @@ def _loopback(*arguments: str) -> Iterator[dict[str, Any]]:
         process.communicate()
 
 
-async def _upload(driver: Any, key: str, parts: list[memoryview], engine: str) -> None:
+async def _upload(driver: Any, key: str, parts: list[memoryview]) -> None:
     """One object, by the client alone."""
-    from snapshot.plugins.attempts import Body  # a plugin's, and those are imported by who needs them
+    from snapshot.plugins.network.transfer import RequestBody  # a plugin's, and those are imported by who needs them
 
-    if engine == "obstore":
-
-        async def source() -> Any:
-            for part in parts:
-                yield part
-
-        await driver.patient.put_async(key, source(), use_multipart=True, chunk_size=PART, max_concurrency=AT_ONCE)
-        return
     upload, at_once, done = await driver.begin(key, 0), asyncio.Semaphore(AT_ONCE), {}
 
     async def send(number: int, part: memoryview) -> None:
         async with at_once:
-            done[number] = await driver.part(key, upload, number, 0, Body([part]), last=False)
+            done[number] = await driver.part(key, upload, number, 0, RequestBody([part]), last=False)
 
     await asyncio.gather(*(send(number, part) for number, part in enumerate(parts, 1)))
     await driver.complete(key, upload, dict(sorted(done.items())))
@@ -123,9 +115,9 @@ class _Bench:
 
         return asyncio.run(run())
 
-    def take(self, engine: str, budget: int | None = None, *, waits: bool = True) -> float:
+    def take(self, budget: int | None = None, *, waits: bool = True) -> float:
         """Ours; `waits=False`: by `async_take`, whose staging is bounded by the budget."""
-        given = {"storage_options": {**self.sink, "engine": engine}, "memory_budget_bytes": budget}
+        given = {"storage_options": dict(self.sink), "memory_budget_bytes": budget}
         url = f"{self.url}/ours-{secrets.token_hex(4)}"
         began = time.perf_counter()
         if waits:
@@ -153,17 +145,14 @@ def _rows(bench: _Bench) -> dict[str, list[tuple[str, Callable[[], float]]]]:
     """What is measured: the first row of each group is what the others are compared with."""
     groups: dict[str, list[tuple[str, Callable[[], float]]]] = {}
 
-    def upload(engine: str) -> float:
-        return bench.bare(bench.sink, engine, lambda driver, _: _upload(driver, bench.key(), bench.parts, engine))
+    def upload() -> float:
+        return bench.bare(bench.sink, "s3fs", lambda driver, _: _upload(driver, bench.key(), bench.parts))
 
     def download(engine: str) -> float:
         return bench.bare(bench.source, engine, lambda driver, ranges: _download(driver, ranges, engine))
 
+    groups["upload"] = [("the client alone", upload), ("take", bench.take)]
     for engine in ENGINES:
-        groups[f"upload, {engine}"] = [
-            ("the client alone", lambda e=engine: upload(e)),  # type: ignore[misc]
-            ("take", lambda e=engine: bench.take(e)),  # type: ignore[misc]
-        ]
         groups[f"download, {engine}"] = [
             ("the client alone, ranges", lambda e=engine: download(e)),  # type: ignore[misc]
             ("restore", lambda e=engine: bench.restore(e)),  # type: ignore[misc]
@@ -178,20 +167,19 @@ def _rows(bench: _Bench) -> dict[str, list[tuple[str, Callable[[], float]]]]:
 def _peaks(bench: _Bench) -> Iterator[str]:
     """How far memory rises above where it stood, at budgets that are smaller than what is moved."""
     yield f"{'memory above where it stood, MiB':<44}" + "".join(f"{budget >> 20:>8} MiB" for budget in BUDGETS)
-    for engine in ENGINES:
-        works: dict[str, Callable[[int], float]] = {
-            "take": lambda budget, e=engine: bench.take(e, budget),  # type: ignore[misc]
-            "async_take": lambda budget, e=engine: bench.take(e, budget, waits=False),  # type: ignore[misc]
-            "restore": lambda budget, e=engine: bench.restore(e, budget),  # type: ignore[misc]
-        }
-        for name, work in works.items():
-            found = []
-            for budget in BUDGETS:
-                before = reset_peak()
-                work(budget)
-                peak = status("VmHWM")
-                found.append("-" if before is None or peak is None else f"{(peak - before) / MiB:.0f}")
-            yield f"  {name + ', ' + engine:<42}" + "".join(f"{each:>12}" for each in found)
+    works: dict[str, Callable[[int], float]] = {
+        "take": bench.take,
+        "async_take": lambda budget: bench.take(budget, waits=False),
+        **{f"restore, {engine}": lambda budget, e=engine: bench.restore(e, budget) for engine in ENGINES},  # type: ignore[misc]
+    }
+    for name, work in works.items():
+        found = []
+        for budget in BUDGETS:
+            before = reset_peak()
+            work(budget)
+            peak = status("VmHWM")
+            found.append("-" if before is None or peak is None else f"{(peak - before) / MiB:.0f}")
+        yield f"  {name:<42}" + "".join(f"{each:>12}" for each in found)
 
 
 def compare(url: str | None, options: Mapping[str, Any], scale: float, rounds: int) -> Iterator[str]:

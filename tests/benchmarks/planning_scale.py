@@ -82,7 +82,7 @@ class _Simulated(Exchange):
     def alone(self) -> bool:
         return False
 
-    def exchange(self, mine: Any, lead: Callable[[list[Any]], Any], kind: type[Any], answer: type[Any]) -> Any:
+    def agree(self, mine: Any, lead: Callable[[list[Any]], Any], kind: type[Any], answer: type[Any]) -> Any:
         self.said.append(msgspec.msgpack.decode(msgspec.msgpack.encode(mine), type=kind))
         if not self.answers:
             raise _Asked
@@ -193,13 +193,15 @@ class _Simulation:
         assert shared is not None
         began = time.perf_counter()
         portion = RankShare(_Simulated(rank, self.world, ranks), flat, shared)
-        plan = make_plan(portion.leaves, 0, Limits(), 2, 0)
+        plan = make_plan(portion.leaves, 0, Limits(), 2, staged_bytes=0)
         seconds += time.perf_counter() - began
         written = [
             WrittenFile(file, location(SAVE, rank, n, "safetensors"), [DIGEST] * len(file.extents), _tables(file))
             for n, file in enumerate(plan.files)
         ]
-        return build_entries(portion, written, location(SAVE, rank, len(written), "bin")), seconds
+        return build_entries(
+            portion, written, location(SAVE, rank, len(written), "bin"), "", msgspec.Raw(b"{}")
+        ), seconds
 
     def hear(self, tells: bytes) -> ManifestPart:
         """What the leader does with each rank's words."""
@@ -243,7 +245,7 @@ class _Simulation:
         assert first is not None
         parts = [PartEntry(f"data/{SAVE}-{rank}.json", size, DIGEST, [rank], size) for rank, size in enumerate(sizes)]
         began = time.perf_counter()
-        document = encode(build_document(first, SAVE, msgspec.Raw(b"{}"), "", parts, heard))
+        document = encode(build_document(first, SAVE, parts, heard))
         self.leader += time.perf_counter() - began
         mean = sum(seconds) / len(seconds)
         return Cost(

@@ -166,16 +166,16 @@ def test_a_signal_ends_it_soon_and_the_same_again_goes_on(
     script = f"""
 import os, signal, sys
 from snapshot.cli import main
-from snapshot.verbs import verify, verify_journal
-verify.STRETCH = 256 << 10
-add = verify_journal.VerifyNotes.add
+from snapshot.verbs import verification, verify_journal
+verification.STRETCH = 256 << 10
+add = verify_journal.VerifyJournal.add
 def counted(self, *arguments):
     add(self, *arguments)
     counted.met += 1
     if counted.met == 3:
         os.kill(os.getpid(), signal.{number})
 counted.met = 0
-verify_journal.VerifyNotes.add = counted
+verify_journal.VerifyJournal.add = counted
 sys.exit(main(["verify", "--resume", "{tmp_path}/notes", "{tmp_path}/s"]))
 """
     with pytest.raises(Failed) as failed:

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from snapshot import Snapshot, SnapshotExistsError, StateDict
-from snapshot.interop.dcp import SnapshotWriter, writer
+from snapshot.interop.dcp import SnapshotWriter, snapshot_writer
 from snapshot.save.claims import pending_saves
 from snapshot.testing import stalling
 from tests.interop.dcp_states import save
@@ -88,7 +88,7 @@ def test_the_next_save_takes_the_place_of_one_that_may_have_ended(tmp_path):
     assert "the claim of this save is gone" in str(raised.value.failures[0][0])
     expect_one(folder, 1)
     assert not pending_saves()
-    assert not writer._newest
+    assert not snapshot_writer._newest.get()
 
 
 @pytest.mark.parametrize("verb", ["convert", "copy"])

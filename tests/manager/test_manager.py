@@ -651,14 +651,14 @@ def test_what_does_not_fit_and_a_storage_that_fails_are_no_reasons_to_fall_back(
 
 def test_a_step_that_vanishes_while_it_is_chosen_is_passed_over(tmp_path, monkeypatch):
     manager = filled(tmp_path, 10, 20)
-    restore = Snapshot._restore
+    restore = Snapshot.restore_with
 
     def removed(self, *arguments):
         if self.path.endswith("20"):
             shutil.rmtree(self.path)
         return restore(self, *arguments)
 
-    monkeypatch.setattr(Snapshot, "_restore", removed)
+    monkeypatch.setattr(Snapshot, "restore_with", removed)
     assert manager.restore_latest(state()) == 10
 
 

@@ -36,7 +36,7 @@ def test_every_byte_of_every_leaf_is_planned_once(found, largest, lanes, worth):
         patch.setattr(layout, "LARGEST_FILE", largest)
         patch.setattr(layout, "WORTH_A_FILE", worth)
         patch.setattr(layout, "CUT", min(worth, layout.CUT))
-        plan = make_plan(found, 0, Limits(parallel_files=4), lanes, 0)
+        plan = make_plan(found, 0, Limits(parallel_files=4), lanes, staged_bytes=0)
     covered = {i: [] for i in range(len(found))}
     for file in plan.files:
         header = json.loads(file.header[8:])
@@ -60,12 +60,12 @@ def test_every_byte_of_every_leaf_is_planned_once(found, largest, lanes, worth):
             at = end
         assert at == found[i].nbytes
         assert ranges
-    assert make_plan(found, 0, Limits(parallel_files=4), lanes, 0).structure or True
+    assert make_plan(found, 0, Limits(parallel_files=4), lanes, staged_bytes=0).structure or True
 
 
 @given(leaves, st.integers(1, 5000))
 def test_parts_cover_a_file_and_name_their_extents(found, length):
-    for file in make_plan(found, 0, Limits(), 2, 0).files:
+    for file in make_plan(found, 0, Limits(), 2, staged_bytes=0).files:
         position = 0
         seen = {}
         for part in cut_file(file, max(length, file.size // 8000) * 8):
@@ -83,25 +83,33 @@ def test_lanes_are_balanced_and_one_large_tensor_is_cut():
     for sizes in ([256] * 4, [1024], [700, 100, 100, 50], [1] * 1000, [300] + [1] * 300):
         found = [leaf(i, "uint8", (size, MiB)) for i, size in enumerate(sizes)]
         for lanes in (2, 4):
-            plan = make_plan(found, 0, Limits(parallel_files=8), lanes, 0)
+            plan = make_plan(found, 0, Limits(parallel_files=8), lanes, staged_bytes=0)
             loads = [file.size for file in plan.files]
             assert len(loads) == lanes
             assert max(loads) / (sum(loads) / lanes) < 1.2, (sizes, lanes, loads)
 
 
 def test_small_payloads_and_serial_storages_take_one_file():
-    assert len(make_plan([leaf(0, "uint8", (MiB,))] * 3, 0, Limits(), 2, 0).files) == 1
+    assert len(make_plan([leaf(0, "uint8", (MiB,))] * 3, 0, Limits(), 2, staged_bytes=0).files) == 1
     assert (
-        len(make_plan([leaf(i, "uint8", (64 * MiB,)) for i in range(3)], 0, Limits(parallel_files=1), 4, 0).files) == 1
+        len(
+            make_plan(
+                [leaf(i, "uint8", (64 * MiB,)) for i in range(3)], 0, Limits(parallel_files=1), 4, staged_bytes=0
+            ).files
+        )
+        == 1
     )
-    assert make_plan([], 0, Limits(), 2, 0).files == ()
+    assert make_plan([], 0, Limits(), 2, staged_bytes=0).files == ()
 
 
 def test_equal_structures_make_equal_plans():
     found = [leaf(i, "float32", (i, 3)) for i in range(50)]
-    assert make_plan(found, 0, Limits(), 2, 0) == make_plan(found, 0, Limits(), 2, 0)
+    assert make_plan(found, 0, Limits(), 2, staged_bytes=0) == make_plan(found, 0, Limits(), 2, staged_bytes=0)
     other = [leaf(i, "float32", (3, i)) for i in range(50)]
-    assert make_plan(found, 0, Limits(), 2, 0).structure != make_plan(other, 0, Limits(), 2, 0).structure
+    assert (
+        make_plan(found, 0, Limits(), 2, staged_bytes=0).structure
+        != make_plan(other, 0, Limits(), 2, staged_bytes=0).structure
+    )
 
 
 @given(

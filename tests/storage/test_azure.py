@@ -10,7 +10,8 @@ import torch
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, StateDict, StorageError
 from snapshot.errors import StorageConflictError, StorageNotFoundError
-from snapshot.plugins import attempts, azure
+from snapshot.plugins.network import retry
+from snapshot.plugins.objectstore import azure
 from snapshot.registry import open_storage
 from snapshot.storage import ABSENT, URL, Context
 from snapshot.testing import FaultProxy, StorageTests
@@ -44,7 +45,7 @@ def url(azurite):
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch):
     """What fails on purpose is tried again soon."""
-    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
 
 
 @pytest.fixture

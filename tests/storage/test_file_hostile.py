@@ -7,7 +7,7 @@ import os
 import pytest
 
 from snapshot.errors import StorageConflictError, StorageError, StorageNotFoundError
-from snapshot.plugins import descriptors
+from snapshot.plugins.file import descriptors
 from snapshot.registry import open_storage
 from snapshot.storage import ABSENT, URL, Context
 from snapshot.testing.parts import fetch

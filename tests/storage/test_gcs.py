@@ -13,7 +13,7 @@ import torch
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, StateDict, StorageError
 from snapshot.errors import StorageConflictError
-from snapshot.plugins import attempts
+from snapshot.plugins.network import retry
 from snapshot.storage import ABSENT
 from snapshot.testing import FaultProxy, StorageTests
 from snapshot.testing.parts import fetch, pattern, store
@@ -37,7 +37,7 @@ class TestGcs(StorageTests):
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch):
     """What fails on purpose is tried again soon."""
-    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
 
 
 @pytest.fixture

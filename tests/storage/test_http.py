@@ -11,7 +11,7 @@ import torch
 from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError, StateDict, StorageError
 from snapshot.errors import StorageConflictError, StorageNotFoundError
 from snapshot.events import add_handler, remove_handler
-from snapshot.plugins import attempts
+from snapshot.plugins.network import retry
 from snapshot.registry import open_storage
 from snapshot.storage import URL
 from snapshot.testing import FaultProxy, StorageTests
@@ -55,7 +55,7 @@ class TestHttp(StorageTests):
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch):
     """What fails on purpose is tried again soon."""
-    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
 
 
 def use(url, work, **options):

@@ -18,7 +18,8 @@ from snapshot.testing.bulk import BulkFileTests
 from snapshot.testing.parts import fetch, pattern, store
 
 MiB = 1 << 20
-ENGINES = ["s3fs", "obstore"]
+ENGINES = [pytest.param("s3fs", id="s3fs"), pytest.param(None, id="obstore")]
+"""Who reads bulk bytes: obstore, unless the client that s3fs makes is asked for."""
 
 
 def options(server, **more):
@@ -32,7 +33,7 @@ def options(server, **more):
 
 
 class TestObstore(BulkFileTests):
-    """All that is not bulk is s3fs's client's here, too."""
+    """obstore reads ranges; all else is s3fs's client's here, too."""
 
     @pytest.fixture
     def url(self, moto):
@@ -40,7 +41,7 @@ class TestObstore(BulkFileTests):
 
     @pytest.fixture
     def options(self, moto):
-        return options(moto, engine="obstore")
+        return options(moto)
 
 
 class TestWeed(StorageTests):
@@ -144,11 +145,10 @@ def test_long_files_go_up_and_come_down_in_parts(moto, engine):
     assert_same(live, state(rows=10_000))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_an_upload_that_is_given_up_leaves_nothing(weed, engine, cancelled):
+def test_an_upload_that_is_given_up_leaves_nothing(weed, cancelled):
     bucket = weed.bucket()
-    given = options(weed, engine=engine, part_bytes=5 * MiB)
+    given = options(weed, part_bytes=5 * MiB)
 
     async def work():
         storage = open_storage(URL.parse(f"s3://{bucket}/s"), given, Context())
@@ -194,9 +194,22 @@ def test_parts_keep_their_order_though_some_wait_for_memory(moto, engine):
     asyncio.run(work())
 
 
+def test_the_engine_of_uploads_is_not_chosen_any_more(moto):
+    url, given = f"s3://{moto.bucket()}/s", options(moto, engine="obstore", part_bytes=5 * MiB)
+    with FaultProxy(moto.url) as proxy:
+        with pytest.warns(FutureWarning, match="engine='obstore'"):
+            Snapshot.take(url, state(), storage_options=given | {"endpoint_url": proxy.url})
+        sent = [each.headers["user-agent"] for each in proxy.requests if "partNumber=" in each.path]
+        assert sent
+        assert all("botocore" in each.lower() for each in sent)
+    live = state(fill=0)
+    Snapshot(url, storage_options=given).restore(live)  # reading by it is what it is for: no warning
+    assert_same(live, state())
+
+
 def test_an_endpoint_may_stand_in_the_environment(moto, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", moto.url)
-    url, given = f"s3://{moto.bucket()}/s", options(moto, engine="obstore", part_bytes=5 * MiB)
+    url, given = f"s3://{moto.bucket()}/s", options(moto, part_bytes=5 * MiB)
     del given["endpoint_url"]
     Snapshot.take(url, state(), storage_options=given)
     live = state(fill=0)
@@ -405,7 +418,7 @@ def test_encryption_is_asked_for(moto):
 
 def test_what_is_not_installed_is_told_with_the_cure(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.delitem(sys.modules, "snapshot.plugins.s3", raising=False)
+    monkeypatch.delitem(sys.modules, "snapshot.plugins.objectstore.s3", raising=False)
     with pytest.raises(MissingExtraError, match=r"pip install 'snapshot-torch\[s3\]'"):
         Snapshot.take("s3://bucket/s", state())
 

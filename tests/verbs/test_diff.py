@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotNotFoundError, StateDict
 from snapshot.plan import layout
-from snapshot.plan.plan_cache import PlanCache
 from snapshot.reports import MARKS
 from snapshot.runtime.arena import arena
 from snapshot.save import take
@@ -149,7 +148,7 @@ def test_tensors_that_are_cut_otherwise_are_read_in_a_small_budget(monkeypatch, 
     a = taken("a", state)
     state["x"] = state["x"].clone()
     monkeypatch.setattr(layout, "LARGEST_FILE", cut)
-    monkeypatch.setattr(take, "_planner", PlanCache())  # one that has planned nothing before
+    take._plans.reset()  # one that has planned nothing before
     b = taken("b", state)
     state["x"][150, 3] = -1
     c = taken("c", state)
@@ -175,7 +174,7 @@ def test_however_two_are_cut_one_element_is_found(monkeypatch, data):
     made = []
     changed = data.draw(st.sampled_from(sorted(state)))
     for name in ("a", "b", "c"):
-        monkeypatch.setattr(take, "_planner", PlanCache())
+        take._plans.reset()
         monkeypatch.setattr(layout, "LARGEST_FILE", data.draw(st.integers(64, 20_000)))
         if name == "c":
             flat = state[changed] = state[changed].clone()

@@ -186,7 +186,7 @@ def test_what_a_process_cannot_do_is_refused_at_once(tmp_path):
     assert not Snapshot("memory://process").exists()
     with stalling(), pytest.raises(ValueError, match="cannot import"):
         take(f"stalling+file://{tmp_path}/x", state())
-    with pytest.raises(ValueError, match="worker='fork'"):
+    with pytest.raises(ValueError, match="worker must be 'thread' or 'process', got 'fork'"):
         Snapshot.async_take(tmp_path / "x", state(), worker="fork")
     assert left(tmp_path) == []
 

@@ -28,8 +28,8 @@ from snapshot.save.staging import Stager
 from snapshot.save.writer import Writer
 from snapshot.state.leaves import Leaf
 from snapshot.storage import URL
+from snapshot.tensors.addresses import is_plain
 from snapshot.tensors.dtypes import NAMES
-from snapshot.tensors.memory import is_plain
 from snapshot.testing import stalling
 from snapshot.worker import client
 from snapshot.worker.client import expect_reachable, writer_process
@@ -74,7 +74,7 @@ class Take:
         self.operation = Session(self.url, None, durable=False, budget=1 << 30)
         self.budget = MemoryBudget(1 << 30)
         self.source = Stager(leaves, copies=True)
-        self.files = make_plan(leaves, 0, self.operation.storage.limits, lanes, 0).files
+        self.files = make_plan(leaves, 0, self.operation.storage.limits, lanes, staged_bytes=0).files
         self.locations = [f"data/{n}.safetensors" for n in range(len(self.files))]
         self.parts = [cut_file(file, PART) for file in self.files]
         self.moved = 0
@@ -84,11 +84,16 @@ class Take:
 
     async def by_process(self, staging=None, process=None):
         return await (process or writer_process()).write(
-            self.operation, self.files, self.locations, self.parts, staging or Ahead(self), self._progress
+            self.operation,
+            self.files,
+            self.locations,
+            self.parts,
+            staging=staging or Ahead(self),
+            progress=self._progress,
         )
 
     async def by_thread(self):
-        writer = Writer(self.operation.storage, self.source, self.budget, self._progress, PART)
+        writer = Writer(self.operation.storage, self.source, self.budget, self._progress, wanted_part=PART)
         return await writer.write(self.files, self.locations)
 
     @property

@@ -17,7 +17,7 @@ from snapshot.aio import in_thread
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import SOLO
 from snapshot.errors import SnapshotError
-from snapshot.interop.dcp.commit import Told
+from snapshot.interop.dcp.dcp_commit import Told
 from snapshot.interop.dcp.names import Keys, flat_paths, nested_paths
 from snapshot.manifest import entries as e
 from snapshot.manifest.merge import merge
@@ -150,7 +150,7 @@ class _Round:
                 state[name] = value
         for key in [key for key, value in state.items() if type(value) is dict]:
             self.flat.add(component(key), state.pop(key))  # which remembers what it made of the last one
-        self.flat._named("", state, 0)
+        self.flat.add_named("", state, 0)
         for name, data in blobs:
             self._blob(name, data)
         for name, boxes in self._boxes.items():
@@ -220,7 +220,7 @@ class _Round:
         binary = location(save_id, rank, last, "bin")
         storage = session.storage
         source = Stager(share.leaves, copies=storage.limits.alignment > 1)
-        writer = Writer(storage, source, session.budget, unmetered, session.settings.part_bytes)
+        writer = Writer(storage, source, session.budget, unmetered, wanted_part=session.settings.part_bytes)
         written = await writer.write(plan.files, locations)
         with gc_paused():
             described = await in_thread(build_entries, share, written, binary, "", msgspec.Raw(b"{}"))

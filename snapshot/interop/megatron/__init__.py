@@ -41,7 +41,7 @@ class _MegatronKind(Kind):
     def __init__(self, key: str, stateful: MegatronState) -> None:
         self.key = key
         self.stateful = stateful
-        self.state = stateful._places()
+        self.state = stateful.places()
         names = {f"{key}/{component(name)}": held for name, held in self.state.items()}
         self.compounds = {}
         self.live = {path: held if isinstance(held, MegatronBoxes) else MISSING for path, held in names.items()}
@@ -202,7 +202,7 @@ class MegatronState:
             )
         return built(given)
 
-    def _places(self) -> dict[str, Any]:
+    def places(self) -> dict[str, Any]:
         """Return what a restore is to fill, and what is there in the places of all else."""
         self._tree = self._made()
         parts = Parts(self._tree)

@@ -1,0 +1,200 @@
+"""Files as descriptors: complete vectored calls, open files, folders that are synced or locked."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from snapshot.errors import StorageError
+from snapshot.plugins.file import direct_io
+from snapshot.storage import Buffer
+
+_MOST_BUFFERS = os.sysconf("SC_IOV_MAX") if "SC_IOV_MAX" in os.sysconf_names else 16
+_FOR_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+"""O_NONBLOCK, since opening a FIFO without a writer would wait. Regular files ignore it."""
+LOCK_PATIENCE = 10.0
+"""Seconds to wait for a folder's lock, which is held for one rename."""
+_LOCK_POLL = 0.02
+
+
+class OpenFile:
+    """A file that is open for reading: through the page cache and, from the first cold read on, with O_DIRECT."""
+
+    def __init__(self, full: str, mode: str) -> None:
+        self.descriptor = open_regular(full)
+        self.around = -1
+        opened = os.fstat(self.descriptor)
+        self.identity = _identity(opened)
+        self._full = full
+        self._mode = mode
+        self._lock = threading.Lock()
+
+    def goes_around(self, offset: int) -> bool:
+        """Return whether a long read at an offset should use O_DIRECT; if so, `around` is open."""
+        if self._mode == "never" or (self._mode != "always" and not direct_io.is_cold(self.descriptor, offset)):
+            return False
+        with self._lock:
+            if self.around < 0:
+                try:
+                    around = direct_io.open_direct(self._full, _FOR_READING, for_reading=True)
+                except OSError as error:  # one descriptor is enough
+                    if error.errno not in (errno.EMFILE, errno.ENFILE):
+                        raise
+                    return False
+                if around is not None and _identity(os.fstat(around)) != self.identity:
+                    os.close(around)  # the file was replaced
+                    around = None
+                if around is None:
+                    self._mode = "never"
+                    return False
+                self.around = around
+        return True
+
+    def close(self) -> None:
+        """Close the descriptors; errors do not matter after reading."""
+        for descriptor in (self.descriptor, self.around):
+            if descriptor >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+
+
+def open_regular(full: str) -> int:
+    """Open a file for reading; raise StorageError if it is not a regular file, which might never end."""
+    descriptor = os.open(full, _FOR_READING)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise StorageError(f"{full}: is not a regular file")
+    return descriptor
+
+
+def read_regular(full: str, limit: int | None) -> bytes:
+    """Return the content of a regular file, and at most one byte more than the limit."""
+    with open(open_regular(full), "rb") as file:
+        return file.read() if limit is None else file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)
+
+
+def write_all(descriptor: int, data: bytes, *, durable: bool) -> None:
+    """Write all of a small file."""
+    view = memoryview(data)
+    while view:
+        done = os.write(descriptor, view)
+        if done == 0:
+            raise OSError(errno.EIO, f"none of {len(view)} bytes were written")
+        view = view[done:]
+    if durable:
+        os.fsync(descriptor)
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def buffer_length(data: Buffer) -> int:
+    """Return the size of a buffer in bytes, by a faster way for ctypes arrays."""
+    return ctypes.sizeof(data) if isinstance(data, ctypes.Array) else memoryview(data).nbytes
+
+
+def transfer_vectored(
+    call: Callable[..., int], descriptor: int, buffers: Sequence[Buffer], offset: int, total: int
+) -> int:
+    """Repeat a vectored call until all bytes are moved or the file ends; return the offset that was reached.
+
+    The kernel takes 1024 buffers a call.
+    """
+    end = offset + total
+    for first in range(0, len(buffers), _MOST_BUFFERS):
+        rest: Sequence[Buffer] = buffers[first : first + _MOST_BUFFERS]
+        while rest:
+            done = call(descriptor, rest, offset)
+            offset += done
+            if offset >= end:
+                return offset
+            rest = skip_bytes(rest, done)
+            if done == 0 and rest:
+                return offset
+    return offset
+
+
+def skip_bytes(buffers: Sequence[Buffer], done: int) -> Sequence[Buffer]:
+    """Return the buffers without their first `done` bytes."""
+    for i, each in enumerate(buffers):
+        length = buffer_length(each)
+        if done < length:
+            return [memoryview(each).cast("B")[done:], *buffers[i + 1 :]]
+        done -= length
+    return []
+
+
+def find_link(root: str, folder: str) -> str | None:
+    """Return the first symbolic link among the folders from a root down to `folder`, or None.
+
+    A link may lead out of the root.
+    """
+    full = root
+    for part in folder.split("/") if folder else ():
+        full = f"{full}/{part}"
+        if os.path.islink(full):
+            return full
+    return None
+
+
+def sync_folder(folder: str) -> None:
+    """Flush the names in a folder to disk, if its file system can."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # this file system cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def drop_cache(path: str) -> None:
+    """Drop a file from the page cache, after flushing it: dirty pages would stay."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def lock_folder(folder: str) -> Iterator[None]:
+    """Hold a folder's lock; raise StorageError if another process does not release it.
+
+    On a file system without locks, go on without one.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    deadline = time.monotonic() + LOCK_PATIENCE
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise StorageError(
+                        f"{folder}: is locked by another process, and was for {LOCK_PATIENCE:g} seconds"
+                    ) from None
+                time.sleep(_LOCK_POLL)
+                continue
+            except OSError:  # this file system has no locks
+                pass
+            break
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def file_token(found: os.stat_result) -> str:
+    """Return a token that changes whenever a file's content does."""
+    return f"{found.st_ino:x}-{found.st_size:x}-{found.st_mtime_ns:x}"

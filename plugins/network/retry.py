@@ -1,0 +1,118 @@
+"""The one layer that retries requests over a network.
+
+The clients' own retries are off, so that one deadline holds and every fault is an event. A slow request that makes
+progress is never aborted: `timeout` counts from the last byte that moved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from snapshot.errors import SnapshotError, StorageConflictError, StorageError
+from snapshot.events import emit
+from snapshot.storage import URL
+
+T = TypeVar("T")
+FIRST_PAUSE = 0.1
+LONGEST_PAUSE = 20.0
+
+
+class TransientError(StorageError):
+    """Raised inside a plugin for a transient fault: the request is retried until its deadline.
+
+    `after` is the pause in seconds that the server asked for. `refused` means that the request certainly had no effect.
+    """
+
+    def __init__(self, message: str, *, after: float | None = None, refused: bool = False) -> None:
+        super().__init__(message)
+        self.after = after
+        self.refused = refused
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Time limits of requests."""
+
+    timeout: float = 60.0
+    """Seconds without a moved byte after which an attempt is aborted."""
+    deadline: float = 300.0
+    """Seconds without new bytes after which a failing request is no longer retried."""
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "deadline"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ValueError(f"{name}={value!r} is not a number of seconds above 0")
+
+
+class Attempt:
+    """State of a request over its attempts, and its progress."""
+
+    def __init__(self, patience: RetryPolicy) -> None:
+        self._patience = patience
+        self._clock: asyncio.Timeout | None = None
+        self.number = 1
+        self.uncertain = False
+        """Whether an earlier attempt without a response may have taken effect."""
+        self.began = time.monotonic()
+        """Time of the last byte that need not be requested again."""
+
+    def time_out_after(self, seconds: float) -> asyncio.Timeout:
+        """Return the context manager that bounds this attempt; `progress` restarts it."""
+        self._clock = asyncio.timeout(seconds)
+        return self._clock
+
+    def progress(self) -> None:
+        """Restart the time-out of the attempt: a byte has moved."""
+        if self._clock is not None and not self._clock.expired():
+            self._clock.reschedule(asyncio.get_running_loop().time() + self._patience.timeout)
+
+    def gain(self) -> None:
+        """Restart the time-out and the deadline: bytes have moved that need not be requested again."""
+        self.began = time.monotonic()
+        self.progress()
+
+
+async def retry_request(
+    name: str, url: URL, patience: RetryPolicy, request: Callable[[Attempt], Awaitable[T]], within: float | None = None
+) -> T:
+    """Repeat a request until it succeeds, fails for good, or its deadline passes. `within` is a shorter deadline."""
+    deadline = min(patience.deadline, within or patience.deadline)
+    attempt = Attempt(patience)
+    while True:
+        left = deadline - (time.monotonic() - attempt.began)
+        limit = max(min(patience.timeout, left), 0.05)
+        try:
+            async with attempt.time_out_after(limit):
+                return await request(attempt)
+        except TimeoutError as error:
+            if isinstance(error, SnapshotError):
+                raise
+            failed = TransientError(f"{url}: no answer to {name} in {limit:.3g} seconds")
+            failed.__cause__ = error
+        except TransientError as error:
+            failed = error
+        except StorageConflictError:
+            raise  # the outcome is certain
+        except StorageError as error:
+            error.uncertain |= attempt.uncertain
+            raise
+        attempt.uncertain |= not failed.refused
+        pause = random.uniform(0.5, 1)  # noqa: S311 - a pause is not a secret
+        pause *= min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(attempt.number, 20))
+        pause = max(pause, failed.after or 0)
+        spent = time.monotonic() - attempt.began
+        if spent + pause >= deadline:
+            times = f"{attempt.number} attempts" if attempt.number > 1 else "1 attempt"
+            raised = StorageError(f"{failed} (given up after {times} in {spent:.1f} seconds)")
+            raised.uncertain = attempt.uncertain
+            raise raised from failed.__cause__
+        emit("retry", name, str(url), attempt=attempt.number, error=str(failed), pause=round(pause, 3))
+        attempt.number += 1
+        await asyncio.sleep(pause)

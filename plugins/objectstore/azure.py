@@ -1,0 +1,398 @@
+"""Azure Blob Storage. Microsoft's client reads addresses and signs, and the requests are made here.
+
+Options and environment variables have the names that users of adlfs know. adlfs itself starts fsspec's thread with a
+loop, to which finalizers tie every client, has no conditions, and copies the parts of uploads. The requests pass
+through the pipeline of `azure.storage.blob.aio`, without its retries, so that bodies are streamed without copies.
+
+Blocks that were uploaded and never committed are not a blob: they are invisible, and removed a week after the last one.
+`abandon` drops them at once, unless there is a blob under their name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+from base64 import b64encode
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import quote, unquote, urlencode
+from xml.etree import ElementTree
+
+import aiohttp
+import yarl
+from azure.core.exceptions import AzureError, HttpResponseError, ServiceRequestError, ServiceResponseError
+from azure.core.pipeline.transport import AioHttpTransport
+from azure.core.rest import HttpRequest
+from azure.storage.blob.aio import BlobServiceClient
+
+from snapshot.errors import SnapshotError, StorageConflictError, StorageError
+from snapshot.plugins.network.aiohttp_client import (
+    StatusError,
+    connection_fault,
+    drain_into,
+    new_session,
+    parse_content_range,
+    released_response,
+    status_fault,
+)
+from snapshot.plugins.network.retry import TransientError
+from snapshot.plugins.network.transfer import RequestBody, ResponseSink
+from snapshot.plugins.objectstore.azure_xml import is_folder, read_message, read_name
+from snapshot.plugins.objectstore.driver import Driver, Page
+from snapshot.plugins.objectstore.object_storage import ObjectStorage
+from snapshot.storage import ABSENT, ANYTHING, URL, Context, Expect, FileStat, Limits, in_thread
+
+MiB = 1 << 20
+LIMITS = Limits(
+    largest_part=4000 * MiB,
+    most_parts=50_000,
+    preferred_part=16 * MiB,
+    parallel_parts=16,
+    parts_per_file=8,
+    parallel_files=4,
+    merge_gap=MiB,
+)
+VERSION = "2021-12-02"
+"""Version of the protocol, which is fixed whatever version the client has."""
+PAGE = 5000
+"""Names per page of a listing: Azure's maximum."""
+_CONFLICTS = {"BlobAlreadyExists", "ResourceAlreadyExists", "PathAlreadyExists", "BlobOverwritten", ""}
+"""Codes of a 409 that mean a failed expectation. Other codes mean that a blob cannot be written or read."""
+_MARKER = "x-ms-meta-snapshot_abandoned"
+"""Header of the empty blob that exists for a moment while an upload is abandoned."""
+_BLOB = {"x-ms-blob-type": "BlockBlob"}
+_HOST = re.compile(r"([^.]+)\.(?:dfs|blob)\.(.+)")
+_SIGNATURE = re.compile(r"(?:^|[?&])sig=([^&]+)")
+
+
+class Refusal(StatusError):
+    """Raised for a response with an error status; holds Azure's code."""
+
+    def __init__(self, answer: aiohttp.ClientResponse, detail: str) -> None:
+        self.code = answer.headers.get("x-ms-error-code", "")
+        reason = self.code or answer.reason or ""
+        super().__init__(answer.status, reason, answer.headers.get("Retry-After", ""), detail)
+
+
+class AzureDriver(Driver):
+    """Driver of Azure Blob Storage."""
+
+    def __init__(self, service: BlobServiceClient, session: aiohttp.ClientSession, container: str, made: Any) -> None:
+        self._session = session
+        self._credential = made
+        """Credential that is closed with this driver, if it was made for it."""
+        self._pipeline: Any = service._pipeline
+        endpoint, _, self._signature = service.primary_endpoint.partition("?")
+        self._container = f"{endpoint.rstrip('/')}/{quote(container)}"
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._session.close()
+        if self._credential is not None:
+            await self._credential.close()
+
+    def _url(self, key: str, params: Mapping[str, str] | None = None) -> str:
+        query = [urlencode(params, quote_via=quote)] if params else []
+        query += [self._signature] if self._signature else []
+        return f"{self._container}/{quote(key)}".rstrip("/") + ("?" + "&".join(query) if query else "")
+
+    @asynccontextmanager
+    async def _send(
+        self,
+        method: str,
+        key: str,
+        params: Mapping[str, str] | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        body: RequestBody | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request; yield the response, or raise Refusal."""
+        told = {"x-ms-version": VERSION, **(headers or {})}
+        if body is not None:
+            told["Content-Length"] = str(body.nbytes)
+        if body:
+            told["Content-Type"] = "application/octet-stream"
+        content: Any = body or None  # aiohttp selects the payload by its type
+        request = HttpRequest(method, self._url(key, params), headers=told, content=content)
+        answered = await self._pipeline.run(request, stream=True)
+        answer: aiohttp.ClientResponse = answered.http_response.internal_response
+        async with released_response(answer):
+            if answer.status >= 300:
+                raise Refusal(answer, read_message(await answer.content.read(4000)))
+            yield answer
+
+    async def head(self, key: str) -> FileStat:
+        """Send `Get Blob Properties`."""
+        async with self._send("HEAD", key) as answer:
+            told = answer.headers
+            return FileStat(int(told["Content-Length"]), _parse_time(told["Last-Modified"]), told["ETag"])
+
+    async def read(self, key: str, sink: ResponseSink) -> None:
+        """Send `Get Blob`."""
+        wanted = {"x-ms-range": sink.range, "If-Match": sink.token}
+        async with self._send("GET", key, headers={name: value for name, value in wanted.items() if value}) as answer:
+            at, total = parse_content_range(answer.headers.get("Content-Range"), answer.content_length)
+            sink.starts(at, total, answer.headers.get("ETag"))
+            await drain_into(answer, sink)
+
+    async def _list(self, prefix: str, include: str, marker: str = "", delimiter: str = "") -> ElementTree.Element:
+        params = {"restype": "container", "comp": "list", "prefix": prefix, "include": include}
+        params |= {"maxresults": str(PAGE)} | ({"marker": marker} if marker else {})
+        params |= {"delimiter": delimiter} if delimiter else {}
+        async with self._send("GET", "", params) as answer:
+            return await in_thread(ElementTree.fromstring, await answer.read())
+
+    async def list(self, prefix: str, recursive: bool, following: Any) -> Page:
+        """Send `List Blobs`, and skip the empty blobs that stand for folders in some accounts."""
+        found = await self._list(prefix, "metadata", following or "", "" if recursive else "/")
+        names = [read_name(each) for each in found.iterfind("Blobs/Blob") if not is_folder(each)]
+        folders = [read_name(each) for each in found.iterfind("Blobs/BlobPrefix")]
+        return Page(names, folders, found.findtext("NextMarker") or None)
+
+    async def put(self, key: str, body: RequestBody, expect: Expect) -> str:
+        """Send `Put Blob`, with a condition if there is an expectation."""
+        condition = {} if expect is ANYTHING else {"If-None-Match": "*"} if expect is ABSENT else {"If-Match": expect}
+        headers = {name: str(value) for name, value in condition.items()}
+        async with self._send("PUT", key, headers={**_BLOB, **headers}, body=body) as answer:
+            return answer.headers["ETag"]
+
+    async def begin(self, key: str, size: int) -> str:
+        """Make up the name of an upload, which becomes part of its blocks' names. No request is sent."""
+        return secrets.token_hex(8)
+
+    async def part(self, key: str, upload: str, number: int, offset: int, body: RequestBody, *, last: bool) -> str:
+        """Send `Put Block`; return the name of the block. All names have one length, as Azure requires."""
+        block = b64encode(f"{upload}-{number:07}".encode()).decode()
+        async with self._send("PUT", key, {"comp": "block", "blockid": block}, body=body):
+            return block
+
+    async def complete(self, key: str, upload: str, parts: Mapping[int, str]) -> None:
+        """Send `Put Block List`. A retry finds the blocks in the blob itself, so a lost response does no harm."""
+        await self._commit(key, parts.values(), {})
+
+    async def _commit(self, key: str, blocks: Iterable[str], headers: Mapping[str, str]) -> str:
+        latest = "".join(f"<Latest>{block}</Latest>" for block in blocks)
+        body = RequestBody([f'<?xml version="1.0" encoding="utf-8"?><BlockList>{latest}</BlockList>'.encode()])
+        async with self._send("PUT", key, {"comp": "blocklist"}, headers=headers, body=body) as answer:
+            return answer.headers["ETag"]
+
+    async def abandon(self, key: str, upload: str) -> None:
+        """Commit no blocks, which drops them all, and delete the empty blob.
+
+        An existing blob is not changed, and Azure removes the blocks in time.
+        """
+        token: str | None = None
+        try:
+            token = await self._commit(key, (), {"If-None-Match": "*", _MARKER: "true"})
+        except Refusal as refusal:
+            if refusal.status not in (409, 412):
+                raise
+            token = await self._find_marker(key)
+        if token:
+            await self._delete_blob(key, {"If-Match": token}, {404, 412})
+
+    async def _find_marker(self, key: str) -> str | None:
+        """Return the token of the empty blob of an earlier attempt whose response was lost."""
+        try:
+            async with self._send("HEAD", key) as answer:
+                return answer.headers["ETag"] if _MARKER in answer.headers else None
+        except Refusal as refusal:
+            if refusal.status != 404:
+                raise
+            return None
+
+    async def uploads(self, prefix: str) -> Sequence[tuple[str, str, float]]:
+        """Send `List Blobs` with and without uncommitted ones, which can only be told by the difference."""
+        listed: list[dict[str, float]] = []
+        for include in (
+            "uncommittedblobs",
+            "metadata",
+        ):  # in this order, so that a blob that is committed meanwhile is not in the difference
+            found: dict[str, float] = {}
+            marker: str | None = ""
+            while marker is not None:
+                page = await self._list(prefix, include, marker)
+                for each in page.iterfind("Blobs/Blob"):
+                    when = each.findtext("Properties/Last-Modified") or each.findtext("Properties/Creation-Time")
+                    found[read_name(each)] = (
+                        _parse_time(when) if when else float("inf")
+                    )  # of unknown age: Azure removes it
+                marker = page.findtext("NextMarker") or None
+            listed.append(found)
+        every, committed = listed
+        return [(key, "", began) for key, began in every.items() if key not in committed]
+
+    async def _delete_blob(self, key: str, headers: Mapping[str, str], gone: set[int]) -> None:
+        try:
+            async with self._send("DELETE", key, headers=headers):
+                pass
+        except Refusal as refusal:
+            if refusal.status not in gone or refusal.code == "ContainerNotFound":
+                raise
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Send `Delete Blob`, for its snapshots as well: else Azure refuses a blob that has any."""
+        for key in keys:
+            await self._delete_blob(key, {"x-ms-delete-snapshots": "include"}, {404})
+
+    async def copy(self, source: str, key: str) -> None:
+        """Send `Copy Blob`, and wait until it is done."""
+        try:
+            async with self._send("PUT", key, headers={"x-ms-copy-source": self._url(source)}) as answer:
+                told = answer.headers
+        except Refusal as refusal:
+            if refusal.code != "PendingCopyOperation":  # an earlier attempt began it
+                raise
+            async with self._send("HEAD", key) as answer:
+                told = answer.headers
+        pause = 0.05
+        while told.get("x-ms-copy-status") == "pending":
+            await asyncio.sleep(pause := min(2 * pause, 2))
+            async with self._send("HEAD", key) as answer:
+                told = answer.headers
+        if told.get("x-ms-copy-status", "success") != "success":
+            why = told.get("x-ms-copy-status-description", "")
+            raise StorageError(f"{self._container}/{key}: was not copied: {why}")
+
+    def fault(self, error: Exception, url: URL) -> SnapshotError:
+        """Translate by the status and Azure's code, or by the state of the connection."""
+        if isinstance(error, Refusal):
+            return _translate_refusal(error, url)
+        if isinstance(error, (ServiceRequestError, ServiceResponseError)):
+            inner = error.inner_exception
+            return connection_fault(inner, url) if isinstance(inner, Exception) else TransientError(f"{url}: {error}")
+        if isinstance(error, AzureError):  # from a credential; its long text says what to do
+            status = error.status_code if isinstance(error, HttpResponseError) else None
+            kind = TransientError if status is not None and (status >= 500 or status == 429) else StorageError
+            return kind(f"{url}: {type(error).__name__}: {error}")
+        return connection_fault(error, url)
+
+
+def _translate_refusal(error: Refusal, url: URL) -> SnapshotError:
+    """Translate a refusal. Leases, policies and archived blobs give a 409 or 412 that is not a conflict."""
+    said = f"{url}: {error}"
+    if error.code in ("ContainerNotFound", "ContainerDisabled"):
+        return StorageError(said)
+    if error.status == 412:
+        return StorageError(said) if error.code.startswith("Lease") else StorageConflictError(said)
+    if error.status == 409:
+        return StorageConflictError(said) if error.code in _CONFLICTS else StorageError(said)
+    return status_fault(error, url)
+
+
+def _parse_time(text: str) -> float:
+    return parsedate_to_datetime(text).timestamp()
+
+
+class AzureStorage(ObjectStorage[AzureDriver]):
+    """Files below `az://container/prefix` or `abfss://container@account.dfs.core.windows.net/prefix`."""
+
+    known: Mapping[str, str] = {
+        "account_name": "The storage account, if the URL does not name it (AZURE_STORAGE_ACCOUNT_NAME).",
+        "account_key": "Its key (AZURE_STORAGE_ACCOUNT_KEY).",
+        "connection_string": "Account, key and address in one; goes first (AZURE_STORAGE_CONNECTION_STRING).",
+        "sas_token": "A shared access signature (AZURE_STORAGE_SAS_TOKEN).",
+        "credential": "A credential of azure-identity or azure-core, closed by who made it; or an account key.",
+        "client_id": "A service principal, with client_secret and tenant_id (AZURE_STORAGE_CLIENT_ID).",
+        "client_secret": "The secret of the service principal (AZURE_STORAGE_CLIENT_SECRET).",
+        "tenant_id": "The tenant of the service principal (AZURE_STORAGE_TENANT_ID).",
+        "anon": "Whether requests are not signed (AZURE_STORAGE_ANON); else, without any of these, all that "
+        "azure-identity's DefaultAzureCredential knows is tried.",
+        "account_host": "Its host, if not `<account_name>.blob.core.windows.net`.",
+    }
+    secret = frozenset({"account_key", "connection_string", "sas_token", "credential", "client_secret"})
+
+    def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
+        super().__init__(url, options, context)
+        self._given: dict[str, Any] = {name: options.get(name) for name in self.known}
+        for name in self.known.keys() - {"credential", "account_host"}:
+            if self._given[name] is None:
+                self._given[name] = os.environ.get(f"AZURE_STORAGE_{name.upper()}")
+        self._named = options.get("account_name")
+        container, at, _ = url.location.partition("/")[0].rpartition("@")
+        if at:
+            host, self.bucket = self.bucket, container
+            found = _HOST.fullmatch(host)
+            if not found or not container or ":" in container:
+                raise ValueError(f"{url}: is not like abfss://container@account.dfs.core.windows.net/run/step-1")
+            if self._named not in (None, found[1]):
+                raise ValueError(f"{url}: names another account than account_name={self._named!r}")
+            self._named = self._given["account_name"] = found[1]
+            self._given["account_host"] = self._given["account_host"] or f"{found[1]}.blob.{found[2]}"
+        if not self._given["account_name"] and not self._given["connection_string"]:
+            raise ValueError(
+                f"{url}: which account? Give storage_options account_name or connection_string, or set "
+                "AZURE_STORAGE_ACCOUNT_NAME, or say abfss://container@account.dfs.core.windows.net/..."
+            )
+
+    def driver_limits(self) -> Limits:
+        return LIMITS
+
+    async def connect(self) -> AzureDriver:
+        """Make a session on this loop, and a client that signs."""
+        given = self._given
+        credential, made = await asyncio.to_thread(self._credential)
+        session = new_session({}, self.retry_policy, self.connections)
+        # No read time-out: `retry_request` times each attempt from its last progress.
+        limits = {
+            "connection_timeout": min(self.retry_policy.timeout, self.retry_policy.deadline),
+            "read_timeout": None,
+        }
+        transport = AioHttpTransport(session=session, session_owner=False, **limits)
+        how: dict[str, Any] = {"transport": transport, "retry_total": 0}
+        try:
+            if given["connection_string"]:
+                service = BlobServiceClient.from_connection_string(given["connection_string"], **how)
+                if service.account_name != (self._named or service.account_name):
+                    raise ValueError(f"account {self._named}: the connection string is of {service.account_name}")
+            else:
+                host = given["account_host"] or f"{given['account_name']}.blob.core.windows.net"
+                signature = f"?{given['sas_token'].lstrip('?')}" if given["sas_token"] and not credential else ""
+                service = BlobServiceClient(f"https://{host}{signature}", credential=credential, **how)
+        except BaseException:
+            await session.close()
+            raise
+        return AzureDriver(service, session, self.bucket, made)
+
+    def _credential(self) -> tuple[Any, Any]:
+        """Return the credential to sign with, and again if it was made here. It may read files: call it in a thread."""
+        given = self._given
+        if given["connection_string"]:
+            return None, None
+        if given["credential"]:
+            return given["credential"], None
+        if given["account_key"]:
+            return {"account_name": given["account_name"], "account_key": given["account_key"]}, None
+        if given["sas_token"] or str(given["anon"]).lower() not in ("none", "false", "0", "f", ""):
+            return None, None
+        from azure.identity import aio as identity  # it takes long to import
+
+        made: Any
+        if given["client_id"]:
+            made = identity.ClientSecretCredential(given["tenant_id"], given["client_id"], given["client_secret"])
+        else:
+            made = identity.DefaultAzureCredential()
+        return made, made
+
+    def secrets(self) -> list[str]:
+        """Return also the secrets in the environment, in every form that the client may write."""
+        return [*_secrets(self._given), *super().secrets()]
+
+
+def _secrets(given: Mapping[str, Any]) -> list[str]:
+    """Return every text in the options and the environment that grants access."""
+    credential = given["credential"]
+    found = [given[name] for name in ("account_key", "connection_string", "sas_token", "client_secret")]
+    for part in str(given["connection_string"] or "").split(";"):
+        name, _, value = part.partition("=")
+        found += [value] if name.strip().lower() in ("accountkey", "sharedaccesssignature") else []
+    found += [credential.get("account_key")] if isinstance(credential, Mapping) else [credential]
+    found += [getattr(getattr(credential, "named_key", None), "key", None), getattr(credential, "signature", None)]
+    texts = [each for each in found if isinstance(each, str)]
+    for signature in [match[1] for each in texts for match in _SIGNATURE.finditer(each)]:
+        texts += [signature, unquote(signature), yarl.URL(f"http://host/?sig={signature}").raw_query_string[4:]]
+    return sorted((each for each in texts if len(each) > 3), key=len, reverse=True)

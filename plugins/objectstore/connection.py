@@ -1,0 +1,199 @@
+"""How requests reach an object store: options, limits, a shared driver, retries, and errors without secrets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Generic, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from snapshot.errors import SnapshotError, StorageError
+from snapshot.plugins.network.retry import Attempt, RetryPolicy, retry_request
+from snapshot.plugins.objectstore.driver import Driver
+from snapshot.storage import URL, Context, Limits, Storage, check_path
+
+T = TypeVar("T")
+D = TypeVar("D", bound=Driver)
+_ENVIRONMENT = re.compile(r"(AWS|AZURE|GOOGLE|GCS|CLOUDSDK)_|\w+_proxy$", re.IGNORECASE)
+"""Environment variables that clients read when they are made."""
+COMMON: Mapping[str, str] = {
+    "timeout": "Seconds without a byte moved, after which a request is made again (60).",
+    "deadline": "Seconds after which a request that keeps failing is given up (300).",
+    "part_bytes": "How many bytes go up, or come down, in one request.",
+    "concurrency": "How many requests for bulk bytes are under way at once.",
+}
+
+
+class ConnectedStorage(Storage, Generic[D]):
+    """A storage whose requests go through a driver, made on first use and shared by storages that are alike."""
+
+    known: Mapping[str, str] = {}
+    """Options of the plugin, each with a sentence, besides those in `COMMON`."""
+    secret: frozenset[str] = frozenset()
+    """Options whose values are hidden in errors."""
+    takes_query = False
+
+    def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
+        super().__init__(url, options, context)
+        unknown = [name for name in options if name not in self.known and name not in COMMON]
+        if unknown:
+            raise ValueError(
+                f"{url}: unknown storage_options {', '.join(map(repr, unknown))}; known are "
+                f"{', '.join(sorted([*self.known, *COMMON]))}"
+            )
+        if url.query and not self.takes_query:
+            raise ValueError(f"{url}: what a query would say is said with storage_options here")
+        self.bucket, _, folder = url.apart()[1].partition("/")
+        if not self.bucket:
+            raise ValueError(f"{url}: names no bucket, as in {url.scheme}://bucket/run/step-1")
+        try:
+            self._root = f"{check_path(folder)}/" if folder else ""
+        except ValueError as error:  # some clients would normalize the path
+            raise ValueError(f"{url}: {error}") from None
+        self.retry_policy = RetryPolicy(
+            **{name: options[name] for name in ("timeout", "deadline") if options.get(name) is not None}
+        )
+        self.limits = self._limits()
+        self._driver: asyncio.Future[tuple[D, Callable[[], Awaitable[object]]]] | None = None
+        self._client_key = (type(self).__qualname__, url.scheme, self.bucket, url.query, _sharing_key(url, options))
+
+    def _limits(self) -> Limits:
+        limits = self.driver_limits()
+        size, at_once = self.options.get("part_bytes"), self.options.get("concurrency")
+        for name, value in (("part_bytes", size), ("concurrency", at_once)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ValueError(f"{self.url}: {name}={value!r} is not a whole number")
+        if size is not None:
+            if not limits.smallest_part <= size <= limits.largest_part:
+                least, most = limits.smallest_part, limits.largest_part
+                raise ValueError(f"{self.url}: part_bytes={size!r} is not from {least} to {most}")
+            limits = replace(limits, preferred_part=int(size))
+        if at_once is not None:
+            if at_once < 1:
+                raise ValueError(f"{self.url}: concurrency={at_once!r} is less than 1")
+            per_file = 1 if limits.in_order and limits.parts_per_file == 1 else int(at_once)
+            limits = replace(limits, parallel_parts=int(at_once), parts_per_file=per_file)
+        return limits
+
+    @property
+    def connections(self) -> int:
+        """Maximum connections of a client: those for bulk bytes, and some for small requests."""
+        return 2 * self.limits.parallel_parts + 64
+
+    def driver_limits(self) -> Limits:
+        """Return the limits of the store's parts, which are known before there is a driver."""
+        raise NotImplementedError
+
+    async def connect(self) -> D:
+        """Make a driver on the loop that will use it."""
+        raise NotImplementedError
+
+    async def driver(self) -> D:
+        """Return the driver, made at first use."""
+        if self._driver is None:
+            self._driver = asyncio.ensure_future(self._acquire_driver())
+        making = self._driver
+        try:
+            return (await asyncio.shield(making))[0]
+        except Exception:
+            if self._driver is making:
+                self._driver = None
+            raise
+
+    async def _acquire_driver(self) -> tuple[D, Callable[[], Awaitable[object]]]:
+        """Return a driver, and the function that gives it back."""
+        clients = self.context.clients
+        if clients is None:
+            return await self._make_driver()
+        return await clients.get(self._client_key, self._make_driver), lambda: clients.release(self._client_key)
+
+    async def _make_driver(self) -> tuple[D, Callable[[], Awaitable[object]]]:
+        try:
+            driver = await self.connect()
+        except Exception as error:  # noqa: BLE001 - every client has errors of its own
+            raised, cause = self.translate_error(error, self.url, None)
+        else:
+            return driver, partial(_close_driver, driver, self.options)
+        raise raised from cause
+
+    async def close(self) -> None:
+        """Give the driver back; it is closed if no other storage uses it."""
+        making, self._driver = self._driver, None
+        if making is None:
+            return
+        if not making.done():  # the caller was cancelled: do not wait for a client that hangs
+            making.cancel()
+            await asyncio.wait([making], timeout=1)
+        with contextlib.suppress(Exception, asyncio.CancelledError):  # the first user has seen the error
+            _, give_back = making.result()
+            await give_back()
+
+    def _require(self, capability: str) -> None:
+        if not getattr(self.capabilities, capability):
+            raise StorageError(f"{self.url}: this storage cannot {capability.replace('_', ' ')}")
+
+    def key(self, path: str) -> str:
+        """Return the whole key of a path."""
+        return self._root + check_path(path)
+
+    def translate_error(self, error: Exception, url: URL, driver: D | None) -> tuple[Exception, Exception | None]:
+        """Return our error for a client's error, and its cause unless that shows a secret.
+
+        Raise it outside of the `except`, which would keep the client's error as the context.
+        """
+        if isinstance(error, (SnapshotError, TimeoutError)):
+            return error, error.__cause__ if isinstance(error.__cause__, Exception) else None
+        if driver is None or isinstance(error, ValueError):
+            made: SnapshotError = StorageError(f"{url}: {type(error).__name__}: {error}")
+        else:
+            made = driver.fault(error, url)
+        made.args = tuple(self._redact(str(each)) for each in made.args)
+        shown = f"{error!r} {error}"
+        return made, error if self._redact(shown) == shown and "<Token-" not in shown else None
+
+    def secrets(self) -> list[str]:
+        """Return the texts that must not appear in an error."""
+        password = self.url.apart()[0].partition(":")[2]
+        proxy = urlsplit(str(self.options.get("proxy") or "")).password or ""
+        given = [self.options.get(name) for name in self.secret]
+        return [*(each for each in given if isinstance(each, str)), password, unquote(password), self.url.query, proxy]
+
+    def _redact(self, text: str) -> str:
+        for value in self.secrets():
+            if len(value) > 3:
+                text = text.replace(value, "***")
+        return text
+
+    async def send_request(
+        self, name: str, path: str, request: Callable[[D, Attempt], Awaitable[T]], within: float | None = None
+    ) -> T:
+        """Send a request by the driver, and retry it after transient faults."""
+        url = self.url.join(path)
+
+        async def once(attempt: Attempt) -> T:
+            driver = await self.driver()
+            try:
+                return await request(driver, attempt)
+            except Exception as error:  # noqa: BLE001 - every client has errors of its own
+                raised, cause = self.translate_error(error, url, driver)
+            raise raised from cause
+
+        return await retry_request(name, url, self.retry_policy, once, within)
+
+
+async def _close_driver(driver: Driver, options: Mapping[str, Any]) -> None:
+    """Close a driver. Until then, keep the options alive: the key of a shared driver has addresses of their objects."""
+    await driver.close()
+
+
+def _sharing_key(url: URL, options: Mapping[str, Any]) -> str:
+    """Return a key that is equal for equal options in an equal environment. It holds secrets: never show it."""
+    around = {name: value for name, value in os.environ.items() if _ENVIRONMENT.match(name)}
+    found = [url.apart()[0], sorted(options.items()), sorted(around.items())]
+    return json.dumps(found, sort_keys=True, default=lambda value: f"{type(value).__qualname__} {id(value)}")

@@ -1,0 +1,193 @@
+"""How a DCP save ends: what all ranks tell becomes one manifest, and that is committed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from torch.distributed.checkpoint.metadata import Metadata
+
+from snapshot.aio import gather_limited
+from snapshot.distributed.exchange import Exchange
+from snapshot.distributed.group import SOLO
+from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageNotFoundError
+from snapshot.events import warn
+from snapshot.interop.dcp.names import DcpNames, Unkept, containers, flat_paths, nested_paths, record, taken_apart
+from snapshot.manifest import document as d
+from snapshot.manifest import entries as e
+from snapshot.manifest.document import FileEntry, ManifestPart
+from snapshot.manifest.merge import merge
+from snapshot.manifest.paths import component, uncomponent
+from snapshot.options import Settings
+from snapshot.runtime.gc_pause import gc_paused
+from snapshot.runtime.loop import run
+from snapshot.runtime.session import Session
+from snapshot.save.commit import RankDone, commit_with_ranks, own_part_path
+from snapshot.save.manifest_builder import RankManifest, encode_own_part, shard_checksums
+from snapshot.save.take_options import encode_metadata
+from snapshot.save.transaction import Transaction
+from snapshot.save.writer import write_small
+from snapshot.tensors.digest import of_range
+
+AT_ONCE = 16
+_part = msgspec.json.Decoder(ManifestPart)
+
+
+class Told:
+    """What a rank tells the coordinator: its entries, by item, and its files. As text where it has to travel."""
+
+    def __init__(self, part: ManifestPart | None = None, raw: Sequence[str] = ()) -> None:
+        part = part or ManifestPart({})
+        self.entries: dict[str, Any] = part.manifest
+        """By the item's name, as one component, and what lies below it."""
+        self.files: dict[str, FileEntry] = part.files
+        self.raw: list[str] = list(raw)
+        """Items whose bytes are not torch's."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files.values())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _told, (msgspec.json.encode(ManifestPart(self.entries, files=self.files)), self.raw)
+
+
+def _told(data: bytes, raw: list[str]) -> Told:
+    return Told(_part.decode(data), raw)
+
+
+def join_and_commit(session: Session, transaction: Transaction, metadata: Metadata, told: Sequence[Told]) -> int:
+    """Commit what all ranks have written, and return how many bytes that is. If it fails, nothing of it is left."""
+
+    async def commit() -> int:
+        async with transaction:
+            with gc_paused():
+                manifest, files, note = _joined(metadata, told)
+                described = _described(manifest, files, encode_metadata(note))
+            await _expect_theirs(session, told[1:])
+            part = encode_own_part(described)
+            if part:
+                await write_small(session.storage, own_part_path(transaction.save_id, 0), [part])
+            own_part = (len(part), of_range(part), len(described.own))
+            done = RankDone((0, ""), own_part, shard_checksums(described))
+            await commit_with_ranks(session, dcp_exchange(), transaction, described, done)
+        return sum(file.size for file in files.values())
+
+    return run(commit())
+
+
+def dcp_exchange() -> Exchange:
+    """Return an exchange of the coordinator alone: DCP itself brings the ranks together."""
+    return Exchange(SOLO, "dcp.save", Settings.current().timeout)
+
+
+async def _expect_theirs(session: Session, others: Sequence[Told]) -> None:
+    """Raise where another rank's files cannot be seen from here: what would be committed is no use to anyone."""
+
+    async def look(item: tuple[str, int]) -> None:
+        location, size = item
+        try:
+            found = (await session.storage.stat(location)).size
+        except StorageNotFoundError as error:
+            raise SnapshotError(
+                f"{error}: another rank wrote it, and the coordinator does not see it; all ranks must share one storage"
+            ) from error
+        if found != size:
+            raise CorruptSnapshotError(f"{session.url.join(location)}: has {found:,} of {size:,} bytes")
+
+    files = {location: file.size for each in others for location, file in each.files.items()}
+    await gather_limited(files.items(), look, AT_ONCE)
+
+
+def _joined(metadata: Metadata, told: Sequence[Told]) -> tuple[dict[str, Any], dict[str, FileEntry], dict[str, Any]]:
+    """Return the manifest, its files, and what has to be noted of DCP's names."""
+    found: dict[str, Any] = dict(told[0].entries) if told else {}
+    for rank, each in enumerate(told[1:], 1):
+        merge(found, each.entries, f"rank {rank}")
+    files = {location: file for each in told for location, file in each.files.items()}
+    names = [uncomponent(path) for path in found if "/" not in path]
+    expected = set(metadata.state_dict_metadata)
+    if set(names) != expected:
+        lost = sorted(expected.symmetric_difference(names))[:5]
+        raise SnapshotError(f"the plan's items and what the ranks wrote are not the same: {', '.join(lost)} ...")
+    order = metadata.planner_data if isinstance(metadata.planner_data, dict) else metadata.state_dict_metadata
+    ordered = [name for name in order if name in expected]
+    names = ordered if len(ordered) == len(names) else list(metadata.state_dict_metadata)
+    nested = nested_paths(names, metadata.planner_data)
+    paths = flat_paths(names) if nested is None else nested
+    above = {} if nested is None else containers(metadata.planner_data[name] for name in names)
+    manifest: dict[str, Any] = {}
+    below = _below(found)
+    made = DcpNames(paths, metadata.planner_data, frozenset(name for each in told for name in each.raw))
+    for name in names:
+        head, path = component(name), paths[name]
+        if above and (parent := path.rpartition("/")[0]) and parent not in manifest:
+            _open(parent, above, manifest)
+        entry = found[head]
+        if isinstance(entry, e.ShardedTensorEntry):
+            entry = _whole(entry, several=len(told) > 1)
+            if isinstance(entry, e.ShardedTensorEntry) and _missing(entry):
+                made.partial[name], parts = taken_apart(path, entry)
+                manifest.update(parts)
+                continue
+        manifest[path] = entry
+        for rest in below.get(head, ()):
+            manifest[path + rest] = found[head + rest]
+    try:
+        note = record(made, manifest)
+    except Unkept:
+        warn(
+            f"the planner's planner_data ({type(metadata.planner_data).__name__}) holds more than plain values, and is "
+            "not stored; loading gives None instead"
+        )
+        made.planner_data = None
+        note = record(made, manifest)
+    return {f"0/{path}": entry for path, entry in manifest.items()}, files, note
+
+
+def _open(path: str, containers: Mapping[str, Any], manifest: dict[str, Any]) -> None:
+    """Put a container before what it holds, and those that hold it before that."""
+    holder = path.rpartition("/")[0]
+    if holder and holder not in manifest:
+        _open(holder, containers, manifest)
+    manifest[path] = containers[path]
+
+
+def _below(found: Mapping[str, Any]) -> dict[str, list[str]]:
+    below: dict[str, list[str]] = {}
+    for path in found:
+        head, slash, rest = path.partition("/")
+        if slash:
+            below.setdefault(head, []).append(slash + rest)
+    return below
+
+
+def _missing(entry: e.ShardedTensorEntry) -> bool:
+    """Whether there are elements of the tensor that no rank wrote."""
+    return sum(math.prod(shard.sizes) for shard in entry.shards) != math.prod(entry.shape)
+
+
+def _whole(entry: e.ShardedTensorEntry, *, several: bool) -> Any:
+    """Return the simplest entry that says the same: of a tensor that lies in one range, or that one rank alone had."""
+    shards = entry.shards
+    if len(shards) == 1 and shards[0].sizes == entry.shape:
+        return shards[0].tensor
+    if not several and shards and not _missing(entry):
+        return e.ChunkedTensorEntry(entry.dtype, entry.shape, sorted(shards, key=lambda shard: shard.offsets))
+    return entry
+
+
+def _described(manifest: dict[str, Any], files: dict[str, FileEntry], metadata: msgspec.Raw) -> RankManifest:
+    """All of it, as what one rank alone wrote."""
+    lines = (f"{path}\0{_likeness(entry)}" for path, entry in sorted(manifest.items()))
+    structure = of_range("\n".join(lines).encode("utf-8", "surrogatepass"))
+    return RankManifest(manifest, {}, files, [], structure, metadata, 1, len(manifest) > d.IN_ONE, frozenset())
+
+
+def _likeness(entry: Any) -> str:
+    """Return what a structure's digest takes of an entry."""
+    kind = type(entry).__name__
+    return f"{kind} {entry.dtype}{list(entry.shape)}" if isinstance(entry, e.TENSORS) else kind

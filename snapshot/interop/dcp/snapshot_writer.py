@@ -1,0 +1,412 @@
+"""`dcp.save` through our write engine: what lands is a snapshot.
+
+The coordinator claims the path while it plans, and commits in `finish`; in between every rank writes data files of its
+own, and tells the coordinator of them in its results. DCP calls nobody when another rank has failed, so whoever fails
+takes the claim away: from then on nothing can be committed, and each rank that finds it gone removes what it wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from snapshot.aio import shielded
+from snapshot.errors import SnapshotError, SnapshotExistsError, StorageNotFoundError
+from snapshot.events import emit, log
+from snapshot.formats.notice import leave_notice
+from snapshot.interop.dcp.dcp_commit import Told, dcp_exchange, join_and_commit
+from snapshot.interop.dcp.items import write_items
+from snapshot.manifest.document import METADATA
+from snapshot.per_process import PerProcess
+from snapshot.registry import plugin_for
+from snapshot.runtime.loop import finish_before_exit, run, start
+from snapshot.runtime.session import Session
+from snapshot.save import cleanup
+from snapshot.save.claims import claim_path
+from snapshot.save.rendezvous import expectation
+from snapshot.save.transaction import Transaction
+from snapshot.url import URL
+
+VERB = "dcp.save"
+
+
+class Ticket:
+    """What the coordinator sends each rank with its plan.
+
+    A planner that keeps its plans hands out an old one, with the ticket of the save that it was made for. The new one
+    has arrived with the plan that was thrown away for it: so each is noted where it is unpickled, in that thread.
+    """
+
+    __slots__ = ("arrived", "rank", "save_id", "where")
+
+    def __init__(self, save_id: str, rank: int, where: str) -> None:
+        self.save_id, self.rank, self.where = save_id, rank, where
+        self.arrived = next(_arrivals)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (self.save_id, self.rank, self.where)
+
+
+class _Where:
+    """What each rank says in its plan of where it was told to save; an old plan says what held for an old save."""
+
+    __slots__ = ("arrived", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.arrived = next(_arrivals)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Where, (self.text,)
+
+
+_arrivals = count()
+_here = threading.local()
+
+
+def _arrive(save_id: str, rank: int, where: str) -> Ticket:
+    _here.ticket = ticket = Ticket(save_id, rank, where)
+    return ticket
+
+
+_newest: PerProcess[dict[str, Transaction]] = PerProcess(dict)
+"""Of each place, the save of this process that began there last and is not over."""
+
+
+class _Save:
+    """A save that this process coordinates, from its claim until it is committed or given up."""
+
+    def __init__(self, session: Session, save_id: str, where: str) -> None:
+        self.session = session
+        self.transaction = Transaction(session, dcp_exchange(), save_id)
+        self.where = where
+        self.began = time.perf_counter()
+        self._given_up = weakref.finalize(self, _give_up_later, session, self.transaction, where)
+        self._given_up.atexit = False  # what the interpreter's exit leaves, the next save removes
+
+    def over(self) -> None:
+        """End a save that is committed, or taken back."""
+        self._given_up.detach()
+        run(_end(self.session, self.transaction, self.where))
+
+    def give_up(self) -> None:
+        """Take back a save that was never finished."""
+        run(self.transaction.abort())
+        self.over()
+
+
+def _give_up_later(session: Session, transaction: Transaction, where: str) -> None:
+    """Do what `_Save.give_up` does, without waiting for it."""
+
+    async def end() -> None:
+        await transaction.abort()
+        await _end(session, transaction, where)
+
+    finish_before_exit(start(end()))
+
+
+async def _end(session: Session, transaction: Transaction, where: str) -> None:
+    transaction.release()
+    if _newest.get().get(where) is transaction:
+        _newest.get().pop(where, None)
+    await session.close()
+
+
+async def _take_back(session: Session, save_id: str) -> None:
+    """Delete the claim, so that nothing can be committed any more, and then what any rank has written."""
+    with contextlib.suppress(SnapshotError, TimeoutError):
+        async with cleanup.time_limit(session.storage):
+            await cleanup.delete_save(session.storage, save_id)
+
+
+class SnapshotWriter(StorageWriter):
+    """Saves what `torch.distributed.checkpoint` is given as a snapshot: atomic, verified, tensors without pickles.
+
+    It is plain configuration, and may be pickled; nothing is opened before a save begins. It serves one save after the
+    other, each to `path`, or to the `checkpoint_id` that the save is given. A save that begins before the last one has
+    ended takes that back, which then fails.
+
+    Args:
+        path: A URL, or a path of the file system; may be left out where each save gives a `checkpoint_id`.
+        sync_files: Commit only what survives a loss of power, as `durable` says.
+        storage_options: What the storage plugin should know.
+        overwrite: Replace a snapshot that is there: it stays whole until the new one is. Else that is an error.
+        durable: Commit only what survives a loss of power; by default what `sync_files` says.
+        memory_budget_bytes: Host memory for what cannot be written from where it is, as for `Snapshot.take`; tensors
+            that a planner of your own makes are asked of it in portions of that size.
+
+    The other arguments are those of torch's `FileSystemWriter`, in its order. They choose how its files are written,
+    mean nothing here, and are named in the log once if they are given.
+
+    >>> import torch.distributed.checkpoint as dcp, torch, warnings
+    >>> from snapshot import Snapshot
+    >>> state = {"model": {"weight": torch.ones(2)}, "step": 3}
+    >>> with warnings.catch_warnings(action="ignore"):  # torch says that there is one process only
+    ...     _ = dcp.save(state, storage_writer=SnapshotWriter("memory://docs/dcp"))
+    >>> Snapshot("memory://docs/dcp").read_object("0/model/weight")
+    tensor([1., 1.])
+    """
+
+    def __init__(  # noqa: PLR0917 - the arguments of FileSystemWriter, in its order
+        self,
+        path: str | os.PathLike[str] | None = None,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: Any = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        durable: bool | None = None,
+        memory_budget_bytes: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.path = None if path is None else os.fspath(path)
+        self.storage_options = dict(storage_options or {})
+        self.overwrite = overwrite
+        self.durable = sync_files if durable is None else durable
+        self.save_id = secrets.token_hex(6)
+        """Of the save that comes next, is under way, or was the last."""
+        _log_unused(
+            single_file_per_rank=not single_file_per_rank,
+            thread_count=thread_count != 1,
+            per_thread_copy_ahead=per_thread_copy_ahead != 10_000_000,
+            cache_staged_state_dict=cache_staged_state_dict,
+            _extensions=bool(_extensions),
+            serialization_format=serialization_format is not None,
+        )
+        self.memory_budget_bytes = memory_budget_bytes
+        self._rank = 0
+        self._alone = False
+        """Whether each rank saves for itself (`use_collectives=False`)."""
+        self._since = 0
+        """What arrived before this is of an earlier save."""
+        self._save: _Save | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_save": None}
+
+    # What DCP calls, in this order
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """Where the next save goes; torch writes it to its log, so passwords are hidden."""
+        return shown(self.path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether there is a storage for this URL or path."""
+        return storage_knows(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save."""
+        self._drop()
+        if checkpoint_id is not None:
+            self.path = os.fspath(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(
+            checkpoint_id=self.checkpoint_id, save_id=self._save.transaction.save_id if self._save else None
+        )
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Told on each rank what it is; torch passes `rank` only where a parameter has this very name, `kwargs`."""
+        self._drop()
+        self.save_id = secrets.token_hex(6)
+        self._rank = kwargs.get("rank") or 0
+        self._alone = not kwargs.get("use_collectives", True)
+        self._since = next(_arrivals)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return dataclasses.replace(plan, storage_data=_Where(str(self._url())))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: claim the path. The save's id goes to all ranks with their plans."""
+        url = self._url()
+        for rank, plan in enumerate(plans):
+            told = plan.storage_data
+            if isinstance(told, _Where) and told.arrived > self._since and told.text != str(url) and not self._alone:
+                raise SnapshotError(f"rank {rank} was told to save to {told.text}, and the coordinator to {url}")
+        session = self._open(url)
+        save = _Save(session, self.save_id, str(url))
+        try:
+            run(self._claim(save))
+        except BaseException as error:
+            self._failed(save, error)
+            save.over()
+            raise
+        self._save = save
+        return [
+            dataclasses.replace(plan, storage_data=Ticket(save.transaction.save_id, rank, save.where))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """On each rank: write its data files."""
+        save, ticket = self._save, self._ticket(plan)  # of another path there is nothing to take back
+        session = save.session if save is not None else self._open(self._url())
+        self.save_id = ticket.save_id
+        try:
+            told = write_items(session, ticket.save_id, ticket.rank, plan, planner)
+            run(self._written(session, ticket, coordinates=save is not None))
+        except BaseException as error:
+            run(_take_back(session, ticket.save_id))
+            if save is not None:
+                self._failed(save, error)
+                if self._save is save:  # else the next save has taken it back already
+                    self._save = None
+                    save.over()
+            raise
+        finally:
+            if save is None:
+                run(session.close())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(index=MetadataIndex(""), size_in_bytes=told.nbytes, storage_data=told)])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator: make all results one manifest, and commit it."""
+        save, self._save = self._save, None
+        if save is None:
+            raise SnapshotError("finish() was called, and no save was begun; a SnapshotWriter serves one at a time")
+        told = [result.storage_data for rank in results for result in rank if isinstance(result.storage_data, Told)]
+        try:
+            nbytes = join_and_commit(save.session, save.transaction, metadata, told)
+        except BaseException as error:
+            self._failed(save, error)
+            raise
+        else:
+            if not self._alone:
+                run(leave_notice(save.session.storage))
+        finally:
+            save.over()
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=save.transaction.save_id)
+        seconds = round(time.perf_counter() - save.began, 3)
+        emit("committed", VERB, save.where, bytes=nbytes, seconds=seconds)
+
+    # How
+
+    def _url(self) -> URL:
+        if self.path is None:
+            raise ValueError("no path: give it to SnapshotWriter, or a checkpoint_id to dcp.save")
+        url = URL.parse(self.path)
+        return url.join(rank_folder(self._rank)) if self._alone else url
+
+    def _open(self, url: URL) -> Session:
+        return Session(url, self.storage_options, durable=self.durable, budget=self.memory_budget_bytes)
+
+    async def _claim(self, save: _Save) -> None:
+        """Claim the path. Takes and copies of this process spare the claim, until the save is over or given up; the
+        next save through DCP's API does not: an error of another rank may have ended this one without a word."""
+        transaction = save.transaction
+        transaction.expect(await expectation(save.session, overwrite=self.overwrite))
+        if self._alone:
+            await self._refuse_shadow()
+        if (earlier := _newest.get().get(save.where)) is not None:
+            earlier.release()
+        _newest.get()[save.where] = transaction
+        try:
+            await transaction.claim()
+        except BaseException:
+            await shielded(transaction.abort())
+            raise
+        transaction.will_write(())  # from here on any rank may
+
+    async def _refuse_shadow(self) -> None:
+        """Raise where a snapshot of all ranks stands: it would be read in the place of what each rank saves now."""
+        session = self._open(URL.parse(self.path or ""))
+        try:
+            await session.storage.stat(METADATA)
+        except StorageNotFoundError:
+            return
+        finally:
+            await session.close()
+        raise SnapshotExistsError(
+            f"{session.url}: holds a snapshot of all ranks, which would be read in place of what ranks save without "
+            "collectives; delete it first, or save to another path"
+        )
+
+    def _ticket(self, plan: SavePlan) -> Ticket:
+        """Return the ticket of this save: see `Ticket`."""
+        given, newest = plan.storage_data, getattr(_here, "ticket", None)
+        if self._save is not None:
+            rank = given.rank if isinstance(given, Ticket) else self._rank
+            return Ticket(self._save.transaction.save_id, rank, self._save.where)
+        if not isinstance(given, Ticket):
+            raise SnapshotError("the plan did not come from SnapshotWriter.prepare_global_plan; was it replaced?")
+        ticket = newest if newest is not None and newest.arrived > given.arrived else given
+        where = str(self._url())
+        if ticket.where != where:  # a planner that keeps its plans has kept this from the coordinator
+            raise SnapshotError(f"this rank was told to save to {where}, and the coordinator to {ticket.where}")
+        return ticket
+
+    async def _written(self, session: Session, ticket: Ticket, *, coordinates: bool) -> None:
+        """Make what was written as durable as it has to be, and raise if another rank has given up meanwhile."""
+        if not coordinates:
+            await session.storage.settle()
+        try:
+            await session.storage.stat(claim_path(ticket.save_id))
+        except StorageNotFoundError as error:
+            raise SnapshotError(
+                f"{session.url}: the claim of this save is gone: another rank has failed, another save was faster, "
+                "or not all ranks see one storage"
+            ) from error
+
+    def _drop(self) -> None:
+        """Take back a save that was begun and never finished: another rank failed before it wrote."""
+        save, self._save = self._save, None
+        if save is not None:
+            save.give_up()
+
+    def _failed(self, save: _Save, error: BaseException) -> None:
+        emit("failed", VERB, save.where, error=error)
+
+    def __repr__(self) -> str:
+        return f"SnapshotWriter({shown(self.path)!r})"
+
+
+_logged: PerProcess[set[str]] = PerProcess(set)
+
+
+def _log_unused(**given: bool) -> None:
+    """Say once which arguments of FileSystemWriter mean nothing here."""
+    names = [name for name, is_given in given.items() if is_given and name not in _logged.get()]
+    _logged.get().update(names)
+    if names:
+        log.info("SnapshotWriter: means nothing for a snapshot, and is ignored: %s", ", ".join(names))
+
+
+def rank_folder(rank: int) -> str:
+    """Where a rank's own snapshot lies, of those that ranks saved without collectives."""
+    return f"rank-{rank}"
+
+
+def shown(path: str | None) -> str | None:
+    """Return a path as it was given; of a URL, what may be seen of it."""
+    url = None if path is None else URL.parse(path)
+    return path if url is None or url.scheme == "file" else str(url)
+
+
+def storage_knows(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Whether there is a storage for a URL or path."""
+    try:
+        plugin_for(URL.parse(os.fspath(checkpoint_id)))
+    except (SnapshotError, ValueError, TypeError):
+        return False
+    return True

@@ -1,0 +1,128 @@
+"""One conversion, step by step: open, check, choose, write."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from snapshot.events import emit
+from snapshot.load.checksums import expect_sums
+from snapshot.load.open import expect_files, open_document
+from snapshot.load.stored_ranges import stored_in
+from snapshot.manifest.document import Document
+from snapshot.manifest.validate import locations_of
+from snapshot.options import Settings, expect_positive
+from snapshot.progress import Meter
+from snapshot.reports import ConvertReport
+from snapshot.runtime.loop import run
+from snapshot.runtime.session import Session
+from snapshot.url import URL
+from snapshot.verbs.export import Export, Plan
+from snapshot.verbs.to_snapshot import Selection, as_snapshot
+
+FORMATS = ("snapshot", "safetensors", "torch", "dcp")
+
+
+def converted(
+    origin: URL,
+    options: Mapping[str, Any] | None,
+    url: URL,
+    target_options: Mapping[str, Any] | None,
+    *,
+    to: str,
+    choice: Selection,
+    meter: Meter,
+    shard_bytes: int,
+    overwrite: bool,
+    durable: bool,
+    budget: int | None,
+) -> ConvertReport:
+    """Convert what stands at `origin` to what is to stand at `url`."""
+    if to not in FORMATS:
+        raise ValueError(f"to={to!r}: it is one of {', '.join(map(repr, FORMATS))}")
+    if choice.dtype is not None and not (isinstance(choice.dtype, torch.dtype) and choice.dtype.is_floating_point):
+        raise TypeError(f"dtype={choice.dtype!r}: it is a floating point dtype of torch, such as torch.bfloat16")
+    expect_positive("memory_budget_bytes", budget)
+    expect_positive("shard_bytes", shard_bytes)
+    if url == origin:
+        raise ValueError(f"{url}: is where it is read from; convert to another place")
+    began = time.perf_counter()
+    half = None if budget is None else max(1, budget // 2)
+    source = Session(origin, options, budget=half)
+    try:
+        document = run(open_document(source))
+        run(expect_files(source, document, locations_of(document.manifest, document.files)))
+        if choice.verify:
+            expect_sums(source, stored_in(document.manifest), document.files)
+        if to == "snapshot":
+            report = as_snapshot(
+                source,
+                document,
+                choice,
+                url,
+                open_session=lambda place: Session(place, target_options, durable=durable, budget=half),
+                meter=meter,
+                overwrite=overwrite,
+                timeout=Settings.current().timeout,
+            )
+        else:
+            report = _exported(
+                source,
+                document,
+                choice,
+                url,
+                options=target_options,
+                to=to,
+                meter=meter,
+                shard_bytes=shard_bytes,
+                overwrite=overwrite,
+                durable=durable,
+            )
+    except BaseException as error:
+        emit("failed", "convert", str(url), error=error)
+        raise
+    finally:
+        run(source.close())
+        meter.close()
+    report = replace(report, seconds=time.perf_counter() - began)
+    emit("converted", "convert", str(url), bytes=report.nbytes, seconds=round(report.seconds, 3))
+    return report
+
+
+def _exported(
+    source: Session,
+    document: Document,
+    choice: Selection,
+    url: URL,
+    *,
+    options: Mapping[str, Any] | None,
+    to: str,
+    meter: Meter,
+    shard_bytes: int,
+    overwrite: bool,
+    durable: bool,
+) -> ConvertReport:
+    export = Export(source, document, choice)
+    name: str | None = None
+    if to == "torch" or (to == "safetensors" and url.location.endswith(".safetensors")):
+        above, _, name = url.location.rpartition("/")
+        if not name or (not above and url.scheme != "file"):
+            raise ValueError(f"{url}: is no name of a file")
+        url = URL(url.scheme, above or "/", url.query)
+    target = Session(url, options, durable=durable, budget=source.budget.limit)
+    try:
+        plan: Plan
+        if to == "torch":
+            assert name is not None
+            plan = export.torch_file(name)
+        elif to == "safetensors":
+            plan = export.safetensors(name, shard_bytes)
+        else:
+            plan = export.dcp(target.settings.lane_count())
+        return run(export.write(plan, target, meter, overwrite=overwrite))
+    finally:
+        run(target.close())
