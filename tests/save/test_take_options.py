@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from snapshot.save.options import TakeOptions
+from snapshot.save.take_options import TakeOptions
 
 
 @pytest.mark.parametrize(
