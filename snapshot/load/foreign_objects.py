@@ -26,7 +26,7 @@ LONGEST = 1 << 20
 """Longer objects stay what they are."""
 
 
-def unfold(
+def expand_objects(
     session: Session,
     document: Document,
     entries: dict[str, Any],
@@ -55,7 +55,7 @@ def unfold(
     for path in chosen:
         try:
             content = content_of(read_plan.values[path])
-            tree = Tree(path, _refused, len(content))
+            tree = Tree(path, _refuse_tensor, len(content))
             tree.add(path, safe_pickle.load(content, path))
         except (SnapshotError, ValueError, KeyError):
             continue  # whoever reads it is told
@@ -63,5 +63,5 @@ def unfold(
             entries.update(tree.entries)
 
 
-def _refused(path: str, found: Rebuilt) -> e.TensorEntry:
+def _refuse_tensor(path: str, found: Rebuilt) -> e.TensorEntry:
     raise ValueError("a tensor in an object")

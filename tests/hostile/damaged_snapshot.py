@@ -75,10 +75,10 @@ def same(live):
 def take_to_memory(name):
     """A snapshot in memory whose bytes can be changed where they lie: path -> array."""
     Snapshot.take(f"memory://{name}", state(), overwrite=True)
-    paths = [path for path in memory._files if path.startswith(f"{name}/")]
+    paths = [path for path in memory._tree.get().files if path.startswith(f"{name}/")]
     for path in paths:
-        memory._files[path] = memory._File(np.array(memory._files[path].content))
-    return {path.removeprefix(f"{name}/"): memory._files[path].content for path in paths}
+        memory._tree.get().files[path] = memory._File(np.array(memory._tree.get().files[path].content))
+    return {path.removeprefix(f"{name}/"): memory._tree.get().files[path].content for path in paths}
 
 
 @contextlib.contextmanager

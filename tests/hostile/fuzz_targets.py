@@ -29,7 +29,7 @@ with atheris.instrument_imports(include=["snapshot"]):
     from snapshot.formats.pickled_objects import load_object
     from snapshot.formats.zip_directory import TAIL, directory_range, members
     from snapshot.load.read_plan import ReadPlan
-    from snapshot.load.stored_ranges import uncovered, wants_of
+    from snapshot.load.stored_ranges import find_uncovered, requests_of
     from snapshot.manifest.document import copied, decode_document
     from snapshot.manifest.entries import Container, TensorEntry
     from snapshot.manifest.rank_view import by_key, rank_view
@@ -57,7 +57,7 @@ def manifest(data):
         copied(document.manifest)
         with contextlib.suppress(SnapshotError):
             SnapshotMetadata.of(document)
-        uncovered(document.files, wants_of([document.manifest], document.files, []))
+        find_uncovered(document.files, requests_of([document.manifest], document.files, []))
         small = sum(file.size for file in document.files.values()) < MADE_OF
         for rank in {0, 1, document.world_size}:
             view = rank_view(document.manifest, rank, document.world_size, rank + 1)
@@ -103,7 +103,7 @@ def _described(name, data, describe):
         found = run(describe(open_storage(URL.parse(f"memory://{PLACE}"), {}, Context())))
         copied(found.manifest)
         by_key({path.partition("/")[2]: entry for path, entry in found.manifest.items()})
-        uncovered(found.files, wants_of([found.manifest], found.files, []))
+        find_uncovered(found.files, requests_of([found.manifest], found.files, []))
 
 
 def dcp_metadata(data):
@@ -148,7 +148,7 @@ def safetensors_header(data):
                 open_storage(URL.parse(f"memory://{PLACE}"), {}, Context()), safetensors.INDEX, LIMIT
             )
         )
-    memory._files.pop(f"{PLACE}/{safetensors.INDEX}", None)
+    memory._tree.get().files.pop(f"{PLACE}/{safetensors.INDEX}", None)
 
 
 def torchsnapshot_manifest(data):

@@ -143,12 +143,12 @@ def document_of(path):
 
 def contents():
     """All that lies in memory://."""
-    return {path: file.content.tobytes() for path, file in memory._files.items()}
+    return {path: file.content.tobytes() for path, file in memory._tree.get().files.items()}
 
 
 def store(path, data):
     """Put a file where the memory plugin finds it."""
-    memory._files[path] = memory._File(np.frombuffer(bytes(data), np.uint8))
+    memory._tree.get().files[path] = memory._File(np.frombuffer(bytes(data), np.uint8))
 
 
 def sign(body):

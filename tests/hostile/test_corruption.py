@@ -123,10 +123,10 @@ def test_a_long_tensor_is_checked_block_by_block_and_so_is_their_table(where):
     table, first, last = entry.blocks
     assert last - first == 16 * 5
     for location, begin, end in ((entry.location, *entry.byte_range), (table, first, last)):
-        file = memory._files[f"long/{location}"]
-        memory._files[f"long/{location}"] = memory._File(file.content.copy())
+        file = memory._tree.get().files[f"long/{location}"]
+        memory._tree.get().files[f"long/{location}"] = memory._File(file.content.copy())
         at = {"begin": begin, "middle": (begin + end) // 2, "end": end - 1}[where]
-        with flipped(memory._files[f"long/{location}"].content, at):
+        with flipped(memory._tree.get().files[f"long/{location}"].content, at):
             assert len(snapshot.verify().faults) == 1
             live = {"s": StateDict(x=torch.zeros_like(long))}
             if location == entry.location:

@@ -142,7 +142,7 @@ def test_a_byte_that_was_flipped_is_an_error_or_is_found_or_changes_nothing(tmp_
         from snapshot.plugins import memory
 
         for file in files:
-            memory._files.pop(file, None)
+            memory._tree.get().files.pop(file, None)
     assert refused
 
 

@@ -113,7 +113,7 @@ def test_a_forked_child_goes_on_with_a_copy(name):
     from snapshot.plugins import memory
 
     asyncio.run(opened(name).put("file", b"before"))
-    with memory._lock:  # as if another thread held it at the moment of the fork
+    with memory._tree.get().lock:  # as if another thread held it at the moment of the fork
         child = os.fork()
         if not child:
             try:

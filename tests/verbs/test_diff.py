@@ -15,7 +15,7 @@ from snapshot.runtime.arena import arena
 from snapshot.save import take
 from snapshot.tensors.dtypes import BY_NAME
 from snapshot.testing import faulty, recording
-from snapshot.verbs.diff_stats import Numbers, comparable
+from snapshot.verbs.diff_stats import Numbers, are_comparable
 
 
 @pytest.fixture(autouse=True)
@@ -260,9 +260,9 @@ def test_values_are_those_of_the_whole_tensors_however_they_come(data):
 
 
 def test_every_dtype_of_torch_is_either_subtracted_or_known_not_to_be():
-    assert {"float32", "bool", "int64", "uint64", "complex64"} <= {name for name in BY_NAME if comparable(name)}
+    assert {"float32", "bool", "int64", "uint64", "complex64"} <= {name for name in BY_NAME if are_comparable(name)}
     for name in BY_NAME:
-        if comparable(name):
+        if are_comparable(name):
             numbers = Numbers(name)
             held = torch.zeros(16, dtype=torch.uint8)
             numbers.update(held, held)

@@ -9,7 +9,7 @@ import torch
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotNotFoundError, StateDict, StorageError
 from snapshot.testing import faulty, recording
 from snapshot.verbs import verification
-from snapshot.verbs.copy_stream import tokens
+from snapshot.verbs.copy_stream import stat_files
 from tests.helpers.warm_interpreter import Failed
 
 KiB = 1 << 10
@@ -260,9 +260,9 @@ def test_notes_that_were_damaged_and_still_read_are_not_believed(taken, tmp_path
 
 def test_where_a_storage_does_not_say_whether_a_file_was_touched_all_begins_anew(taken, tmp_path, monkeypatch):
     async def bare(storage, locations):
-        return {name: (size, None) for name, (size, _) in (await tokens(storage, locations)).items()}
+        return {name: (size, None) for name, (size, _) in (await stat_files(storage, locations)).items()}
 
-    monkeypatch.setattr(verification, "tokens", bare)
+    monkeypatch.setattr(verification, "stat_files", bare)
     notes = tmp_path / "n"
     interrupted(taken.path, notes, 12)
     assert len(notes.read_bytes().splitlines()) > 1
