@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+
 from snapshot.save.take_options import TakeOptions
 
 
