@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
-from forked import Failed
 
 from snapshot import Snapshot, StateDict
 from snapshot.cli import main
 from snapshot.testing import faulty
 from snapshot.verbs import copy
+from tests.helpers.warm_interpreter import Failed
 
 
 @pytest.fixture
