@@ -33,6 +33,8 @@ def came_back(slot, live, before, options):
     for key in slot.saved:
         now = live[key].state_dict()
         wanted = slot.saved[key] if key in chosen else before[key]
+        if key in chosen and key in ("extra", "alike") and before[key].keys() - wanted.keys():
+            wanted = {**before[key], **wanted}  # what the snapshot lacks is kept, in its place
         found = differs(wanted, now, key)
         assert not found, f"{slot.path}: {found}"
         if key in chosen and key in ("extra", "alike"):
