@@ -22,7 +22,7 @@ from snapshot.formats.to_entries import Rebuilt, rebuilt
 from snapshot.manifest.entries import PLAIN, ObjectEntry, TensorEntry
 from snapshot.per_process import PerProcess
 from snapshot.tensors.dtypes import ITEMSIZE
-from snapshot.tensors.strides import contiguous, span
+from snapshot.tensors.strides import contiguous_strides, measure_span
 from snapshot.text import counted
 
 HEAD = 4096
@@ -79,9 +79,9 @@ def layout_of(path: str, stored: TensorEntry, head: Any, tail: Any) -> Layout:
     try:
         if kind == "zip":
             extra = stored.extra or PLAIN
-            strides = extra.strides or contiguous(stored.shape)
+            strides = extra.strides or contiguous_strides(stored.shape)
             if "deflate" in transforms:
-                at, nbytes = 0, span(stored.shape, strides) + (extra.storage_offset or 0)
+                at, nbytes = 0, measure_span(stored.shape, strides) + (extra.storage_offset or 0)
                 nbytes *= ITEMSIZE[stored.dtype]
             else:
                 at = zip_directory.data_begin(head)
@@ -102,7 +102,7 @@ def layout_of(path: str, stored: TensorEntry, head: Any, tail: Any) -> Layout:
             raise UnsupportedFormatError(f"{path}: is stored in a way that this version does not know ({kind})")
     except (ValueError, struct.error) as error:
         raise CorruptSnapshotError(f"{path}: {stored.location}[{begin}:{end}]: {error}") from error
-    reach = (found.offset + span(stored.shape, found.strides)) * ITEMSIZE[stored.dtype]
+    reach = (found.offset + measure_span(stored.shape, found.strides)) * ITEMSIZE[stored.dtype]
     if math.prod(stored.shape) and reach > found.nbytes:
         raise CorruptSnapshotError(
             f"{path}: its storage has {counted(found.nbytes, 'byte')}, and it reaches to {reach:,}"

@@ -26,7 +26,7 @@ from snapshot.manifest.entries import (
 )
 from snapshot.manifest.paths import encode_key, uncomponent
 from snapshot.storage import ABSENT, Buffer, Capabilities, Expect, FileStat, FileWriter, Storage, check_path
-from snapshot.tensors.digest import of_range
+from snapshot.tensors.digest import digest_range
 from snapshot.url import URL
 
 LINKLESS = ("dcp", "torchsnapshot")
@@ -65,7 +65,7 @@ def document(
     return ForeignDocument(
         kind,
         version,
-        of_range(token),
+        digest_range(token),
         world_size,
         "1970-01-01T00:00:00+00:00",
         "",

@@ -16,7 +16,7 @@ from snapshot.formats import zip_directory
 from snapshot.formats.pickle_scan import expect_stored
 from snapshot.formats.to_entries import Rebuilt, length_of, most_nodes, numpy_value, rebuilt, scalar
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
-from snapshot.tensors.strides import span
+from snapshot.tensors.strides import measure_span
 from snapshot.text import with_article
 
 
@@ -111,7 +111,7 @@ class _Builder:
         if found.dtype not in ITEMSIZE:
             return _refuse(found)  # type: ignore[no-any-return]
         self._spend(len(data) + math.prod(found.shape) * ITEMSIZE[found.dtype])
-        reach = (found.offset + span(found.shape, found.strides)) * ITEMSIZE[found.dtype]
+        reach = (found.offset + measure_span(found.shape, found.strides)) * ITEMSIZE[found.dtype]
         if reach > len(data) or 0 in found.strides or (self._member("byteorder") or b"little") != b"little":
             return _refuse(found)  # type: ignore[no-any-return]
         held = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(BY_NAME[found.dtype]) if data else None

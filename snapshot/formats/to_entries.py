@@ -21,9 +21,9 @@ from snapshot.manifest.containers import SEQUENCES
 from snapshot.manifest.paths import encode_key, encode_text, tagged_keys
 from snapshot.manifest.rank_view import DEEPEST
 from snapshot.state import numpy_arrays
-from snapshot.tensors.composite import stride_order
+from snapshot.tensors.composite import find_stride_order
 from snapshot.tensors.dtypes import NAMES
-from snapshot.tensors.strides import contiguous
+from snapshot.tensors.strides import contiguous_strides
 
 
 def most_nodes(length: int) -> int:
@@ -146,10 +146,10 @@ def _flag(given: Sequence[Any]) -> bool:
 
 def extra_of(found: Rebuilt, *, view: bool = True) -> e.Extra | None:
     """Return what more than its bytes is to be said of a tensor; `view`: and how they lie in its storage."""
-    plain = found.strides == contiguous(found.shape)
+    plain = found.strides == contiguous_strides(found.shape)
     order = None
     if not plain and 0 not in found.shape and math.prod(found.shape) < 1 << 50:
-        order = stride_order(torch.empty_strided(found.shape, found.strides, device="meta"))
+        order = find_stride_order(torch.empty_strided(found.shape, found.strides, device="meta"))
     if plain and not found.offset and not found.requires_grad and found.subclass is None:
         return None
     strides, offset = (found.strides, found.offset) if view and (not plain or found.offset) else (None, None)

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
-from snapshot.tensors.strides import contiguous
+from snapshot.tensors.strides import contiguous_strides
 
 ALIGNMENT = 64
 _LONG = 0xFFFFFFFF
@@ -206,7 +206,7 @@ def _rebuilds(value: Absent) -> Any:
         data = msgspec.structs.replace(value, is_parameter=False, requires_grad=False)
         return torch._utils._rebuild_parameter, (data, value.requires_grad, collections.OrderedDict())
     order = value.order or tuple(range(len(value.shape)))
-    steps = contiguous(tuple(value.shape[axis] for axis in order))
+    steps = contiguous_strides(tuple(value.shape[axis] for axis in order))
     strides = tuple(steps[order.index(axis)] for axis in range(len(order)))
     numel = 1
     for size in value.shape:

@@ -17,7 +17,7 @@ from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import Container, Extra, TensorEntry
 from snapshot.storage import Storage
 from snapshot.tensors.dtypes import ITEMSIZE
-from snapshot.tensors.strides import span
+from snapshot.tensors.strides import measure_span
 from snapshot.text import counted
 
 TAIL = 64 << 10
@@ -128,7 +128,7 @@ class _Archive:
             if math.prod(found.shape):
                 raise ValueError(f"its storage data/{found.storage[:100]} is missing")
             return TensorEntry(INLINE, (0, 0), found.dtype, found.shape, extra=extra_of(found, view=False))
-        reach = (found.offset + span(found.shape, found.strides)) * itemsize
+        reach = (found.offset + measure_span(found.shape, found.strides)) * itemsize
         if math.prod(found.shape) and reach > member.size:
             raise ValueError(f"its storage has {counted(member.size, 'byte')}, and it reaches to {reach:,}")
         if not math.prod(found.shape):

@@ -19,7 +19,7 @@ from snapshot.manifest.entries import Container, ListEntry, OrderedDictEntry
 from snapshot.manifest.paths import component
 from snapshot.manifest.rank_view import View, by_key, nearest
 from snapshot.manifest.validate import check_tree
-from snapshot.plan.globs import matcher, unmatched
+from snapshot.plan.globs import find_unmatched, matcher
 from snapshot.reports import RestoreIssues
 from snapshot.runtime.session import Session
 from snapshot.state.kind_of import kind_type
@@ -98,12 +98,12 @@ class Chooser:
     def _check_globs(self, grouped: Mapping[str, Mapping[str, Any]], view: View) -> None:
         named = (path for entries in grouped.values() for path in entries)
         every = [*named, *view.elsewhere] if self._filtered else []
-        for glob in unmatched(self._include, every) if self._include else ():
+        for glob in find_unmatched(self._include, every) if self._include else ():
             view.unknown.append(f"include: the glob {glob!r} matches nothing in the snapshot")
         if self._exchange.alone:
             self._notes.mismatches += view.unknown
         self._chosen.unknown = view.unknown
-        for glob in unmatched(self._exclude, every) if self._exclude else ():
+        for glob in find_unmatched(self._exclude, every) if self._exclude else ():
             warn(f"exclude: the glob {glob!r} matches nothing in the snapshot")
 
     def _entries(self, key: str, grouped: Mapping[str, dict[str, Any]], view: View) -> dict[str, Any] | None:

@@ -35,7 +35,7 @@ from snapshot.tensors import composite, generators
 from snapshot.tensors.addresses import address_of, is_plain
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, NAMES
-from snapshot.tensors.geometry import Box, intersect, whole
+from snapshot.tensors.geometry import Box, intersect, whole_box
 
 ROOM = 1 << 30
 MOST_TIMES = 4
@@ -115,7 +115,7 @@ class ReadPlan:
         if subclass is None and not requires_grad:
             self._keep(path, key, tensor)
             return
-        self._keep(path, key, composite.dress(path, tensor, subclass, requires_grad))
+        self._keep(path, key, composite.restore_class(path, tensor, subclass, requires_grad))
 
     def _keep(self, path: str, key: Any, tensor: torch.Tensor) -> None:
         self.values[path] = tensor
@@ -129,7 +129,7 @@ class ReadPlan:
         for _, stored in entry.pieces():
             self._claim(path, stored, stored.dtype, stored.shape)
         order = (getattr(entry, "extra", None) or e.PLAIN).stride_order
-        tensor = composite.empty(entry.shape, dtype or BY_NAME[entry.dtype], order, device)
+        tensor = composite.allocate_tensor(entry.shape, dtype or BY_NAME[entry.dtype], order, device)
         self.into(path, entry, tensor)
         return tensor
 
@@ -147,12 +147,14 @@ class ReadPlan:
     def _new_parts(self, path: str, entry: e.TensorPartsEntry) -> None:
         if entry.kind == generators.KIND:
             state = self._generator_state(path, entry)
-            self._finish.append(lambda: self.values.update({path: generators.made(path, entry.params, state)}))
+            self._finish.append(
+                lambda: self.values.update({path: generators.make_generator(path, entry.params, state)})
+            )
             return
         parts = {name: self._plain(f"{path}[{name}]", part) for name, part in entry.parts.items()}
 
         def finish() -> None:
-            self.values[path] = composite.put_together(path, entry.kind, parts, entry.params)
+            self.values[path] = composite.compose_tensor(path, entry.kind, parts, entry.params)
 
         self._finish.append(finish)
 
@@ -266,7 +268,7 @@ class ReadPlan:
                 return
         else:
             self._filled[place] = entry, target
-        self._pieces(path, pieces, target, whole(entry.shape), live)
+        self._pieces(path, pieces, target, whole_box(entry.shape), live)
 
     def into_box(self, path: str, entry: Any, box: Box, target: torch.Tensor, *, live: bool = False) -> None:
         """Fill a tensor of the box's shape with that part of the entry's tensor."""
@@ -299,12 +301,12 @@ class ReadPlan:
 
     def into_generator(self, path: str, entry: e.TensorPartsEntry, generator: torch.Generator) -> bool:
         """Set a generator's state; False, and nothing done, where it is one of another kind of device."""
-        if entry.kind != generators.KIND or generators.device_of(path, entry.params).type != generator.device.type:
+        if entry.kind != generators.KIND or generators.read_device(path, entry.params).type != generator.device.type:
             return False
         state = self._generator_state(path, entry)
 
         def finish() -> None:
-            self.values[path] = generators.filled(path, generator, state)
+            self.values[path] = generators.fill_generator(path, generator, state)
 
         self.values[path] = generator
         self._finish.append(finish)

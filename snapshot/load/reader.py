@@ -27,8 +27,8 @@ from snapshot.runtime.arena import Slot
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import cancelled
 from snapshot.storage import Buffer, Storage
-from snapshot.tensors.addresses import buffer
-from snapshot.tensors.digest import BLOCK, of_range, of_table
+from snapshot.tensors.addresses import wrap_memory
+from snapshot.tensors.digest import BLOCK, digest_range, digest_table
 
 HOT = 4 << 20
 """What a thread reads, and then digests, before the next: short enough to be in a cache still."""
@@ -252,7 +252,7 @@ class Reader:
         await self._read_ranges(ranges)
         bad = {}
         for (where, requests), table in zip(tables.items(), ranges, strict=True):
-            digest, held = of_table(table.held), bytes(table.held)
+            digest, held = digest_table(table.held), bytes(table.held)
             for request in requests:
                 request.check = BlockCheck(request.stored.nbytes, held)
                 if digest != request.stored.digest:
@@ -306,7 +306,7 @@ class Reader:
             request = requests[segment.request]
             share: Buffer
             if request.address:
-                share = buffer(request.address + begin - request.begin, length)
+                share = wrap_memory(request.address + begin - request.begin, length)
                 if request.live:
                     touched.add(request.name)
             else:
@@ -355,7 +355,7 @@ class Reader:
             return True
         if request.check is not None:
             return self._check(request, begin, memoryview(share).cast("B"))
-        actual = of_range(share)
+        actual = digest_range(share)
         return actual == request.stored.digest or self._refuse(
             request, f"is {actual}, and {request.stored.digest} was written"
         )
@@ -370,7 +370,7 @@ class Reader:
             check.left -= len(data)
             complete = check.left == 0
         if complete:
-            actual = of_table(check.digests)
+            actual = digest_table(check.digests)
             if actual != request.stored.digest:
                 return self._refuse(request, f"is {actual}, and {request.stored.digest} was written")
         return True

@@ -11,7 +11,7 @@ import torch
 from snapshot.errors import CorruptSnapshotError
 from snapshot.formats.embedded_tensors import HEAD, PIECE, Layout, Short, decoder_of, layout_of, streamed
 from snapshot.manifest.entries import TensorEntry
-from snapshot.tensors.addresses import copy
+from snapshot.tensors.addresses import copy_memory
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def serve(requests: Sequence[ReadRequest], layout: Layout, dtype: str, begin: in
         if low >= high:
             continue
         if request.address:
-            copy(request.address + low - request.begin, held.data_ptr() + low - begin, high - low)
+            copy_memory(request.address + low - request.begin, held.data_ptr() + low - begin, high - low)
         elif request.place is not None:
             part = held[low - begin : high - begin]
             if part.storage_offset() % ALIGNED:

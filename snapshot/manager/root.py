@@ -29,7 +29,7 @@ from snapshot.manifest.document import FORMAT, METADATA, FileEntry, PartEntry
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.storage import ANYTHING, FileStat, Storage
-from snapshot.tensors.digest import of_range
+from snapshot.tensors.digest import digest_range
 from snapshot.url import URL
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ def decode_head(data: bytes, where: object) -> ManifestHead:
     if not _OURS.match(data):
         raise NotOurs(f"{where}: is no manifest that this version of the library wrote")
     tail = _DIGEST.search(data, max(0, len(data) - 64))
-    if tail is None or of_range(memoryview(data)[: tail.start()]).encode() != tail[1]:
+    if tail is None or digest_range(memoryview(data)[: tail.start()]).encode() != tail[1]:
         raise CorruptSnapshotError(f"{where}: the manifest is not as it was written")
     try:
         head = _heads.decode(data)

@@ -16,7 +16,7 @@ import numpy as np
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.manifest.entries import AnyEntry
 from snapshot.manifest.entry import Entry
-from snapshot.tensors.digest import of_range
+from snapshot.tensors.digest import digest_range
 from snapshot.text import counted
 
 METADATA = ".snapshot_metadata"
@@ -95,7 +95,7 @@ _entries = msgspec.json.Decoder(dict[str, AnyEntry])
 def encode(document: Document | ManifestPart) -> bytes:
     """Return the document's bytes, its digest last."""
     body = _encoder.encode(document)[:-1]
-    return b'%s,"digest":"%s"}' % (body, of_range(body).encode())
+    return b'%s,"digest":"%s"}' % (body, digest_range(body).encode())
 
 
 def copied(manifest: Mapping[str, AnyEntry]) -> dict[str, Entry]:
@@ -125,8 +125,8 @@ def decode_document(data: bytes, where: object) -> Document:
 
 def decode_part(data: bytes, part: PartEntry, where: object) -> ManifestPart:
     """Check and decode a part of a manifest."""
-    if of_range(data) != part.digest:
-        raise CorruptSnapshotError(f"{where}: is {of_range(data)}, and {part.digest} was written")
+    if digest_range(data) != part.digest:
+        raise CorruptSnapshotError(f"{where}: is {digest_range(data)}, and {part.digest} was written")
     decoded: ManifestPart = _decode(data, ManifestPart, where)
     if part.count >= 0 and len(decoded.manifest) != part.count:
         raise CorruptSnapshotError(
@@ -150,7 +150,7 @@ def _decode(data: bytes, kind: type[Any], where: object) -> Any:
     if not tail:
         raise CorruptSnapshotError(f"{where}: is no manifest, or its end is missing ({counted(len(data), 'byte')})")
     body = memoryview(data)[: tail.start()]
-    actual = of_range(body)
+    actual = digest_range(body)
     if actual.encode() != tail[1]:
         raise CorruptSnapshotError(f"{where}: its bytes are {actual}, and {tail[1].decode()} was written")
     try:

@@ -39,7 +39,7 @@ from snapshot.manifest.scalars import (
     SizeEntry,
     StrEntry,
 )
-from snapshot.tensors.geometry import Box, whole
+from snapshot.tensors.geometry import Box, whole_box
 
 __all__ = [
     "StrEntry",
@@ -123,7 +123,7 @@ class TensorEntry(Entry, tag="Tensor"):
 
     def pieces(self) -> list[tuple[Box, TensorEntry]]:
         """Return the stored ranges, each with the box that it fills."""
-        return [(whole(self.shape), self)]
+        return [(whole_box(self.shape), self)]
 
 
 class Shard(msgspec.Struct, gc=False, forbid_unknown_fields=True):

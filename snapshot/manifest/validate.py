@@ -25,9 +25,9 @@ from snapshot.manifest.entries import (
 )
 from snapshot.manifest.rank_view import DEEPEST
 from snapshot.manifest.scalars import Scalar
-from snapshot.tensors.digest import SIZE, block_count
+from snapshot.tensors.digest import SIZE, count_blocks
 from snapshot.tensors.dtypes import ITEMSIZE
-from snapshot.tensors.geometry import inside, overlap
+from snapshot.tensors.geometry import boxes_overlap, is_inside
 from snapshot.text import counted
 
 Files = Mapping[str, FileEntry]
@@ -64,7 +64,7 @@ def check_tensor(path: str, entry: AnyTensor, files: Files, *, partial: bool = F
     _check_shape(path, entry)
     pieces = entry.pieces()
     for box, stored in pieces:
-        if stored.dtype != entry.dtype or stored.shape != box.sizes or not inside(box, entry.shape):
+        if stored.dtype != entry.dtype or stored.shape != box.sizes or not is_inside(box, entry.shape):
             raise CorruptSnapshotError(
                 f"{path}: its part at {list(box.offsets)} does not fit {entry.dtype}{list(entry.shape)}"
             )
@@ -72,7 +72,7 @@ def check_tensor(path: str, entry: AnyTensor, files: Files, *, partial: bool = F
     if sum(box.numel for box, _ in pieces) != math.prod(entry.shape) and not partial:
         raise CorruptSnapshotError(f"{path}: its parts do not fill {list(entry.shape)}")
     try:
-        overlapping = overlap([box for box, _ in pieces])
+        overlapping = boxes_overlap([box for box, _ in pieces])
     except ValueError as error:
         raise CorruptSnapshotError(f"{path}: {error}") from error
     if overlapping:
@@ -119,7 +119,7 @@ def check_range(path: str, entry: TensorEntry | ObjectEntry, files: Files) -> No
     file = files.get(entry.location)
     if file is None or not 0 <= file.header <= begin <= end <= file.size:
         raise _outside(path, entry.location, begin, end)
-    count = block_count(end - begin)
+    count = count_blocks(end - begin)
     if count and entry.digest is not None:
         if entry.blocks is None:
             raise CorruptSnapshotError(f"{path}: has no table of digests")

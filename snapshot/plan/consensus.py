@@ -14,8 +14,8 @@ import msgspec
 
 from snapshot.errors import SnapshotError
 from snapshot.manifest import document
-from snapshot.tensors.digest import digests, of_range
-from snapshot.tensors.geometry import Box, inside, overlap
+from snapshot.tensors.digest import digest_range, split_digests
+from snapshot.tensors.geometry import Box, boxes_overlap, is_inside
 from snapshot.text import listed
 
 FIRST = ""
@@ -67,14 +67,16 @@ class ConsensusReply(msgspec.Struct, array_like=True):
     """Whether layouts contradict each other, and all are to say theirs."""
 
 
-def agree(records: Sequence[RankRecord]) -> ConsensusReply:
+def compare_records(records: Sequence[RankRecord]) -> ConsensusReply:
     """Return what follows from all ranks' records."""
-    structure = of_range(b"".join(record.structure.encode() for record in records))
+    structure = digest_range(b"".join(record.structure.encode() for record in records))
     first = records[0]
     known = first.basis in (FIRST, ASKED) or first.basis == structure
     shared = known and all(each.agreed == first.agreed and each.basis == first.basis for each in records)
-    again = set.intersection(*(set(digests(record.left)) for record in records))  # not shared before, and equal now
-    layouts = total(each.have for each in records) != total(each.expected for each in records)
+    again = set.intersection(
+        *(set(split_digests(record.left)) for record in records)
+    )  # not shared before, and equal now
+    layouts = add_sums(each.have for each in records) != add_sums(each.expected for each in records)
     boxes = any(record.boxes for record in records)
     settled = shared and not layouts and not boxes and not again
     seen: dict[str, int] = {}
@@ -91,19 +93,19 @@ def agree(records: Sequence[RankRecord]) -> ConsensusReply:
     )
 
 
-def layout_digest(path: str, layout: str) -> int:
+def digest_layout(path: str, layout: str) -> int:
     """Return a sharded tensor's part in the sums."""
-    return int(of_range(f"{path}\0{layout}".encode()).removeprefix("xxh3:"), 16)
+    return int(digest_range(f"{path}\0{layout}".encode()).removeprefix("xxh3:"), 16)
 
 
-def as_sum(digests: Iterable[int]) -> bytes:
+def sum_digests(digests: Iterable[int]) -> bytes:
     """Digests, added up."""
     return (sum(digests) % _MODULUS).to_bytes(16, "little")
 
 
-def total(sums: Iterable[bytes]) -> bytes:
+def add_sums(sums: Iterable[bytes]) -> bytes:
     """All ranks' sums, added up."""
-    return as_sum(int.from_bytes(each, "little") for each in sums)
+    return sum_digests(int.from_bytes(each, "little") for each in sums)
 
 
 class ShardBoxes(msgspec.Struct, array_like=True):
@@ -135,14 +137,14 @@ class Settlement(msgspec.Struct, array_like=True):
     """(Rank, path, number of the box) that another rank writes."""
 
 
-def settle(details: Sequence[Details], speakers: Sequence[int]) -> Settlement:
+def settle_details(details: Sequence[Details], speakers: Sequence[int]) -> Settlement:
     """Return what all have, and who writes which box. Raises where boxes or layouts contradict each other."""
     _check_layouts(details)
     common: set[bytes] | None = None
     for rank in speakers:
-        found = set(digests(details[rank].items))
+        found = set(split_digests(details[rank].items))
         common = found if common is None else common & found
-    return Settlement(b"".join(sorted(common or ())), _spare(details))
+    return Settlement(b"".join(sorted(common or ())), _find_spare_boxes(details))
 
 
 def _check_layouts(details: Sequence[Details]) -> None:
@@ -165,7 +167,7 @@ def _check_layouts(details: Sequence[Details]) -> None:
         raise SnapshotError(f"ranks hold parts of the same tensors, and do not agree on them:{listed(faults)}")
 
 
-def _spare(details: Sequence[Details]) -> list[tuple[int, str, int]]:
+def _find_spare_boxes(details: Sequence[Details]) -> list[tuple[int, str, int]]:
     """Return the boxes that are held twice, and which of them nobody needs to write; raises where some overlap, or
     lack."""
     held: dict[str, list[tuple[int, int, ShardBoxes]]] = defaultdict(list)
@@ -194,7 +196,7 @@ def _spare(details: Sequence[Details]) -> list[tuple[int, str, int]]:
             boxes = tuple(sorted(writers))
             signature = first.shape, boxes
             if signature not in checked:
-                checked[signature] = _fault(first.shape, [Box(*box) for box in boxes])
+                checked[signature] = _describe_fault(first.shape, [Box(*box) for box in boxes])
             fault = checked[signature]
             faults += [f"{path}: {fault}"] if fault else []
     if faults:
@@ -202,11 +204,11 @@ def _spare(details: Sequence[Details]) -> list[tuple[int, str, int]]:
     return spare
 
 
-def _fault(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
-    outside = [box for box in boxes if not inside(box, shape)]
+def _describe_fault(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
+    outside = [box for box in boxes if not is_inside(box, shape)]
     if outside:
         return f"the part [{outside[0]}] does not lie in {list(shape)}"
-    if overlap(boxes):
+    if boxes_overlap(boxes):
         return "its parts overlap"
     filled = sum(box.numel for box in boxes)
     if filled != math.prod(shape):

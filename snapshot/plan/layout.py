@@ -16,9 +16,9 @@ import msgspec
 
 from snapshot.manifest.paths import quote
 from snapshot.storage import Limits
-from snapshot.tensors.digest import BLOCK, SIZE, block_count, of_range
+from snapshot.tensors.digest import BLOCK, SIZE, count_blocks, digest_range
 from snapshot.tensors.dtypes import ITEMSIZE, SAFETENSORS
-from snapshot.tensors.geometry import Box, split, whole
+from snapshot.tensors.geometry import Box, split_shape, whole_box
 from snapshot.text import counted, size_text
 
 MiB = 1 << 20
@@ -127,7 +127,7 @@ class SavePlan:
         )
 
 
-def location(save_id: str, rank: int, number: int, kind: str) -> str:
+def name_data_file(save_id: str, rank: int, number: int, kind: str) -> str:
     """Return the name of a data file below the snapshot."""
     return f"data/{save_id}-{rank}-{number}.{kind}"
 
@@ -149,18 +149,19 @@ def make_plan(
     sizes = [leaf.nbytes for leaf in leaves]
     total = sum(sizes)
     most = min(limits.parallel_files, lanes)
-    pieces = _cut(leaves, sizes, total, max(1, min(most, total // WORTH_A_FILE)))
+    pieces = _cut_leaves(leaves, sizes, total, max(1, min(most, total // WORTH_A_FILE)))
     groups = [pieces]
     if any(late):
         groups = [[piece for piece in pieces if bool(late[piece[0]]) == later] for later in (False, True)]
     dealt = [
-        [_file(leaves, chosen) for lane in _deal(group, most) for chosen in _close(lane, leaves)] for group in groups
+        [_plan_file(leaves, chosen) for lane in _deal_pieces(group, most) for chosen in _fill_files(lane, leaves)]
+        for group in groups
     ]
     files = tuple(file for group in dealt for file in group)
     tables = 0
     if max(sizes, default=0) > BLOCK:
-        tables = sum(SIZE * block_count(extent.end - extent.begin) for file in files for extent in file.extents)
-    structure = of_range(b"".join(file.header for file in files))
+        tables = sum(SIZE * count_blocks(extent.end - extent.begin) for file in files for extent in file.extents)
+    structure = digest_range(b"".join(file.header for file in files))
     return SavePlan(files, blob_bytes + tables, structure, staged_bytes, loads, len(dealt[1]) if any(late) else 0)
 
 
@@ -168,7 +169,7 @@ _Piece = tuple[int, int, int, Box | None]
 """Leaf, start and length in its flat bytes, box."""
 
 
-def _cut(leaves: Sequence[PlannedLeaf], sizes: list[int], total: int, lanes: int) -> list[_Piece]:
+def _cut_leaves(leaves: Sequence[PlannedLeaf], sizes: list[int], total: int, lanes: int) -> list[_Piece]:
     """Cut what is too long for one file, or for one lane if the others are to get their share."""
     share = max(CUT, -(-total // lanes)) if lanes > 1 else LARGEST_FILE
     most = min(LARGEST_FILE, share + share // 8)
@@ -183,14 +184,14 @@ def _cut(leaves: Sequence[PlannedLeaf], sizes: list[int], total: int, lanes: int
         itemsize = ITEMSIZE[leaf.dtype]
         even = -(-size // -(-size // min(most, share)))
         start = 0
-        for box in split(leaf.shape, max(1, even // itemsize)):
+        for box in split_shape(leaf.shape, max(1, even // itemsize)):
             length = math.prod(box.sizes) * itemsize
             pieces.append((index, start, length, box))
             start += length
     return pieces
 
 
-def _deal(pieces: list[_Piece], most: int) -> list[list[_Piece]]:
+def _deal_pieces(pieces: list[_Piece], most: int) -> list[list[_Piece]]:
     """Deal pieces out to lanes, the longest first; short ones that follow each other stay together."""
     total = sum(piece[2] for piece in pieces)
     lanes = max(1, min(most, total // WORTH_A_FILE))
@@ -217,7 +218,7 @@ def _deal(pieces: list[_Piece], most: int) -> list[list[_Piece]]:
     return [[piece for _, group in sorted(lane, key=lambda item: item[0]) for piece in group] for lane in dealt if lane]
 
 
-def _close(pieces: list[_Piece], leaves: Sequence[PlannedLeaf]) -> Iterable[list[_Piece]]:
+def _fill_files(pieces: list[_Piece], leaves: Sequence[PlannedLeaf]) -> Iterable[list[_Piece]]:
     """Cut one lane's pieces into files, where data or header would grow too long."""
     names = sum(len(leaves[piece[0]].path) for piece in pieces)
     if sum(piece[2] for piece in pieces) <= LARGEST_FILE and 6 * names + 300 * len(pieces) <= LARGEST_HEADER:
@@ -237,12 +238,12 @@ def _close(pieces: list[_Piece], leaves: Sequence[PlannedLeaf]) -> Iterable[list
     yield chosen
 
 
-def exact_file(leaves: Sequence[PlannedLeaf], chosen: Iterable[int]) -> FilePlan:
+def plan_exact_file(leaves: Sequence[PlannedLeaf], chosen: Iterable[int]) -> FilePlan:
     """Return a file of whole leaves under their very names, for others to read."""
-    return _file(leaves, [(index, 0, leaves[index].nbytes, None) for index in chosen], exact=True)
+    return _plan_file(leaves, [(index, 0, leaves[index].nbytes, None) for index in chosen], exact=True)
 
 
-def _file(leaves: Sequence[PlannedLeaf], pieces: list[_Piece], *, exact: bool = False) -> FilePlan:
+def _plan_file(leaves: Sequence[PlannedLeaf], pieces: list[_Piece], *, exact: bool = False) -> FilePlan:
     dtypes = {leaves[piece[0]].dtype for piece in pieces}
     if len({ITEMSIZE[name] for name in dtypes}) > 1:
         pieces = sorted(pieces, key=lambda piece: -ITEMSIZE[leaves[piece[0]].dtype])
@@ -254,11 +255,11 @@ def _file(leaves: Sequence[PlannedLeaf], pieces: list[_Piece], *, exact: bool = 
         leaf = leaves[index]
         path, shape, end = leaf.path, leaf.shape, position + length
         if not exact and ("[" in path or path == "__metadata__"):
-            path = _name(path)
+            path = _header_name(path)
         if box is not None:
             shape = box.sizes
         if box is not None or leaf.origin is not None:
-            path = f"{path}[{placed(leaf, box)}]"
+            path = f"{path}[{place_box(leaf, box)}]"
         theirs = known.get(leaf.dtype)
         if theirs is None:
             theirs, shape = "U8", (*shape, ITEMSIZE[leaf.dtype])
@@ -274,16 +275,16 @@ def _file(leaves: Sequence[PlannedLeaf], pieces: list[_Piece], *, exact: bool = 
     return FilePlan(header, tuple(extents), begin + position)
 
 
-def placed(leaf: PlannedLeaf, box: Box | None) -> Box:
+def place_box(leaf: PlannedLeaf, box: Box | None) -> Box:
     """Return a piece of a leaf, as a box of the tensor that the leaf is a box of."""
-    box = box or whole(leaf.shape)
+    box = box or whole_box(leaf.shape)
     return box if leaf.origin is None else box.within(leaf.origin)
 
 
 _encode = msgspec.json.Encoder().encode
 
 
-def _name(path: str) -> str:
+def _header_name(path: str) -> str:
     """Return the header's name of a leaf. `%[` can stand in no user's path: there it sets off a part of a composite
     tensor."""
     owner, _, part = path.partition("%[")
@@ -306,7 +307,7 @@ def cut_file(file: FilePlan, part_bytes: int) -> list[FilePart]:
     return parts
 
 
-def part_size(limits: Limits, budget: int, file_size: int, wanted: int = 0) -> int:
+def choose_part_size(limits: Limits, budget: int, file_size: int, wanted: int = 0) -> int:
     """How long parts are: what the storage prefers, less if the budget is small, more if there would be too many."""
     size = wanted or limits.preferred_part
     share = max(SHORTEST_PART, budget // max(2, min(limits.parallel_parts, 8)))  # fewer at once than ever smaller ones

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from snapshot.tensors.geometry import Box, Shape, split
+from snapshot.tensors.geometry import Box, Shape, split_shape
 
 SHORTEST = 256 << 10
 """Nothing shorter is cut: a digest's block."""
@@ -41,13 +41,13 @@ class Assignment(NamedTuple):
     box: Box | None
 
 
-def partition(items: Sequence[PartitionItem], loads: Sequence[int]) -> list[list[Assignment]]:
+def partition_items(items: Sequence[PartitionItem], loads: Sequence[int]) -> list[list[Assignment]]:
     """Each rank's share, in the order of the items, given what each writes anyway.
 
     The longest pieces go first, each to the rank that has the least by then; long ones are cut before.
 
     >>> pieces = [PartitionItem((4,), 1), PartitionItem((2,), 1), PartitionItem((2,), 1)]
-    >>> partition(pieces, [0, 0])
+    >>> partition_items(pieces, [0, 0])
     [[Assignment(item=0, box=None)], [Assignment(item=1, box=None), Assignment(item=2, box=None)]]
     """
     shares: list[list[Assignment]] = [[] for _ in loads]
@@ -61,7 +61,7 @@ def partition(items: Sequence[PartitionItem], loads: Sequence[int]) -> list[list
             pieces.append((-size, index, None))
             continue
         even = -(-size // -(-size // longest))
-        for box in split(item.shape, max(1, even // item.itemsize)):
+        for box in split_shape(item.shape, max(1, even // item.itemsize)):
             pieces.append((-box.numel * item.itemsize, index, box))
     pieces.sort(key=lambda piece: (piece[0], piece[1]))
     lightest = [(load, rank) for rank, load in enumerate(loads)]

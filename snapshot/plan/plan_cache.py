@@ -18,7 +18,7 @@ _paths, _dtypes, _shapes, _origins = map(attrgetter, ("path", "dtype", "shape", 
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _CachedPlan:
     """A plan, and what it was made for."""
 
     asked: tuple[Any, ...]
@@ -30,7 +30,7 @@ class _Made:
 _cuts: PerProcess[dict[tuple[int, int], tuple[FilePlan, list[FilePart]]]] = PerProcess(dict)
 
 
-def parts_of(file: FilePlan, part_bytes: int) -> list[FilePart]:
+def find_parts(file: FilePlan, part_bytes: int) -> list[FilePart]:
     """How a file is cut into parts of a length: kept for the files of plans that are kept."""
     key = id(file), part_bytes
     cuts = _cuts.get()
@@ -46,7 +46,7 @@ class PlanCache:
     """Makes plans, and keeps the last ones."""
 
     def __init__(self) -> None:
-        self._made: deque[_Made] = deque(maxlen=KEPT)
+        self._made: deque[_CachedPlan] = deque(maxlen=KEPT)
 
     def plan(
         self,
@@ -69,5 +69,5 @@ class PlanCache:
         if plan.late:  # in whatever files things stand, the structure is the same
             usual = self.plan(leaves, blob_bytes, limits, lanes, staged_bytes=staged_bytes, loads=loads)
             plan = replace(plan, structure=usual.structure)
-        self._made.append(_Made(asked, described, plan, plan.blob_bytes - blob_bytes))
+        self._made.append(_CachedPlan(asked, described, plan, plan.blob_bytes - blob_bytes))
         return plan

@@ -14,14 +14,14 @@ from snapshot.events import log, warn
 from snapshot.manifest.entries import DictEntry, Extra
 from snapshot.manifest.paths import component
 from snapshot.per_process import PerProcess
-from snapshot.plan.globs import matcher, unmatched
+from snapshot.plan.globs import find_unmatched, matcher
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Leaf
 from snapshot.state.model_state import ModelState
 from snapshot.state.optimizers import record_of
 from snapshot.state.prepared import Prepare
 from snapshot.state.rng import RNGState
-from snapshot.tensors.composite import stride_order
+from snapshot.tensors.composite import find_stride_order
 from snapshot.text import listed
 
 
@@ -39,9 +39,9 @@ def collect(
     finally:
         for key, state in rng.items():
             app_state[key].load_state_dict(state)
-    for glob in unmatched(replicated, flat.entries) if replicated else ():
+    for glob in find_unmatched(replicated, flat.entries) if replicated else ():
         warn(f"replicated: the glob {glob!r} matches nothing in the app state")
-    for glob in unmatched(exclude, [*flat.entries, *flat.excluded]) if exclude else ():
+    for glob in find_unmatched(exclude, [*flat.entries, *flat.excluded]) if exclude else ():
         warn(f"exclude: the glob {glob!r} matches nothing in the app state")
     warn_of_pickles(flat.pickled, flat.lossy)
     apart = shared_apart(flat.leaves)
@@ -85,7 +85,7 @@ def shared_apart(leaves: Sequence[Leaf]) -> list[tuple[Leaf, Leaf]]:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    return stride_order(tensor) is not None
+    return find_stride_order(tensor) is not None
 
 
 class ReplicationRules:

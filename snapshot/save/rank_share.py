@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from snapshot.distributed.exchange import Exchange
 from snapshot.manifest import entries as e
 from snapshot.manifest.scalars import Scalar
-from snapshot.plan.partition import Assignment, PartitionItem, partition
+from snapshot.plan.partition import Assignment, PartitionItem, partition_items
 from snapshot.save.collect import ReplicationRules, collect
 from snapshot.save.replication import Replication, agree_on_replicas, check_replicas, holders_of
 from snapshot.save.take_options import TakeOptions
@@ -73,7 +73,7 @@ class RankShare:
             self.leaves += group if self._exchange.rank == 0 else []
         groups = [common[path] for path in sorted(common)]
         items = [_item(group) for group in groups]
-        for rank, share in enumerate(partition(items, self.loads)):
+        for rank, share in enumerate(partition_items(items, self.loads)):
             for dealt in share:
                 size = items[dealt.item].nbytes if dealt.box is None else dealt.box.numel * items[dealt.item].itemsize
                 self.loads[rank] += size
@@ -109,7 +109,7 @@ class RankShare:
             share: Sequence[Assignment] = [Assignment(index, None) for index in range(len(pieces))]
             if len(ranks) > 1:
                 items = [PartitionItem(piece.box.sizes, piece.tensor.element_size()) for _, piece in pieces]
-                share = partition(items, [0] * len(ranks))[ranks.index(self._exchange.rank)]
+                share = partition_items(items, [0] * len(ranks))[ranks.index(self._exchange.rank)]
             for dealt in share:
                 path, piece = pieces[dealt.item]
                 leaf = self._leaf(path, piece)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.tensors.addresses import view
+from snapshot.tensors.addresses import view_memory
 from snapshot.tensors.dtypes import BY_NAME
 from snapshot.text import counted
 
@@ -69,7 +69,7 @@ def tensor_over(array: Array) -> torch.Tensor:
     if array.nbytes == 0:
         shape = array.shape if dtype is not None else (0,)
         return torch.empty(shape, dtype=dtype or torch.uint8, device="cpu")
-    memory = view(array.__array_interface__["data"][0], array.nbytes)
+    memory = view_memory(array.__array_interface__["data"][0], array.nbytes)
     tensor = torch.frombuffer(memory, dtype=dtype or torch.uint8)
     tensor = tensor.view(array.shape) if dtype is not None else tensor
     tensor._owner = array  # type: ignore[attr-defined]

@@ -51,7 +51,7 @@ def prepare_shards(prepare: Prepare, path: str, shards: Shards) -> Shards:
 
 
 def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
-    if composite.plain_subclass(tensor) is None or tensor.layout is not torch.strided or tensor.dtype not in NAMES:
+    if composite.plain_subclass_name(tensor) is None or tensor.layout is not torch.strided or tensor.dtype not in NAMES:
         raise SnapshotError(
             f"{path}: the prepare function must return a plain, dense tensor for a part of a sharded one, got a "
             f"{type(tensor).__name__} of {tensor.dtype} and layout {tensor.layout}"

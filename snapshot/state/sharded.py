@@ -15,8 +15,8 @@ import torch
 from snapshot.errors import SnapshotError
 from snapshot.saved import class_name
 from snapshot.tensors import composite, meshes
-from snapshot.tensors.digest import of_range
-from snapshot.tensors.geometry import Box, Shape, inside
+from snapshot.tensors.digest import digest_range
+from snapshot.tensors.geometry import Box, Shape, is_inside
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +88,7 @@ class Sharded:
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, torch.Tensor):
             raise TypeError(f"Sharded: `tensor` must be a torch.Tensor, not a {class_name(type(self.tensor))}")
-        if composite.plain_subclass(self.tensor) is None or self.tensor.layout is not torch.strided:
+        if composite.plain_subclass_name(self.tensor) is None or self.tensor.layout is not torch.strided:
             raise TypeError(f"Sharded: `tensor` must be plain and dense, not a {_described(self.tensor)}")
         for name in ("global_shape", "offsets"):
             object.__setattr__(self, name, _integers(name, getattr(self, name)))
@@ -99,7 +99,7 @@ class Sharded:
                 f"Sharded: `tensor` of shape {box.sizes}, `global_shape` {shape} and `offsets` {box.offsets} differ in "
                 "their number of dimensions; give the tensor dimensions of size 1 (`tensor.unsqueeze`) to make it equal"
             )
-        if not inside(box, shape):
+        if not is_inside(box, shape):
             raise ValueError(f"Sharded: `tensor` of shape {box.sizes} at {box.offsets} is not within {shape}")
         if self.replica < 0:
             raise ValueError(f"Sharded: `replica` must not be negative, and is {self.replica}")
@@ -173,7 +173,7 @@ def _of_dtensor(path: str, value: Any) -> Shards:
                 raise SnapshotError(f"{path}: a DTensor of {dtype} whose local part is of {local.dtype}")
             coordinate = tuple(coordinate)
             held = _held(path, local, shape, mesh_shape, placements=placements, coordinate=coordinate, order=order)
-            holders = meshes.peers(ranks, mesh_shape, placements, coordinate)
+            holders = meshes.find_peers(ranks, mesh_shape, placements, coordinate)
             pieces = [Piece(box, local[part.slices()], holders) for box, part in held.boxes]
     return Shards("DTensor", dtype, shape, pieces, ranks, nested, texts, layout, bool(value.requires_grad))
 
@@ -187,7 +187,7 @@ def _ranks(mesh: Any) -> tuple[Shape, tuple[int, ...], list[Any], str]:
         shape, nested = tuple(map(int, ranks.shape)), ranks.tolist()
         text = str(nested)
         if len(text) > LONG:
-            text = f"a mesh of {shape} from rank {int(ranks.min())} on ({of_range(text.encode())})"
+            text = f"a mesh of {shape} from rank {int(ranks.min())} on ({digest_range(text.encode())})"
         found = _MESHES[mesh] = shape, tuple(ranks.flatten().tolist()), nested, text
     return found
 
@@ -217,7 +217,7 @@ def _placements(path: str, value: Any, mesh_shape: Shape) -> tuple[meshes.Placem
     order = tuple(mesh_dim for entry in told for mesh_dim in entry.mesh_dims)
     if all(tuple(entry.mesh_dims) == tuple(sorted(entry.mesh_dims)) for entry in told):
         return placements, None
-    return meshes.strided(mesh_shape, placements, order), order
+    return meshes.add_strides(mesh_shape, placements, order), order
 
 
 def _held(
@@ -235,11 +235,11 @@ def _held(
     Strides that do not divide evenly are read in two ways, and nothing in a DTensor tells which: torch's operations cut
     from left to right, while FSDP cuts last what lies leftmost. The local shape tells them apart, or nothing is said.
     """
-    found = [meshes.held(shape, mesh_shape, placements, coordinate, order)]
+    found = [meshes.find_held_shards(shape, mesh_shape, placements, coordinate, order)]
     if order is None and any(isinstance(placement, meshes.Split) and placement.strides > 1 for placement in placements):
-        order = meshes.nesting(mesh_shape, placements)
+        order = meshes.find_nesting(mesh_shape, placements)
         if order is not None:
-            found.append(meshes.held(shape, mesh_shape, placements, coordinate, order))
+            found.append(meshes.find_held_shards(shape, mesh_shape, placements, coordinate, order))
     size = tuple(local.shape)
     fitting = {held for held in found if held.shape == size or not (held.boxes or local.numel())}
     if len({held.boxes for held in fitting}) == 1:
@@ -333,7 +333,7 @@ def _pieces(
 
 def _refuse_strays(path: str, parts: Iterable[tuple[Box, torch.Tensor]], shape: Shape) -> None:
     for box, _ in parts:
-        if not inside(box, shape):
+        if not is_inside(box, shape):
             raise SnapshotError(f"{path}: the part at {box} is not within a tensor of shape {shape}")
 
 
@@ -347,7 +347,7 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
 def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a local part, as a tensor that is nothing more."""
     tensor = waited(tensor)
-    if composite.plain_subclass(tensor) is None or tensor.layout is not torch.strided:
+    if composite.plain_subclass_name(tensor) is None or tensor.layout is not torch.strided:
         raise SnapshotError(f"{path}: its local part is a {_described(tensor)}, of which no boxes can be stored")
     tensor = tensor.detach()
     return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)

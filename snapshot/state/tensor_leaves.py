@@ -106,7 +106,7 @@ class TensorLeaves(FlatState, ABC):
             others = self.seen[address] = [others]
         tensor = leaf.tensor
         for other in others:
-            if composite.seen_alike(other.tensor, tensor):
+            if composite.is_same_view(other.tensor, tensor):
                 self.ties[leaf.path] = other.path
                 return True
         others.append(leaf)
@@ -117,7 +117,7 @@ class TensorLeaves(FlatState, ABC):
         if dtype in _ONLY_BYTES and not tensor.is_contiguous():
             raise SnapshotError(f"{path}: torch cannot copy a {tensor.dtype}, so it can be saved only in C order")
         self.entries[path] = None
-        order = composite.stride_order(tensor)
+        order = composite.find_stride_order(tensor)
         requires_grad = tensor.requires_grad
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes:
@@ -139,7 +139,7 @@ class TensorLeaves(FlatState, ABC):
         tensor = waited(tensor)
         if type(tensor) is not torch.nn.Parameter and not is_wrapped_local(tensor) and self._sharded(path, tensor):
             return
-        subclass = composite.plain_subclass(tensor)
+        subclass = composite.plain_subclass_name(tensor)
         if subclass is None:
             if not self._wrapped(path, tensor):
                 self._object(path, tensor)
@@ -189,7 +189,7 @@ class TensorLeaves(FlatState, ABC):
             return False
         others = self._prepared_of.setdefault(tensor.data_ptr(), [])
         for twin, owner in others:
-            if composite.seen_alike(twin, tensor):
+            if composite.is_same_view(twin, tensor):
                 self.entries[path] = None
                 self.ties[path] = self.ties.get(owner, owner)
                 return True
@@ -205,7 +205,7 @@ class TensorLeaves(FlatState, ABC):
             raise SnapshotError(f"{path}: is on the meta device, so it has no data to save")
         if tensor.is_quantized and tensor.numel():
             refuse_freed(path, tensor)
-        taken = composite.take_apart(tensor)
+        taken = composite.decompose_tensor(tensor)
         if taken is None:
             self._object(path, tensor)
             return

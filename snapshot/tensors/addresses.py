@@ -22,19 +22,19 @@ _held = ctypes.PyDLL(None)
 
 
 @lru_cache(maxsize=4096)
-def array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+def make_array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
     """Return the ctypes array type of a length; made once, since making one costs more than all else here."""
     return _Char * nbytes
 
 
-def view(address: int, nbytes: int) -> memoryview:
+def view_memory(address: int, nbytes: int) -> memoryview:
     """Return the bytes at an address, to be read and written, and sliced."""
-    return memoryview(array_type(nbytes).from_address(address)).cast("B") if nbytes else memoryview(b"")
+    return memoryview(make_array_type(nbytes).from_address(address)).cast("B") if nbytes else memoryview(b"")
 
 
-def buffer(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
-    """Return the bytes at an address, whole: cheaper than a `view`, for what is only handed on."""
-    return array_type(nbytes).from_address(address)
+def wrap_memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+    """Return the bytes at an address, whole: cheaper than a `view_memory`, for what is only handed on."""
+    return make_array_type(nbytes).from_address(address)
 
 
 def address_of(data: memoryview) -> int:
@@ -54,25 +54,25 @@ def address_of_tensor(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
-copy = _libc.memmove
-"""`copy(to, from, nbytes)` with the GIL released: for long copies."""
-copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-copy.restype = None
+copy_memory = _libc.memmove
+"""`copy_memory(to, from, nbytes)` with the GIL released: for long copies."""
+copy_memory.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+copy_memory.restype = None
 
-copy_short = _held.memmove
+copy_memory_short = _held.memmove
 """The same with the GIL held: giving it up costs more than a copy of some KiB."""
-copy_short.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-copy_short.restype = None
+copy_memory_short.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+copy_memory_short.restype = None
 
 SHORT = 32 << 10
-"""Up to so many bytes `copy_short` is the cheaper one."""
+"""Up to so many bytes `copy_memory_short` is the cheaper one."""
 
 
 _POPULATE_WRITE = 23
 _noisy = ctypes.CDLL(None, use_errno=True)
 
 
-def populate(address: int, nbytes: int) -> bool:
+def populate_pages(address: int, nbytes: int) -> bool:
     """Have the pages of a range made, at once: much quicker than one by one, as they are written to; and where there is
     no memory for them this is an error, and not a signal in the middle of a copy. False where the kernel cannot."""
     if _noisy.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_WRITE) == 0:

@@ -23,7 +23,7 @@ _COMPRESSED: dict[torch.layout, tuple[str, str, str]] = {
 _LAYOUTS = {kind: layout for layout, (kind, _, _) in _COMPRESSED.items()}
 
 
-def stride_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+def find_stride_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Return the order of a tensor's dimensions in memory, where it is dense but not in C order; else None."""
     if tensor.is_contiguous() or tensor.numel() == 0:
         return None
@@ -38,7 +38,7 @@ def stride_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return order
 
 
-def empty(
+def allocate_tensor(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     order: tuple[int, ...] | None = None,
@@ -52,7 +52,7 @@ def empty(
     return made.permute(back)
 
 
-def seen_alike(twin: torch.Tensor, tensor: torch.Tensor) -> bool:
+def is_same_view(twin: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether two tensors that begin at one address are the same tensor."""
     return (
         twin.dtype == tensor.dtype
@@ -75,7 +75,7 @@ def _is_plain(kind: type[torch.Tensor]) -> bool:
     return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def plain_subclass(tensor: torch.Tensor) -> str | None:
+def plain_subclass_name(tensor: torch.Tensor) -> str | None:
     """Return the name of a tensor's class, where its data is all that it is; None where it needs its own ways to be
     stored."""
     kind = type(tensor)
@@ -84,7 +84,7 @@ def plain_subclass(tensor: torch.Tensor) -> str | None:
     return class_name(kind)
 
 
-def dress(path: str, tensor: torch.Tensor, subclass: str | None, requires_grad: bool) -> torch.Tensor:
+def restore_class(path: str, tensor: torch.Tensor, subclass: str | None, requires_grad: bool) -> torch.Tensor:
     """Give a plain tensor the class and `requires_grad` that it was saved with.
 
     A class other than Parameter must have been imported already: a snapshot cannot make this process import anything.
@@ -112,10 +112,10 @@ _INTEGERS = {"qint8": torch.qint8, "quint8": torch.quint8, "qint32": torch.qint3
 _FORMATS = {(0, 2, 3, 1): torch.channels_last, (0, 2, 3, 4, 1): torch.channels_last_3d}
 """The only orders that torch gives a tensor that is quantised by channel."""
 
-Taken = tuple[str, dict[str, torch.Tensor], dict[str, Any]]
+Decomposed = tuple[str, dict[str, torch.Tensor], dict[str, Any]]
 
 
-def take_apart(tensor: torch.Tensor) -> Taken | None:
+def decompose_tensor(tensor: torch.Tensor) -> Decomposed | None:
     """(kind, parts, parameters) of a tensor that is made of tensors; None for one that nobody here knows."""
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
@@ -126,15 +126,15 @@ def take_apart(tensor: torch.Tensor) -> Taken | None:
         parts = {outer: getattr(tensor, outer)(), inner: getattr(tensor, inner)(), "values": tensor.values()}
         return kind, parts, {"shape": list(tensor.shape)}
     if tensor.layout is torch.strided and tensor.is_quantized:
-        return _take_quantised_apart(tensor)
+        return _decompose_quantised(tensor)
     return None
 
 
-def _take_quantised_apart(tensor: torch.Tensor) -> Taken | None:
+def _decompose_quantised(tensor: torch.Tensor) -> Decomposed | None:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in _INTEGERS:  # several values in a byte
         return None
-    scheme, order = tensor.qscheme(), stride_order(tensor)
+    scheme, order = tensor.qscheme(), find_stride_order(tensor)
     if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         params = {"dtype": dtype, "scale": float(tensor.q_scale()).hex(), "zero_point": int(tensor.q_zero_point())}
         params |= {"order": list(order)} if order is not None else {}
@@ -154,7 +154,7 @@ def _take_quantised_apart(tensor: torch.Tensor) -> Taken | None:
 Parts = Mapping[str, torch.Tensor]
 
 
-def put_together(path: str, kind: str, parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
+def compose_tensor(path: str, kind: str, parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
     """Return the tensor that was taken apart."""
     build = _BUILDERS.get(kind)
     if build is None:
@@ -164,10 +164,10 @@ def put_together(path: str, kind: str, parts: Parts, params: Mapping[str, Any]) 
             made = build(parts, params)
     except Exception as error:  # torch raises many kinds at what it cannot make
         raise CorruptSnapshotError(f"{path}: its parts do not make a {kind} tensor: {error}") from error
-    return dress(path, made, params.get("subclass"), bool(params.get("requires_grad")))
+    return restore_class(path, made, params.get("subclass"), bool(params.get("requires_grad")))
 
 
-def _sparse_coo(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
+def _build_sparse_coo(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
     values = parts["values"]
     made = torch.sparse_coo_tensor(
         parts["indices"], values, params["shape"], device=values.device, check_invariants=True
@@ -175,7 +175,7 @@ def _sparse_coo(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
     return made._coalesced_(bool(params["coalesced"]))
 
 
-def _compressed(kind: str) -> Callable[[Parts, Mapping[str, Any]], torch.Tensor]:
+def _make_compressed_builder(kind: str) -> Callable[[Parts, Mapping[str, Any]], torch.Tensor]:
     _, outer, inner = _COMPRESSED[_LAYOUTS[kind]]
 
     def build(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
@@ -194,7 +194,7 @@ def _compressed(kind: str) -> Callable[[Parts, Mapping[str, Any]], torch.Tensor]
     return build
 
 
-def _in_order(integers: torch.Tensor, params: Mapping[str, Any]) -> tuple[torch.Tensor, list[int]]:
+def _order_integers(integers: torch.Tensor, params: Mapping[str, Any]) -> tuple[torch.Tensor, list[int]]:
     """Return the integers as they shall lie in memory, and the order of the dimensions there."""
     order = params.get("order") or list(range(integers.dim()))
     if sorted(order) != list(range(integers.dim())):
@@ -209,8 +209,8 @@ def _check_zero_points(zero_points: Any, integers: torch.Tensor) -> None:
         raise ValueError(f"a zero point that is no {integers.dtype}")
 
 
-def _per_tensor(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
-    integers, order = _in_order(parts["integers"], params)
+def _build_per_tensor(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
+    integers, order = _order_integers(parts["integers"], params)
     _check_zero_points(torch.tensor(params["zero_point"], device="cpu"), integers)
     made = torch._empty_affine_quantized(
         integers.shape,
@@ -223,8 +223,8 @@ def _per_tensor(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
     return made.permute([order.index(axis) for axis in range(len(order))]) if "order" in params else made
 
 
-def _per_channel(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
-    integers, order = _in_order(parts["integers"], params)
+def _build_per_channel(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
+    integers, order = _order_integers(parts["integers"], params)
     _check_zero_points(parts["zero_points"], integers)
     made = torch._empty_per_channel_affine_quantized(
         parts["integers"].shape,
@@ -240,8 +240,8 @@ def _per_channel(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
 
 
 _BUILDERS: dict[str, Callable[[Parts, Mapping[str, Any]], torch.Tensor]] = {
-    "sparse_coo": _sparse_coo,
-    **{kind: _compressed(kind) for kind in _LAYOUTS},
-    "quantized_per_tensor": _per_tensor,
-    "quantized_per_channel": _per_channel,
+    "sparse_coo": _build_sparse_coo,
+    **{kind: _make_compressed_builder(kind) for kind in _LAYOUTS},
+    "quantized_per_tensor": _build_per_tensor,
+    "quantized_per_channel": _build_per_channel,
 }

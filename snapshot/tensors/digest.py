@@ -20,34 +20,34 @@ block_digest = xxhash.xxh3_128_digest
 _hex = xxhash.xxh3_128_hexdigest
 
 
-def of_range(data: Buffer) -> str:
+def digest_range(data: Buffer) -> str:
     """Return the digest of a range of at most one block, or of a document.
 
-    >>> of_range(b"")
+    >>> digest_range(b"")
     'xxh3:99aa06d3014798d86001c324468d497f'
     """
     return "xxh3:" + _hex(data)
 
 
-def of_table(table: Buffer) -> str:
+def digest_table(table: Buffer) -> str:
     """Return the digest of a longer range, from the table of its blocks' digests."""
     return "xxh3:" + _hex(table)
 
 
-def of_bytes(data: Buffer) -> str:
+def digest_bytes(data: Buffer) -> str:
     """Return the digest of a range of any length."""
     view = memoryview(data).cast("B")
     if len(view) <= BLOCK:
-        return of_range(view)
-    return of_table(b"".join(block_digest(view[begin : begin + BLOCK]) for begin in range(0, len(view), BLOCK)))
+        return digest_range(view)
+    return digest_table(b"".join(block_digest(view[begin : begin + BLOCK]) for begin in range(0, len(view), BLOCK)))
 
 
-def digests(joined: bytes) -> list[bytes]:
+def split_digests(joined: bytes) -> list[bytes]:
     """Digests that stand one after the other."""
     return [joined[at : at + SIZE] for at in range(0, len(joined), SIZE)]
 
 
-def block_count(nbytes: int) -> int:
+def count_blocks(nbytes: int) -> int:
     """How many blocks a range's table holds; 0 where it needs none."""
     return -(-nbytes // BLOCK) if nbytes > BLOCK else 0
 
@@ -89,4 +89,4 @@ class RunningDigest:
         if len(table) == 1:
             return "xxh3:" + table[0].hex(), b""
         joined = b"".join(table)
-        return of_table(joined), joined
+        return digest_table(joined), joined

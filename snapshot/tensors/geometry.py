@@ -41,12 +41,12 @@ class Box(NamedTuple):
         return ",".join(f"{offset}:{offset + size}" for offset, size in zip(self.offsets, self.sizes, strict=True))
 
 
-def whole(shape: Shape) -> Box:
+def whole_box(shape: Shape) -> Box:
     """Return the box that is all of a tensor."""
     return Box((0,) * len(shape), shape)
 
 
-def inside(box: Box, shape: Shape) -> bool:
+def is_inside(box: Box, shape: Shape) -> bool:
     """Whether a box lies within a tensor of that shape."""
     return (
         len(box.offsets) == len(box.sizes) == len(shape)
@@ -65,7 +65,7 @@ def intersect(a: Box, b: Box) -> Box | None:
     return Box(begins, sizes) if all(size > 0 for size in sizes) else None
 
 
-def overlap(boxes: list[Box]) -> bool:
+def boxes_overlap(boxes: list[Box]) -> bool:
     """Whether any two of the boxes share an element. Planes between them part them into ever smaller groups; only where
     no plane does, pairs are compared. A `ValueError` for what no way of sharding makes: looking at it would take hours.
     """
@@ -81,17 +81,17 @@ def overlap(boxes: list[Box]) -> bool:
         if len(group) < 2:
             continue
         for axis in range(len(group[0].sizes)):
-            parted = _parted(group, axis)
+            parted = _split_by_planes(group, axis)
             if len(parted) > 1:
                 groups.extend(parted)
                 break
         else:
-            if _sweep(group, patience):
+            if _sweep_pairs(group, patience):
                 return True
     return False
 
 
-def _parted(boxes: list[Box], axis: int) -> list[list[Box]]:
+def _split_by_planes(boxes: list[Box], axis: int) -> list[list[Box]]:
     """Return the boxes in groups between which planes across an axis lie that cut none of them."""
     groups: list[list[Box]] = []
     end = -1
@@ -103,7 +103,7 @@ def _parted(boxes: list[Box], axis: int) -> list[list[Box]]:
     return groups
 
 
-def _sweep(boxes: list[Box], patience: int) -> bool:
+def _sweep_pairs(boxes: list[Box], patience: int) -> bool:
     """Compare the boxes pair by pair, along the dimension in which they begin at the most places."""
     axis = max(range(len(boxes[0].sizes)), key=lambda axis: len({box.offsets[axis] for box in boxes}))
     active: list[Box] = []
@@ -118,27 +118,27 @@ def _sweep(boxes: list[Box], patience: int) -> bool:
     return False
 
 
-def is_run(shape: Shape, box: Box) -> bool:
+def is_flat_range(shape: Shape, box: Box) -> bool:
     """Whether a box is one flat range of a tensor.
 
-    >>> is_run((2, 3), Box((0, 1), (1, 2))), is_run((2, 3), Box((0, 1), (2, 2)))
+    >>> is_flat_range((2, 3), Box((0, 1), (1, 2))), is_flat_range((2, 3), Box((0, 1), (2, 2)))
     (True, False)
     """
     first = next((axis for axis, size in enumerate(box.sizes) if size != 1), len(shape))
     return box.sizes[first + 1 :] == shape[first + 1 :]
 
 
-def split(shape: Shape, most: int) -> list[Box]:
+def split_shape(shape: Shape, most: int) -> list[Box]:
     """Cut a tensor into boxes of at most `most` elements, each of them one flat range, in order.
 
-    >>> [str(box) for box in split((2, 3), 2)]
+    >>> [str(box) for box in split_shape((2, 3), 2)]
     ['0:1,0:2', '0:1,2:3', '1:2,0:2', '1:2,2:3']
     """
     if math.prod(shape) <= most or not shape:
-        return [whole(shape)]
+        return [whole_box(shape)]
     row = math.prod(shape[1:])
     if row > most:
-        inner = split(shape[1:], most)
+        inner = split_shape(shape[1:], most)
         return [Box((i, *box.offsets), (1, *box.sizes)) for i in range(shape[0]) for box in inner]
     step = max(1, most // row)
     return [
@@ -174,12 +174,12 @@ def boxes_of_range(shape: Shape, begin: int, end: int) -> Iterator[tuple[int, Bo
             yield last * row + at, Box((last, *box.offsets), (1, *box.sizes))
 
 
-def runs(shape: Shape, box: Box, gap: int) -> list[tuple[int, int]]:
+def find_flat_ranges(shape: Shape, box: Box, gap: int) -> list[tuple[int, int]]:
     """Return the flat ranges that cover a box, in order. Ranges that lie at most `gap` elements apart are joined.
 
-    >>> runs((4, 10), Box((1, 2), (2, 3)), gap=0)
+    >>> find_flat_ranges((4, 10), Box((1, 2), (2, 3)), gap=0)
     [(12, 15), (22, 25)]
-    >>> runs((4, 10), Box((1, 2), (2, 3)), gap=7)
+    >>> find_flat_ranges((4, 10), Box((1, 2), (2, 3)), gap=7)
     [(12, 25)]
     """
     if box.numel == 0:

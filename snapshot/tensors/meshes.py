@@ -53,7 +53,7 @@ class HeldShards(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def held(
+def find_held_shards(
     shape: Shape,
     mesh_shape: Shape,
     placements: Placements,
@@ -63,9 +63,9 @@ def held(
     """Return what the rank at a coordinate of the mesh holds.
 
     The dimensions of the mesh cut from left to right, each what the ones before it left. With an `order` of the mesh's
-    dimensions (see `nesting`), they cut in that order instead, and all as if they had no strides.
+    dimensions (see `find_nesting`), they cut in that order instead, and all as if they had no strides.
 
-    >>> shape, boxes = held((6,), (2,), (Split(0, strides=2),), (0,))
+    >>> shape, boxes = find_held_shards((6,), (2,), (Split(0, strides=2),), (0,))
     >>> shape, [f"{box} is {local}" for box, local in boxes]
     ((4,), ['0:2 is 0:2', '3:5 is 2:4'])
     """
@@ -76,8 +76,8 @@ def held(
         placement = placements[mesh_dim]
         if isinstance(placement, Split):
             strides = placement.strides if order is None else 1
-            axes[placement.dim] = _share(axes[placement.dim], strides, mesh_shape[mesh_dim], coordinate[mesh_dim])
-    located = [_located(axis) for axis in axes]
+            axes[placement.dim] = _take_share(axes[placement.dim], strides, mesh_shape[mesh_dim], coordinate[mesh_dim])
+    located = [_locate_runs(axis) for axis in axes]
     boxes = []
     for part in itertools.product(*located):
         sizes = tuple(size for _, _, size in part)
@@ -85,19 +85,21 @@ def held(
     return HeldShards(tuple(sum(size for _, _, size in axis) for axis in located), tuple(boxes))
 
 
-def everywhere(
+def iterate_shards(
     shape: Shape, mesh_shape: Shape, placements: Placements, order: tuple[int, ...] | None = None
 ) -> Iterator[tuple[Shape, HeldShards]]:
     """Yield what each coordinate of the mesh holds, in the mesh's order."""
     for coordinate in itertools.product(*map(range, mesh_shape)):
-        yield coordinate, held(shape, mesh_shape, placements, coordinate, order)
+        yield coordinate, find_held_shards(shape, mesh_shape, placements, coordinate, order)
 
 
-def peers(mesh_ranks: Sequence[int], mesh_shape: Shape, placements: Placements, coordinate: Shape) -> tuple[int, ...]:
+def find_peers(
+    mesh_ranks: Sequence[int], mesh_shape: Shape, placements: Placements, coordinate: Shape
+) -> tuple[int, ...]:
     """Return the ranks that hold the very same boxes as the one at a coordinate, itself included, in the mesh's order.
     `mesh_ranks` are all of the mesh's, flat.
 
-    >>> peers([0, 1, 2, 3], (2, 2), (Copy(), Split(0)), (0, 1))
+    >>> find_peers([0, 1, 2, 3], (2, 2), (Copy(), Split(0)), (0, 1))
     (1, 3)
     """
     same = (
@@ -110,14 +112,14 @@ def peers(mesh_ranks: Sequence[int], mesh_shape: Shape, placements: Placements, 
     )
 
 
-def nesting(mesh_shape: Shape, placements: Placements) -> tuple[int, ...] | None:
+def find_nesting(mesh_shape: Shape, placements: Placements) -> tuple[int, ...] | None:
     """Return the order in which the mesh's dimensions would cut, were strides only the traces of dimensions further
     right that had cut before: what FSDP makes of a tensor that is parallel already. None where the strides tell of no
     such order.
 
     Where everything divides evenly, cutting in this order comes to the same as cutting from left to right.
 
-    >>> nesting((4, 2), (Split(0, strides=2), Split(0)))
+    >>> find_nesting((4, 2), (Split(0, strides=2), Split(0)))
     (1, 0)
     """
     orders: dict[int, list[int]] = {}
@@ -134,43 +136,45 @@ def nesting(mesh_shape: Shape, placements: Placements) -> tuple[int, ...] | None
     return tuple(itertools.chain.from_iterable(orders.values()))
 
 
-def strided(mesh_shape: Shape, placements: Placements, order: tuple[int, ...]) -> Placements:
-    """Return the placements with the strides that tell of an order: what `nesting` reads.
+def add_strides(mesh_shape: Shape, placements: Placements, order: tuple[int, ...]) -> Placements:
+    """Return the placements with the strides that tell of an order: what `find_nesting` reads.
 
-    >>> strided((4, 2), (Split(0), Split(0)), (1, 0))
+    >>> add_strides((4, 2), (Split(0), Split(0)), (1, 0))
     (Split(dim=0, strides=2), Split(dim=0, strides=1))
     """
     made = list(placements)
     for i, mesh_dim in enumerate(order):
         placement = placements[mesh_dim]
         if isinstance(placement, Split):
-            earlier = (other for other in order[:i] if other > mesh_dim and _cuts(placements[other], placement.dim))
+            earlier = (
+                other for other in order[:i] if other > mesh_dim and _cuts_dimension(placements[other], placement.dim)
+            )
             made[mesh_dim] = Split(placement.dim, math.prod(mesh_shape[other] for other in earlier))
     return tuple(made)
 
 
-def _cuts(placement: Placement, dim: int) -> bool:
+def _cuts_dimension(placement: Placement, dim: int) -> bool:
     return isinstance(placement, Split) and placement.dim == dim
 
 
-def _share(axis: list[Interval], strides: int, parts: int, index: int) -> list[Interval]:
+def _take_share(axis: list[Interval], strides: int, parts: int, index: int) -> list[Interval]:
     """One rank's share of the indices of an axis, which are counted as if they followed each other."""
     length = sum(end - begin for begin, end in axis)
     shares: list[Interval] = []
     for stride in range(strides):
-        first, last = _chunk(length, strides, stride)
-        begin, end = _chunk(last - first, parts, index)
-        shares += _among(axis, first + begin, first + end)
+        first, last = _chunk_interval(length, strides, stride)
+        begin, end = _chunk_interval(last - first, parts, index)
+        shares += _select_range(axis, first + begin, first + end)
     return shares
 
 
-def _chunk(length: int, parts: int, index: int) -> Interval:
+def _chunk_interval(length: int, parts: int, index: int) -> Interval:
     """Where a chunk of a length lies: all are as long as the first, but for the last ones, which get what is left."""
     step = -(-length // parts)
     return min(length, step * index), min(length, step * (index + 1))
 
 
-def _among(axis: list[Interval], begin: int, end: int) -> Iterator[Interval]:
+def _select_range(axis: list[Interval], begin: int, end: int) -> Iterator[Interval]:
     """Yield what the range [begin, end) of the indices of an axis comes to, where they are counted as if they followed
     each other."""
     at = 0
@@ -181,7 +185,7 @@ def _among(axis: list[Interval], begin: int, end: int) -> Iterator[Interval]:
         at += high - low
 
 
-def _located(axis: list[Interval]) -> list[tuple[int, int, int]]:
+def _locate_runs(axis: list[Interval]) -> list[tuple[int, int, int]]:
     """(where it begins in the tensor, where in the local one, how long it is) of each run of indices, joined to the one
     before it where it follows it."""
     runs: list[tuple[int, int, int]] = []

@@ -33,7 +33,7 @@ from snapshot.state.leaves import Leaf
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
 from snapshot.tensors.geometry import Box, boxes_of_range
-from snapshot.tensors.strides import around
+from snapshot.tensors.strides import find_enclosing_tensor
 
 Made = Callable[[], bytes]
 """What makes bytes that depend on those before them in their file."""
@@ -235,7 +235,7 @@ def _noted(layouts: list[tuple[tuple[int, ...], Layout]], shape: tuple[int, ...]
 
 def _is_odd(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether a view does not lie in the order of its dimensions, or overlaps itself."""
-    found = around(shape, strides)
+    found = find_enclosing_tensor(shape, strides)
     return found is None or [axis for axis in found.order if shape[axis] > 1] != sorted(
         axis for axis in found.order if shape[axis] > 1
     )

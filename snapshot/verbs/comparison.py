@@ -22,7 +22,7 @@ from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.document import FORMAT, Document
 from snapshot.manifest.rank_view import is_rank
 from snapshot.options import expect_positive
-from snapshot.plan.globs import expect_globs, matcher, unmatched
+from snapshot.plan.globs import expect_globs, find_unmatched, matcher
 from snapshot.plan.renaming import Rename
 from snapshot.progress import Meter
 from snapshot.reports import Change, Diff
@@ -187,7 +187,7 @@ def _names(side: Side) -> DiffNames:
 def _chosen(names: Iterable[str], select: Sequence[str], exclude: Sequence[str]) -> Any:
     """Whether a name is to be looked at. Raises for a glob that matches nothing in either."""
     included, excluded = matcher(select or ["**"]), matcher(exclude)
-    missing = unmatched([*select, *exclude], names) if select or exclude else []
+    missing = find_unmatched([*select, *exclude], names) if select or exclude else []
     if missing:
         raise RestoreError(f"the glob {missing[0]!r} matches nothing in either", missing)
     return lambda name: included(name) and not excluded(name)

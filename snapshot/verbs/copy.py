@@ -35,7 +35,7 @@ from snapshot.save import cleanup
 from snapshot.save.rendezvous import expectation
 from snapshot.save.transaction import Transaction
 from snapshot.save.writer import write_small
-from snapshot.tensors.digest import of_range
+from snapshot.tensors.digest import digest_range
 from snapshot.text import listed
 from snapshot.url import URL
 from snapshot.verbs.copy_foreign import copy_files
@@ -253,7 +253,7 @@ class _Copy:
             for kept, (location, part) in zip(self._document.parts, parts.items(), strict=True):
                 data = await in_thread(_moved_part, part, places)
                 await write_small(storage, places[location], [data])
-                entries.append(PartEntry(places[location], len(data), of_range(data), kept.ranks, kept.count))
+                entries.append(PartEntry(places[location], len(data), digest_range(data), kept.ranks, kept.count))
             data = await in_thread(_moved, self._document, transaction.save_id, places, entries)
             await shielded(transaction.commit(data))
 

@@ -28,7 +28,7 @@ from snapshot.manifest import document
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.manifest.paths import uncomponent
-from snapshot.plan.layout import Extent, FilePlan, exact_file
+from snapshot.plan.layout import Extent, FilePlan, plan_exact_file
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
 from snapshot.runtime.session import Session
@@ -136,19 +136,19 @@ class Export:
                 f"{self._source.url}: safetensors has no such dtypes; cast them, or exclude them:{listed(refused)}"
             )
         if name is not None:
-            plan.files.append((name, exact_file(plan.leaves, range(len(sizes)))))
+            plan.files.append((name, plan_exact_file(plan.leaves, range(len(sizes)))))
             return plan
         groups = _in_order(sizes, shard)
         plan.markers = (safetensors.INDEX, safetensors.ALONE)
         plan.others = (document.METADATA, dcp.METADATA)
         plan.more = r"model-\d{5}-of-\d{5}\.safetensors"
         if len(groups) == 1:
-            plan.files.append((safetensors.ALONE, exact_file(plan.leaves, groups[0])))
+            plan.files.append((safetensors.ALONE, plan_exact_file(plan.leaves, groups[0])))
             return plan
         located = {}
         for number, group in enumerate(groups, 1):
             where = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            plan.files.append((where, exact_file(plan.leaves, group)))
+            plan.files.append((where, plan_exact_file(plan.leaves, group)))
             located.update({plan.leaves[index].path: where for index in group})
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": located}
         plan.last = lambda: [(safetensors.INDEX, json.dumps(index, indent=2).encode())]

@@ -11,7 +11,7 @@ import numpy as np
 
 from snapshot.manifest import entries as e
 from snapshot.state import numpy_arrays
-from snapshot.tensors.strides import contiguous, span
+from snapshot.tensors.strides import contiguous_strides, measure_span
 from snapshot.verbs.select import clean, places_of
 
 PARAMETER = "torch.nn.parameter.Parameter"
@@ -43,7 +43,7 @@ def memory_changes(entries: Mapping[str, Any], is_kept: Callable[[str, str], boo
             extra = first.extra or e.PLAIN
             begin = extra.storage_offset or 0
             count = math.prod(first.shape)
-            dense = span(first.shape, extra.strides or contiguous(first.shape)) == count
+            dense = measure_span(first.shape, extra.strides or contiguous_strides(first.shape)) == count
             view = repr((places_of(entry), entry.dtype, entry.shape, clean(entry)))
             place = first.location, first.byte_range
             stored.setdefault(place, []).append((begin, begin + count if dense else begin, path, view))

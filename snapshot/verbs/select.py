@@ -20,7 +20,7 @@ from snapshot.manifest.document import Document
 from snapshot.manifest.paths import with_parents
 from snapshot.manifest.rank_view import View, nearest, rank_view, renamed
 from snapshot.manifest.validate import check_tensor, locations_of
-from snapshot.plan.globs import matcher, unmatched
+from snapshot.plan.globs import find_unmatched, matcher
 from snapshot.plan.renaming import Rename, compile_rename
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
@@ -129,7 +129,7 @@ def _with_containers(entries: Mapping[str, Any], leaves: set[str]) -> dict[str, 
 def expect_matches(document: Document, select: Sequence[str], exclude: Sequence[str]) -> None:
     """Raise where a glob matches nothing: it was meant to."""
     paths = [path.partition("/")[2] for path in document.manifest]
-    missing = unmatched([*select, *exclude], paths) if select or exclude else []
+    missing = find_unmatched([*select, *exclude], paths) if select or exclude else []
     if missing:
         raise RestoreError(f"the glob {missing[0]!r} matches nothing in the checkpoint", missing)
 

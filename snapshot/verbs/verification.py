@@ -26,7 +26,7 @@ from snapshot.manifest.validate import check_tree
 from snapshot.progress import Meter, unmetered
 from snapshot.reports import VerifyReport
 from snapshot.runtime.session import Session
-from snapshot.tensors.digest import BLOCK, of_range
+from snapshot.tensors.digest import BLOCK, digest_range
 from snapshot.text import counted
 from snapshot.verbs.copy_stream import tokens
 from snapshot.verbs.verify_journal import Key, VerifyJournal
@@ -212,7 +212,7 @@ class Verification:
         async def actual() -> str:
             await self._session.storage.read_into(request.location, request.begin, [held])
             self._heads += len(held)
-            return of_range(held)
+            return digest_range(held)
 
         try:
             found = await actual()

@@ -18,7 +18,7 @@ from snapshot.errors import UnsafeObjectError
 from snapshot.formats import embedded_tensors, safe_pickle, torch_archive, zip_directory
 from snapshot.formats.pickle_scan import scan
 from snapshot.manifest.entries import TensorEntry
-from snapshot.tensors.strides import around, contiguous, span
+from snapshot.tensors.strides import contiguous_strides, find_enclosing_tensor, measure_span
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 TAKEN = settings(max_examples=150)
@@ -27,7 +27,7 @@ TAKEN = settings(max_examples=150)
 @TAKEN
 @given(SHAPES)
 def test_contiguous_strides_are_torch_s(shape):
-    assert contiguous(shape) == torch.empty(shape).stride()
+    assert contiguous_strides(shape) == torch.empty(shape).stride()
 
 
 @TAKEN
@@ -35,17 +35,17 @@ def test_contiguous_strides_are_torch_s(shape):
 def test_a_view_s_span_is_how_far_it_reaches(axes):
     shape, strides = tuple(size for size, _ in axes), tuple(step for _, step in axes)
     reached = [sum(i * s for i, s in zip(index, strides, strict=True)) for index in np.ndindex(shape)]
-    assert span(shape, strides) == 1 + max(reached)
-    assert span((*shape, 0), (*strides, 3)) == 0
+    assert measure_span(shape, strides) == 1 + max(reached)
+    assert measure_span((*shape, 0), (*strides, 3)) == 0
 
 
 def _boxed(held, shape, strides):
     """What a view is by the tensor around it, which may reach behind the view's end; None where it is no box of one."""
-    found = around(shape, strides)
+    found = find_enclosing_tensor(shape, strides)
     if found is None:
         return None
     whole = torch.full((math.prod(found.sizes),), -1, dtype=held.dtype)
-    count = min(len(whole), span(shape, strides))
+    count = min(len(whole), measure_span(shape, strides))
     whole[:count] = held[:count]
     whole = whole.view(found.sizes)
     part = whole[(*(slice(0, shape[axis]) for axis in found.order), *([0] * found.padded))]
@@ -56,7 +56,7 @@ def _boxed(held, shape, strides):
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 24)), max_size=4))
 def test_a_view_is_the_box_that_it_is_said_to_be_or_none(axes):
     shape, strides = tuple(size for size, _ in axes), tuple(step for _, step in axes)
-    held = torch.arange(span(shape, strides))
+    held = torch.arange(measure_span(shape, strides))
     made = _boxed(held, shape, strides)
     if made is not None:
         assert torch.equal(made, held.as_strided(shape, strides))

@@ -316,13 +316,13 @@ def test_a_damaged_manifest(tmp_path, how):
 
 def rewrite(path, change):
     """Change a manifest as its own writer would: with a right digest."""
-    from snapshot.tensors.digest import of_range
+    from snapshot.tensors.digest import digest_range
 
     document = json.loads((path / METADATA).read_bytes())
     del document["digest"]
     document = change(document) or document
     body = msgspec.json.encode(document)[:-1] if not isinstance(document, bytes) else document
-    (path / METADATA).write_bytes(b'%s,"digest":"%s"}' % (body, of_range(body).encode()))
+    (path / METADATA).write_bytes(b'%s,"digest":"%s"}' % (body, digest_range(body).encode()))
 
 
 def entry_of(document, name="0/big/x"):

@@ -27,7 +27,7 @@ from snapshot import Sharded, Snapshot, SnapshotError, StateDict
 from snapshot.manifest.document import METADATA
 from snapshot.manifest.entries import AnyEntry
 from snapshot.plugins import memory
-from snapshot.tensors.digest import of_range
+from snapshot.tensors.digest import digest_range
 
 ROOM = 1 << 30
 """Bytes of memory that it may take: far less than what hostile numbers ask for, far more than it needs."""
@@ -158,7 +158,7 @@ def store(path, data):
 def sign(body):
     """A document with the digest that belongs to it: who writes it by hand can do so too."""
     body = body.rstrip()[:-1]
-    return b'%s,"digest":"%s"}' % (body, of_range(body).encode())
+    return b'%s,"digest":"%s"}' % (body, digest_range(body).encode())
 
 
 @contextlib.contextmanager

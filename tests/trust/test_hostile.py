@@ -298,7 +298,7 @@ def harm():
 
 def with_pickle(tmp_path, data):
     """A snapshot of an object whose pickle is replaced by another one, with right digests."""
-    from snapshot.tensors.digest import of_range
+    from snapshot.tensors.digest import digest_range
 
     with pytest.warns(UserWarning, match="pickles"):
         Snapshot.take(tmp_path / "s", {"s": StateDict(x=torch.ones(3), odd=types.SimpleNamespace(a=1))}, overwrite=True)
@@ -308,7 +308,7 @@ def with_pickle(tmp_path, data):
     entry = document["manifest"]["0/s/odd"]
     (tmp_path / "s" / entry["location"]).write_bytes(data)
     document["files"][entry["location"]]["size"] = len(data)
-    entry |= {"byte_range": [0, len(data)], "digest": of_range(data)}
+    entry |= {"byte_range": [0, len(data)], "digest": digest_range(data)}
     path.write_bytes(sign(msgspec.json.encode(document)))
     return tmp_path / "s"
 

@@ -29,7 +29,7 @@ from snapshot.save.manifest_builder import RankManifest, encode_own_part, shard_
 from snapshot.save.take_options import encode_metadata
 from snapshot.save.transaction import Transaction
 from snapshot.save.writer import write_small
-from snapshot.tensors.digest import of_range
+from snapshot.tensors.digest import digest_range
 
 AT_ONCE = 16
 _part = msgspec.json.Decoder(ManifestPart)
@@ -71,7 +71,7 @@ def join_and_commit(session: Session, transaction: Transaction, metadata: Metada
             part = encode_own_part(described)
             if part:
                 await write_small(session.storage, own_part_path(transaction.save_id, 0), [part])
-            own_part = (len(part), of_range(part), len(described.own))
+            own_part = (len(part), digest_range(part), len(described.own))
             done = RankDone((0, ""), own_part, shard_checksums(described))
             await commit_with_ranks(session, dcp_exchange(), transaction, described, done)
         return sum(file.size for file in files.values())
@@ -183,7 +183,7 @@ def _whole(entry: e.ShardedTensorEntry, *, several: bool) -> Any:
 def _described(manifest: dict[str, Any], files: dict[str, FileEntry], metadata: msgspec.Raw) -> RankManifest:
     """All of it, as what one rank alone wrote."""
     lines = (f"{path}\0{_likeness(entry)}" for path, entry in sorted(manifest.items()))
-    structure = of_range("\n".join(lines).encode("utf-8", "surrogatepass"))
+    structure = digest_range("\n".join(lines).encode("utf-8", "surrogatepass"))
     return RankManifest(manifest, {}, files, [], structure, metadata, 1, len(manifest) > d.IN_ONE, frozenset())
 
 

@@ -23,7 +23,7 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.merge import merge
 from snapshot.manifest.paths import component
 from snapshot.options import Settings
-from snapshot.plan.layout import location
+from snapshot.plan.layout import name_data_file
 from snapshot.progress import unmetered
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
@@ -216,8 +216,8 @@ class _Round:
         share = RankShare(Exchange(SOLO, "dcp.save", Settings.current().timeout), self.flat, _NOTHING_SHARED)
         plan = plan_writes(share, session, staged=False)
         last = number + len(plan.files)
-        locations = [location(save_id, rank, n, "safetensors") for n in range(number, last)]
-        binary = location(save_id, rank, last, "bin")
+        locations = [name_data_file(save_id, rank, n, "safetensors") for n in range(number, last)]
+        binary = name_data_file(save_id, rank, last, "bin")
         storage = session.storage
         source = Stager(share.leaves, copies=storage.limits.alignment > 1)
         writer = Writer(storage, source, session.budget, unmetered, wanted_part=session.settings.part_bytes)

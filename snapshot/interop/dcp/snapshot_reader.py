@@ -49,7 +49,7 @@ from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.state.state_tree import inflate
 from snapshot.tensors.dtypes import BY_NAME
-from snapshot.tensors.geometry import Box, inside
+from snapshot.tensors.geometry import Box, is_inside
 from snapshot.url import URL
 
 VERB = "dcp.load"
@@ -377,7 +377,7 @@ class _Load:
                 check_tensor(path, entry, files, partial=partial)
                 self._checked.add(path)
             box = _box(item.storage_index, offsets, sizes, partial=partial)
-            if not inside(box, entry.shape):
+            if not is_inside(box, entry.shape):
                 raise RestoreError(f"{path}: {box} does not lie in {list(entry.shape)}", [path])
             if sizes == entry.shape:
                 read_plan.into(path, entry, target, live=True)
