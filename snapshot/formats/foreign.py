@@ -24,7 +24,7 @@ from snapshot.manifest.entries import (
     TensorEntry,
     TupleEntry,
 )
-from snapshot.manifest.paths import encode_key, uncomponent
+from snapshot.manifest.paths import decode_component, encode_key
 from snapshot.storage import ABSENT, Buffer, Capabilities, Expect, FileStat, FileWriter, Storage, check_path
 from snapshot.tensors.digest import digest_range
 from snapshot.url import URL
@@ -45,7 +45,7 @@ class ForeignDocument(Document):
     """The content of the location `INLINE`."""
 
 
-def document(
+def make_document(
     kind: str,
     version: str,
     place: URL,
@@ -87,7 +87,7 @@ _containers = msgspec.json.Decoder(
 )
 
 
-def root_of(held: Document) -> Any:
+def find_root(held: Document) -> Any:
     """Return the container of all top-level names, of a document that knows no names of statefuls; None for others."""
     if isinstance(held, ForeignDocument):
         return held.root
@@ -99,16 +99,16 @@ def root_of(held: Document) -> Any:
         return None
 
 
-def root_over(held: Document, names: Iterable[str]) -> Container:
+def narrow_root(held: Document, names: Iterable[str]) -> Container:
     """Return the container of some top-level names (as components of paths): the document's own, if these are all of
     its."""
-    root, names = root_of(held), list(names)
+    root, names = find_root(held), list(names)
     if root is not None and set(root.components()) == set(names):
         return root  # type: ignore[no-any-return]
-    return DictEntry([encode_key(uncomponent(name)) for name in names])  # type: ignore[misc]
+    return DictEntry([encode_key(decode_component(name)) for name in names])  # type: ignore[misc]
 
 
-def with_root(held: Document) -> msgspec.Raw:
+def add_root(held: Document) -> msgspec.Raw:
     """Return a document's metadata, for a snapshot that is made of it."""
     root = held.root if isinstance(held, ForeignDocument) else None
     if not isinstance(root, (DictEntry, ListEntry, TupleEntry, DequeEntry)):
@@ -116,7 +116,7 @@ def with_root(held: Document) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode({**_roots.decode(held.metadata), ROOT: root}))
 
 
-def says_absent(storage: Storage, error: StorageError) -> bool:
+def is_absence(storage: Storage, error: StorageError) -> bool:
     """Whether an error says that a file is not there. Web servers that list nothing may also say that it is none of
     one's business: an address that is signed is of one file alone."""
     if isinstance(error, StorageNotFoundError) or error.errno == errno.ENOTDIR:
@@ -129,7 +129,7 @@ def is_packed(stored: TensorEntry) -> bool:
     return stored.serializer != "raw"
 
 
-def checked_location(path: Any, where: object) -> str:
+def check_location(path: Any, where: object) -> str:
     """Return a file's name that a checkpoint gives, if it is one below its folder."""
     try:
         if type(path) is str and not path.startswith("/") and "://" not in path and "\\" not in path:
@@ -139,7 +139,7 @@ def checked_location(path: Any, where: object) -> str:
     raise CorruptSnapshotError(f"{where}: {str(path)[:200]!r} is no name of a file beside it")
 
 
-def bounds(files: dict[str, ForeignFile], location: str, end: int) -> None:
+def extend_file(files: dict[str, ForeignFile], location: str, end: int) -> None:
     """Take note that a file is at least so long."""
     known = files.get(location)
     if known is None:
@@ -148,7 +148,7 @@ def bounds(files: dict[str, ForeignFile], location: str, end: int) -> None:
         known.size = max(known.size, end)
 
 
-class ReadOnly(Storage):
+class ReadOnlyStorage(Storage):
     """Another storage, of which nothing is changed; and the bytes that lie in no file."""
 
     def __init__(self, inner: Storage, inline: bytes, *, links: bool) -> None:

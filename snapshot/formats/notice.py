@@ -30,7 +30,7 @@ async def is_notice(storage: Storage) -> bool:
         return False
 
 
-async def leave_notice(storage: Storage) -> None:
+async def put_notice(storage: Storage) -> None:
     """Put the notice. Without it the snapshot is as good: a failure is a line in the log."""
     try:
         await storage.put(METADATA, NOTICE, expect=ANYTHING)

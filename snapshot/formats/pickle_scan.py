@@ -119,7 +119,7 @@ SHARED = 16
 """Tuples that may be fetched again, each of them in the next: hashing them takes 2 ** 16 steps at most."""
 
 
-class Scanned(NamedTuple):
+class ScanResult(NamedTuple):
     """What was seen of a pickle."""
 
     end: int
@@ -140,9 +140,9 @@ def expect_stored(length: int, stored: int, what: str) -> int:
     return min(length, MOST_TIMES // 2 * stored)
 
 
-def scan(  # noqa: PLR0912, PLR0915 - one loop, and quick, over millions of them
+def scan_pickle(  # noqa: PLR0912, PLR0915 - one loop, and quick, over millions of them
     data: bytes, where: object, length: int | None = None
-) -> Scanned:
+) -> ScanResult:
     """Raise unless a pickle can be read in memory in proportion to its length; see `expect_stored`."""
     widths, weights = _WIDTHS, _WEIGHTS
     counts_as = len(data) if length is None else length
@@ -218,7 +218,9 @@ def scan(  # noqa: PLR0912, PLR0915 - one loop, and quick, over millions of them
                         f"{where}: its pickle of {len(data):,} bytes would take {made:,} bytes of memory"
                     )
                 _check_hashes(ints, where)
-                return Scanned(position + 1, odd or shared > SHARED or loose > LOOSE or bool(memo and puts and tuples))
+                return ScanResult(
+                    position + 1, odd or shared > SHARED or loose > LOOSE or bool(memo and puts and tuples)
+                )
             else:
                 raise UnsafeObjectError(
                     f"{where}: its pickle has an instruction, {bytes([code])!r} at {position}, that no tensors need; "

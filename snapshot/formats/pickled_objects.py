@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from snapshot.errors import CorruptSnapshotError, UnsafeObjectError, UnsupportedFormatError
-from snapshot.formats.pickle_scan import expect_stored, scan
+from snapshot.formats.pickle_scan import expect_stored, scan_pickle
 from snapshot.text import counted, with_article
 
 REFUSED = "(not read)"
@@ -38,17 +38,17 @@ def load_object(
     if serializer == "bytearray":
         return data
     if serializer == "BytesIO":
-        return _bytes_io(path, data)
+        return _read_bytes_io(path, data)
     if serializer == "utf8":
         try:
             return data.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as error:
             raise CorruptSnapshotError(f"{path}: is no text: {error}") from error
     if serializer.startswith(REFUSED):
-        raise refusal(path, obj_type)
+        raise make_refusal(path, obj_type)
     if serializer != "torch_save":
         raise UnsupportedFormatError(f"{path}: was stored by {serializer!r}, which this version does not know")
-    pickles = _checked_archive(path, data)
+    pickles = _read_pickles(path, data)
     stored = len(data) if stored is None else stored
     unsafe = (
         f"{path}: {with_article(obj_type)} was stored as a pickle, which may run any code when it is read; {TRUST}, or "
@@ -81,7 +81,7 @@ def run_pickle(path: str, data: bytearray, obj_type: str, *, weights_only: bool 
         raise CorruptSnapshotError(f"{path}: its pickle cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _bytes_io(path: str, data: bytearray) -> io.BytesIO:
+def _read_bytes_io(path: str, data: bytearray) -> io.BytesIO:
     """Return a file in memory, from where it was and its contents."""
     position = int.from_bytes(data[:8], "little")
     if len(data) < 8 or position >= 1 << 63:
@@ -91,7 +91,7 @@ def _bytes_io(path: str, data: bytearray) -> io.BytesIO:
     return made
 
 
-def refusal(path: str, obj_type: str) -> UnsafeObjectError:
+def make_refusal(path: str, obj_type: str) -> UnsafeObjectError:
     """Return the error for an object that only running another library's pickle makes."""
     advice = ", and read_object(...) gives the module; better save model.state_dict() in its place"
     return UnsafeObjectError(
@@ -100,24 +100,24 @@ def refusal(path: str, obj_type: str) -> UnsafeObjectError:
     )
 
 
-def _checked_archive(path: str, data: bytearray) -> list[bytes]:
+def _read_pickles(path: str, data: bytearray) -> list[bytes]:
     """Return the pickles of an archive. Raises unless it is one as torch writes it, which is read as one thing only,
     and takes no more memory when it is read than it has bytes: torch's own reader inflates whatever it is given."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = archive.infolist()
-            if not data.startswith(b"PK\3\4") or archive.comment or archive.start_dir != _directory(data):
+            if not data.startswith(b"PK\3\4") or archive.comment or archive.start_dir != _find_directory(data):
                 raise ValueError("other readers would find another archive in it")
             if any(each.compress_type != zipfile.ZIP_STORED for each in members):
                 raise ValueError("it is compressed")
             if sum(each.file_size for each in members) > len(data):
                 raise ValueError(f"it says that it holds more than its {counted(len(data), 'byte')}")
-            return [_content(archive, each) for each in members if each.filename.endswith(".pkl")]
+            return [_read_member(archive, each) for each in members if each.filename.endswith(".pkl")]
     except Exception as error:  # zipfile raises many kinds of errors at nonsense
         raise CorruptSnapshotError(f"{path}: is no archive of torch's: {error}") from error
 
 
-def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
+def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
     """Return a member's bytes, whatever its checksum: torch may have been told to write none, and ours has been
     compared."""
     with archive.open(member) as file:
@@ -125,7 +125,7 @@ def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
         return file.read()
 
 
-def _directory(data: bytearray) -> int:
+def _find_directory(data: bytearray) -> int:
     """Where an archive says that its directory begins; both of its ends have to say the same, if it has two."""
     end = len(data) - 22
     begins: set[int] = {int.from_bytes(data[end + 16 : end + 20], "little")} - {0xFFFFFFFF}
@@ -139,7 +139,7 @@ def _is_modest(path: str, data: bytes, stored: int) -> bool:
     """Whether an object's pickle can be followed without making anything; raises where it asks for memory that it has
     no bytes for."""
     try:
-        scan(data, path, expect_stored(len(data), stored, "its pickle"))
+        scan_pickle(data, path, expect_stored(len(data), stored, "its pickle"))
     except UnsafeObjectError:
         return False
     except ValueError as error:
@@ -167,15 +167,15 @@ class _Inert:
     def extend(self, items: Any) -> None: ...
 
 
-class _Encoded(_Inert):
+class _InertEncoded(_Inert):
     """Stands for bytes that were encoded from a text, as old pickles hold them."""
 
 
-class _Bytes(_Inert):
+class _InertBytes(_Inert):
     """Stands for a bytearray: who means no harm gives its content, and no length."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
-        if not all(isinstance(each, (str, bytes, _Encoded)) for each in arguments):
+        if not all(isinstance(each, (str, bytes, _InertEncoded)) for each in arguments):
             raise CorruptSnapshotError("makes a bytearray of no content")
         return super().__new__(cls)
 
@@ -185,7 +185,7 @@ def _names_bytes(value: Any) -> bool:
     rest, seen = [value], set()
     while rest:
         each = rest.pop()
-        if each is _Bytes:
+        if each is _InertBytes:
             return True
         if isinstance(each, (tuple, list)) and len(each) <= MOST_ARGUMENTS and id(each) not in seen:
             seen.add(id(each))
@@ -193,7 +193,7 @@ def _names_bytes(value: Any) -> bool:
     return False
 
 
-_STANDS = {"bytearray": _Bytes, "encode": _Encoded, "bytes": _Encoded}
+_STANDS = {"bytearray": _InertBytes, "encode": _InertEncoded, "bytes": _InertEncoded}
 
 
 class _DryRun(pickle._Unpickler):

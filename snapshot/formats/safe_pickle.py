@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.formats.pickle_scan import scan
+from snapshot.formats.pickle_scan import scan_pickle
 from snapshot.manifest.entries import MOST_COMPARISONS
 from snapshot.tensors.dtypes import BY_NAME
 from snapshot.text import with_article
@@ -28,7 +28,7 @@ FACTOR = 4
 DEEPEST_KEY = 100
 
 
-class _Left(threading.local):
+class _WorkLimit(threading.local):
     """How much may still be copied or hashed for the pickle that this thread reads."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class _Left(threading.local):
                 raise pickle.UnpicklingError("its keys were chosen to be slow")
 
 
-_left = _Left()
+_work_limit = _WorkLimit()
 
 
 class _Sealed(type):
@@ -85,7 +85,7 @@ class _Sealed(type):
         raise pickle.UnpicklingError("it gives a class a state")
 
 
-class Stand(metaclass=_Sealed):
+class StandIn(metaclass=_Sealed):
     """Stands for an object: what it would be made of, and what it would be given then."""
 
     __slots__ = ("arguments", "state")
@@ -93,7 +93,7 @@ class Stand(metaclass=_Sealed):
     """Of its class or function, with the module."""
 
     def __new__(cls, *arguments: Any) -> Any:
-        _left.spend(arguments)
+        _work_limit.spend(arguments)
         made = object.__new__(cls)
         made.arguments = arguments
         made.state = None
@@ -130,14 +130,14 @@ _RECORD_NAMES = {
 }
 
 
-def shown(value: Any) -> str:
+def show_value(value: Any) -> str:
     """Return a value for a message: in full, one that repeats itself could be without end."""
     if isinstance(value, tuple) and len(value) <= 8 and all(type(each) is int for each in value):
         return str(tuple(value))[:100]
     return repr(value)[:100] if type(value) in (str, int, float, bool) else with_article(type(value).__name__[:100])
 
 
-def fields(value: Any) -> dict[str, Any]:
+def read_fields(value: Any) -> dict[str, Any]:
     """Return the attributes that an object was to be given."""
     state = vars(value) if isinstance(value, PickledObject) else getattr(value, "state", None)
     if isinstance(state, tuple) and len(state) == 2:
@@ -191,7 +191,7 @@ class Size(tuple[int, ...], metaclass=_Sealed):
     """Stands for a torch.Size."""
 
     def __new__(cls, sizes: Any = ()) -> Size:
-        _left.spend(sizes)
+        _work_limit.spend(sizes)
         made = super().__new__(cls, sizes)
         if not all(type(each) is int for each in made):
             raise pickle.UnpicklingError("it makes sizes of something else")
@@ -202,7 +202,7 @@ class DefaultDict(dict[Any, Any], metaclass=_Sealed):
     """Stands for a defaultdict."""
 
     def __init__(self, factory: Any = None, *items: Any) -> None:
-        super().__init__(_spent(*items))
+        super().__init__(_spend_items(*items))
         object.__setattr__(self, "factory", factory)
 
     factory: Any = None
@@ -212,55 +212,55 @@ class Counter(dict[Any, Any], metaclass=_Sealed):
     """Stands for a Counter, which a pickle makes of a dict."""
 
     def __init__(self, *items: Any) -> None:
-        super().__init__(_spent(*items))
+        super().__init__(_spend_items(*items))
 
 
 class Deque(list[Any], metaclass=_Sealed):
     """Stands for a deque."""
 
     def __init__(self, items: Any = (), maxlen: Any = None) -> None:
-        _left.spend(items)
+        _work_limit.spend(items)
         super().__init__(items)
         object.__setattr__(self, "maxlen", maxlen)
 
     maxlen: Any = None
 
 
-def _spent(items: Any = ()) -> Any:
+def _spend_items(items: Any = ()) -> Any:
     """Return what a dict is to be made of: another one, or pairs."""
-    _left.spend(items)
+    _work_limit.spend(items)
     if not isinstance(items, dict):
-        _left.hash(key for key, _ in items)
+        _work_limit.hash(key for key, _ in items)
     return items
 
 
-def _maker(kind: Any) -> Callable[..., Any]:
+def _find_maker(kind: Any) -> Callable[..., Any]:
     """Return what makes a container that hashes what it holds; nothing that a pickle does to it lasts."""
 
     def make(*items: Any) -> Any:
         if len(items) > 1:
             raise pickle.UnpicklingError(f"it makes {with_article(kind.__name__)} of several things")
         if kind is collections.OrderedDict:
-            return kind(_spent(*items))
-        _left.spend(*items, b"frozen" * 100 if kind is frozenset else b"")  # whose hashes can be chosen, too
+            return kind(_spend_items(*items))
+        _work_limit.spend(*items, b"frozen" * 100 if kind is frozenset else b"")  # whose hashes can be chosen, too
         if items and not isinstance(items[0], (str, set, frozenset)):
-            _left.hash(items[0])
+            _work_limit.hash(items[0])
         return kind(*items)
 
     make.__name__ = kind.__name__
     return make
 
 
-def _encode(text: str, encoding: str) -> bytes:
-    _left.spend(text)
+def _encode_text(text: str, encoding: str) -> bytes:
+    _work_limit.spend(text)
     if encoding not in ("latin1", "utf-8", "ascii"):
         raise pickle.UnpicklingError(f"it encodes a text in {encoding!r}")
     return text.encode(encoding)
 
 
-def _complex(*parts: Any) -> complex:
+def _make_complex(*parts: Any) -> complex:
     made = complex(*parts)
-    _left.alike(made)
+    _work_limit.alike(made)
     return made
 
 
@@ -268,7 +268,7 @@ class _Sized(metaclass=_Sealed):
     """Stands for the function that old pickles make bytes with."""
 
     def __new__(cls, *arguments: Any) -> Any:
-        return _encode(*arguments)
+        return _encode_text(*arguments)
 
 
 class _NoBytes(metaclass=_Sealed):
@@ -304,8 +304,8 @@ _REAL: dict[tuple[str, str], Any] = {
     ("collections", "defaultdict"): DefaultDict,
     ("collections", "Counter"): Counter,
     ("collections", "deque"): Deque,
-    ("builtins", "complex"): _complex,
-    ("__builtin__", "complex"): _complex,
+    ("builtins", "complex"): _make_complex,
+    ("__builtin__", "complex"): _make_complex,
     ("torch", "Size"): Size,
     ("_codecs", "encode"): _Sized,
     ("__builtin__", "bytes"): _NoBytes,
@@ -335,7 +335,7 @@ class _Names:
         if found is None:
             if len(self._stands) >= MOST_NAMES:
                 raise pickle.UnpicklingError(f"it names more than {MOST_NAMES:,} classes")
-            found = self._stands[key] = _maker(_MADE[key]) if key in _MADE else _stand_in(module, name)
+            found = self._stands[key] = _find_maker(_MADE[key]) if key in _MADE else _make_stand_in(module, name)
         return found
 
     def persistent_load(self, pid: Any) -> Any:
@@ -344,7 +344,7 @@ class _Names:
         _, kind, key, _, numel = pid
         if type(key) is not str or type(numel) is not int or numel < 0:
             raise pickle.UnpicklingError("it names a storage in a way that torch does not")
-        _left.spend()
+        _work_limit.spend()
         return PickledStorage(key, kind.name, numel)
 
 
@@ -360,30 +360,30 @@ class _Careful(_Names, _in_python):  # type: ignore[misc]
     dispatch: ClassVar[dict[int, Any]] = dict(_in_python.dispatch)
 
     def _setitem(self) -> None:
-        _left.hash(self.stack[-2:-1])
+        _work_limit.hash(self.stack[-2:-1])
         _in_python.load_setitem(self)
 
     def _setitems(self) -> None:
-        _left.hash(self.stack[::2])
+        _work_limit.hash(self.stack[::2])
         _in_python.load_setitems(self)
 
     def _dict(self) -> None:
-        _left.hash(self.stack[::2])
+        _work_limit.hash(self.stack[::2])
         _in_python.load_dict(self)
 
     def _additems(self) -> None:
-        _left.hash(self.stack)
+        _work_limit.hash(self.stack)
         _in_python.load_additems(self)
 
     def _frozenset(self) -> None:
-        _left.hash(self.stack)
-        _left.spend(b"frozen" * 100)
+        _work_limit.hash(self.stack)
+        _work_limit.spend(b"frozen" * 100)
         _in_python.load_frozenset(self)
 
     dispatch |= {115: _setitem, 117: _setitems, 100: _dict, 144: _additems, 145: _frozenset}
 
 
-def _stand_in(module: str, name: str) -> Any:
+def _make_stand_in(module: str, name: str) -> Any:
     if module == "torch" and name in BY_NAME:
         return Dtype(name)
     if module == "torch" and (found := _OLD.fullmatch(name)):
@@ -393,10 +393,10 @@ def _stand_in(module: str, name: str) -> Any:
     full = f"{module}.{name}"
     if full.removeprefix(_RECORDS) in _RECORD_NAMES and full.startswith(_RECORDS):
         return _Sealed(name, (PickledObject,), {"name": full})
-    return _Sealed(name.rpartition(".")[2][:100], (Stand,), {"name": full[:200], "__slots__": ()})
+    return _Sealed(name.rpartition(".")[2][:100], (StandIn,), {"name": full[:200], "__slots__": ()})
 
 
-def load(data: bytes, where: object, length: int | None = None) -> Any:
+def load_pickle(data: bytes, where: object, length: int | None = None) -> Any:
     """Return what a pickle holds: containers, numbers, texts, bytes, and stand-ins for all else.
 
     `length`: how long it counts as, if it was compressed; see `expect_stored`.
@@ -405,8 +405,8 @@ def load(data: bytes, where: object, length: int | None = None) -> Any:
         UnsafeObjectError: It has instructions that nothing needs which is read here.
         CorruptSnapshotError: It is no pickle, or one that was made to do harm.
     """
-    end, careful = scan(data, where, length)
-    _left.begin(FEW + FACTOR * (len(data) if length is None else length))
+    end, careful = scan_pickle(data, where, length)
+    _work_limit.begin(FEW + FACTOR * (len(data) if length is None else length))
     try:
         return (_Careful if careful else _Unpickler)(data[:end]).load()
     except Exception as error:  # a pickle of somebody else's may be wrong in any way

@@ -14,11 +14,11 @@ import torch
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats import safe_pickle as p
 from snapshot.formats.pickled_objects import MODULE
-from snapshot.formats.unpickling import INLINE, refused
+from snapshot.formats.unpickling import INLINE, make_refused_entry
 from snapshot.manifest import entries as e
 from snapshot.manifest import scalars as s
 from snapshot.manifest.containers import SEQUENCES
-from snapshot.manifest.paths import encode_key, encode_text, tagged_keys
+from snapshot.manifest.paths import encode_key, encode_text, find_tagged_keys
 from snapshot.manifest.rank_view import DEEPEST
 from snapshot.state import numpy_arrays
 from snapshot.tensors.composite import find_stride_order
@@ -26,7 +26,7 @@ from snapshot.tensors.dtypes import NAMES
 from snapshot.tensors.strides import contiguous_strides
 
 
-def most_nodes(length: int) -> int:
+def limit_nodes(length: int) -> int:
     """Values in a pickle of some length, which may repeat itself: a few bytes may stand for any number of them."""
     return 50_000 + length
 
@@ -42,7 +42,7 @@ _SCALARS: dict[Any, type[s.Scalar]] = {
 _READABLE = {float, complex}
 
 
-class Rebuilt(msgspec.Struct, gc=False, frozen=True):
+class RebuiltTensor(msgspec.Struct, gc=False, frozen=True):
     """A tensor as a pickle describes it: a view into a storage."""
 
     storage: str
@@ -57,14 +57,14 @@ class Rebuilt(msgspec.Struct, gc=False, frozen=True):
     """The lazy operations whose result the tensor is, of its storage's elements: `conj+`, `neg+`, both, or none."""
 
 
-def length_of(value: Any) -> int:
+def estimate_length(value: Any) -> int:
     """About how long the entry of a number or a text is: one that is fetched again and again is long each time."""
     if isinstance(value, (str, bytes)):
         return len(value)
     return value.bit_length() // 4 if type(value) is int else 0
 
 
-def scalar(value: Any) -> s.Scalar | None:
+def make_scalar(value: Any) -> s.Scalar | None:
     """Return the entry of a value that stands in the manifest itself; None where it is none of these."""
     kind = type(value)
     if kind is str:
@@ -78,7 +78,7 @@ def scalar(value: Any) -> s.Scalar | None:
     try:
         if kind is p.Size:
             return s.SizeEntry(s.SizeEntry.write(torch.Size(value)))
-        if isinstance(value, p.Stand) and value.name == "torch.device":
+        if isinstance(value, p.StandIn) and value.name == "torch.device":
             return s.DeviceEntry(s.DeviceEntry.write(torch.device(*value.arguments)))
     except (RuntimeError, TypeError, ValueError):
         pass  # none that torch could make
@@ -94,13 +94,13 @@ _SIGNED = ("float16", "bfloat16", "float32", "float64", "complex32", "complex64"
 """Dtypes of which a tensor may be a negative view."""
 
 
-def rebuilt(value: Any) -> Rebuilt | None:
+def rebuild_tensor(value: Any) -> RebuiltTensor | None:
     """Return the tensor that a stand-in stands for; None if it is not a plain one, or holds anything unknown."""
-    if not isinstance(value, p.Stand) or not value.name.startswith(_REBUILD) or value.state is not None:
+    if not isinstance(value, p.StandIn) or not value.name.startswith(_REBUILD) or value.state is not None:
         return None
     what, arguments = value.name.removeprefix(_REBUILD), value.arguments
     if what == "parameter" and 2 <= len(arguments) <= 3:
-        data = rebuilt(arguments[0])
+        data = rebuild_tensor(arguments[0])
         if data is None or type(arguments[1]) is not bool:
             return None
         return msgspec.structs.replace(data, requires_grad=arguments[1], subclass="torch.nn.parameter.Parameter")
@@ -120,14 +120,16 @@ def rebuilt(value: Any) -> Rebuilt | None:
     if not (isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides)):
         raise ValueError("a tensor of no shape")
     if not all(type(each) is int and 0 <= each < 1 << 60 for each in (*shape, *strides)):
-        raise ValueError(f"a tensor of shape {p.shown(shape)} with steps of {p.shown(strides)}")
-    bits = _bits(arguments[most - 1] if what != "tensor" and len(arguments) == most else None, dtype)
+        raise ValueError(f"a tensor of shape {p.show_value(shape)} with steps of {p.show_value(strides)}")
+    bits = _read_lazy_bits(arguments[most - 1] if what != "tensor" and len(arguments) == most else None, dtype)
     if bits is None:
         return None
-    return Rebuilt(storage.key, dtype, tuple(shape), tuple(strides), offset, _flag(arguments[4:5]), bits=bits)
+    return RebuiltTensor(
+        storage.key, dtype, tuple(shape), tuple(strides), offset, _read_flag(arguments[4:5]), bits=bits
+    )
 
 
-def _bits(metadata: Any, dtype: str) -> str | None:
+def _read_lazy_bits(metadata: Any, dtype: str) -> str | None:
     """Return the lazy operations that a tensor's metadata names; None if it says anything else."""
     if not metadata:
         return ""
@@ -140,11 +142,11 @@ def _bits(metadata: Any, dtype: str) -> str | None:
     return "".join(f"{name}+" for name in known if name in named)
 
 
-def _flag(given: Sequence[Any]) -> bool:
+def _read_flag(given: Sequence[Any]) -> bool:
     return bool(given) and given[0] is True
 
 
-def extra_of(found: Rebuilt, *, view: bool = True) -> e.Extra | None:
+def make_extra(found: RebuiltTensor, *, view: bool = True) -> e.Extra | None:
     """Return what more than its bytes is to be said of a tensor; `view`: and how they lie in its storage."""
     plain = found.strides == contiguous_strides(found.shape)
     order = None
@@ -156,11 +158,11 @@ def extra_of(found: Rebuilt, *, view: bool = True) -> e.Extra | None:
     return e.Extra(order, found.subclass, found.requires_grad, strides, offset)
 
 
-Stored = Callable[[str, Rebuilt], e.TensorEntry]
+Stored = Callable[[str, RebuiltTensor], e.TensorEntry]
 """Where a tensor's bytes are, by the format."""
 
 
-class Tree:
+class EntryTree:
     """Values that become entries under paths."""
 
     def __init__(self, where: object, stored: Stored, length: int = 1 << 20) -> None:
@@ -169,7 +171,7 @@ class Tree:
         self._stored = stored
         self.entries: dict[str, Any] = {}
         self.inline = bytearray()
-        self._left = most_nodes(length)
+        self._left = limit_nodes(length)
         self._room = 64 * self._left
         """Bytes that names, texts and arrays may have."""
         self._above: set[int] = set()
@@ -183,11 +185,11 @@ class Tree:
 
     def _add(self, path: str, value: Any, depth: int) -> None:
         self._left -= 1
-        self._room -= len(path) + length_of(value)
+        self._room -= len(path) + estimate_length(value)
         if self._left < 0 or self._room < 0 or depth > DEEPEST:
             what = f"nests more than {DEEPEST} deep" if depth > DEEPEST else "repeats itself too often"
             raise CorruptSnapshotError(f"{self._where}: what its pickle holds {what}")
-        entry = scalar(value)
+        entry = make_scalar(value)
         if entry is not None:
             self.entries[path] = entry
         elif isinstance(value, (list, tuple, dict, set, frozenset)):
@@ -198,9 +200,9 @@ class Tree:
     def _container(self, path: str, value: Any, depth: int) -> None:
         if id(value) in self._above:
             raise CorruptSnapshotError(f"{self._where}: {path}: contains itself")
-        made = container(value)
+        made = make_container(value)
         if made is None:
-            self.entries[path] = refused(f"{_kind(value)} whose keys or kind no entry can hold")
+            self.entries[path] = make_refused_entry(f"{_kind_name(value)} whose keys or kind no entry can hold")
             return
         entry, children = made
         self.entries[path] = entry
@@ -211,21 +213,21 @@ class Tree:
 
     def _leaf(self, path: str, value: Any) -> Any:
         try:
-            tensor = rebuilt(value)
+            tensor = rebuild_tensor(value)
             if tensor is not None:
                 return self._stored(path, tensor)
-            array = numpy_value(value)
+            array = make_numpy_value(value)
         except (ValueError, TypeError, OverflowError) as error:
             raise CorruptSnapshotError(f"{self._where}: {path}: {error}") from error
         if array is not None:
             return self._array(array)
         name = getattr(type(value), "name", "") or type(value).__name__  # its own may be anything
-        return refused(f"{MODULE} {name}" if _is_module(value) else name)
+        return make_refused_entry(f"{MODULE} {name}" if _is_module(value) else name)
 
     def _array(self, value: Any) -> Any:
-        described = numpy_arrays.describe(value)
+        described = numpy_arrays.describe_array(value)
         if described is None:
-            return refused("numpy.ndarray of objects")
+            return make_refused_entry("numpy.ndarray of objects")
         descr, shape, order, tensor = described
         self._room -= tensor.nbytes
         if self._room < 0:
@@ -237,28 +239,28 @@ class Tree:
         return e.NDArrayEntry(data, descr, shape, order, isinstance(value, np.generic))
 
 
-def container(value: Any) -> tuple[e.Container, list[Any]] | None:
+def make_container(value: Any) -> tuple[e.Container, list[Any]] | None:
     """Return a container's entry, and its children in order; None for one that no entry can hold."""
     kind = type(value)
     if isinstance(value, dict):
-        return _dict(value)
+        return _make_dict(value)
     children = list(value) if kind in SEQUENCES or kind is p.Deque else []
     if kind is p.Deque:
         longest = value.maxlen
         if longest is not None and (type(longest) is not int or longest < len(value)):
             return None
         return e.DequeEntry(len(children), maxlen=longest), children
-    if kind not in SEQUENCES or (kind in (set, frozenset) and None in map(scalar, children)):
+    if kind not in SEQUENCES or (kind in (set, frozenset) and None in map(make_scalar, children)):
         return None
     return SEQUENCES[kind](len(children)), children
 
 
-def _dict(value: dict[Any, Any]) -> tuple[e.Container, list[Any]] | None:
+def _make_dict(value: dict[Any, Any]) -> tuple[e.Container, list[Any]] | None:
     items = list(dict.items(value))
     keys = [encode_key(key) for key, _ in items]
     if None in keys or type(value) not in _DICTS:
         return None
-    tagged = tagged_keys(key for key, _ in items) or None
+    tagged = find_tagged_keys(key for key, _ in items) or None
     more = _DICTS[type(value)](value)
     if more is None:
         return None
@@ -268,7 +270,7 @@ def _dict(value: dict[Any, Any]) -> tuple[e.Container, list[Any]] | None:
     return (entry, [child for _, child in items]) if len(set(names)) == len(names) else None
 
 
-def _factory(value: Any) -> tuple[type[e.DictEntry], dict[str, Any]] | None:
+def _find_factory(value: Any) -> tuple[type[e.DictEntry], dict[str, Any]] | None:
     factory = vars(value).get("factory")
     named = "None" if factory is None else getattr(factory, "name", None) or getattr(factory, "__name__", "")
     name = str(named).rpartition(".")[2]
@@ -281,13 +283,13 @@ def _factory(value: Any) -> tuple[type[e.DictEntry], dict[str, Any]] | None:
 
 _DICTS: dict[Any, Callable[[Any], tuple[type[e.DictEntry], dict[str, Any]] | None]] = {
     dict: lambda value: (e.DictEntry, {}),
-    collections.OrderedDict: lambda value: (e.OrderedDictEntry, {"module_versions": _versions(value)}),
+    collections.OrderedDict: lambda value: (e.OrderedDictEntry, {"module_versions": _read_versions(value)}),
     p.Counter: lambda value: (e.CounterEntry, {}),
-    p.DefaultDict: _factory,
+    p.DefaultDict: _find_factory,
 }
 
 
-def _versions(value: Any) -> dict[str, dict[str, Any]] | None:
+def _read_versions(value: Any) -> dict[str, dict[str, Any]] | None:
     """Return the versions of modules that a state dict carries."""
     held = vars(value).get("_metadata")
     if not isinstance(held, dict):
@@ -306,32 +308,32 @@ def _versions(value: Any) -> dict[str, dict[str, Any]] | None:
     return made
 
 
-def _kind(value: Any) -> str:
+def _kind_name(value: Any) -> str:
     return type(value).__name__.lower()
 
 
 def _is_module(value: Any) -> bool:
     """Return True if a stand-in is of a `torch.nn.Module`, which every version gives these attributes."""
-    return isinstance(value, p.Stand) and {"_parameters", "_modules"} <= p.fields(value).keys()
+    return isinstance(value, p.StandIn) and {"_parameters", "_modules"} <= p.read_fields(value).keys()
 
 
 _MULTIARRAY = ("numpy.core.multiarray.", "numpy._core.multiarray.")
 
 
-def numpy_value(value: Any) -> Any:
+def make_numpy_value(value: Any) -> Any:
     """Return the NumPy array or scalar that a stand-in stands for; None where it is something else."""
-    if not isinstance(value, p.Stand) or not value.name.startswith(_MULTIARRAY):
+    if not isinstance(value, p.StandIn) or not value.name.startswith(_MULTIARRAY):
         return None
     what = value.name.rpartition(".")[2]
     if what == "scalar" and len(value.arguments) == 2:
-        dtype = _numpy_dtype(value.arguments[0])
+        dtype = _make_numpy_dtype(value.arguments[0])
         data = value.arguments[1]
         if dtype is None or not isinstance(data, bytes) or len(data) != dtype.itemsize:
             return None
         return np.frombuffer(data, dtype)[0]
     if what == "_reconstruct" and isinstance(value.state, tuple) and len(value.state) == 5:
         _, shape, given, fortran, data = value.state
-        dtype = _numpy_dtype(given) if _is_array(value.arguments[:1]) else None
+        dtype = _make_numpy_dtype(given) if _is_array(value.arguments[:1]) else None
         if dtype is None or not isinstance(data, bytes) or not isinstance(shape, tuple):
             return None
         if not all(type(size) is int and size >= 0 for size in shape) or len(data) != math.prod(shape) * dtype.itemsize:
@@ -345,11 +347,11 @@ def numpy_value(value: Any) -> Any:
 def _is_array(arguments: Sequence[Any]) -> bool:
     """Return True unless it is a subclass of NumPy's arrays that a pickle makes."""
     kind = arguments[0] if arguments else None
-    return isinstance(kind, type) and issubclass(kind, p.Stand) and kind.name == "numpy.ndarray"
+    return isinstance(kind, type) and issubclass(kind, p.StandIn) and kind.name == "numpy.ndarray"
 
 
-def _numpy_dtype(value: Any) -> np.dtype[Any] | None:
-    if not isinstance(value, p.Stand) or value.name != "numpy.dtype" or not value.arguments:
+def _make_numpy_dtype(value: Any) -> np.dtype[Any] | None:
+    if not isinstance(value, p.StandIn) or value.name != "numpy.dtype" or not value.arguments:
         return None
     text = value.arguments[0]
     if type(text) is not str or len(text) > 8 or text[:1] not in "biufcSU" or not text[1:].isdecimal():

@@ -13,11 +13,11 @@ import msgspec
 
 from snapshot.aio import gather_limited
 from snapshot.errors import CorruptSnapshotError, MissingExtraError, StorageNotFoundError, UnsupportedFormatError
-from snapshot.formats.foreign import ForeignDocument, bounds, checked_location, document
-from snapshot.formats.to_entries import scalar
+from snapshot.formats.foreign import ForeignDocument, check_location, extend_file, make_document
+from snapshot.formats.to_entries import make_scalar
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import DEEPEST, METADATA, ForeignFile, nesting
-from snapshot.manifest.paths import component, encode_key, tagged_keys
+from snapshot.manifest.document import DEEPEST, METADATA, ForeignFile, measure_nesting
+from snapshot.manifest.paths import encode_component, encode_key, find_tagged_keys
 from snapshot.manifest.rank_view import is_rank
 from snapshot.storage import Storage
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
@@ -27,10 +27,10 @@ AT_ONCE = 16
 _QUANTISED = {"qint8", "quint8", "qint32"}
 
 
-async def describe(storage: Storage, data: bytes) -> ForeignDocument:
+async def describe_snapshot(storage: Storage, data: bytes) -> ForeignDocument:
     """Return the snapshot whose manifest this is."""
     where = storage.url.join(METADATA)
-    read = _document(data, where)
+    read = _parse_document(data, where)
     try:
         version, world, manifest = str(read["version"]), read["world_size"], read["manifest"]
         if type(world) is not int or world < 1 or not isinstance(manifest, dict):
@@ -40,25 +40,25 @@ async def describe(storage: Storage, data: bytes) -> ForeignDocument:
         if isinstance(error, CorruptSnapshotError):
             raise
         raise CorruptSnapshotError(f"{where}: is no manifest: {type(error).__name__}: {error}") from error
-    await _measure(storage, made)
-    return document(
+    await _measure_files(storage, made)
+    return make_document(
         "torchsnapshot", version, storage.url, data, manifest=made.entries, files=made.files, world_size=world
     )
 
 
-def _document(data: bytes, where: object) -> dict[str, Any]:
+def _parse_document(data: bytes, where: object) -> dict[str, Any]:
     try:
-        if nesting(data) > DEEPEST:
+        if measure_nesting(data) > DEEPEST:
             raise CorruptSnapshotError(f"{where}: nests more than {DEEPEST} deep")
         found = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeError):
-        found = _yaml(data, where)
+        found = _parse_yaml(data, where)
     if not isinstance(found, dict) or not {"version", "world_size", "manifest"} <= found.keys():
         raise CorruptSnapshotError(f"{where}: is no manifest ({counted(len(data), 'byte')})")
     return found
 
 
-def _yaml(data: bytes, where: object) -> Any:
+def _parse_yaml(data: bytes, where: object) -> Any:
     if b"manifest:" not in data:
         raise CorruptSnapshotError(f"{where}: is no manifest ({counted(len(data), 'byte')})")
     try:
@@ -75,7 +75,7 @@ def _yaml(data: bytes, where: object) -> Any:
         raise CorruptSnapshotError(f"{where}: is neither JSON nor YAML: {error}") from error
 
 
-async def _measure(storage: Storage, made: _Manifest) -> None:
+async def _measure_files(storage: Storage, made: _Manifest) -> None:
     """Objects' files are as long as they are: the manifest does not say."""
 
     async def measure(location: str) -> int:
@@ -106,7 +106,7 @@ class _Manifest:
             rank, _, logical = path.partition("/")
             if not is_rank(rank, world) or not logical:
                 raise ValueError(f"{path[:200]!r} is an entry of no rank")
-            renamed[path] = f"{rank}/{'/'.join(component(unquote(each)) for each in logical.split('/'))}"
+            renamed[path] = f"{rank}/{'/'.join(encode_component(unquote(each)) for each in logical.split('/'))}"
         self._there = manifest.keys()
         self._shared = {path.partition("/")[2] for path, raw in manifest.items() if _is_shared(raw)}
         """Logical paths that the manifest has for one rank, and that all have."""
@@ -146,7 +146,7 @@ class _Manifest:
         if kind in _DICTS:
             return self._dict(_DICTS[kind], path, raw["keys"])
         if kind in _VALUES:
-            entry = scalar(_VALUES[kind](raw["serialized_value"]))
+            entry = make_scalar(_VALUES[kind](raw["serialized_value"]))
             assert entry is not None
             entry.replicated = replicated
             return entry
@@ -154,7 +154,7 @@ class _Manifest:
             "list": lambda: e.ListEntry(self._length(path)),
             "Tensor": lambda: self._tensor(raw, replicated),
             "ChunkedTensor": lambda: e.ChunkedTensorEntry(
-                _dtype(raw["dtype"]), _sizes(raw["shape"]), self._shards(raw["chunks"]), replicated
+                _parse_dtype(raw["dtype"]), _parse_sizes(raw["shape"]), self._shards(raw["chunks"]), replicated
             ),
             "ShardedTensor": lambda: e.ShardedTensorEntry("", (), self._shards(raw["shards"])),
             "DTensor": lambda: e.ShardedTensorEntry("", (), self._shards(raw["shards"])),
@@ -165,10 +165,10 @@ class _Manifest:
         return make[kind]()
 
     def _dict(self, made: Any, path: str, named: list[Any]) -> e.DictEntry:
-        keys = [key for key in named if self._has(_child(path, key))]
+        keys = [key for key in named if self._has(_child_path(path, key))]
         if not all(type(key) in (str, int) for key in keys):
             raise ValueError(f"{path[:200]!r} has keys that are neither texts nor ints")
-        return made([encode_key(key) for key in keys], tagged_keys(keys) or None)  # type: ignore[no-any-return]
+        return made([encode_key(key) for key in keys], find_tagged_keys(keys) or None)  # type: ignore[no-any-return]
 
     def _length(self, path: str) -> int:
         """How many children a list has: nothing says it but they themselves."""
@@ -183,15 +183,15 @@ class _Manifest:
             tensor = self._tensor(each["tensor"], False)
             if not isinstance(tensor, e.TensorEntry):
                 raise UnsupportedFormatError(f"{self._where}: shards of {tensor.obj_type} are not known")
-            found.append(e.Shard(_sizes(each["offsets"]), _sizes(each["sizes"]), tensor))
+            found.append(e.Shard(_parse_sizes(each["offsets"]), _parse_sizes(each["sizes"]), tensor))
         return found
 
     def _tensor(self, raw: dict[str, Any], replicated: bool) -> Any:
-        location = checked_location(raw["location"], self._where)
+        location = check_location(raw["location"], self._where)
         dtype = str(raw["dtype"]).removeprefix("torch.")
         if dtype in _QUANTISED:
             return self._object(raw, f"torch.Tensor of {dtype}", replicated)
-        dtype, shape = _dtype(raw["dtype"]), _sizes(raw["shape"])
+        dtype, shape = _parse_dtype(raw["dtype"]), _parse_sizes(raw["shape"])
         if raw["serializer"] == "torch_save":
             entry = e.TensorEntry(location, (0, 0), dtype, shape, replicated=replicated, serializer="torch_save")
             self._range(entry, location, raw.get("byte_range"))
@@ -199,14 +199,14 @@ class _Manifest:
         if raw["serializer"] != "buffer_protocol":
             raise UnsupportedFormatError(f"{self._where}: the serializer {str(raw['serializer'])[:80]!r} is not known")
         given = raw.get("byte_range")
-        begin, end = _range(given) if given is not None else (0, math.prod(shape) * ITEMSIZE[dtype])
-        bounds(self.files, location, end)
+        begin, end = _parse_range(given) if given is not None else (0, math.prod(shape) * ITEMSIZE[dtype])
+        extend_file(self.files, location, end)
         return e.TensorEntry(location, (begin, end), dtype, shape, replicated=replicated)
 
     def _object(self, raw: dict[str, Any], kind: str, replicated: bool) -> e.ObjectEntry:
         if raw["serializer"] != "torch_save":
             raise UnsupportedFormatError(f"{self._where}: the serializer {str(raw['serializer'])[:80]!r} is not known")
-        location = checked_location(raw["location"], self._where)
+        location = check_location(raw["location"], self._where)
         entry = e.ObjectEntry(location, (0, 0), "torch_save", kind[:200], replicated=replicated)
         self._range(entry, location, raw.get("byte_range"))
         return entry
@@ -215,32 +215,32 @@ class _Manifest:
         if given is None:
             self.whole.setdefault(location, []).append(entry)
         else:
-            entry.byte_range = _range(given)
-            bounds(self.files, location, entry.byte_range[1])
+            entry.byte_range = _parse_range(given)
+            extend_file(self.files, location, entry.byte_range[1])
 
 
 def _is_shared(raw: Any) -> bool:
     return isinstance(raw, dict) and (raw.get("replicated") is True or raw.get("type") in ("ShardedTensor", "DTensor"))
 
 
-def _child(path: str, key: Any) -> str:
+def _child_path(path: str, key: Any) -> str:
     return f"{path}/{str(key).replace('%', '%25').replace('/', '%2F')}"
 
 
-def _range(given: Any) -> tuple[int, int]:
+def _parse_range(given: Any) -> tuple[int, int]:
     begin, end = given
     if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 1 << 62:
         raise ValueError(f"{str(given)[:100]} is no range")
     return begin, end
 
 
-def _sizes(given: Any) -> tuple[int, ...]:
+def _parse_sizes(given: Any) -> tuple[int, ...]:
     if not isinstance(given, list) or not all(type(each) is int and 0 <= each < 1 << 60 for each in given):
         raise ValueError(f"{str(given)[:100]} are no sizes")
     return tuple(given)
 
 
-def _dtype(given: Any) -> str:
+def _parse_dtype(given: Any) -> str:
     name = str(given).removeprefix("torch.")
     if name not in BY_NAME:
         raise UnsupportedFormatError(f"the dtype {str(given)[:80]!r} is not known to this version of torch")

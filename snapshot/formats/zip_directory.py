@@ -39,7 +39,7 @@ class ZipMember(msgspec.Struct, gc=False):
     """Where its header begins in the archive."""
 
 
-def directory_range(tail: bytes | memoryview, size: int) -> tuple[int, int]:
+def find_directory(tail: bytes | memoryview, size: int) -> tuple[int, int]:
     """Where the directory of an archive begins and ends, from its last bytes. A `ValueError` where that is none."""
     end = len(tail) - _END.size
     if end < 0:
@@ -59,7 +59,7 @@ def directory_range(tail: bytes | memoryview, size: int) -> tuple[int, int]:
     return begin, begin + length
 
 
-def members(directory: bytes | memoryview, begin: int) -> list[ZipMember]:
+def read_members(directory: bytes | memoryview, begin: int) -> list[ZipMember]:
     """Return what a directory lists, in its order; it begins at `begin` in the archive."""
     data = bytes(directory)
     found = []
@@ -73,7 +73,9 @@ def members(directory: bytes | memoryview, begin: int) -> list[ZipMember]:
         at += _DIRECTORY_ITEM.size
         name = data[at : at + name_length]
         if _NONE in (packed, size, header):
-            size, packed, header = _long(data[at + name_length : at + name_length + extra_length], size, packed, header)
+            size, packed, header = _read_long_lengths(
+                data[at + name_length : at + name_length + extra_length], size, packed, header
+            )
         at += name_length + extra_length + comment
         if flags & 1 or header + packed > begin or at > len(data):
             raise ValueError(f"its member {name[:100]!r} is encrypted, or lies outside of it")
@@ -81,7 +83,7 @@ def members(directory: bytes | memoryview, begin: int) -> list[ZipMember]:
     return found
 
 
-def _long(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
+def _read_long_lengths(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
     """Return the lengths of a long member, which stand apart."""
     at = 0
     while at + 4 <= len(extra):
@@ -99,7 +101,7 @@ def _long(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, 
     raise ValueError("its directory lacks the length of a long member")
 
 
-def data_begin(header: bytes | memoryview) -> int:
+def find_data_begin(header: bytes | memoryview) -> int:
     """How far behind its header's first byte a member's data begins."""
     if len(header) < HEADER or header[:4] != b"PK\3\4":
         raise ValueError("there is no member's header where its directory says so")
@@ -107,7 +109,7 @@ def data_begin(header: bytes | memoryview) -> int:
     return HEADER + int(name) + int(extra)
 
 
-def inflated(data: bytes, size: int) -> bytes:
+def inflate_member(data: bytes, size: int) -> bytes:
     """Return a deflated member's content, of which `size` bytes are expected; it is not decompressed further than
     that."""
     try:

@@ -18,13 +18,13 @@ from snapshot.load.matched import Chosen, Matched
 from snapshot.load.read_plan import ReadPlan
 from snapshot.load.restore_options import RestoreOptions
 from snapshot.manifest import entries as e
-from snapshot.manifest.paths import component
-from snapshot.manifest.rank_view import View, adopt, leave_out
+from snapshot.manifest.paths import encode_component
+from snapshot.manifest.rank_view import RankView, adopt_entry, remove_entry
 from snapshot.manifest.scalars import Scalar
 from snapshot.reports import RestoreIssues
 from snapshot.state.optimizer_kinds import StateOfParameters
 from snapshot.state.state_tree import MISSING, ChosenState
-from snapshot.state.stateful_kinds import Kind, names_beneath
+from snapshot.state.stateful_kinds import Kind, find_names_beneath
 from snapshot.tensors.addresses import address_of_tensor
 
 
@@ -35,7 +35,7 @@ class Matcher:
         self,
         options: RestoreOptions,
         chosen: Chosen,
-        view: View,
+        view: RankView,
         *,
         wanted: Callable[[str], bool],
         beside: Callable[[Any], bool],
@@ -119,7 +119,7 @@ class Matcher:
             self._match_withheld(kind)
         adopted = kind.adopts(entries, self._elsewhere)
         for path in adopted:
-            adopt(entries, path, self._elsewhere[path])
+            adopt_entry(entries, path, self._elsewhere[path])
         if not all(map(self._wanted, adopted)):
             self._choose_again(kind.key, entries)
         choice = self.matched.states.get(kind.key)
@@ -163,10 +163,10 @@ class Matcher:
         for path in kind.unexpected(entries):
             if not self._strict:
                 self._notes.add("unexpected", path)
-                leave_out(entries, path)
+                remove_entry(entries, path)
             elif self._several and (self._every or _is_shared(entries[path])):
                 self.matched.unexpected[path] = None
-                leave_out(entries, path)
+                remove_entry(entries, path)
             else:
                 self._notes.mismatches.append(f"{path}: is in the snapshot, not in the application")
 
@@ -210,14 +210,14 @@ class Matcher:
 
     def _match_names(self, kind: Kind, entries: dict[str, Any]) -> None:
         """Compare a module's names with the snapshot's; what has no match is an error, or left out and reported."""
-        saved = names_beneath(kind.key, entries)
+        saved = find_names_beneath(kind.key, entries)
         if saved is None or not isinstance(kind.state, dict):
             self._notes.mismatches.append(f"{kind.key}: the snapshot holds no module's state under this key")
             return
-        here = {f"{kind.key}/{component(name)}": None for name in kind.state}
+        here = {f"{kind.key}/{encode_component(name)}": None for name in kind.state}
         there = set(saved)
         for path in [path for path in here if path not in there and path in self._elsewhere]:
-            adopt(entries, path, self._elsewhere[path])
+            adopt_entry(entries, path, self._elsewhere[path])
             saved.append(path)
             there.add(path)
         missing = [path for path in here if path not in there and self._wanted(path)]

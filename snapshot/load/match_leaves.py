@@ -19,7 +19,7 @@ from snapshot.reports import RestoreIssues
 from snapshot.saved import class_name
 from snapshot.state import numpy_arrays
 from snapshot.state.optimizer_kinds import StateOfParameters
-from snapshot.state.sharded import Shards, empty_like, sharded
+from snapshot.state.sharded import Shards, allocate_like, find_shards
 from snapshot.state.state_tree import MISSING
 from snapshot.state.stateful_kinds import Kind
 from snapshot.tensors.addresses import address_of_tensor
@@ -107,8 +107,8 @@ class LeafMatcher:
         try:
             made = kind.like(path, entry.shape) if held is MISSING else None
             dtype = self._dtype(kind, path, entry) if made is not None else None
-            value = held if made is None or dtype is None else empty_like(made, dtype)
-            target = None if value is MISSING else sharded(path, value)
+            value = held if made is None or dtype is None else allocate_like(made, dtype)
+            target = None if value is MISSING else find_shards(path, value)
         except SnapshotError as error:
             self._notes.mismatches.append(str(error))
             return True
@@ -209,5 +209,5 @@ def _fits(held: Any, entry: e.NDArrayEntry, path: str) -> bool:
         and held.shape == entry.shape
         and entry.order == "C"
         and BY_NAME.get(entry.data.dtype) is not None
-        and numpy_arrays.numpy_dtype(path, entry.dtype) == held.dtype
+        and numpy_arrays.read_dtype(path, entry.dtype) == held.dtype
     )

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from snapshot.errors import CorruptSnapshotError, UnsafeObjectError
-from snapshot.formats.embedded_tensors import Layout, archived, object_bytes
+from snapshot.formats.embedded_tensors import EmbeddedLayout, decode_object, is_archived
 from snapshot.formats.foreign import is_packed
-from snapshot.formats.from_pickle import NotPlainError, plain_value
+from snapshot.formats.from_pickle import NotPlainError, read_plain_value
 from snapshot.formats.pickled_objects import load_object, run_pickle
-from snapshot.formats.unpickling import Saved, is_refused, object_at
+from snapshot.formats.unpickling import SavedFile, find_object, is_refused
 from snapshot.load.fetch import fetch
 from snapshot.load.reader import ReadResult
 from snapshot.load.requests import ReadRequest, want_all
@@ -63,7 +63,7 @@ class ReadPlan:
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
         self.targets: list[tuple[str, torch.Tensor, tuple[str, int]]] = []
         """Live tensors that are filled by way of a slot, with where from: others' addresses are in their wants."""
-        self._whole: dict[str, bytearray | Saved] = {}
+        self._whole: dict[str, bytearray | SavedFile] = {}
         """Files whose pickles are run: their bytes, then what they hold."""
         self._boxes: set[tuple[Any, ...]] = set()
         self._filled: dict[tuple[str, int], tuple[Any, torch.Tensor]] = {}
@@ -137,11 +137,11 @@ class ReadPlan:
         tensor = self._plain(path, entry.data)
 
         def finish() -> None:
-            self.values[path] = numpy_arrays.rebuild(
+            self.values[path] = numpy_arrays.rebuild_array(
                 path, tensor, entry.dtype, entry.shape, order=entry.order, scalar=entry.scalar
             )
 
-        numpy_arrays.numpy_dtype(path, entry.dtype)
+        numpy_arrays.read_dtype(path, entry.dtype)
         self._finish.append(finish)
 
     def _new_parts(self, path: str, entry: e.TensorPartsEntry) -> None:
@@ -166,8 +166,8 @@ class ReadPlan:
 
         def finish() -> None:
             held, serializer = data, entry.serializer
-            if isinstance(self.files[entry.location], ForeignFile) and archived(entry):
-                held, serializer = object_bytes(path, entry, data, self._room), "torch_save"
+            if isinstance(self.files[entry.location], ForeignFile) and is_archived(entry):
+                held, serializer = decode_object(path, entry, data, self._room), "torch_save"
                 self._room -= len(held)
             try:
                 self.values[path] = load_object(
@@ -177,7 +177,7 @@ class ReadPlan:
                 if serializer != "torch_save" or not isinstance(self.files[entry.location], ForeignFile):
                     raise
                 try:
-                    self.values[path] = plain_value(path, held, entry.nbytes)
+                    self.values[path] = read_plain_value(path, held, entry.nbytes)
                 except NotPlainError:
                     raise error from None
 
@@ -196,8 +196,8 @@ class ReadPlan:
         def finish() -> None:
             held = self._whole[where]
             if isinstance(held, bytearray):
-                held = self._whole[where] = Saved(run_pickle(path, held, entry.obj_type))
-            self.values[path] = object_at(path, held.value, entry)
+                held = self._whole[where] = SavedFile(run_pickle(path, held, entry.obj_type))
+            self.values[path] = find_object(path, held.value, entry)
 
         self._finish_objects.append(finish)
 
@@ -296,7 +296,7 @@ class ReadPlan:
     def into_array(self, path: str, entry: e.NDArrayEntry, array: np.ndarray[Any, Any]) -> None:
         """Fill a C-ordered array of the entry's dtype and shape."""
         check_tensor(path, entry.data, self.files)
-        self.into(path, entry.data, numpy_arrays.tensor_over(array).view(BY_NAME[entry.data.dtype]), live=True)
+        self.into(path, entry.data, numpy_arrays.wrap_array(array).view(BY_NAME[entry.data.dtype]), live=True)
         self.values[path] = array
 
     def into_generator(self, path: str, entry: e.TensorPartsEntry, generator: torch.Generator) -> bool:
@@ -354,7 +354,7 @@ class ReadPlan:
         inner = shared.relative_to(piece.offsets)
         finish = self._finish  # and not this gathering, which holds the want
 
-        def opens(layout: Layout) -> list[ReadRequest]:
+        def opens(layout: EmbeddedLayout) -> list[ReadRequest]:
             return unpacked(path, stored, layout, inner, target=part, live=live, finish=finish)
 
         request = want_all(path, stored, 0, None, live)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from snapshot.formats.embedded_tensors import Layout
+from snapshot.formats.embedded_tensors import EmbeddedLayout
 from snapshot.load.requests import Place, ReadRequest, want_all
 from snapshot.manifest import entries as e
 from snapshot.runtime.arena import Slot
@@ -69,7 +69,7 @@ def wanted(
 def unpacked(
     path: str,
     stored: e.TensorEntry,
-    layout: Layout,
+    layout: EmbeddedLayout,
     box: Box,
     *,
     target: torch.Tensor,

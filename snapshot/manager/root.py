@@ -21,7 +21,7 @@ from snapshot.errors import (
     StorageNotFoundError,
 )
 from snapshot.events import log
-from snapshot.formats.foreign import says_absent
+from snapshot.formats.foreign import is_absence
 from snapshot.load.open import expect_files, open_document
 from snapshot.manager.policies import Taken
 from snapshot.manager.step_metadata import noted_metrics
@@ -159,7 +159,7 @@ class Root:
                 data = await session.storage.get(METADATA, limit=session.settings.manifest_bytes)
                 head: ManifestHead | SnapshotError = decode_head(data, session.url.join(METADATA))
             except StorageError as error:
-                if says_absent(session.storage, error):
+                if is_absence(session.storage, error):
                     return None
                 if error.errno not in UNREADABLE:
                     raise
@@ -283,7 +283,7 @@ async def _stat(storage: Storage, path: str) -> FileStat | None:
     try:
         return await storage.stat(path)
     except StorageError as error:
-        if not says_absent(storage, error):
+        if not is_absence(storage, error):
             raise
         return None
 

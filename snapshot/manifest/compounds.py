@@ -153,18 +153,18 @@ class SubclassEntry(Compound, tag="TensorSubclass"):
     def context_value(self) -> Any:
         """Return what the class gave, as far as it is known."""
         self.check(self.obj_type)
-        return _inflated(self.context, "")
+        return _inflate_entries(self.context, "")
 
     def make(self, items: list[tuple[Any, Any]]) -> Any:
         known = {"shape": self.shape, "dtype": self.dtype, "context": self.context_value()}
         return SavedObject("TensorSubclass", self.obj_type, {**known, **dict(items)}, self)
 
 
-def _inflated(entries: Mapping[str, Any], path: str) -> Any:
+def _inflate_entries(entries: Mapping[str, Any], path: str) -> Any:
     entry = entries[path]
     if not isinstance(entry, Container):
         return entry.value()
-    children = [_inflated(entries, f"{path}/{name}") for name in entry.components()]
+    children = [_inflate_entries(entries, f"{path}/{name}") for name in entry.components()]
     try:
         return entry.build(children)
     except TypeError as error:

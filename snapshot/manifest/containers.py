@@ -11,7 +11,7 @@ import msgspec
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.optimizer import OptimizerRecord
-from snapshot.manifest.paths import component_of, decode_key
+from snapshot.manifest.paths import decode_key, key_component
 from snapshot.text import counted
 
 Key = str | int | dict[str, str]
@@ -154,7 +154,7 @@ class DictEntry(Container, tag="dict"):
         return [
             key
             if type(key) is str and key.isascii() and "/" not in key and "%" not in key
-            else component_of(key, i in tagged)
+            else key_component(key, i in tagged)
             for i, key in enumerate(self.keys)
         ]
 
@@ -199,7 +199,7 @@ class CounterEntry(DictEntry, tag="Counter"):
         return made
 
 
-def factory_name(factory: Callable[[], Any] | None) -> str | None:
+def find_factory_name(factory: Callable[[], Any] | None) -> str | None:
     """Return the name under which a defaultdict's factory is recorded; None where it cannot be."""
     return next((name for name, known in _FACTORIES.items() if known is factory), None)
 

@@ -24,7 +24,7 @@ from snapshot.manifest.containers import (
     SetEntry,
     SliceEntry,
     TupleEntry,
-    factory_name,
+    find_factory_name,
 )
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.scalars import (
@@ -82,7 +82,7 @@ __all__ = [
     "TensorEntry",
     "TensorPartsEntry",
     "TupleEntry",
-    "factory_name",
+    "find_factory_name",
 ]
 
 

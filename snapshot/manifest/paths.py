@@ -20,10 +20,10 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 _ESCAPE = re.compile(r"%(25|2F|u[0-9A-F]{4})")
 
 
-def component(text: str) -> str:
+def encode_component(text: str) -> str:
     """Return a string as a component of a path.
 
-    >>> component("a/b%"), component("layer.0.weight")
+    >>> encode_component("a/b%"), encode_component("layer.0.weight")
     ('a%2Fb%25', 'layer.0.weight')
     """
     if "%" in text or "/" in text:
@@ -31,7 +31,7 @@ def component(text: str) -> str:
     return text if text.isascii() else _SURROGATES.sub(lambda found: f"%u{ord(found[0]):04X}", text)
 
 
-def uncomponent(text: str) -> str:
+def decode_component(text: str) -> str:
     """Return the string that a component stands for."""
     return _ESCAPE.sub(lambda found: chr(int(found[1].lstrip("u"), 16)), text) if "%" in text else text
 
@@ -40,10 +40,10 @@ def encode_text(text: str) -> str | None:
     """Return a text with its lone surrogates escaped; None where it has none, and can stand as it is."""
     if text.isascii() or not _SURROGATES.search(text):
         return None
-    return component(text)
+    return encode_component(text)
 
 
-decode_text = uncomponent
+decode_text = decode_component
 
 
 def _is_long(key: Any) -> bool:
@@ -51,7 +51,7 @@ def _is_long(key: Any) -> bool:
     return type(key) is int and key.bit_length() >= LONGEST_INT
 
 
-def _int(text: str) -> int:
+def _parse_int(text: str) -> int:
     value = int(text, 16)
     if _is_long(value):
         raise ValueError("an int that is no key")
@@ -59,8 +59,8 @@ def _int(text: str) -> int:
 
 
 _FROM_TAG = {
-    "str": uncomponent,
-    "int": _int,
+    "str": decode_component,
+    "int": _parse_int,
     "bool": {"True": True, "False": False}.__getitem__,
     "float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
     "NoneType": {"None": None}.__getitem__,
@@ -93,29 +93,29 @@ def decode_key(key: str | int | dict[str, str]) -> Any:
         raise CorruptSnapshotError(f"{str(key)[:80]} is not a dict's key") from error
 
 
-def component_of(key: str | int | dict[str, str], tagged: bool) -> str:
+def key_component(key: str | int | dict[str, str], tagged: bool) -> str:
     """Return the path component of an item of `keys`."""
     value = decode_key(key)
     if tagged:
         return f"%{type(value).__name__}:{value}"
-    return component(value) if isinstance(value, str) else str(value)
+    return encode_component(value) if isinstance(value, str) else str(value)
 
 
-def tagged_keys(keys: Iterable[Any]) -> list[int]:
+def find_tagged_keys(keys: Iterable[Any]) -> list[int]:
     """Which keys of a dict (by position) need a tagged component, since a string key has the same text."""
     keys = list(keys)
     texts = {key for key in keys if type(key) is str}
     return [i for i, key in enumerate(keys) if type(key) is not str and not _is_long(key) and str(key) in texts]
 
 
-def quote(text: str) -> str:
+def quote_path(text: str) -> str:
     """Return a path as the name of a tensor in a safetensors header, where `[` begins a box and one name is taken."""
     if "[" in text:
         text = text.replace("[", "%5B")
     return "%5F%5Fmetadata__" if text == "__metadata__" else text
 
 
-def with_parents(paths: Iterable[str]) -> set[str]:
+def add_parents(paths: Iterable[str]) -> set[str]:
     """Return the paths, and those of the containers that they are in."""
     found: set[str] = set()
     for path in paths:

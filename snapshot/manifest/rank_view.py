@@ -13,11 +13,11 @@ import msgspec
 from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.entries import Container, DictEntry, OrderedDictEntry, ShardedTensorEntry
-from snapshot.manifest.paths import decode_key, encode_key, tagged_keys, uncomponent
+from snapshot.manifest.paths import decode_component, decode_key, encode_key, find_tagged_keys
 
 
 @dataclass(slots=True)
-class View:
+class RankView:
     """What one rank sees: entries under logical paths, without a rank."""
 
     entries: dict[str, Any]
@@ -32,7 +32,7 @@ class View:
     """Names that were to be renamed, and that this rank does not see."""
 
 
-def rank_view(manifest: Mapping[str, Any], rank: int, saved: int, now: int) -> View:
+def make_rank_view(manifest: Mapping[str, Any], rank: int, saved: int, now: int) -> RankView:
     """Return what rank `rank` of `now` sees of a snapshot of `saved` ranks.
 
     Its own entries, and the replicated and sharded ones of all. A rank that was not there gets rank 0's containers,
@@ -43,14 +43,14 @@ def rank_view(manifest: Mapping[str, Any], rank: int, saved: int, now: int) -> V
         if len(entries) != len(manifest):
             raise CorruptSnapshotError("the manifest of one rank holds entries of others")
         _check_widths(entries, len(manifest))
-        return View(entries)
-    view = View({})
+        return RankView(entries)
+    view = RankView({})
     prefix, cut = f"{rank}/", len(str(rank)) + 1
     sharded: dict[str, list[tuple[int, Any]]] = {}
     for path, entry in manifest.items():
         number, _, logical = path.partition("/")
         if isinstance(entry, ShardedTensorEntry):
-            sharded.setdefault(logical, []).append((_number(path, number, saved), entry))
+            sharded.setdefault(logical, []).append((_parse_rank(path, number, saved), entry))
         elif getattr(entry, "replicated", False):
             view.entries.setdefault(logical, entry)
         elif path.startswith(prefix):
@@ -60,11 +60,11 @@ def rank_view(manifest: Mapping[str, Any], rank: int, saved: int, now: int) -> V
                 view.entries[logical] = entry
             else:
                 view.withheld[logical] = "belongs to rank 0 alone"
-        elif _number(path, number, saved) >= now and not isinstance(entry, Container):
+        elif _parse_rank(path, number, saved) >= now and not isinstance(entry, Container):
             view.gone.append(path)
-    _choose(view, sharded, rank)
+    _choose_sharded(view, sharded, rank)
     _check_widths(view.entries, len(manifest))
-    _prune(view, rank, saved)
+    _prune_containers(view, rank, saved)
     return view
 
 
@@ -82,13 +82,13 @@ def is_rank(number: str, saved: int) -> bool:
     return bool(_RANK.fullmatch(number)) and int(number) < saved
 
 
-def _number(path: str, number: str, saved: int) -> int:
+def _parse_rank(path: str, number: str, saved: int) -> int:
     if not is_rank(number, saved):
         raise CorruptSnapshotError(f"{path[:200]!r} is an entry of no rank: there were {saved}")
     return int(number)
 
 
-def _choose(view: View, sharded: Mapping[str, list[tuple[int, Any]]], rank: int) -> None:
+def _choose_sharded(view: RankView, sharded: Mapping[str, list[tuple[int, Any]]], rank: int) -> None:
     """Of sharded tensors of one name (each stage of a pipeline may have one), take the one that this rank had."""
     for path, found in sharded.items():
         mine = [entry for number, entry in found if number == rank or entry.held_by(rank)]
@@ -100,7 +100,7 @@ def _choose(view: View, sharded: Mapping[str, list[tuple[int, Any]]], rank: int)
             view.entries[path] = mine[0] if mine else found[0][1]
 
 
-def _prune(view: View, rank: int, saved: int) -> None:
+def _prune_containers(view: RankView, rank: int, saved: int) -> None:
     """Leave in the containers what this rank has, and in the view what its containers name."""
     named: set[str] = set()
     for path, entry in list(view.entries.items()):
@@ -123,7 +123,7 @@ def _prune(view: View, rank: int, saved: int) -> None:
         view.elsewhere[path] = view.entries.pop(path)
 
 
-def adopt(entries: dict[str, Any], path: str, entry: Any) -> None:
+def adopt_entry(entries: dict[str, Any], path: str, entry: Any) -> None:
     """Add an entry to a rank's, and its name to the dict that it belongs to."""
     entries[path] = entry
     while "/" in path:
@@ -133,14 +133,14 @@ def adopt(entries: dict[str, Any], path: str, entry: Any) -> None:
             parent = DictEntry([])
         if not isinstance(parent, DictEntry) or name in parent.components():
             return
-        key = uncomponent(name)
+        key = decode_component(name)
         entries[above] = msgspec.structs.replace(parent, keys=[*parent.keys, encode_key(key)])
         if parent.keys:
             return
         path = above
 
 
-def leave_out(entries: dict[str, Any], path: str) -> None:
+def remove_entry(entries: dict[str, Any], path: str) -> None:
     """Take a leaf out of a rank's entries, and its name out of the dict that it belongs to."""
     del entries[path]
     above, _, name = path.rpartition("/")
@@ -148,7 +148,7 @@ def leave_out(entries: dict[str, Any], path: str) -> None:
     entries[above] = parent.without(each == name for each in parent.components())
 
 
-def by_key(view: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def group_by_key(view: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return a view's entries, by the app state's key (encoded) that they belong to."""
     grouped: dict[str, dict[str, Any]] = {}
     prefix = ""
@@ -168,14 +168,14 @@ _RANK = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 _INT = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 
-def renamed_view(view: View, change: Callable[[str], str]) -> View:
+def rename_view(view: RankView, change: Callable[[str], str]) -> RankView:
     """Return a view under other names."""
     elsewhere = {change(path): entry for path, entry in view.elsewhere.items()}
     withheld = {change(path): why for path, why in view.withheld.items()}
-    return View(renamed(view.entries, change), elsewhere, withheld, view.gone, view.unknown)
+    return RankView(rename_entries(view.entries, change), elsewhere, withheld, view.gone, view.unknown)
 
 
-def renamed(view: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+def rename_entries(view: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     """Entries whose leaves and containers stand under other names; the containers' keys follow.
 
     A mapping renames exact paths, and whole containers with all that is beneath them.
@@ -211,8 +211,8 @@ def renamed(view: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, 
             old = dict(zip(entry.components(), entry.keys, strict=True))
             names = children.get(path, [])
             if list(old) != names:
-                keys = [old.get(name, kinds.get(f"{path}/{name}", uncomponent)(name)) for name in names]
-                tagged = tagged_keys(map(decode_key, keys)) or None
+                keys = [old.get(name, kinds.get(f"{path}/{name}", decode_component)(name)) for name in names]
+                tagged = find_tagged_keys(map(decode_key, keys)) or None
                 changes: dict[str, Any] = {"keys": keys, "tagged": tagged}
                 if isinstance(entry, OrderedDictEntry):
                     changes["module_versions"] = None  # they stand under the old names
@@ -230,17 +230,17 @@ def resolve_path(manifest: Mapping[str, Any], saved: int, path: str, where: str 
         return path
     number, _, logical = path.partition("/")
     if logical and is_rank(number, saved):
-        shared = [each for each in _of_ranks(manifest, saved, logical) if is_shared(manifest[each])]
+        shared = [each for each in _find_rank_paths(manifest, saved, logical) if is_shared(manifest[each])]
         held = [each for each in shared if getattr(manifest[each], "held_by", _nothing)(int(number))] or shared
         if len(held) == 1:
             return held[0]
-    found = _of_ranks(manifest, saved, path)
+    found = _find_rank_paths(manifest, saved, path)
     before = f"{where}: " if where else ""
     if not found:
         ranked = logical and is_rank(number, saved)
         names = manifest if ranked else dict.fromkeys(each.partition("/")[2] for each in manifest)
-        raise RestoreError(f"{before}holds no {path!r}; {nearest(path, names)}", [path])
-    if len(found) > 1 and not _is_one(manifest, found, path):
+        raise RestoreError(f"{before}holds no {path!r}; {suggest_names(path, names)}", [path])
+    if len(found) > 1 and not _is_one_container(manifest, found, path):
         listed = ", ".join(map(repr, found[:10])) + (f" and {len(found) - 10:,} more" if len(found) > 10 else "")
         raise RestoreError(
             f"{before}{path!r} must be named with its rank: {len(found):,} ranks have one each; name one of {listed}",
@@ -258,11 +258,11 @@ def _nothing(rank: int) -> bool:
     return False
 
 
-def _of_ranks(manifest: Mapping[str, Any], saved: int, logical: str) -> list[str]:
+def _find_rank_paths(manifest: Mapping[str, Any], saved: int, logical: str) -> list[str]:
     return [path for path in (f"{rank}/{logical}" for rank in range(saved)) if path in manifest]
 
 
-def _is_one(manifest: Mapping[str, Any], found: list[str], logical: str) -> bool:
+def _is_one_container(manifest: Mapping[str, Any], found: list[str], logical: str) -> bool:
     """Return True if containers of several ranks are equal, and hold nothing but what these ranks share."""
     if not all(isinstance(manifest[path], Container) for path in found):
         return False
@@ -279,7 +279,7 @@ def _is_one(manifest: Mapping[str, Any], found: list[str], logical: str) -> bool
     return all(each == first for each in others)
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
+def suggest_names(name: str, names: Iterable[str]) -> str:
     """Return a hint for a name that is not there: the names that look most like it."""
     names = sorted(names)
     if len(names) > 2000:

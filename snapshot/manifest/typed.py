@@ -21,8 +21,8 @@ from fractions import Fraction
 from typing import Any
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
-from snapshot.manifest.paths import component, uncomponent
-from snapshot.manifest.scalars import LONG, SCALARS, Scalar, StrEntry, int_of, int_text, scalar_entry
+from snapshot.manifest.paths import decode_component, encode_component
+from snapshot.manifest.scalars import LONG, SCALARS, Scalar, StrEntry, make_scalar_entry, read_int, write_int
 from snapshot.saved import SavedObject, class_name
 
 
@@ -36,28 +36,28 @@ class Typed(Scalar):
         return super().value()
 
 
-def _exactly(made: Any, text: str, write: Callable[[Any], str]) -> Any:
+def _expect_same_text(made: Any, text: str, write: Callable[[Any], str]) -> Any:
     """Return a value that was read, if it would be written so."""
     if write(made) != text:
         raise ValueError(f"{text[:80]!r} is not how {made!r} is written")
     return made
 
 
-def _delta_text(value: timedelta) -> str:
+def _write_delta(value: timedelta) -> str:
     return f"{value.days},{value.seconds},{value.microseconds}"
 
 
-def _delta(text: str) -> timedelta:
-    days, seconds, microseconds = map(int_of, text.split(","))
+def _read_delta(text: str) -> timedelta:
+    days, seconds, microseconds = map(read_int, text.split(","))
     made = timedelta(days, seconds, microseconds)
-    return _exactly(made, text, _delta_text)  # type: ignore[no-any-return]
+    return _expect_same_text(made, text, _write_delta)  # type: ignore[no-any-return]
 
 
 class TimedeltaEntry(Typed, tag="timedelta"):
     """A datetime.timedelta: days, seconds, microseconds."""
 
-    write = staticmethod(_delta_text)
-    read = staticmethod(_delta)
+    write = staticmethod(_write_delta)
+    read = staticmethod(_read_delta)
 
 
 class TimezoneEntry(Typed, tag="timezone"):
@@ -66,12 +66,12 @@ class TimezoneEntry(Typed, tag="timezone"):
     @staticmethod
     def write(value: Any) -> str:
         offset, *name = value.__getinitargs__()
-        return ":".join([_delta_text(offset), *map(component, name)])
+        return ":".join([_write_delta(offset), *map(encode_component, name)])
 
     @staticmethod
     def read(text: str) -> Any:
         offset, *name = text.split(":", 1)
-        made = timezone(_delta(offset), *map(uncomponent, name))
+        made = timezone(_read_delta(offset), *map(decode_component, name))
         return UTC if made == UTC and not name else made
 
 
@@ -95,7 +95,7 @@ class ZoneInfoEntry(Typed, tag="ZoneInfo"):
             ) from error
 
 
-def _zone_text(zone: Any) -> str | None:
+def _write_zone(zone: Any) -> str | None:
     """Return the text of a `tzinfo`; None where it has none."""
     if zone is None:
         return ""
@@ -108,45 +108,45 @@ def _has_key(zone: Any) -> bool:
     return isinstance(zone.key, str) and bool(_ZONE.fullmatch(zone.key))
 
 
-def _zone(text: str) -> Any:
+def _read_zone(text: str) -> Any:
     kind, _, rest = text.partition(":")
     readers = {"": lambda _: None, "timezone": TimezoneEntry.read, "ZoneInfo": ZoneInfoEntry.read}
     return readers[kind](rest)
 
 
-def _moment_text(value: Any) -> str:
+def _write_moment(value: Any) -> str:
     text = value.replace(tzinfo=None, fold=0).isoformat()
-    return f"{text};{value.fold};{_zone_text(value.tzinfo)}" if value.fold or value.tzinfo is not None else text
+    return f"{text};{value.fold};{_write_zone(value.tzinfo)}" if value.fold or value.tzinfo is not None else text
 
 
-def _moment(kind: Any, text: str) -> Any:
+def _read_moment(kind: Any, text: str) -> Any:
     bare, *more = text.split(";", 2)
     made = kind.fromisoformat(bare)
     if more:
         fold, zone = more
-        made = made.replace(fold=int_of(fold), tzinfo=_zone(zone))
-    return _exactly(made, text, _moment_text)
+        made = made.replace(fold=read_int(fold), tzinfo=_read_zone(zone))
+    return _expect_same_text(made, text, _write_moment)
 
 
 class DatetimeEntry(Typed, tag="datetime"):
     """A datetime.datetime: as ISO 8601 has it, and behind semicolons `fold` and the time zone."""
 
-    write = staticmethod(_moment_text)
-    read = staticmethod(lambda text: _moment(datetime, text))
+    write = staticmethod(_write_moment)
+    read = staticmethod(lambda text: _read_moment(datetime, text))
 
 
 class TimeEntry(Typed, tag="time"):
     """A datetime.time, as `datetime`."""
 
-    write = staticmethod(_moment_text)
-    read = staticmethod(lambda text: _moment(time, text))
+    write = staticmethod(_write_moment)
+    read = staticmethod(lambda text: _read_moment(time, text))
 
 
 class DateEntry(Typed, tag="date"):
     """A datetime.date, as ISO 8601 has it."""
 
     write = staticmethod(lambda value: value.isoformat())
-    read = staticmethod(lambda text: _exactly(date.fromisoformat(text), text, date.isoformat))
+    read = staticmethod(lambda text: _expect_same_text(date.fromisoformat(text), text, date.isoformat))
 
 
 _PATHS: dict[str, type[pathlib.PurePath]] = {
@@ -160,62 +160,62 @@ _PATHS: dict[str, type[pathlib.PurePath]] = {
 class PathEntry(Typed, tag="Path"):
     """A path of pathlib: its class and its text. One of another system comes back as a pure one."""
 
-    write = staticmethod(lambda value: f"{type(value).__name__}:{component(str(value)).replace('%2F', '/')}")
+    write = staticmethod(lambda value: f"{type(value).__name__}:{encode_component(str(value)).replace('%2F', '/')}")
 
     @staticmethod
     def read(text: str) -> Any:
         kind, path = text.split(":", 1)
-        return _PATHS[kind](uncomponent(path))
+        return _PATHS[kind](decode_component(path))
 
 
-def _uuid_text(value: uuid.UUID) -> str:
+def _write_uuid(value: uuid.UUID) -> str:
     known = value.is_safe is not uuid.SafeUUID.unknown
     return f"{value};{value.is_safe.value}" if known else str(value)
 
 
-def _uuid(text: str) -> uuid.UUID:
+def _read_uuid(text: str) -> uuid.UUID:
     bare, _, safe = text.partition(";")
-    made = uuid.UUID(bare, is_safe=uuid.SafeUUID(int_of(safe)) if safe else uuid.SafeUUID.unknown)
-    return _exactly(made, text, _uuid_text)  # type: ignore[no-any-return]
+    made = uuid.UUID(bare, is_safe=uuid.SafeUUID(read_int(safe)) if safe else uuid.SafeUUID.unknown)
+    return _expect_same_text(made, text, _write_uuid)  # type: ignore[no-any-return]
 
 
 class UUIDEntry(Typed, tag="UUID"):
     """A uuid.UUID; behind a semicolon `is_safe` where that is known."""
 
-    write = staticmethod(_uuid_text)
-    read = staticmethod(_uuid)
+    write = staticmethod(_write_uuid)
+    read = staticmethod(_read_uuid)
 
 
 class DecimalEntry(Typed, tag="Decimal"):
     """A decimal.Decimal: its digits and its exponent, as it prints itself."""
 
-    read = staticmethod(lambda text: _exactly(Decimal(text), text, str))
+    read = staticmethod(lambda text: _expect_same_text(Decimal(text), text, str))
 
 
-def _fraction_text(value: Fraction) -> str:
-    return f"{int_text(value.numerator)}/{int_text(value.denominator)}"
+def _write_fraction(value: Fraction) -> str:
+    return f"{write_int(value.numerator)}/{write_int(value.denominator)}"
 
 
-def _fraction(text: str) -> Fraction:
-    numerator, denominator = map(int_of, text.split("/"))
-    return _exactly(Fraction(numerator, denominator), text, _fraction_text)  # type: ignore[no-any-return]
+def _read_fraction(text: str) -> Fraction:
+    numerator, denominator = map(read_int, text.split("/"))
+    return _expect_same_text(Fraction(numerator, denominator), text, _write_fraction)  # type: ignore[no-any-return]
 
 
 class FractionEntry(Typed, tag="Fraction"):
     """A fractions.Fraction in lowest terms."""
 
-    write = staticmethod(_fraction_text)
-    read = staticmethod(_fraction)
+    write = staticmethod(_write_fraction)
+    read = staticmethod(_read_fraction)
 
 
 class RangeEntry(Typed, tag="range"):
     """A range: start, stop, step."""
 
-    write = staticmethod(lambda value: ",".join(map(int_text, (value.start, value.stop, value.step))))
+    write = staticmethod(lambda value: ",".join(map(write_int, (value.start, value.stop, value.step))))
 
     @staticmethod
     def read(text: str) -> Any:
-        start, stop, step = map(int_of, text.split(","))
+        start, stop, step = map(read_int, text.split(","))
         return range(start, stop, step)
 
 
@@ -270,19 +270,19 @@ _ENUM_VALUES: dict[str, type[Scalar]] = {
 } | {"str": StrEntry}
 
 
-def enum_entry(value: Any) -> EnumEntry | None:
+def make_enum_entry(value: Any) -> EnumEntry | None:
     """Return the entry of a member of an Enum, or of one that was read; None of what neither name nor value can
     tell."""
     if isinstance(value, SavedObject):
-        return _enum_entry(value.class_name, value.get("name"), value.get("value"), has_value="value" in value)
+        return _make_enum_entry(value.class_name, value.get("name"), value.get("value"), has_value="value" in value)
     kind = type(value)
-    return _enum_entry(class_name(kind), value.name, value._value_, has_value=True)
+    return _make_enum_entry(class_name(kind), value.name, value._value_, has_value=True)
 
 
-def _enum_entry(obj_type: str, name: Any, value: Any, *, has_value: bool) -> EnumEntry | None:
+def _make_enum_entry(obj_type: str, name: Any, value: Any, *, has_value: bool) -> EnumEntry | None:
     if len(obj_type) > LONGEST_NAME or len(name or "") > LONGEST_NAME:
         return None
-    plain = scalar_entry(value) if has_value and type(value).__name__ in _ENUM_VALUES else None
+    plain = make_scalar_entry(value) if has_value and type(value).__name__ in _ENUM_VALUES else None
     readable = f"{obj_type}.{name}"
     if plain is None or len(plain.serialized_value) > LONG or getattr(plain, "escaped", False):
         return None if name is None else EnumEntry("", readable, obj_type=obj_type, name=name)
@@ -295,14 +295,14 @@ def resolve_member(kind: type[Enum], entry: EnumEntry) -> Enum:
     is that of another one."""
     check_class_name(entry.obj_type)
     check_class_name(entry.name or "")
-    named = _by_name(kind, entry.name)
+    named = _find_by_name(kind, entry.name)
     saved = f"{entry.obj_type}.{entry.name}"
     if entry.held is None:
         if named is None:
             raise LookupError(f"the snapshot has {saved}, and {kind.__qualname__} has no such member")
         return named
     value = entry.member_value()
-    found = _by_value(kind, value)
+    found = _find_by_value(kind, value)
     if found is None:
         raise LookupError(f"the snapshot has {saved} = {value!r}, and {kind.__qualname__} has no member of this value")
     if named is not None and named is not found and named != found:
@@ -310,7 +310,7 @@ def resolve_member(kind: type[Enum], entry: EnumEntry) -> Enum:
     return found
 
 
-def _by_name(kind: type[Enum], name: str | None) -> Enum | None:
+def _find_by_name(kind: type[Enum], name: str | None) -> Enum | None:
     """Return the member of a name; of several flags, which `|` joins, all of them."""
     parts = [kind.__members__.get(each) for each in (name or "").split("|")]
     if not all(isinstance(each, kind) for each in parts):
@@ -318,7 +318,7 @@ def _by_name(kind: type[Enum], name: str | None) -> Enum | None:
     return parts[0] if len(parts) == 1 else functools.reduce(operator.or_, parts)
 
 
-def _by_value(kind: type[Enum], value: Any) -> Enum | None:
+def _find_by_value(kind: type[Enum], value: Any) -> Enum | None:
     """Return the member of a value: no class's own idea of what else it may be is asked, but that of flags which bits
     fit."""
     if issubclass(kind, Flag) and type(value) is int:
@@ -348,10 +348,10 @@ TYPED: dict[type, type[Typed]] = {
 """Types, exactly these, with what holds them."""
 
 
-def typed_entry(value: Any) -> Typed | None:
+def make_typed_entry(value: Any) -> Typed | None:
     """Return the entry of a value of one of these types; None where a text cannot tell it, or only a long one."""
     kind = type(value)
-    if kind in (datetime, time) and _zone_text(value.tzinfo) is None:
+    if kind in (datetime, time) and _write_zone(value.tzinfo) is None:
         return None
     if kind is zoneinfo.ZoneInfo and not _has_key(value):
         return None
@@ -362,6 +362,6 @@ def typed_entry(value: Any) -> Typed | None:
     return entry(text)
 
 
-def plain_entry(value: Any) -> Scalar | None:
+def make_plain_entry(value: Any) -> Scalar | None:
     """Return the entry of a value that stands in the manifest itself, whatever its type; None for any other."""
-    return typed_entry(value) if type(value) in TYPED else scalar_entry(value)
+    return make_typed_entry(value) if type(value) in TYPED else make_scalar_entry(value)

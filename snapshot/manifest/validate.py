@@ -118,7 +118,7 @@ def check_range(path: str, entry: TensorEntry | ObjectEntry, files: Files) -> No
     begin, end = entry.byte_range
     file = files.get(entry.location)
     if file is None or not 0 <= file.header <= begin <= end <= file.size:
-        raise _outside(path, entry.location, begin, end)
+        raise _outside_error(path, entry.location, begin, end)
     count = count_blocks(end - begin)
     if count and entry.digest is not None:
         if entry.blocks is None:
@@ -126,7 +126,7 @@ def check_range(path: str, entry: TensorEntry | ObjectEntry, files: Files) -> No
         location, begin, end = entry.blocks
         table = files.get(location)
         if table is None or not 0 <= table.header <= begin <= end <= table.size or end - begin != count * SIZE:
-            raise _outside(path, location, begin, end)
+            raise _outside_error(path, location, begin, end)
 
 
 def _check_layout(path: str, entry: AnyTensor) -> None:
@@ -136,11 +136,11 @@ def _check_layout(path: str, entry: AnyTensor) -> None:
         raise CorruptSnapshotError(f"{path}: {order} is no order of {counted(len(entry.shape), 'dimension')}")
 
 
-def _outside(path: str, location: str, begin: int, end: int) -> CorruptSnapshotError:
+def _outside_error(path: str, location: str, begin: int, end: int) -> CorruptSnapshotError:
     return CorruptSnapshotError(f"{path}: the range {begin}-{end} does not lie in the data of {location[:200]}")
 
 
-def locations_of(entries: Mapping[str, Any], files: Files) -> set[str]:
+def find_locations(entries: Mapping[str, Any], files: Files) -> set[str]:
     """Return the files that entries lie in: looked at before memory for them is taken. Unknown ones are found out
     later."""
     found = set()

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from snapshot.manifest.paths import quote
+from snapshot.manifest.paths import quote_path
 from snapshot.storage import Limits
 from snapshot.tensors.digest import BLOCK, SIZE, count_blocks, digest_range
 from snapshot.tensors.dtypes import ITEMSIZE, SAFETENSORS
@@ -288,7 +288,7 @@ def _header_name(path: str) -> str:
     """Return the header's name of a leaf. `%[` can stand in no user's path: there it sets off a part of a composite
     tensor."""
     owner, _, part = path.partition("%[")
-    return f"{quote(owner)}[{part}" if part else quote(path)
+    return f"{quote_path(owner)}[{part}" if part else quote_path(path)
 
 
 def cut_file(file: FilePlan, part_bytes: int) -> list[FilePart]:

@@ -14,7 +14,7 @@ from snapshot.errors import CorruptSnapshotError
 from snapshot.manifest import document as d
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import FORMAT, Document, FileEntry, ManifestPart, PartEntry, encode
-from snapshot.manifest.merge import expect_whole, merge
+from snapshot.manifest.merge import expect_whole_tensors, merge
 from snapshot.plan.consensus import digest_layout, sum_digests
 from snapshot.plan.layout import place_box
 from snapshot.save.rank_share import RankShare
@@ -185,7 +185,7 @@ def build_document(
         merge(manifest, part.manifest, f"rank {rank}")
         merge(manifest, part.shared, f"rank {rank}")
         files.update(part.files)
-    expect_whole(manifest)
+    expect_whole_tensors(manifest)
     lost = [path for path in described.expected if f"0/{path}" not in manifest]
     if lost:
         raise CorruptSnapshotError(f"no rank wrote what all share:{listed(sorted(lost))}")

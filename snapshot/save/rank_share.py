@@ -20,7 +20,7 @@ from snapshot.save.replication import Replication, agree_on_replicas, check_repl
 from snapshot.save.take_options import TakeOptions
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf
-from snapshot.state.sharded import Piece, Shards
+from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.tensors.dtypes import ITEMSIZE, NAMES
 
 _nbytes = attrgetter("nbytes")
@@ -96,7 +96,7 @@ class RankShare:
 
     def _choose_pieces(self) -> None:
         """Choose this rank's share of the boxes that it holds: each box is written by one of its holders."""
-        groups: dict[tuple[int, ...], list[tuple[str, Piece]]] = {}
+        groups: dict[tuple[int, ...], list[tuple[str, LocalPiece]]] = {}
         for path in sorted(self.flat.shards):
             for number, piece in enumerate(self.flat.shards[path].pieces):
                 if (
@@ -115,7 +115,7 @@ class RankShare:
                 leaf = self._leaf(path, piece)
                 self.leaves.append(leaf if dealt.box is None else leaf.part(dealt.box))
 
-    def _leaf(self, path: str, piece: Piece) -> Leaf:
+    def _leaf(self, path: str, piece: LocalPiece) -> Leaf:
         entries = self.flat.entries  # a leaf that led back here would never be collected
 
         def wrap(path: str, stored: e.TensorEntry | e.ChunkedTensorEntry) -> None:

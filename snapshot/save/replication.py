@@ -24,7 +24,7 @@ from snapshot.plan import consensus as a
 from snapshot.save.collect import ReplicationRules
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Leaf
-from snapshot.state.sharded import Piece, Shards
+from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.tensors.addresses import is_plain, wrap_memory
 from snapshot.tensors.digest import digest_range, split_digests
 from snapshot.tensors.dtypes import ITEMSIZE, NAMES
@@ -261,7 +261,7 @@ def _numbers(exchange: Exchange, path: str, shards: Shards) -> tuple[int, ...]:
     return numbers
 
 
-def holders_of(exchange: Exchange, piece: Piece) -> tuple[int, ...]:
+def holders_of(exchange: Exchange, piece: LocalPiece) -> tuple[int, ...]:
     """Who holds the same box, as this call numbers them."""
     if piece.holders is None or len(piece.holders) == 1 or exchange.alone:
         return (exchange.rank,)

@@ -27,16 +27,16 @@ ENUM, RECORD, WRAPPER = "Enum", "dataclass", "TensorSubclass"
 _forms: WeakKeyDictionary[type, str | None] = WeakKeyDictionary()
 
 
-def form_of(kind: type) -> str | None:
+def find_form(kind: type) -> str | None:
     """Return what a class is an example of: `ENUM`, `RECORD` or `WRAPPER`; None for any other."""
     try:
         return _forms[kind]
     except KeyError:
-        form = _forms[kind] = _form_of(kind)
+        form = _forms[kind] = _find_form(kind)
         return form
 
 
-def _form_of(kind: type) -> str | None:
+def _find_form(kind: type) -> str | None:
     if issubclass(kind, Enum):
         return ENUM
     if issubclass(kind, torch.Tensor):
@@ -64,12 +64,12 @@ _OTHERWISE = ("__getnewargs__", "__getnewargs_ex__", "__snapshot_shards__", "__c
 """Methods of what is pickled or sharded in its own way."""
 
 
-def parts_of(value: Any) -> dict[str, Any] | None:
+def find_parts(value: Any) -> dict[str, Any] | None:
     """Return the attributes or inner tensors of a value; None of a value that is not made of such."""
-    form = form_of(type(value))
+    form = find_form(type(value))
     if form is RECORD:
-        return attributes(value)
-    return inner_tensors(value)[0] if form is WRAPPER and is_wrapper(value) else None
+        return read_attributes(value)
+    return read_inner_tensors(value)[0] if form is WRAPPER and is_wrapper(value) else None
 
 
 # Dataclasses
@@ -77,15 +77,15 @@ def parts_of(value: Any) -> dict[str, Any] | None:
 
 def holds_itself(value: Any) -> bool:
     """Whether an object is found again in what it holds: only a pickle can tell that."""
-    return _recurs(value, set(), set())
+    return _contains_cycle(value, set(), set())
 
 
-def _recurs(value: Any, above: set[int], done: set[int]) -> bool:
+def _contains_cycle(value: Any, above: set[int], done: set[int]) -> bool:
     kind = type(value)
     if kind in _SIMPLE:
         return False
-    if form_of(kind) is RECORD:
-        held: Any = attributes(value).values()
+    if find_form(kind) is RECORD:
+        held: Any = read_attributes(value).values()
     elif issubclass(kind, dict):
         held = value.values()
     elif issubclass(kind, (list, tuple, deque)):
@@ -95,7 +95,7 @@ def _recurs(value: Any, above: set[int], done: set[int]) -> bool:
     if id(value) in above or id(value) in done:
         return id(value) in above
     above.add(id(value))
-    found = any(_recurs(each, above, done) for each in held)
+    found = any(_contains_cycle(each, above, done) for each in held)
     above.discard(id(value))
     done.add(id(value))
     return found
@@ -104,12 +104,12 @@ def _recurs(value: Any, above: set[int], done: set[int]) -> bool:
 _SIMPLE = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
 
 
-def attributes(value: Any) -> dict[str, Any]:
+def read_attributes(value: Any) -> dict[str, Any]:
     """Return what an instance has: its fields, then what else was set. What it has computed and kept is computed
     again."""
     kind = type(value)
     found = {}
-    for name in _slots(kind):
+    for name in _find_slots(kind):
         try:
             found[name] = getattr(value, name)
         except AttributeError:  # a field that was never set
@@ -120,7 +120,7 @@ def attributes(value: Any) -> dict[str, Any]:
     return found
 
 
-def _slots(kind: type) -> tuple[str, ...]:
+def _find_slots(kind: type) -> tuple[str, ...]:
     """Return the names that all instances may have: fields, and slots of classes that are no dataclasses."""
     names = dict.fromkeys(each.name for each in dataclasses.fields(kind))
     for each in kind.__mro__:
@@ -134,25 +134,25 @@ def is_computed(kind: type, name: str) -> bool:
     return any(isinstance(each.__dict__.get(name), cached_property) for each in kind.__mro__)
 
 
-def can_have(kind: type, live: Mapping[str, Any], name: str) -> bool:
+def accepts_attribute(kind: type, live: Mapping[str, Any], name: str) -> bool:
     """Whether an instance takes an attribute of this name."""
-    return name in live or name in _slots(kind)
+    return name in live or name in _find_slots(kind)
 
 
-def with_attributes(kind: type, held: Mapping[str, Any]) -> Any:
+def make_instance(kind: type, held: Mapping[str, Any]) -> Any:
     """Return a new instance with these attributes, of which none of its own code knows."""
     made: Any = object.__new__(kind)
-    fill(made, held)
+    set_attributes(made, held)
     return made
 
 
-def fill(target: Any, held: Mapping[str, Any]) -> None:
+def set_attributes(target: Any, held: Mapping[str, Any]) -> None:
     """Set attributes of an instance, also of a frozen one."""
     for name, value in held.items():
         object.__setattr__(target, name, value)
 
 
-def default_of(kind: type, name: str) -> Any:
+def find_default(kind: type, name: str) -> Any:
     """Return the value that a field has where none is given. Raises KeyError where it has none."""
     for each in dataclasses.fields(kind):
         if each.name == name and each.default is not dataclasses.MISSING:
@@ -172,7 +172,7 @@ def _is_dtensor(tensor: Any) -> bool:
 
 def is_wrapped_local(tensor: Any) -> bool:
     """Whether a tensor is a DTensor whose local part wraps tensors: nobody can cut that into boxes."""
-    return _is_dtensor(tensor) and form_of(type(tensor._local_tensor)) is WRAPPER and is_wrapper(tensor._local_tensor)
+    return _is_dtensor(tensor) and find_form(type(tensor._local_tensor)) is WRAPPER and is_wrapper(tensor._local_tensor)
 
 
 def is_wrapper(tensor: Any) -> bool:
@@ -180,7 +180,7 @@ def is_wrapper(tensor: Any) -> bool:
     return not _is_dtensor(tensor) or is_wrapped_local(tensor)
 
 
-def inner_tensors(tensor: Any) -> tuple[dict[str, Any], Any]:
+def read_inner_tensors(tensor: Any) -> tuple[dict[str, Any], Any]:
     """Return the inner tensors of a tensor by their names, and what its class needs to know besides. Some classes name
     other objects, too, as meshes: these are the live one's own."""
     names, context = tensor.__tensor_flatten__()
@@ -188,24 +188,24 @@ def inner_tensors(tensor: Any) -> tuple[dict[str, Any], Any]:
     return {name: each for name, each in inner.items() if isinstance(each, torch.Tensor)}, context
 
 
-def wrapper_entry(tensor: Any, names: list[str], context: dict[str, Any]) -> SubclassEntry:
+def make_wrapper_entry(tensor: Any, names: list[str], context: dict[str, Any]) -> SubclassEntry:
     """Return the entry of a wrapped tensor."""
     return SubclassEntry(
         [encode_key(name) for name in names],  # type: ignore[misc]
         obj_type=class_name(type(tensor)),
         dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=outer_shape(tensor),
+        shape=read_outer_shape(tensor),
         requires_grad=bool(tensor.requires_grad),
         context=context,
     )
 
 
-def outer_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+def read_outer_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the shape that a wrapped tensor has to others; -1 for what is not a number, as in a nested tensor's."""
     return tuple(size if type(size) is int else -1 for size in tensor.shape)
 
 
-def context_of(tensor: Any, context: Any) -> Any:
+def describe_context(tensor: Any, context: Any) -> Any:
     """Return what is stored as a tensor's context: what the class gives, and of a DTensor a text of its layout."""
     if _is_dtensor(tensor):
         mesh = tensor.device_mesh.mesh.tolist()

@@ -9,7 +9,7 @@ from typing import Any
 from snapshot.manifest import entries as e
 
 
-def dict_maker(value: dict[Any, Any]) -> Callable[[list[Any], list[int] | None], e.DictEntry] | None:
+def find_dict_maker(value: dict[Any, Any]) -> Callable[[list[Any], list[int] | None], e.DictEntry] | None:
     """Return what makes the entry of a dict of this type; None where a defaultdict's factory cannot be recorded."""
     kind = type(value)
     if kind is dict:
@@ -17,13 +17,13 @@ def dict_maker(value: dict[Any, Any]) -> Callable[[list[Any], list[int] | None],
     if kind is Counter:
         return e.CounterEntry
     if kind is defaultdict:
-        factory = e.factory_name(value.default_factory)  # type: ignore[attr-defined]
+        factory = e.find_factory_name(value.default_factory)  # type: ignore[attr-defined]
         return None if factory is None else lambda keys, tagged: e.DefaultdictEntry(keys, tagged, factory=factory)
-    versions = module_versions(getattr(value, "_metadata", None))
+    versions = read_module_versions(getattr(value, "_metadata", None))
     return lambda keys, tagged: e.OrderedDictEntry(keys, tagged, module_versions=versions)
 
 
-def module_versions(metadata: Any) -> dict[str, dict[str, Any]] | None:
+def read_module_versions(metadata: Any) -> dict[str, dict[str, Any]] | None:
     """Return a module's versions as plain values; what else hooks may have put there, and JSON cannot hold, is left
     out."""
     if not isinstance(metadata, dict):

@@ -20,17 +20,17 @@ import torch
 from snapshot.errors import SnapshotError
 from snapshot.manifest import entries as e
 from snapshot.manifest.containers import SEQUENCES
-from snapshot.manifest.paths import component, component_of, encode_key, tagged_keys
+from snapshot.manifest.paths import encode_component, encode_key, find_tagged_keys, key_component
 from snapshot.manifest.scalars import Scalar
-from snapshot.manifest.typed import LONGEST_NAME, TYPED, enum_entry, plain_entry
+from snapshot.manifest.typed import LONGEST_NAME, TYPED, make_enum_entry, make_plain_entry
 from snapshot.saved import SavedObject, class_name
 from snapshot.state import compound
-from snapshot.state.compound import form_of
-from snapshot.state.dicts import dict_maker
+from snapshot.state.compound import find_form
+from snapshot.state.dicts import find_dict_maker
 from snapshot.state.flat_state import LOW
-from snapshot.state.flatten_cache import remember, replay
+from snapshot.state.flatten_cache import remember_state, replay_state
 from snapshot.state.leaves import Blob, FromOneRank, Leaf
-from snapshot.state.state_tree import live_leaves
+from snapshot.state.state_tree import collect_leaves
 from snapshot.state.tensor_leaves import SIMPLE, TensorLeaves
 from snapshot.tensors import composite, generators
 
@@ -48,7 +48,7 @@ class Flattened(TensorLeaves):
             self._leave_out(path, value)
             return
         plain = self._prepare is None and self._excluded is None
-        if plain and replay(path, value, self):
+        if plain and replay_state(path, value, self):
             return
         before = len(self.entries), len(self.leaves), len(self.blobs), len(self.pickled), len(self.shards)
         try:
@@ -56,13 +56,13 @@ class Flattened(TensorLeaves):
         except RecursionError as error:
             raise SnapshotError(f"{path}: nested deeper than Python's stack allows here, or holds itself") from error
         if plain and not self.once:
-            remember(path, value, self, before)
+            remember_state(path, value, self, before)
 
     def _leave_out(self, path: str, value: Any) -> None:
         """Note the names of what is left out, so that no glob that matches them is said to match nothing."""
         self.excluded.append(path)
         with contextlib.suppress(RecursionError):
-            self.excluded.extend(live_leaves(path, value))
+            self.excluded.extend(collect_leaves(path, value))
 
     def _visit(self, path: str, value: Any, depth: int) -> None:
         """Flatten a value of any type; those that are looked up by their exact type come here only from `add`."""
@@ -77,9 +77,9 @@ class Flattened(TensorLeaves):
             before = len(self.entries)
             _VISITORS.get(type(value.value), Flattened._visit)(self, path, value.value, depth)
             self.once.update(islice(self.entries, before, None))
-        elif not self._classes or form_of(type(value)) is None:
+        elif not self._classes or find_form(type(value)) is None:
             self._object(path, value)
-        elif form_of(type(value)) is compound.ENUM:
+        elif find_form(type(value)) is compound.ENUM:
             self._member(path, value)
         elif not self._within and compound.holds_itself(value):
             self._object(path, value)
@@ -106,14 +106,14 @@ class Flattened(TensorLeaves):
 
     def _dict(self, path: str, value: dict[Any, Any], depth: int) -> None:
         self._deeper(path, depth)
-        make = dict_maker(value)
+        make = find_dict_maker(value)
         keys = list(value)
         strings = all(type(key) is str for key in keys)
         recorded = keys if strings and all(map(str.isascii, keys)) else [encode_key(key) for key in keys]
         if make is None or None in recorded:
             self._object(path, value)
             return
-        tagged = () if strings else tagged_keys(keys)
+        tagged = () if strings else find_tagged_keys(keys)
         self.entries[path] = entry = make(recorded, list(tagged) or None)
         if self._excluded is not None:
             self._some_of(path, entry, value, depth, self._excluded)
@@ -124,7 +124,7 @@ class Flattened(TensorLeaves):
             self.add_named(prefix, value, depth)
             return
         for i, (key, child) in enumerate(zip(recorded, value.values(), strict=True)):
-            below = prefix + component_of(key, i in tagged)
+            below = prefix + key_component(key, i in tagged)
             visitors.get(type(child), Flattened._visit)(self, below, child, depth + 1)
 
     def _some_of(
@@ -148,7 +148,7 @@ class Flattened(TensorLeaves):
         tensor_type, strided, prepare = torch.Tensor, torch.strided, self._prepare
         entries, leaves, seen, shapes, visitors = self.entries, self.leaves, self.seen, self._shapes, _VISITORS
         for key, child in value.items():
-            path = prefix + (key if key.isascii() and "/" not in key and "%" not in key else component(key))
+            path = prefix + (key if key.isascii() and "/" not in key and "%" not in key else encode_component(key))
             if type(child) is not tensor_type or prepare is not None:
                 visitors.get(type(child), Flattened._visit)(self, path, child, depth + 1)
                 continue
@@ -180,7 +180,7 @@ class Flattened(TensorLeaves):
             raise SnapshotError(f"{path[:200]}...: nested more than {DEEPEST} deep, or holds itself")
 
     def _scalar(self, path: str, value: Any, depth: int) -> None:
-        entry = plain_entry(value)
+        entry = make_plain_entry(value)
         if entry is not None:
             self.entries[path] = entry
         elif type(value) in TYPED:
@@ -192,7 +192,7 @@ class Flattened(TensorLeaves):
 
     def _member(self, path: str, value: Any) -> None:
         """Store a member of an Enum, or what was read of one."""
-        entry = enum_entry(value)
+        entry = make_enum_entry(value)
         if entry is None:
             self._object(path, value)
         else:
@@ -202,7 +202,7 @@ class Flattened(TensorLeaves):
         within, self._within = self._within, True
         try:
             self._fields(
-                path, value, e.RecordEntry, class_name(type(value)), held=compound.attributes(value), depth=depth
+                path, value, e.RecordEntry, class_name(type(value)), held=compound.read_attributes(value), depth=depth
             )
         finally:
             self._within = within
@@ -223,10 +223,12 @@ class Flattened(TensorLeaves):
             self.add_named(path + "/", held, depth)
 
     def _wrapped(self, path: str, tensor: torch.Tensor) -> bool:
-        if not self._classes or form_of(type(tensor)) is not compound.WRAPPER or not compound.is_wrapper(tensor):
+        if not self._classes or find_form(type(tensor)) is not compound.WRAPPER or not compound.is_wrapper(tensor):
             return False
-        inner, context = compound.inner_tensors(tensor)
-        self._below_wrapper(path, compound.wrapper_entry(tensor, list(inner), context_entries(tensor, context)), inner)
+        inner, context = compound.read_inner_tensors(tensor)
+        self._below_wrapper(
+            path, compound.make_wrapper_entry(tensor, list(inner), flatten_context(tensor, context)), inner
+        )
         return True
 
     def _below_wrapper(self, path: str, entry: e.SubclassEntry, inner: dict[str, Any]) -> None:
@@ -235,7 +237,7 @@ class Flattened(TensorLeaves):
         prepare, self._prepare = self._prepare, None
         try:
             for name, child in inner.items():
-                below = f"{path}/{component(name)}"
+                below = f"{path}/{encode_component(name)}"
                 _VISITORS.get(type(child), Flattened._visit)(self, below, child, 0)
         finally:
             self._prepare = prepare
@@ -308,10 +310,10 @@ class _Context(Flattened):
         self._object(path, value)
 
 
-def context_entries(tensor: Any, context: Any) -> dict[str, Any]:
+def flatten_context(tensor: Any, context: Any) -> dict[str, Any]:
     """Return what a wrapped tensor's class needs to know besides its inner tensors, as entries that stand in one."""
     flat = _Context()
-    flat._visit("", compound.context_of(tensor, context), 0)
+    flat._visit("", compound.describe_context(tensor, context), 0)
     plain = (Scalar, e.Container)
     return {
         path: entry if isinstance(entry, plain) and not isinstance(entry, e.SubclassEntry) else e.OpaqueEntry("tensor")

@@ -21,9 +21,9 @@ import torch
 from snapshot.manifest.entries import Container, DictEntry
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.scalars import SCALARS, Scalar
-from snapshot.manifest.typed import TYPED, plain_entry
+from snapshot.manifest.typed import TYPED, make_plain_entry
 from snapshot.per_process import PerProcess
-from snapshot.state.dicts import module_versions
+from snapshot.state.dicts import read_module_versions
 from snapshot.state.flat_state import LOW, FlatState
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.composite import is_freed
@@ -47,7 +47,7 @@ class _Unlike(Exception):
     """Raised where a state cannot be remembered, or is not like the one that was."""
 
 
-def _survey(value: Any, children: list[Any], structure: list[Any]) -> None:
+def _survey_values(value: Any, children: list[Any], structure: list[Any]) -> None:
     """Gather all that is in nested containers, each container's own first; and what the containers themselves are
     like."""
     inner = value
@@ -56,7 +56,7 @@ def _survey(value: Any, children: list[Any], structure: list[Any]) -> None:
             raise _Unlike
         structure.append(list(value))
         if type(value) is OrderedDict:
-            structure.append(module_versions(getattr(value, "_metadata", None)))
+            structure.append(read_module_versions(getattr(value, "_metadata", None)))
         inner = value.values()
     else:
         structure.append(len(value))
@@ -64,11 +64,11 @@ def _survey(value: Any, children: list[Any], structure: list[Any]) -> None:
     if not _CONTAINERS.isdisjoint(map(type, inner)):
         for child in inner:
             if type(child) in _CONTAINERS:
-                _survey(child, children, structure)
+                _survey_values(child, children, structure)
 
 
-def _names(path: str, value: Any, entries: Mapping[str, Entry | None], names: list[str]) -> None:
-    """Gather the paths of what `_survey` gathers, in its order."""
+def _collect_names(path: str, value: Any, entries: Mapping[str, Entry | None], names: list[str]) -> None:
+    """Gather the paths of what `_survey_values` gathers, in its order."""
     entry = entries.get(path)
     if not isinstance(entry, Container) or entry.width != len(value):
         raise _Unlike
@@ -77,7 +77,7 @@ def _names(path: str, value: Any, entries: Mapping[str, Entry | None], names: li
     names += below
     for name, child in zip(below, inner, strict=True):
         if type(child) in _CONTAINERS:
-            _names(name, child, entries, names)
+            _collect_names(name, child, entries, names)
 
 
 class TensorTraits:
@@ -114,8 +114,8 @@ class _Template:
         children: list[Any] = []
         self.structure: list[Any] = []
         names: list[str] = []
-        _survey(value, children, self.structure)
-        _names(path, value, entries, names)
+        _survey_values(value, children, self.structure)
+        _collect_names(path, value, entries, names)
         self.types = list(map(type, children))
         self.entries = entries
         leaves = {leaf.path: leaf for leaf in made}
@@ -135,7 +135,7 @@ class _Template:
         self.inexact = [at for at, scalar in enumerate(self.scalars) if type(scalar) not in _EXACT]
         tensors = [children[index] for index in self.tensors_at]
         self.likeness = TensorTraits(tensors)
-        self.pattern = _pattern(self.likeness.addresses)
+        self.pattern = _find_aliases(self.likeness.addresses)
         self.likeness.addresses = []
         named = [names[index] for index in self.tensors_at]
         self.ties = {name: flat.ties[name] for name in named if name not in leaves}
@@ -161,7 +161,7 @@ class _Template:
             raise _Unlike
         children: list[Any] = []
         structure: list[Any] = []
-        _survey(value, children, structure)
+        _survey_values(value, children, structure)
         if structure != self.structure or list(map(type, children)) != self.types:
             raise _Unlike
         tensors = [children[index] for index in self.tensors_at]
@@ -173,7 +173,7 @@ class _Template:
         held = [tensors[at] for at in self.leaves_at]
         begins = [addresses[at] for at in self.leaves_at]
         full = begins if self.full else [begin for begin, size in zip(begins, sizes, strict=True) if size]
-        if _pattern(addresses) != self.pattern:
+        if _find_aliases(addresses) != self.pattern:
             raise _Unlike
         if full and min(full) < LOW and any(is_freed(each) for each in held if each.data_ptr() < LOW and each.numel()):
             raise _Unlike
@@ -196,14 +196,14 @@ class _Template:
             changed += [at for at, value in enumerate(values) if value is not known[at] and value != known[at]]
         found: dict[str, Entry] = {}
         for at in changed:
-            entry = plain_entry(values[at])
+            entry = make_plain_entry(values[at])
             if entry is None:
                 raise _Unlike
             found[self.scalar_names[at]] = entry
         return found
 
 
-def _pattern(addresses: list[int]) -> list[int]:
+def _find_aliases(addresses: list[int]) -> list[int]:
     """Which tensors begin at one address: for each, the first that does; nothing if all addresses are different."""
     if len(set(addresses)) == len(addresses):
         return []
@@ -224,7 +224,7 @@ class _Templates:
 _templates = PerProcess(_Templates)
 
 
-def replay(path: str, value: Any, flat: FlatState) -> bool:
+def replay_state(path: str, value: Any, flat: FlatState) -> bool:
     """Flatten a value as the last one under the path was, if it is like that; whether it was."""
     templates = _templates.get()
     template = templates.kept.get(path)
@@ -239,7 +239,7 @@ def replay(path: str, value: Any, flat: FlatState) -> bool:
     return True
 
 
-def remember(path: str, value: Any, flat: FlatState, before: tuple[int, ...]) -> None:
+def remember_state(path: str, value: Any, flat: FlatState, before: tuple[int, ...]) -> None:
     """Note what flattening has just made of a value. A state that changes each time is tried ever more rarely."""
     entries, leaves, *others = before
     if len(flat.leaves) - leaves < FEW or tuple(others) != (len(flat.blobs), len(flat.pickled), len(flat.shards)):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from snapshot.manifest.entries import Container
-from snapshot.manifest.paths import component, uncomponent
+from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.state.model_state import ModelState
-from snapshot.state.optimizer_kinds import StateOfParameters, exactly, with_options
-from snapshot.state.optimizers import grouped_otherwise
+from snapshot.state.optimizer_kinds import StateOfParameters, add_live_options, restore_dtypes
+from snapshot.state.optimizers import describe_group_change
 from snapshot.tensors.addresses import address_of_tensor
 
 
@@ -29,7 +29,7 @@ class ModelStateKind(StateOfParameters):
         self.parameters = {path[len(prefix) :]: held for path, held in self.live.items() if path.startswith(prefix)}
         groups = self.state["optim"]["param_groups"] if stateful.optimizers else ()
         owners = [optimizer for optimizer in stateful.optimizers for _ in optimizer.param_groups]
-        self.groups = [[component(str(name)) for name in group["params"]] for group in groups]
+        self.groups = [[encode_component(str(name)) for name in group["params"]] for group in groups]
         self.owners = {name: owner for names, owner in zip(self.groups, owners, strict=False) for name in names}
 
     def read_state(self) -> Any:
@@ -44,7 +44,7 @@ class ModelStateKind(StateOfParameters):
     def optimizer_mismatch(self, entries: Mapping[str, Any]) -> str | None:
         why = super().optimizer_mismatch(entries)
         if why is None and self._saved is not None and self.groups_known:
-            other = grouped_otherwise(self._saved, self.groups)
+            other = describe_group_change(self._saved, self.groups)
             why = f"{self.base}: {other}" if other else None
         return why
 
@@ -56,7 +56,7 @@ class ModelStateKind(StateOfParameters):
         return super().other_shapes(entries, unfit)
 
     def model_names(self) -> list[str]:
-        return [component(name) for name in self.state["model"]]
+        return [encode_component(name) for name in self.state["model"]]
 
     def adopts(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
         return [path for path in self.live if path not in entries and path in elsewhere]
@@ -102,20 +102,20 @@ class ModelStateKind(StateOfParameters):
         groups = []
         for group in live["param_groups"]:
             same = next((saved[name] for name in group["params"] if name in saved), group)
-            groups.append({**with_options(same, group), "params": group["params"]})
+            groups.append({**add_live_options(same, group), "params": group["params"]})
         states = {name: states.get(name, {}) for group in live["param_groups"] for name in group["params"]}
         return {"state": states, "param_groups": groups}
 
     def _amend(self, given: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         """Make the optimizers hold what was read: torch casts it, leaves out what is frozen now, and wants a state for
         each parameter."""
-        live = {address_of_tensor(each): (each, owner) for owner in self.optimizers for each in _parameters(owner)}
+        live = {address_of_tensor(each): (each, owner) for owner in self.optimizers for each in _list_parameters(owner)}
         known = {name for group in self._saved.groups for name in group} if self._saved else set()
         for path, held in self.parameters.items():
             parameter, optimizer = live.get(address_of_tensor(held), (None, None))
             if parameter is None or optimizer is None:
                 continue
-            name = uncomponent(path)
+            name = decode_component(path)
             state = optimizer.state.get(parameter)
             if path in known and path not in self.untouched and not saved.get(name):
                 state = None  # the snapshot has the parameter, and no state of it
@@ -123,12 +123,12 @@ class ModelStateKind(StateOfParameters):
                 state = dict(saved[name]) if saved.get(name) and path not in self.untouched else None
             else:
                 meant = given.get(name, {})
-                state.update({what: exactly(now, meant[what]) for what, now in state.items() if what in meant})
+                state.update({what: restore_dtypes(now, meant[what]) for what, now in state.items() if what in meant})
             if state:
                 optimizer.state[parameter] = state
             else:
                 optimizer.state.pop(parameter, None)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
+def _list_parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -24,30 +24,30 @@ RECORD = "record"
 """Marks a dtype whose scalars are `np.record`, and not `np.void`: [RECORD, NumPy's text for it]."""
 
 
-def describe(value: Array | np.generic) -> tuple[Any, tuple[int, ...], str, torch.Tensor] | None:
+def describe_array(value: Array | np.generic) -> tuple[Any, tuple[int, ...], str, torch.Tensor] | None:
     """(NumPy's text for the dtype, shape, order, a tensor over the bytes); None for what needs a pickle."""
     if type(value) is not np.ndarray and not isinstance(value, np.generic):
         return None
     dtype = value.dtype
-    descr = _descr(dtype)
+    descr = _describe_dtype(dtype)
     if descr is None or (isinstance(value, np.generic) and type(value) is not dtype.type):
         return None
     if type(value) in _TEXTS:  # NumPy's arrays have no empty texts, and cut those that end in zeros
         raw = np.frombuffer(_TEXTS[type(value)](value), np.uint8)
-        return descr, (), "C", tensor_over(raw)
+        return descr, (), "C", wrap_array(raw)
     array: Array = np.asarray(value)
     order = "F" if array.ndim > 1 and array.flags.f_contiguous and not array.flags.c_contiguous else "C"
     plain = np.ascontiguousarray(array).reshape(array.shape)
-    return descr, tuple(array.shape), order, tensor_over(plain)
+    return descr, tuple(array.shape), order, wrap_array(plain)
 
 
-def _descr(dtype: np.dtype[Any]) -> Any:
+def _describe_dtype(dtype: np.dtype[Any]) -> Any:
     """NumPy's text for a dtype, as JSON has it; None where it does not say all of it."""
     if dtype.hasobject or dtype.metadata:
         return None
     try:
-        descr = _jsonable(np.lib.format.dtype_to_descr(dtype))
-        again = np.lib.format.descr_to_dtype(_tuples(descr))
+        descr = _to_json(np.lib.format.dtype_to_descr(dtype))
+        again = np.lib.format.descr_to_dtype(_to_tuples(descr))
     except (TypeError, ValueError):
         return None
     if again != dtype:
@@ -61,7 +61,7 @@ _TEXTS: dict[type, Callable[[Any], bytes]] = {
 }
 
 
-def tensor_over(array: Array) -> torch.Tensor:
+def wrap_array(array: Array) -> torch.Tensor:
     """Return a tensor over a C-ordered array's memory, as NumPy's dtype where torch has it, else as bytes. Keeps it
     alive."""
     name = array.dtype.name
@@ -76,12 +76,14 @@ def tensor_over(array: Array) -> torch.Tensor:
     return tensor
 
 
-def rebuild(path: str, tensor: torch.Tensor, dtype: Any, shape: tuple[int, ...], *, order: str, scalar: bool) -> Any:
+def rebuild_array(
+    path: str, tensor: torch.Tensor, dtype: Any, shape: tuple[int, ...], *, order: str, scalar: bool
+) -> Any:
     """Return the array (or scalar) whose bytes are in a contiguous CPU tensor, over the same memory."""
-    made = numpy_dtype(path, dtype)
+    made = read_dtype(path, dtype)
     nbytes = tensor.numel() * tensor.element_size()
     if scalar and not shape and made.type in _TEXTS:
-        return _text(path, tensor, made, nbytes)
+        return _rebuild_text(path, tensor, made, nbytes)
     expected = math.prod(shape) * made.itemsize
     if any(size < 0 for size in shape) or nbytes != expected or (scalar and shape):
         raise CorruptSnapshotError(f"{path}: an array {made}{list(shape)} does not take {counted(nbytes, 'byte')}")
@@ -97,7 +99,7 @@ def rebuild(path: str, tensor: torch.Tensor, dtype: Any, shape: tuple[int, ...],
     return array[()] if scalar else array
 
 
-def _text(path: str, tensor: torch.Tensor, dtype: np.dtype[Any], nbytes: int) -> np.str_ | np.bytes_:
+def _rebuild_text(path: str, tensor: torch.Tensor, dtype: np.dtype[Any], nbytes: int) -> np.str_ | np.bytes_:
     """Return the text of exactly so many characters. Earlier versions stored an empty one as a zero."""
     raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     if not dtype.itemsize and nbytes == np.dtype(f"{dtype.kind}1").itemsize and not any(raw):
@@ -112,11 +114,11 @@ def _text(path: str, tensor: torch.Tensor, dtype: np.dtype[Any], nbytes: int) ->
         raise CorruptSnapshotError(f"{path}: is not a text: {error}") from error
 
 
-def numpy_dtype(path: str, descr: Any) -> np.dtype[Any]:
+def read_dtype(path: str, descr: Any) -> np.dtype[Any]:
     """Return a dtype from NumPy's text for it."""
     record = isinstance(descr, list) and len(descr) == 2 and descr[0] == RECORD
     try:
-        made = np.lib.format.descr_to_dtype(_tuples(descr[1] if record else descr))
+        made = np.lib.format.descr_to_dtype(_to_tuples(descr[1] if record else descr))
         made = np.dtype((np.record, made)) if record else made
     except Exception as error:  # what it reads such texts with raises many kinds at nonsense
         raise CorruptSnapshotError(f"{path}: {str(descr)[:80]!r} is no dtype of NumPy") from error
@@ -125,20 +127,20 @@ def numpy_dtype(path: str, descr: Any) -> np.dtype[Any]:
     return made
 
 
-def _jsonable(descr: Any) -> Any:
+def _to_json(descr: Any) -> Any:
     if isinstance(descr, (list, tuple)):
-        return [_jsonable(item) for item in descr]
+        return [_to_json(item) for item in descr]
     if type(descr) not in (str, int):
         raise TypeError(f"{descr!r} must be a text or a number")  # the title of a field may be anything
     return descr
 
 
-def _tuples(descr: Any) -> Any:
+def _to_tuples(descr: Any) -> Any:
     """JSON has no tuples. A dtype is a text, or a list of fields; a field is (name, dtype) or (name, dtype, shape), and
     its name may be (title, name)."""
     if not isinstance(descr, list):
         return descr
     return [
-        (tuple(name) if isinstance(name, list) else name, _tuples(dtype), *map(tuple, shape))
+        (tuple(name) if isinstance(name, list) else name, _to_tuples(dtype), *map(tuple, shape))
         for name, dtype, *shape in descr
     ]

@@ -14,9 +14,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from snapshot.errors import RestoreError
 from snapshot.manifest.entries import TENSORS, DictEntry, ListEntry, SubclassEntry
-from snapshot.manifest.paths import component
+from snapshot.manifest.paths import encode_component
 from snapshot.manifest.scalars import Scalar
-from snapshot.state.optimizers import SavedOptimizer, change_of, expected_shape, knows_shapes, mismatch_of
+from snapshot.state.optimizers import (
+    SavedOptimizer,
+    describe_class_change,
+    describe_mismatch,
+    find_expected_shape,
+    knows_shapes,
+)
 from snapshot.state.state_tree import MISSING
 from snapshot.state.stateful_kinds import Kind
 from snapshot.tensors.addresses import address_of_tensor
@@ -69,7 +75,7 @@ class StateOfParameters(Kind):
                 parts = path.split("/", depth + 2)
                 if len(parts) > depth + 1:
                     self._tensors.append((path, entry, parts[depth], parts[depth + 1]))
-        why = mismatch_of(self._saved, self.optimizers, self.owners) if self._saved is not None else None
+        why = describe_mismatch(self._saved, self.optimizers, self.owners) if self._saved is not None else None
         return f"{self.base}: {why}" if why else None
 
     def leave_optimizer(self, entries: dict[str, Any]) -> bool:
@@ -81,15 +87,19 @@ class StateOfParameters(Kind):
         saved = self._saved
         if saved is None or not self.optimizers:
             return
-        change = change_of(saved, self.optimizers)
+        change = describe_class_change(saved, self.optimizers)
         if change:
             yield "changed", self.base, change
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         live = {name: group for names, group in zip(self.groups, groups, strict=False) for name in names}
         for number, (options, params) in enumerate(zip(saved.options, saved.groups, strict=True)):
             for name in next((live[each] for each in params if each in live), {}):
-                if name not in ("params", "param_names") and component(str(name)) not in options:
-                    yield "kept", f"{self.base}/param_groups/{number}/{component(str(name))}", "the snapshot lacks it"
+                if name not in ("params", "param_names") and encode_component(str(name)) not in options:
+                    yield (
+                        "kept",
+                        f"{self.base}/param_groups/{number}/{encode_component(str(name))}",
+                        "the snapshot lacks it",
+                    )
 
     def choose_dtypes(
         self, cast: str, allowed: Callable[[torch.dtype, torch.dtype], bool], beside: Callable[[Any], bool]
@@ -163,7 +173,7 @@ class StateOfParameters(Kind):
             parameter = self.parameters.get(name)
             if not isinstance(parameter, torch.Tensor) or parameter.shape == entry.shape or name in found:
                 continue
-            wanted = expected_shape(what, parameter.shape) if known else None
+            wanted = find_expected_shape(what, parameter.shape) if known else None
             if wanted is None:
                 held = self.live.get(path)
                 wanted = held.shape if isinstance(held, torch.Tensor) else entry.shape
@@ -195,20 +205,20 @@ class StateOfParameters(Kind):
         return "cpu" if parameter is None else parameter.device
 
 
-def exactly(cast: Any, saved: Any) -> Any:
+def restore_dtypes(cast: Any, saved: Any) -> Any:
     """Return what an optimizer holds, in the dtypes that were meant, on the devices where torch has put it."""
     if isinstance(saved, torch.Tensor):
         if not isinstance(cast, torch.Tensor):
             return saved
         return cast if cast.dtype == saved.dtype else saved.to(cast.device)
     if isinstance(saved, dict) and isinstance(cast, dict):
-        return type(cast)((key, exactly(cast.get(key), value)) for key, value in saved.items())
+        return type(cast)((key, restore_dtypes(cast.get(key), value)) for key, value in saved.items())
     if isinstance(saved, (list, tuple)) and isinstance(cast, (list, tuple)) and len(saved) == len(cast):
-        return type(saved)(map(exactly, cast, saved))
+        return type(saved)(map(restore_dtypes, cast, saved))
     return cast
 
 
-def with_options(saved: Any, live: Mapping[str, Any]) -> Any:
+def add_live_options(saved: Any, live: Mapping[str, Any]) -> Any:
     """Return a saved parameter group, with the options that only the live one has."""
     if not isinstance(saved, dict):
         return saved
@@ -265,7 +275,7 @@ class OptimizerKind(StateOfParameters):
                 numbered[self._numbers[name]] = held[self._numbers[name]]
         groups = state.get("param_groups", ())
         pairs = zip(groups, self.stateful.param_groups, strict=False)
-        state = {**state, "state": numbered, "param_groups": [with_options(*pair) for pair in pairs]}
+        state = {**state, "state": numbered, "param_groups": [add_live_options(*pair) for pair in pairs]}
         try:
             self.stateful.load_state_dict(state)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -276,5 +286,5 @@ class OptimizerKind(StateOfParameters):
                 continue
             live = self.stateful.state.get(parameter)
             if live is not None:
-                live.update({name: exactly(live.get(name), value) for name, value in saved.items()})
+                live.update({name: restore_dtypes(live.get(name), value) for name, value in saved.items()})
         return []

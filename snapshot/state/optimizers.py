@@ -13,7 +13,7 @@ import torch
 
 from snapshot.manifest.entries import DictEntry, ListEntry
 from snapshot.manifest.optimizer import OptimizerRecord
-from snapshot.manifest.paths import component
+from snapshot.manifest.paths import encode_component
 from snapshot.manifest.scalars import Scalar
 from snapshot.saved import class_name
 from snapshot.tensors.dtypes import NAMES
@@ -79,7 +79,9 @@ class SavedOptimizer:
             group, held = entries.get(base), entries.get(f"{base}/params")
             options.append(frozenset(group.components()) if isinstance(group, DictEntry) else frozenset())
             indices = [entries.get(f"{base}/params/{at}") for at in range(getattr(held, "length", 0))]
-            groups.append(tuple(component(str(each.value())) if isinstance(each, Scalar) else "" for each in indices))
+            groups.append(
+                tuple(encode_component(str(each.value())) if isinstance(each, Scalar) else "" for each in indices)
+            )
         states = entries.get(f"{path}/state")
         found: dict[str, frozenset[str]] = {}
         alike: dict[str, frozenset[str]] = {}
@@ -97,13 +99,13 @@ class SavedOptimizer:
         return SavedOptimizer(classes, found, tuple(options), tuple(groups), known)
 
 
-def record_of(optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[Any]) -> OptimizerRecord:
+def make_record(optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[Any]) -> OptimizerRecord:
     """Return what is recorded of optimizers with these parameters."""
     dtypes = [NAMES.get(each.dtype, "") if isinstance(each, torch.Tensor) else "" for each in parameters]
-    return OptimizerRecord(_class_names(optimizers), tuple(dtypes[:1] if len(set(dtypes)) == 1 else dtypes))
+    return OptimizerRecord(_list_class_names(optimizers), tuple(dtypes[:1] if len(set(dtypes)) == 1 else dtypes))
 
 
-def _class_names(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[str, ...]:
+def _list_class_names(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[str, ...]:
     return tuple(class_name(type(each)) for each in optimizers)
 
 
@@ -111,20 +113,20 @@ Owners = Mapping[str, torch.optim.Optimizer]
 """Parameter -> the optimizer that it belongs to."""
 
 
-def mismatch_of(saved: SavedOptimizer, optimizers: Sequence[torch.optim.Optimizer], owners: Owners) -> str | None:
+def describe_mismatch(saved: SavedOptimizer, optimizers: Sequence[torch.optim.Optimizer], owners: Owners) -> str | None:
     """Say why the saved state is none for these optimizers, each for its own parameters; None if it is."""
-    same = saved.classes == _class_names(optimizers)
+    same = saved.classes == _list_class_names(optimizers)
     if same and len(optimizers) == 1:
         return None
-    by = f"saved by {_short(saved.classes)} with" if saved.classes else "saved with"
+    by = f"saved by {_shorten_classes(saved.classes)} with" if saved.classes else "saved with"
     known = {(id(owners[name]), kept): owners[name] for name, kept in saved.state.items() if kept and name in owners}
     for (_, kept), owner in known.items():
-        always, sometimes = _state_names(owner) or _seen_names(
+        always, sometimes = _find_state_names(owner) or _find_seen_names(
             owner, kept if same or not saved.classes else frozenset()
         )
         possible = always | sometimes
         if possible and not always <= kept <= possible:
-            return f"{by} {_listed(kept)}; {type(owner).__name__} has {_listed(possible)}"
+            return f"{by} {_join_names(kept)}; {type(owner).__name__} has {_join_names(possible)}"
     met: dict[tuple[int, frozenset[str]], torch.optim.Optimizer] = {}
     for options, params in zip(saved.options, saved.groups, strict=True):
         met |= {(id(owners[name]), options): owners[name] for name in params if name in owners}
@@ -134,27 +136,27 @@ def mismatch_of(saved: SavedOptimizer, optimizers: Sequence[torch.optim.Optimize
         theirs, ours = options - defaults - held - _ANY_OPTIMIZER, defaults - options - _ANY_OPTIMIZER
         if (theirs or ours) if saved.classes and not same else (theirs and ours):
             return (
-                f"{by} the options {_listed(options - _ANY_OPTIMIZER) or '(none)'}; "
-                f"{type(owner).__name__} has {_listed(defaults - _ANY_OPTIMIZER) or '(none)'}"
+                f"{by} the options {_join_names(options - _ANY_OPTIMIZER) or '(none)'}; "
+                f"{type(owner).__name__} has {_join_names(defaults - _ANY_OPTIMIZER) or '(none)'}"
             )
     return None
 
 
-def change_of(saved: SavedOptimizer, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
+def describe_class_change(saved: SavedOptimizer, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
     """Say that the optimizers are of another class than those that were saved; None if they are not."""
-    if not saved.classes or saved.classes == _class_names(optimizers):
+    if not saved.classes or saved.classes == _list_class_names(optimizers):
         return None
     here = ", ".join(type(each).__name__ for each in optimizers)
-    known = not saved.state or all(_state_names(each) or each.state for each in optimizers)
+    known = not saved.state or all(_find_state_names(each) or each.state for each in optimizers)
     what = (
         "the names of state and options are the same"
         if known
         else ("the names of the options are the same; which names its state has is not known before its first step")
     )
-    return f"saved by {_short(saved.classes)}, restored into {here}: {what}"
+    return f"saved by {_shorten_classes(saved.classes)}, restored into {here}: {what}"
 
 
-def grouped_otherwise(saved: SavedOptimizer, live: Sequence[Sequence[str]]) -> str | None:
+def describe_group_change(saved: SavedOptimizer, live: Sequence[Sequence[str]]) -> str | None:
     """Say that the parameters that both have are in other groups; None if they are not."""
     common = {name for group in live for name in group}.intersection(*[[n for g in saved.groups for n in g]])
     there, here = ({frozenset(group) & common for group in groups} - {frozenset()} for groups in (saved.groups, live))
@@ -166,10 +168,10 @@ def grouped_otherwise(saved: SavedOptimizer, live: Sequence[Sequence[str]]) -> s
 
 def knows_shapes(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     """Return True if the shapes of all that these optimizers keep are known."""
-    return all(_state_names(each) is not None for each in optimizers)
+    return all(_find_state_names(each) is not None for each in optimizers)
 
 
-def expected_shape(name: str, shape: torch.Size) -> torch.Size | None:
+def find_expected_shape(name: str, shape: torch.Size) -> torch.Size | None:
     """Return the shape that torch's own optimizers give to what they keep of a parameter; None where it is not
     known."""
     if name in _LIKE_PARAMETER:
@@ -181,13 +183,13 @@ def expected_shape(name: str, shape: torch.Size) -> torch.Size | None:
     return None
 
 
-def _seen_names(optimizer: torch.optim.Optimizer, kept: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
+def _find_seen_names(optimizer: torch.optim.Optimizer, kept: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names that an optimizer which is not torch's own has kept so far; `kept` where it has kept nothing."""
     held = frozenset(name for state in optimizer.state.values() if isinstance(state, dict) for name in state)
     return (kept, kept) if kept else (held, held)
 
 
-def _state_names(optimizer: torch.optim.Optimizer) -> tuple[frozenset[str], frozenset[str]] | None:
+def _find_state_names(optimizer: torch.optim.Optimizer) -> tuple[frozenset[str], frozenset[str]] | None:
     """Return the names that an optimizer whose `step` is torch's own keeps of each parameter."""
     step = type(optimizer).step
     if not step.__module__.startswith("torch.optim."):
@@ -195,9 +197,9 @@ def _state_names(optimizer: torch.optim.Optimizer) -> tuple[frozenset[str], froz
     return _STATE.get(step.__qualname__.partition(".")[0])
 
 
-def _short(classes: Iterable[str]) -> str:
+def _shorten_classes(classes: Iterable[str]) -> str:
     return ", ".join(each.rpartition(".")[2] for each in classes)
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))

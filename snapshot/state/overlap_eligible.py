@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from snapshot.manifest.paths import component
+from snapshot.manifest.paths import encode_component
 from snapshot.state.leaves import Leaf
 from snapshot.state.model_state import ModelState
 from snapshot.state.sharded import Shards
@@ -27,12 +27,12 @@ _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 """Names under which modules hold what they wrap."""
 
 
-def local(tensor: Any) -> Any:
+def find_local_tensor(tensor: Any) -> Any:
     """Return the memory of a tensor in this process: that of a `DTensor` is inside."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def base_of(tensor: torch.Tensor) -> int:
+def find_storage_begin(tensor: torch.Tensor) -> int:
     """Where the storage begins that a tensor lies in."""
     return int(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size())
 
@@ -50,7 +50,7 @@ class OverlapEligible:
         of_state: list[str] = []
         for key, stateful in app_state.items():
             named = isinstance(stateful, ModelState)
-            below = f"{component(key)}/"
+            below = f"{encode_component(key)}/"
             optimizers = stateful.optimizers if named else [stateful]
             if named or isinstance(stateful, torch.optim.Optimizer):
                 usual = [self._take_in(each) for each in optimizers]
@@ -59,7 +59,7 @@ class OverlapEligible:
         held = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
         stepped = {id(each) for group in held for each in group}
         for key, stateful in app_state.items():
-            below = f"{component(key)}/"
+            below = f"{encode_component(key)}/"
             if isinstance(stateful, ModelState):
                 self._look_into(f"{below}model/", stateful.model, stepped, unwrapped=True)
             elif isinstance(stateful, torch.nn.Module):
@@ -69,10 +69,10 @@ class OverlapEligible:
         """Take an optimizer for one whose steps can be waited for; whether its state is where torch has it."""
         if not _is_hooked(optimizer):
             for group in optimizer.param_groups:
-                self._changing += map(local, group["params"])
+                self._changing += map(find_local_tensor, group["params"])
             for state in optimizer.state.values():
                 values = state.values() if isinstance(state, Mapping) else [state]
-                self._changing += [local(each) for each in values if isinstance(each, torch.Tensor)]
+                self._changing += [find_local_tensor(each) for each in values if isinstance(each, torch.Tensor)]
             return False
         self.optimizers.append(optimizer)
         return _has_usual_state(optimizer)
@@ -91,9 +91,9 @@ class OverlapEligible:
                 if (
                     parameter is not None and id(parameter) in stepped and parameter.requires_grad
                 ):  # others it is not the step that changes
-                    parameters[below + component(prefix + name)] = parameter
+                    parameters[below + encode_component(prefix + name)] = parameter
             if isinstance(module, _MAX_NORM) and module.max_norm is not None:
-                self._changing.append(local(module.weight))
+                self._changing.append(find_local_tensor(module.weight))
             for name, child in module._modules.items():
                 if child is not None and id(child) not in above:
                     hidden = unwrapped and (
@@ -127,7 +127,7 @@ class OverlapEligible:
         if shared:
             elsewhere += [leaf.tensor for leaf in flat if leaf.path in shared]
             elsewhere += [piece.tensor for path in shared & shards.keys() for piece in shards[path].pieces]
-        spoilt = _meeting(leaves, others, elsewhere)
+        spoilt = _find_overlaps(leaves, others, elsewhere)
         marks = bytes(owner is not None and not bad for owner, bad in zip(mine, spoilt, strict=True))
         return marks, list(compress(mine, marks))  # type: ignore[arg-type]  # there are owners where there are marks
 
@@ -162,13 +162,17 @@ class OverlapEligible:
         parameter = self._parameters.get(path)
         if parameter is None:
             return None
-        here = local(parameter)
-        begin, end = _span(here)
-        first, last = _span(tensor)
-        return parameter if begin <= first and last <= end and base_of(here) == base_of(tensor) else None
+        here = find_local_tensor(parameter)
+        begin, end = _find_extent(here)
+        first, last = _find_extent(tensor)
+        return (
+            parameter
+            if begin <= first and last <= end and find_storage_begin(here) == find_storage_begin(tensor)
+            else None
+        )
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def _find_extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Where a tensor's memory begins and ends, with the gaps that it may have."""
     begin = tensor.data_ptr()
     if tensor.is_contiguous():
@@ -179,36 +183,39 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + int(last + 1) * tensor.element_size()
 
 
-def _meeting(leaves: Sequence[Leaf], others: Sequence[Leaf], elsewhere: Sequence[torch.Tensor]) -> list[bool]:
+def _find_overlaps(leaves: Sequence[Leaf], others: Sequence[Leaf], elsewhere: Sequence[torch.Tensor]) -> list[bool]:
     """Which leaves lie in a storage in which something else lies, too, or in the same bytes: NumPy's arrays of one
     memory are storages of their own."""
-    bases = {*_bases(others), *map(base_of, elsewhere)}
-    spoilt = [base in bases for base in _bases(leaves)]
-    spans = np.concatenate([_extents(others), np.array([*map(_span, elsewhere)], np.int64).reshape(-1, 2)])
+    bases = {*_find_storage_begins(others), *map(find_storage_begin, elsewhere)}
+    spoilt = [base in bases for base in _find_storage_begins(leaves)]
+    spans = np.concatenate([_find_extents(others), np.array([*map(_find_extent, elsewhere)], np.int64).reshape(-1, 2)])
     spans = spans[spans[:, 0] < spans[:, 1]]
     if not len(spans):
         return spoilt
     spans = spans[np.argsort(spans[:, 0])]
     ends = np.maximum.accumulate(spans[:, 1])
-    mine = _extents(leaves)
+    mine = _find_extents(leaves)
     before = np.searchsorted(spans[:, 0], mine[:, 1], side="left")  # so many of them begin before its end
     met = (before > 0) & (ends[np.maximum(before - 1, 0)] > mine[:, 0])
     return [base or meets for base, meets in zip(spoilt, met.tolist(), strict=True)]
 
 
-def _bases(leaves: Sequence[Leaf]) -> list[int]:
-    """`base_of` of leaves, most of which begin where their storage does."""
+def _find_storage_begins(leaves: Sequence[Leaf]) -> list[int]:
+    """`find_storage_begin` of leaves, most of which begin where their storage does."""
     offsets = map(torch.Tensor.storage_offset, [leaf.tensor for leaf in leaves])
-    return [base_of(leaf.tensor) if offset else leaf.address for leaf, offset in zip(leaves, offsets, strict=True)]
+    return [
+        find_storage_begin(leaf.tensor) if offset else leaf.address
+        for leaf, offset in zip(leaves, offsets, strict=True)
+    ]
 
 
-def _extents(leaves: Sequence[Leaf]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """`_span` of leaves, most of which have no gaps."""
+def _find_extents(leaves: Sequence[Leaf]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """`_find_extent` of leaves, most of which have no gaps."""
     begins = np.fromiter(map(_address, leaves), np.int64, len(leaves))
     ends = begins + np.fromiter(map(_nbytes, leaves), np.int64, len(leaves))
     for index, leaf in enumerate(leaves):
         if not leaf.plain:
-            begins[index], ends[index] = _span(leaf.tensor)
+            begins[index], ends[index] = _find_extent(leaf.tensor)
     return np.stack([begins, ends], axis=1)
 
 

@@ -33,13 +33,13 @@ def prepare_shards(prepare: Prepare, path: str, shards: Shards) -> Shards:
     A rank that holds nothing asks with an empty tensor, and `tracing`: all ranks must store one dtype.
     """
     pieces = [
-        dataclasses.replace(piece, tensor=_plain(path, prepare_tensor(prepare, path, piece.tensor)))
+        dataclasses.replace(piece, tensor=_expect_plain(path, prepare_tensor(prepare, path, piece.tensor)))
         for piece in shards.pieces
     ]
     dtypes = {piece.tensor.dtype for piece in pieces}
     if not pieces:
         empty = torch.zeros((0,) * len(shards.shape), dtype=shards.dtype, device="cpu")
-        dtypes = {_plain(path, prepare_tensor(prepare, path, empty, tracing=True)).dtype}
+        dtypes = {_expect_plain(path, prepare_tensor(prepare, path, empty, tracing=True)).dtype}
     if len(dtypes) > 1:
         raise ValueError(
             f"{path}: the prepare function returned several dtypes for parts of one tensor: "
@@ -50,7 +50,7 @@ def prepare_shards(prepare: Prepare, path: str, shards: Shards) -> Shards:
     return dataclasses.replace(shards, dtype=dtype, pieces=pieces, layout=layout)
 
 
-def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
+def _expect_plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
     if composite.plain_subclass_name(tensor) is None or tensor.layout is not torch.strided or tensor.dtype not in NAMES:
         raise SnapshotError(
             f"{path}: the prepare function must return a plain, dense tensor for a part of a sharded one, got a "

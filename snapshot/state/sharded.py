@@ -20,7 +20,7 @@ from snapshot.tensors.geometry import Box, Shape, is_inside
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class LocalPiece:
     """A box of a tensor, in this rank's memory."""
 
     box: Box
@@ -42,7 +42,7 @@ class Shards:
     dtype: torch.dtype
     shape: Shape
     """Of the whole tensor."""
-    pieces: list[Piece]
+    pieces: list[LocalPiece]
     """None of them is empty."""
     ranks: tuple[int, ...] | None
     """All global ranks over which the tensor is spread; None where nobody here knows."""
@@ -89,10 +89,10 @@ class Sharded:
         if not isinstance(self.tensor, torch.Tensor):
             raise TypeError(f"Sharded: `tensor` must be a torch.Tensor, not a {class_name(type(self.tensor))}")
         if composite.plain_subclass_name(self.tensor) is None or self.tensor.layout is not torch.strided:
-            raise TypeError(f"Sharded: `tensor` must be plain and dense, not a {_described(self.tensor)}")
+            raise TypeError(f"Sharded: `tensor` must be plain and dense, not a {_describe_tensor(self.tensor)}")
         for name in ("global_shape", "offsets"):
-            object.__setattr__(self, name, _integers(name, getattr(self, name)))
-        object.__setattr__(self, "replica", _integers("replica", (self.replica,))[0])
+            object.__setattr__(self, name, _expect_integers(name, getattr(self, name)))
+        object.__setattr__(self, "replica", _expect_integers("replica", (self.replica,))[0])
         shape, box = tuple(self.global_shape), self.box()
         if not len(shape) == len(box.offsets) == len(box.sizes):
             raise ValueError(
@@ -110,44 +110,44 @@ class Sharded:
 
     def __repr__(self) -> str:
         replica = f", replica {self.replica}" if self.replica else ""
-        return f"Sharded({_dtype(self.tensor.dtype)} {self.box()} of {self.global_shape}{replica})"
+        return f"Sharded({_dtype_name(self.tensor.dtype)} {self.box()} of {self.global_shape}{replica})"
 
 
-def sharded(path: str, value: Any) -> Shards | None:
+def find_shards(path: str, value: Any) -> Shards | None:
     """Return what this rank holds of a value that is spread over ranks; None for any other value.
 
     Nothing here communicates. Raises SnapshotError where the boxes cannot be known for sure.
     """
     if isinstance(value, Sharded):
-        return _of_wrapper(path, value)
-    if _is(value, "torch.distributed.tensor", "DTensor"):
-        return _of_dtensor(path, value)
-    if _is(value, "torch.distributed._shard.sharded_tensor", "ShardedTensor"):
-        return _of_sharded_tensor(path, value)
+        return _read_wrapper(path, value)
+    if _is_instance(value, "torch.distributed.tensor", "DTensor"):
+        return _read_dtensor(path, value)
+    if _is_instance(value, "torch.distributed._shard.sharded_tensor", "ShardedTensor"):
+        return _read_sharded_tensor(path, value)
     describe = getattr(type(value), "__snapshot_shards__", None)
     if describe is not None:
         described: Shards = describe(value, path)
         return described
     if _is_checkpointable(value):
         shape = value.shape if hasattr(value, "shape") else value.size()
-        return _of_checkpointable(path, value, tuple(map(int, shape)))
+        return _read_checkpointable(path, value, tuple(map(int, shape)))
     return None
 
 
-def empty_like(value: Any, dtype: torch.dtype) -> Any:
+def allocate_like(value: Any, dtype: torch.dtype) -> Any:
     """Return a new tensor, not initialised, that is laid out as a live one is: as optimizers make their state of
     parameters. Of a DTensor, on the same mesh, in the same way, with new local memory on the same device."""
     with torch.no_grad():
         return torch.empty_like(value, dtype=dtype, requires_grad=False)
 
 
-def _of_wrapper(path: str, value: Sharded) -> Shards:
-    pieces = _pieces(path, [(value.box(), value.tensor)], None, value.replica)
+def _read_wrapper(path: str, value: Sharded) -> Shards:
+    pieces = _make_pieces(path, [(value.box(), value.tensor)], None, value.replica)
     shape = tuple(value.global_shape)
-    return _listed(value.tensor.dtype, shape, pieces, None, layout="", requires_grad=value.tensor.requires_grad)
+    return _make_shards(value.tensor.dtype, shape, pieces, None, layout="", requires_grad=value.tensor.requires_grad)
 
 
-def _of_dtensor(path: str, value: Any) -> Shards:
+def _read_dtensor(path: str, value: Any) -> Shards:
     for placement in value.placements:
         if placement.is_partial():
             raise SnapshotError(
@@ -155,30 +155,32 @@ def _of_dtensor(path: str, value: Any) -> Shards:
                 "give it another placement first (`redistribute`)"
             )
     mesh, shape = value.device_mesh, tuple(map(int, value.shape))
-    mesh_shape, ranks, nested, mesh_text = _ranks(mesh)
-    placements, order = _placements(path, value, mesh_shape)
+    mesh_shape, ranks, nested, mesh_text = _read_mesh(mesh)
+    placements, order = _read_placements(path, value, mesh_shape)
     texts = [str(placement) for placement in placements]
-    layout = f"DTensor {_dtype(value.dtype)} {list(shape)} on {mesh_text} as {', '.join(texts)}"
+    layout = f"DTensor {_dtype_name(value.dtype)} {list(shape)} on {mesh_text} as {', '.join(texts)}"
     dtype, pieces = value.dtype, []
     coordinate = mesh.get_coordinate()
     if coordinate is not None:
         with torch.no_grad():
             local = value.to_local()
         if _is_checkpointable(local):
-            listed = _of_checkpointable(path, local, shape)
+            listed = _read_checkpointable(path, local, shape)
             dtype, pieces = listed.dtype, listed.pieces
         else:
-            local = _plain(path, local)
+            local = _expect_plain(path, local)
             if local.dtype != dtype:
                 raise SnapshotError(f"{path}: a DTensor of {dtype} whose local part is of {local.dtype}")
             coordinate = tuple(coordinate)
-            held = _held(path, local, shape, mesh_shape, placements=placements, coordinate=coordinate, order=order)
+            held = _find_held_shards(
+                path, local, shape, mesh_shape, placements=placements, coordinate=coordinate, order=order
+            )
             holders = meshes.find_peers(ranks, mesh_shape, placements, coordinate)
-            pieces = [Piece(box, local[part.slices()], holders) for box, part in held.boxes]
+            pieces = [LocalPiece(box, local[part.slices()], holders) for box, part in held.boxes]
     return Shards("DTensor", dtype, shape, pieces, ranks, nested, texts, layout, bool(value.requires_grad))
 
 
-def _ranks(mesh: Any) -> tuple[Shape, tuple[int, ...], list[Any], str]:
+def _read_mesh(mesh: Any) -> tuple[Shape, tuple[int, ...], list[Any], str]:
     """Return a mesh's shape, its ranks, flat and as lists in lists, and a short text of them. A model has few meshes,
     and to ask one takes longer than all the rest that is done for a tensor."""
     found = _MESHES.get(mesh)
@@ -197,7 +199,7 @@ LONG = 80
 """A mesh whose text is longer stands in layouts by a digest."""
 
 
-def _placements(path: str, value: Any, mesh_shape: Shape) -> tuple[meshes.Placements, tuple[int, ...] | None]:
+def _read_placements(path: str, value: Any, mesh_shape: Shape) -> tuple[meshes.Placements, tuple[int, ...] | None]:
     """Return a DTensor's placements, and the order in which they cut, where that is told apart from them."""
     types = sys.modules["torch.distributed.tensor.placement_types"]
     made: list[meshes.Placement] = []
@@ -220,7 +222,7 @@ def _placements(path: str, value: Any, mesh_shape: Shape) -> tuple[meshes.Placem
     return meshes.add_strides(mesh_shape, placements, order), order
 
 
-def _held(
+def _find_held_shards(
     path: str,
     local: torch.Tensor,
     shape: Shape,
@@ -252,27 +254,30 @@ def _held(
     raise SnapshotError(f"{path}: the local part is {size}, where {found[0].shape} was to be expected {placed}")
 
 
-def _of_sharded_tensor(path: str, value: Any) -> Shards:
+def _read_sharded_tensor(path: str, value: Any) -> Shards:
     metadata = value.metadata()
     shape, properties = tuple(map(int, metadata.size)), metadata.tensor_properties
     spread: dict[Box, list[int | None]] = {}
     for shard in metadata.shards_metadata:
         # the rank in a placement is a global one, also where the tensor's process group is not all of them
         rank = shard.placement.rank() if shard.placement is not None else None
-        spread.setdefault(_box(shard.shard_offsets, shard.shard_sizes), []).append(rank)
+        spread.setdefault(_make_box(shard.shard_offsets, shard.shard_sizes), []).append(rank)
     known = {box: tuple(sorted({rank for rank in ranks if rank is not None})) for box, ranks in spread.items()}
     told = all(None not in ranks for ranks in spread.values())
     parts = [
-        (_box(shard.metadata.shard_offsets, shard.metadata.shard_sizes), shard.tensor) for shard in value.local_shards()
+        (_make_box(shard.metadata.shard_offsets, shard.metadata.shard_sizes), shard.tensor)
+        for shard in value.local_shards()
     ]
     _refuse_strays(path, parts, shape)
-    pieces = _pieces(path, parts, known if told else None)
+    pieces = _make_pieces(path, parts, known if told else None)
     if any(piece.tensor.dtype != properties.dtype for piece in pieces):
         raise SnapshotError(f"{path}: a ShardedTensor of {properties.dtype} that holds shards of another dtype")
     ranks = tuple(sorted({rank for several in known.values() for rank in several})) if told else None
     texts = sorted(f"{box}@{','.join(map(str, several))}" for box, several in known.items())
-    layout = f"ShardedTensor {_dtype(properties.dtype)} {list(shape)} in {' '.join(texts)}" if told else ""
-    return _listed(properties.dtype, shape, pieces, ranks, layout=layout, requires_grad=bool(properties.requires_grad))
+    layout = f"ShardedTensor {_dtype_name(properties.dtype)} {list(shape)} in {' '.join(texts)}" if told else ""
+    return _make_shards(
+        properties.dtype, shape, pieces, ranks, layout=layout, requires_grad=bool(properties.requires_grad)
+    )
 
 
 def _is_checkpointable(value: Any) -> bool:
@@ -284,29 +289,29 @@ def _is_checkpointable(value: Any) -> bool:
     )
 
 
-def _of_checkpointable(path: str, value: Any, shape: Shape) -> Shards:
+def _read_checkpointable(path: str, value: Any, shape: Shape) -> Shards:
     """Return what torch's protocol for checkpoints tells of a value."""
     from torch.distributed.checkpoint.metadata import MetadataIndex  # it costs time, and few values need it
 
     parts = []
     for i, chunk in enumerate(value.__create_chunk_list__()):
-        box = _box(chunk.offsets, chunk.sizes)
+        box = _make_box(chunk.offsets, chunk.sizes)
         if box.numel:
             parts.append((box, value.__get_tensor_shard__(MetadataIndex(path, torch.Size(box.offsets), i))))
     _refuse_strays(path, parts, shape)
-    pieces = _pieces(path, parts, None)
+    pieces = _make_pieces(path, parts, None)
     dtypes = {piece.tensor.dtype for piece in pieces} or {getattr(value, "dtype", torch.get_default_dtype())}
     if len(dtypes) > 1:
         raise SnapshotError(f"{path}: its parts are of several dtypes: {', '.join(sorted(map(str, dtypes)))}")
-    return _listed(
+    return _make_shards(
         dtypes.pop(), shape, pieces, None, layout="", requires_grad=bool(getattr(value, "requires_grad", False))
     )
 
 
-def _listed(
+def _make_shards(
     dtype: torch.dtype,
     shape: Shape,
-    pieces: list[Piece],
+    pieces: list[LocalPiece],
     ranks: tuple[int, ...] | None,
     *,
     layout: str,
@@ -315,19 +320,19 @@ def _listed(
     return Shards("ShardedTensor", dtype, shape, pieces, ranks, None, None, layout, requires_grad)
 
 
-def _pieces(
+def _make_pieces(
     path: str,
     parts: Iterable[tuple[Box, torch.Tensor]],
     holders: dict[Box, tuple[int, ...]] | None,
     replica: int = 0,
-) -> list[Piece]:
+) -> list[LocalPiece]:
     pieces = []
     for box, part in parts:
-        tensor = _plain(path, part)
+        tensor = _expect_plain(path, part)
         if tuple(tensor.shape) != box.sizes:
             raise SnapshotError(f"{path}: the part at {box} is of shape {tuple(tensor.shape)}")
         if box.numel:
-            pieces.append(Piece(box, tensor, None if holders is None else holders.get(box), replica))
+            pieces.append(LocalPiece(box, tensor, None if holders is None else holders.get(box), replica))
     return pieces
 
 
@@ -337,33 +342,33 @@ def _refuse_strays(path: str, parts: Iterable[tuple[Box, torch.Tensor]], shape: 
             raise SnapshotError(f"{path}: the part at {box} is not within a tensor of shape {shape}")
 
 
-def waited(tensor: torch.Tensor) -> torch.Tensor:
+def wait_for_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor; of one that a collective is still to fill, what it fills."""
-    if _is(tensor, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
+    if _is_instance(tensor, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
         return tensor.wait()  # type: ignore[attr-defined,no-any-return]
     return tensor
 
 
-def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
+def _expect_plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a local part, as a tensor that is nothing more."""
-    tensor = waited(tensor)
+    tensor = wait_for_tensor(tensor)
     if composite.plain_subclass_name(tensor) is None or tensor.layout is not torch.strided:
-        raise SnapshotError(f"{path}: its local part is a {_described(tensor)}, of which no boxes can be stored")
+        raise SnapshotError(f"{path}: its local part is a {_describe_tensor(tensor)}, of which no boxes can be stored")
     tensor = tensor.detach()
     return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
 
 
-def _is(value: Any, module: str, name: str) -> bool:
+def _is_instance(value: Any, module: str, name: str) -> bool:
     """Whether a value is of a class whose module only they have imported who have such values."""
     kind = getattr(sys.modules.get(module), name, None)
     return isinstance(kind, type) and isinstance(value, kind)
 
 
-def _box(offsets: Iterable[int], sizes: Iterable[int]) -> Box:
+def _make_box(offsets: Iterable[int], sizes: Iterable[int]) -> Box:
     return Box(tuple(map(int, offsets)), tuple(map(int, sizes)))
 
 
-def _integers(name: str, given: Iterable[Any]) -> Shape:
+def _expect_integers(name: str, given: Iterable[Any]) -> Shape:
     try:
         values = tuple(given)
         if any(isinstance(number, bool) for number in values):
@@ -373,9 +378,9 @@ def _integers(name: str, given: Iterable[Any]) -> Shape:
         raise TypeError(f"Sharded: `{name}` must be made of integers, and is {given!r}") from error
 
 
-def _dtype(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _described(tensor: torch.Tensor) -> str:
+def _describe_tensor(tensor: torch.Tensor) -> str:
     return f"{class_name(type(tensor))} of layout {tensor.layout}"

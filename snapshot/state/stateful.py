@@ -52,17 +52,17 @@ def check_app_state(app_state: Mapping[str, Any]) -> None:
             raise TypeError(f"app_state has the key {key!r}, and its keys must be strings")
         if isinstance(value, type) or not isinstance(value, Stateful):
             raise TypeError(
-                f"app_state[{key!r}] is {_a(value)}, which has no state_dict() and load_state_dict(); "
-                f"wrap plain values: StateDict({_keyword(key)}=...)"
+                f"app_state[{key!r}] is {_describe_value(value)}, which has no state_dict() and load_state_dict(); "
+                f"wrap plain values: StateDict({_keyword_name(key)}=...)"
             )
     rng = [key for key, value in app_state.items() if isinstance(value, RNGState)]
     if len(rng) > 1:
         raise ValueError(f"app_state holds several RNGState ({', '.join(map(repr, rng))}), and there is one RNG state")
 
 
-def _a(value: object) -> str:
+def _describe_value(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__qualname__}"
 
 
-def _keyword(key: str) -> str:
+def _keyword_name(key: str) -> str:
     return key if key.isidentifier() else "value"

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from snapshot.manifest.entries import DictEntry
-from snapshot.manifest.paths import component, decode_key
+from snapshot.manifest.paths import decode_key, encode_component
 from snapshot.state.rng import RNGState
-from snapshot.state.state_tree import live_leaves
+from snapshot.state.state_tree import collect_leaves
 
 
 class Kind:
@@ -38,7 +38,7 @@ class Kind:
         self.state = self.read_state()
         self.compounds: dict[str, Any] = {}
         """Path -> an object that is held there and has a class of its own: a dataclass, an Enum, a wrapped tensor."""
-        self.live = live_leaves(key, self.state, self.compounds)
+        self.live = collect_leaves(key, self.state, self.compounds)
 
     def read_state(self) -> Any:
         """Return what the stateful holds now."""
@@ -106,7 +106,7 @@ class StateDictKind(Kind):
     def kept(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         top = entries.get(self.key)
         saved = set(map(decode_key, top.keys)) if isinstance(top, DictEntry) else set()
-        return {f"{self.key}/{component(str(key))}": key for key in self.state if key not in saved}
+        return {f"{self.key}/{encode_component(str(key))}": key for key in self.state if key not in saved}
 
     def drop(self, keys: Iterable[Any]) -> None:
         for key in keys:
@@ -132,7 +132,7 @@ class ModuleKind(Kind):
     models = ""
 
     def model_names(self) -> list[str]:
-        return [component(name) for name in self.state] if isinstance(self.state, Mapping) else []
+        return [encode_component(name) for name in self.state] if isinstance(self.state, Mapping) else []
 
     def hand_back(self, state: Any, strict: bool) -> list[str]:
         if type(state) is dict:
@@ -143,7 +143,7 @@ class ModuleKind(Kind):
         return []
 
 
-def names_beneath(key: str, entries: Mapping[str, Any]) -> list[str] | None:
+def find_names_beneath(key: str, entries: Mapping[str, Any]) -> list[str] | None:
     """Return the paths of what a state dict holds at its first level; None where the state is no dict."""
     top = entries.get(key)
     return [f"{key}/{name}" for name in top.components()] if isinstance(top, DictEntry) else None

@@ -21,7 +21,7 @@ from snapshot.state.compound import is_wrapped_local
 from snapshot.state.flat_state import LOW, FlatState
 from snapshot.state.leaves import Leaf
 from snapshot.state.prepared import Prepare, prepare_shards, prepare_tensor
-from snapshot.state.sharded import sharded, waited
+from snapshot.state.sharded import find_shards, wait_for_tensor
 from snapshot.tensors import composite
 from snapshot.tensors.addresses import is_plain
 from snapshot.tensors.dtypes import NAMES
@@ -136,7 +136,7 @@ class TensorLeaves(FlatState, ABC):
 
     def _tensor_like(self, path: str, tensor: torch.Tensor) -> None:
         """Add a subclass of Tensor: stored as its data with the name of its class, if data is all that it is."""
-        tensor = waited(tensor)
+        tensor = wait_for_tensor(tensor)
         if type(tensor) is not torch.nn.Parameter and not is_wrapped_local(tensor) and self._sharded(path, tensor):
             return
         subclass = composite.plain_subclass_name(tensor)
@@ -165,7 +165,7 @@ class TensorLeaves(FlatState, ABC):
 
     def _sharded(self, path: str, value: Any) -> bool:
         """Whether a value is a part of a tensor that other ranks hold the rest of; if so, it is described."""
-        shards = sharded(path, value)
+        shards = find_shards(path, value)
         if shards is None:
             return False
         self.entries[path] = None
@@ -239,7 +239,7 @@ class TensorLeaves(FlatState, ABC):
         self.leaves.append(Leaf(below, tensor, dtype, shape, nbytes, address, plain, None, note, wrap, splits=False))
 
     def _array(self, path: str, value: np.ndarray[Any, Any] | np.generic, depth: int) -> None:
-        described = numpy_arrays.describe(value)
+        described = numpy_arrays.describe_array(value)
         if described is None:
             self._object(path, value)
             return

@@ -15,7 +15,7 @@ import torch
 
 from snapshot.aio import in_thread
 from snapshot.errors import CorruptSnapshotError, StorageError
-from snapshot.formats.embedded_tensors import Layout, streamed
+from snapshot.formats.embedded_tensors import EmbeddedLayout, is_streamed
 from snapshot.formats.foreign import is_packed
 from snapshot.load.fetch import expect_good
 from snapshot.load.read_plan import MOST_TIMES, ROOM, ReadPlan
@@ -189,10 +189,10 @@ class Fetched(Stager):
         pieces = [stored for _, stored in entry.pieces()]
         if sum(stored.nbytes for stored in pieces) <= BLOCK:
             return False
-        if index in self._orders or any(streamed(stored) for stored in pieces):
+        if index in self._orders or any(is_streamed(stored) for stored in pieces):
             return True
         packed = [stored for stored in pieces if is_packed(stored) and stored.nbytes > BLOCK]
-        layouts: list[tuple[tuple[int, ...], Layout]] = []
+        layouts: list[tuple[tuple[int, ...], EmbeddedLayout]] = []
         requests = []
         for stored in packed:
             request = want_all(self.leaves[index].path, stored)
@@ -227,7 +227,9 @@ class Fetched(Stager):
                 self._sums[extent.leaf] = zlib.crc32(slot.view[at], self._sums.get(extent.leaf, 0))
 
 
-def _noted(layouts: list[tuple[tuple[int, ...], Layout]], shape: tuple[int, ...], layout: Layout) -> list[ReadRequest]:
+def _noted(
+    layouts: list[tuple[tuple[int, ...], EmbeddedLayout]], shape: tuple[int, ...], layout: EmbeddedLayout
+) -> list[ReadRequest]:
     """Note where a tensor is, and want nothing of it."""
     layouts.append((shape, layout))
     return []

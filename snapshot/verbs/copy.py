@@ -25,7 +25,7 @@ from snapshot.load.open import expect_files, load_parts, open_document, open_mai
 from snapshot.load.stored_ranges import TABLE, stored_in, uncovered, wants_of
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document, ManifestPart, PartEntry, encode
-from snapshot.manifest.validate import locations_of
+from snapshot.manifest.validate import find_locations
 from snapshot.options import Settings, expect_positive
 from snapshot.progress import Meter
 from snapshot.reports import CopyReport
@@ -127,7 +127,7 @@ def _part(
 ) -> CopyReport:
     """Return what of a snapshot was selected, as a snapshot: the files hold other things, too, and are written anew."""
     run(load_parts(source, document, list(document.parts)))
-    run(expect_files(source, document, locations_of(document.manifest, document.files)))
+    run(expect_files(source, document, find_locations(document.manifest, document.files)))
     if choice.verify:
         expect_sums(source, stored_in(document.manifest), document.files)
     as_snapshot(

@@ -70,7 +70,7 @@ def copy_files(
     if verify:
         stored = list(stored_in(document.manifest))
         expect_sums(source, stored, document.files)
-        checked = "checksums" if zip_checksums.archives(stored, document.files) else "sizes"
+        checked = "checksums" if zip_checksums.find_archives(stored, document.files) else "sizes"
     target = opener(layout.place)
     try:
         nbytes = run(_write(source, layout, target, meter, overwrite=overwrite))

@@ -70,7 +70,7 @@ def _apart(views: list[tuple[int, int, str, str]], is_kept: Callable[[str, str],
 def array_changes(path: str, entry: Any) -> Iterator[str]:
     """Yield a line for a NumPy array whose dtype a pickle does not keep: NumPy reads most in the native order."""
     if isinstance(entry, e.NDArrayEntry) and not entry.scalar:
-        dtype = numpy_arrays.numpy_dtype(path, entry.dtype)
+        dtype = numpy_arrays.read_dtype(path, entry.dtype)
         read = pickle.loads(pickle.dumps(np.empty(0, dtype), protocol=2)).dtype  # noqa: S301 - written here
         if read != dtype:
             yield f"{path}: the array of {dtype.str} becomes one of {read.str}"

@@ -33,7 +33,7 @@ from snapshot.save.replication import Replication, agree_on_replicas
 from snapshot.save.writer import WrittenFile
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Leaf
-from snapshot.state.sharded import Piece, Shards
+from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.storage import Limits
 from snapshot.tensors.digest import BLOCK, SIZE, count_blocks, digest_range
 from snapshot.tensors.geometry import Box
@@ -125,7 +125,7 @@ def _sharded(rank: int, world: int) -> Flattened:
         rows = -(-shape[0] // world)
         begin, end = min(rank * rows, shape[0]), min(rank * rows + rows, shape[0])
         box = Box((begin, *(0,) * (len(shape) - 1)), (end - begin, *shape[1:]))
-        pieces = [Piece(box, torch.empty(box.sizes, device="meta"), (rank,))] if end > begin else []
+        pieces = [LocalPiece(box, torch.empty(box.sizes, device="meta"), (rank,))] if end > begin else []
         path = f"model/{name}"
         flat.entries[path] = None
         layout = f"DTensor float32 {shape} {world} S(0)"

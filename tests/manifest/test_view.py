@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from snapshot import CorruptSnapshotError
 from snapshot.manifest import entries as e
-from snapshot.manifest.merge import expect_whole, merge
-from snapshot.manifest.rank_view import adopt, leave_out, rank_view
+from snapshot.manifest.merge import expect_whole_tensors, merge
+from snapshot.manifest.rank_view import adopt_entry, make_rank_view, remove_entry
 
 
 def shard(begin, size):
@@ -21,22 +21,22 @@ def test_an_own_entry_goes_before_what_others_shared():
         "0/s": e.DictEntry(["x"]), "0/s/x": e.ShardedTensorEntry("float32", (4,), [shard(0, 4)]),
         "1/s": e.DictEntry(["x"]), "1/s/x": one,
     }  # fmt: skip
-    assert rank_view(manifest, 1, 2, 2).entries["s/x"] is one
-    assert rank_view(manifest, 0, 2, 2).entries["s/x"] is manifest["0/s/x"]
+    assert make_rank_view(manifest, 1, 2, 2).entries["s/x"] is one
+    assert make_rank_view(manifest, 0, 2, 2).entries["s/x"] is manifest["0/s/x"]
 
 
 @pytest.mark.parametrize("path", ["2/s", "x/s", "-1/s", "/s", "²/s"])
 def test_an_entry_of_no_rank_is_damage(path):
     with pytest.raises(CorruptSnapshotError, match="no rank"):
-        rank_view({"0/s": e.DictEntry([]), path: e.IntEntry("1")}, 0, 2, 2)
+        make_rank_view({"0/s": e.DictEntry([]), path: e.IntEntry("1")}, 0, 2, 2)
 
 
 def test_names_come_and_go_with_their_entries():
     entries = {"s": e.DictEntry(["a"]), "s/a": e.IntEntry("1")}
-    adopt(entries, "s/b%2Fc/d", e.IntEntry("2"))
+    adopt_entry(entries, "s/b%2Fc/d", e.IntEntry("2"))
     assert entries["s"].keys == ["a", "b/c"]
     assert entries["s/b%2Fc"].keys == ["d"]
-    leave_out(entries, "s/a")
+    remove_entry(entries, "s/a")
     assert entries["s"].keys == ["b/c"]
 
 
@@ -65,10 +65,10 @@ def test_any_other_mesh_stands_as_it_is():
 def test_parts_of_one_tensor_come_together_and_all_else_has_one_owner():
     made = {"0/w": e.ShardedTensorEntry("float32", (4,), [shard(2, 2)])}
     merge(made, {"0/w": e.ShardedTensorEntry("float32", (4,), [shard(0, 2)])}, "rank 1")
-    expect_whole(made)
+    expect_whole_tensors(made)
     assert [each.offsets for each in made["0/w"].shards] == [(0,), (2,)]
     for other in (e.ShardedTensorEntry("float64", (4,), []), e.IntEntry("1"), e.DTensorEntry("float32", (4,), [])):
         with pytest.raises(CorruptSnapshotError, match="rank 1 describes it"):
             merge(dict(made), {"0/w": other}, "rank 1")
     with pytest.raises(CorruptSnapshotError, match="2 of its 4"):
-        expect_whole({"0/w": e.ShardedTensorEntry("float32", (4,), [shard(0, 2)])})
+        expect_whole_tensors({"0/w": e.ShardedTensorEntry("float32", (4,), [shard(0, 2)])})

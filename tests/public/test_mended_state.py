@@ -212,11 +212,13 @@ def test_a_default_device_changes_nothing():
 )
 def test_a_hostile_array_is_corrupt(dtype, shape, scalar):
     with pytest.raises(CorruptSnapshotError, match="s/a"):
-        numpy_arrays.rebuild("s/a", torch.zeros(8, dtype=torch.uint8), dtype, shape, order="C", scalar=scalar)
+        numpy_arrays.rebuild_array("s/a", torch.zeros(8, dtype=torch.uint8), dtype, shape, order="C", scalar=scalar)
 
 
 def test_elements_without_bytes_take_no_memory():
-    made = numpy_arrays.rebuild("s/a", torch.zeros(0, dtype=torch.uint8), "|V0", (1 << 40,), order="C", scalar=False)
+    made = numpy_arrays.rebuild_array(
+        "s/a", torch.zeros(0, dtype=torch.uint8), "|V0", (1 << 40,), order="C", scalar=False
+    )
     assert (made.shape, made.itemsize) == ((1 << 40,), 0)
 
 

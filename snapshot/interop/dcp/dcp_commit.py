@@ -19,7 +19,7 @@ from snapshot.manifest import document as d
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import FileEntry, ManifestPart
 from snapshot.manifest.merge import merge
-from snapshot.manifest.paths import component, uncomponent
+from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.options import Settings
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
@@ -108,7 +108,7 @@ def _joined(metadata: Metadata, told: Sequence[Told]) -> tuple[dict[str, Any], d
     for rank, each in enumerate(told[1:], 1):
         merge(found, each.entries, f"rank {rank}")
     files = {location: file for each in told for location, file in each.files.items()}
-    names = [uncomponent(path) for path in found if "/" not in path]
+    names = [decode_component(path) for path in found if "/" not in path]
     expected = set(metadata.state_dict_metadata)
     if set(names) != expected:
         lost = sorted(expected.symmetric_difference(names))[:5]
@@ -123,7 +123,7 @@ def _joined(metadata: Metadata, told: Sequence[Told]) -> tuple[dict[str, Any], d
     below = _below(found)
     made = DcpNames(paths, metadata.planner_data, frozenset(name for each in told for name in each.raw))
     for name in names:
-        head, path = component(name), paths[name]
+        head, path = encode_component(name), paths[name]
         if above and (parent := path.rpartition("/")[0]) and parent not in manifest:
             _open(parent, above, manifest)
         entry = found[head]

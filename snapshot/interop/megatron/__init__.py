@@ -17,7 +17,7 @@ from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError
 from snapshot.interop.megatron.tree import COMMON, NOTHING, MegatronBoxes, Parts, built, filled, is_main
 from snapshot.manifest.entries import TENSORS, DictEntry, ObjectEntry
-from snapshot.manifest.paths import component, uncomponent
+from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.state.leaves import FromOneRank
 from snapshot.state.state_tree import MISSING
 from snapshot.state.stateful_kinds import Kind
@@ -42,7 +42,7 @@ class _MegatronKind(Kind):
         self.key = key
         self.stateful = stateful
         self.state = stateful.places()
-        names = {f"{key}/{component(name)}": held for name, held in self.state.items()}
+        names = {f"{key}/{encode_component(name)}": held for name, held in self.state.items()}
         self.compounds = {}
         self.live = {path: held if isinstance(held, MegatronBoxes) else MISSING for path, held in names.items()}
         self._stored: dict[str, tuple[int, ...]] = {}
@@ -93,7 +93,7 @@ class _MegatronKind(Kind):
         for path, held in self.live.items():
             entry = entries.get(path)
             if isinstance(entry, ObjectEntry) or (self._theirs and path != common):  # no list of ours is a pickle
-                self._listed.add(uncomponent(path.partition("/")[2]))
+                self._listed.add(decode_component(path.partition("/")[2]))
             if not isinstance(held, MegatronBoxes) or entry is None:
                 continue
             if not isinstance(entry, TENSORS):

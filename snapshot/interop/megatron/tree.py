@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from snapshot.errors import RestoreError, SnapshotError
-from snapshot.state.sharded import Piece, Shards
+from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.tensors import composite
 from snapshot.tensors.geometry import Box, Shape, is_inside
 from snapshot.text import with_article
@@ -96,7 +96,7 @@ class MegatronBoxes:
                     f"{path}: is {with_article(type(held).__qualname__)} of layout {held.layout}, not a plain tensor"
                 )
             view = held.as_subclass(torch.Tensor)[tuple(slice(0, size) for size in box.sizes)]
-            pieces.append(Piece(box, view, None, 0 if is_main(part.replica_id) else 1))
+            pieces.append(LocalPiece(box, view, None, 0 if is_main(part.replica_id) else 1))
         dtype = self.parts[0].dtype
         return Shards("ShardedTensor", dtype, self.shape, pieces, None, None, None, "", False)
 
