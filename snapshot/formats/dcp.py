@@ -33,7 +33,7 @@ async def describe_checkpoint(storage: Storage, data: bytes) -> ForeignDocument:
     metadata = safe_pickle.load_pickle(data, where)
     try:
         found = _Metadata(where, metadata, len(data))
-        manifest, names = found.tree()
+        manifest, names = found.build_tree()
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         if isinstance(error, CorruptSnapshotError):
             raise
@@ -81,12 +81,12 @@ class _Metadata:
             offset = named.get("offset")
             if type(named["fqn"]) is not str:
                 raise ValueError(f"a name that is {safe_pickle.show_value(named['fqn'])}")
-            self._stored[named["fqn"], None if offset is None else self._sizes(offset)] = place
+            self._stored[named["fqn"], None if offset is None else self._check_sizes(offset)] = place
         self._tensors = dict(_expect_items(fields["state_dict_metadata"]))
         planner = fields.get("planner_data")
         self._paths: Mapping[str, Any] = planner if isinstance(planner, dict) else {}
 
-    def _sizes(self, value: Any) -> tuple[int, ...]:
+    def _check_sizes(self, value: Any) -> tuple[int, ...]:
         known = (
             self._known.get(value) if type(value) is safe_pickle.Size else None
         )  # which holds ints, and nothing else
@@ -96,17 +96,17 @@ class _Metadata:
             raise ValueError(f"{safe_pickle.show_value(value)} instead of sizes")
         return self._known.setdefault(tuple(value), tuple(value))
 
-    def tree(self) -> tuple[dict[str, Any], dict[Any, Any]]:
+    def build_tree(self) -> tuple[dict[str, Any], dict[Any, Any]]:
         """Return the entries by path, and the top-level names."""
-        entries = {name: self._entry(name, each) for name, each in self._tensors.items()}
-        nested = self._nested(entries)
+        entries = {name: self._build_entry(name, each) for name, each in self._tensors.items()}
+        nested = self._nest_entries(entries)
         manifest: dict[str, Any] = {}
         tree = nested if nested is not None else entries
         for key, value in tree.items():
-            self._place(manifest, f"0/{encode_component(key) if type(key) is str else key}", value)
+            self._place_value(manifest, f"0/{encode_component(key) if type(key) is str else key}", value)
         return manifest, dict.fromkeys(tree)
 
-    def _place(self, manifest: dict[str, Any], path: str, value: Any) -> None:
+    def _place_value(self, manifest: dict[str, Any], path: str, value: Any) -> None:
         """Put a value, and all beneath it, under its path."""
         self._room -= len(path)
         if self._room < 0:
@@ -126,13 +126,13 @@ class _Metadata:
         entry, children = made
         manifest[path] = entry
         for name, child in zip(entry.components(), children, strict=True):
-            self._place(manifest, f"{path}/{name}", child)
+            self._place_value(manifest, f"{path}/{name}", child)
 
-    def _entry(self, name: str, described: Any) -> Any:
+    def _build_entry(self, name: str, described: Any) -> Any:
         if type(name) is not str:
             raise ValueError(f"a name that is {safe_pickle.show_value(name)}")
         if _is_named(described, "BytesStorageMetadata"):
-            begin, end, location, transform = self._range(self._stored.get((name, None)), name)
+            begin, end, location, transform = self._find_range(self._stored.get((name, None)), name)
             kind = f"{transform}+torch_save" if transform else "torch_save"
             return ObjectEntry(location, (begin, end), kind, "value")
         if not _is_named(described, "TensorStorageMetadata"):
@@ -141,25 +141,25 @@ class _Metadata:
             )
         fields = safe_pickle.read_fields(described)
         dtype = _read_dtype(fields["properties"])
-        shape = self._sizes(fields["size"])
+        shape = self._check_sizes(fields["size"])
         shards = []
         self._chunks -= len(fields["chunks"])
         if self._chunks < 0:
             raise ValueError("it repeats itself too often")
         for chunk in fields["chunks"]:
             box = safe_pickle.read_fields(chunk)
-            offsets, sizes = self._sizes(box["offsets"]), self._sizes(box["sizes"])
+            offsets, sizes = self._check_sizes(box["offsets"]), self._check_sizes(box["sizes"])
             place = self._stored.get((name, offsets))
             if place is None and not math.prod(sizes):
                 continue
-            begin, end, location, transform = self._range(place, name)
+            begin, end, location, transform = self._find_range(place, name)
             kind = f"{transform}+torch_save" if transform else "torch_save"
             shards.append(Shard(offsets, sizes, TensorEntry(location, (begin, end), dtype, sizes, serializer=kind)))
         if len(shards) == 1 and shards[0].sizes == shape:
             return shards[0].tensor
         return ShardedTensorEntry(dtype, shape, shards)
 
-    def _range(self, place: Any, name: str) -> tuple[int, int, str, str]:
+    def _find_range(self, place: Any, name: str) -> tuple[int, int, str, str]:
         if place is None:
             raise ValueError(f"it does not say where {name[:200]!r} is")
         location = check_location(place["relative_path"], self._where)
@@ -179,7 +179,7 @@ class _Metadata:
             raise UnsupportedFormatError(f"{self._where}: {name[:200]} was transformed by {shown}, not known here")
         return begin, begin + length, location, known
 
-    def _nested(self, entries: Mapping[str, Any]) -> dict[Any, Any] | None:
+    def _nest_entries(self, entries: Mapping[str, Any]) -> dict[Any, Any] | None:
         """Return the entries in the nesting that they were saved from; None where it is not known for all."""
         if not self._paths or not all(_is_path(self._paths.get(name)) for name in entries):
             return None

@@ -206,14 +206,14 @@ class ReadOnlyStorage(Storage):
     async def close(self) -> None:
         await self.inner.close()
 
-    def _refused(self) -> StorageError:
+    def _make_refusal(self) -> StorageError:
         return StorageError(f"{self.url}: was written by another library, and is only read")
 
     async def create(self, path: str, size: int) -> FileWriter:
-        raise self._refused()
+        raise self._make_refusal()
 
     async def put(self, path: str, data: bytes, *, expect: Expect = ABSENT) -> str:
-        raise self._refused()
+        raise self._make_refusal()
 
     async def delete(self, paths: Sequence[str]) -> None:
-        raise self._refused()
+        raise self._make_refusal()

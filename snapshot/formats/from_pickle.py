@@ -43,7 +43,7 @@ def read_plain_value(path: str, data: bytes | bytearray, stored: int | None = No
         held = {each.name.partition("/")[2]: each for each in members}
         content = _read_member(data, held["data.pkl"])
         length = expect_stored(len(content), len(data) if stored is None else stored, "its pickle")
-        return _Builder(data, held, length).of(p.load_pickle(content, path, length), 0)
+        return _Builder(data, held, length).build_value(p.load_pickle(content, path, length), 0)
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         if isinstance(error, CorruptSnapshotError):
             raise
@@ -76,7 +76,7 @@ class _Builder:
         self._room = (1 << 24) + 8 * len(data)
         """Bytes that may be copied: what is fetched again, or is a view, can be long each time."""
 
-    def _member(self, name: str) -> bytes:
+    def _find_member(self, name: str) -> bytes:
         member = self._members.get(name)
         return b"" if member is None else _read_member(self._data, member)
 
@@ -85,43 +85,43 @@ class _Builder:
         if self._room < 0:
             raise NotPlainError("it repeats itself")
 
-    def of(self, value: Any, depth: int) -> Any:  # noqa: PLR0911 - one for each kind
+    def build_value(self, value: Any, depth: int) -> Any:  # noqa: PLR0911 - one for each kind
         """Return the value that a stand-in, or a container of them, stands for."""
         self._left -= 1
         if self._left < 0 or depth > 200:
             raise NotPlainError("it repeats itself, or nests deep")
         kind = type(value)
         if isinstance(value, dict):
-            items = [(self._key(key), self.of(child, depth + 1)) for key, child in dict.items(value)]
+            items = [(self._build_key(key), self.build_value(child, depth + 1)) for key, child in dict.items(value)]
             return _DICTS[kind](value, items) if kind in _DICTS else _refuse_value(value)
         if kind in (list, tuple, set, frozenset):
-            return kind(self.of(child, depth + 1) for child in value)
+            return kind(self.build_value(child, depth + 1) for child in value)
         if kind is p.Deque:
-            return collections.deque([self.of(child, depth + 1) for child in list(value)], value.maxlen)
+            return collections.deque([self.build_value(child, depth + 1) for child in list(value)], value.maxlen)
         self._spend(estimate_length(value))
         entry = make_scalar(value)
         if entry is not None:
             return entry.value()
         tensor = rebuild_tensor(value)
         if tensor is not None:
-            return self._tensor(tensor)
+            return self._build_tensor(tensor)
         array = make_numpy_value(value)
         if array is None:
             return _refuse_value(value)
         self._spend(array.nbytes)
         return array.copy()
 
-    def _key(self, key: Any) -> Any:
+    def _build_key(self, key: Any) -> Any:
         entry = make_scalar(key)
         return _refuse_value(key) if entry is None else entry.value()
 
-    def _tensor(self, found: RebuiltTensor) -> torch.Tensor:
-        data = self._member(f"data/{found.storage}")
+    def _build_tensor(self, found: RebuiltTensor) -> torch.Tensor:
+        data = self._find_member(f"data/{found.storage}")
         if found.dtype not in ITEMSIZE:
             return _refuse_value(found)  # type: ignore[no-any-return]
         self._spend(len(data) + math.prod(found.shape) * ITEMSIZE[found.dtype])
         reach = (found.offset + measure_span(found.shape, found.strides)) * ITEMSIZE[found.dtype]
-        if reach > len(data) or 0 in found.strides or (self._member("byteorder") or b"little") != b"little":
+        if reach > len(data) or 0 in found.strides or (self._find_member("byteorder") or b"little") != b"little":
             return _refuse_value(found)  # type: ignore[no-any-return]
         held = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(BY_NAME[found.dtype]) if data else None
         if held is None:

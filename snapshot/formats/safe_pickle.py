@@ -47,7 +47,7 @@ class _WorkLimit(threading.local):
         if self.count < 0:
             raise pickle.UnpicklingError("it repeats itself too often")
 
-    def hash(self, keys: Iterable[Any]) -> None:
+    def check_keys(self, keys: Iterable[Any]) -> None:
         """Take note of keys; raise for those that cannot be hashed soon."""
         for key in keys:
             if not isinstance(key, tuple):
@@ -59,9 +59,9 @@ class _WorkLimit(threading.local):
                 if depth > DEEPEST_KEY:
                     raise pickle.UnpicklingError("it nests too deep")
                 rest += [(each, depth + 1) for each in held if isinstance(each, tuple)]
-            self.alike(key)
+            self.check_key(key)
 
-    def alike(self, key: Any) -> None:
+    def check_key(self, key: Any) -> None:
         """Take note of a key whose hash somebody can choose; raise where too many differ, and have the same."""
         text = repr(key)
         if text not in self._seen:
@@ -230,7 +230,7 @@ def _spend_items(items: Any = ()) -> Any:
     """Return what a dict is to be made of: another one, or pairs."""
     _work_limit.spend(items)
     if not isinstance(items, dict):
-        _work_limit.hash(key for key, _ in items)
+        _work_limit.check_keys(key for key, _ in items)
     return items
 
 
@@ -244,7 +244,7 @@ def _find_maker(kind: Any) -> Callable[..., Any]:
             return kind(_spend_items(*items))
         _work_limit.spend(*items, b"frozen" * 100 if kind is frozenset else b"")  # whose hashes can be chosen, too
         if items and not isinstance(items[0], (str, set, frozenset)):
-            _work_limit.hash(items[0])
+            _work_limit.check_keys(items[0])
         return kind(*items)
 
     make.__name__ = kind.__name__
@@ -260,7 +260,7 @@ def _encode_text(text: str, encoding: str) -> bytes:
 
 def _make_complex(*parts: Any) -> complex:
     made = complex(*parts)
-    _work_limit.alike(made)
+    _work_limit.check_key(made)
     return made
 
 
@@ -360,23 +360,23 @@ class _Careful(_Names, _in_python):  # type: ignore[misc]
     dispatch: ClassVar[dict[int, Any]] = dict(_in_python.dispatch)
 
     def _setitem(self) -> None:
-        _work_limit.hash(self.stack[-2:-1])
+        _work_limit.check_keys(self.stack[-2:-1])
         _in_python.load_setitem(self)
 
     def _setitems(self) -> None:
-        _work_limit.hash(self.stack[::2])
+        _work_limit.check_keys(self.stack[::2])
         _in_python.load_setitems(self)
 
     def _dict(self) -> None:
-        _work_limit.hash(self.stack[::2])
+        _work_limit.check_keys(self.stack[::2])
         _in_python.load_dict(self)
 
     def _additems(self) -> None:
-        _work_limit.hash(self.stack)
+        _work_limit.check_keys(self.stack)
         _in_python.load_additems(self)
 
     def _frozenset(self) -> None:
-        _work_limit.hash(self.stack)
+        _work_limit.check_keys(self.stack)
         _work_limit.spend(b"frozen" * 100)
         _in_python.load_frozenset(self)
 

@@ -179,11 +179,11 @@ class EntryTree:
     def add(self, path: str, value: Any, depth: int = 1) -> None:
         """Describe a value, and all that is in it."""
         try:
-            self._add(path, value, depth)
+            self._add_value(path, value, depth)
         except RecursionError as error:
             raise CorruptSnapshotError(f"{self._where}: what its pickle holds nests too deep") from error
 
-    def _add(self, path: str, value: Any, depth: int) -> None:
+    def _add_value(self, path: str, value: Any, depth: int) -> None:
         self._left -= 1
         self._room -= len(path) + estimate_length(value)
         if self._left < 0 or self._room < 0 or depth > DEEPEST:
@@ -193,11 +193,11 @@ class EntryTree:
         if entry is not None:
             self.entries[path] = entry
         elif isinstance(value, (list, tuple, dict, set, frozenset)):
-            self._container(path, value, depth)
+            self._add_container(path, value, depth)
         else:
-            self.entries[path] = self._leaf(path, value)
+            self.entries[path] = self._make_leaf(path, value)
 
-    def _container(self, path: str, value: Any, depth: int) -> None:
+    def _add_container(self, path: str, value: Any, depth: int) -> None:
         if id(value) in self._above:
             raise CorruptSnapshotError(f"{self._where}: {path}: contains itself")
         made = make_container(value)
@@ -208,10 +208,10 @@ class EntryTree:
         self.entries[path] = entry
         self._above.add(id(value))
         for name, child in zip(entry.components(), children, strict=True):
-            self._add(f"{path}/{name}", child, depth + 1)
+            self._add_value(f"{path}/{name}", child, depth + 1)
         self._above.discard(id(value))
 
-    def _leaf(self, path: str, value: Any) -> Any:
+    def _make_leaf(self, path: str, value: Any) -> Any:
         try:
             tensor = rebuild_tensor(value)
             if tensor is not None:
@@ -220,11 +220,11 @@ class EntryTree:
         except (ValueError, TypeError, OverflowError) as error:
             raise CorruptSnapshotError(f"{self._where}: {path}: {error}") from error
         if array is not None:
-            return self._array(array)
+            return self._make_array(array)
         name = getattr(type(value), "name", "") or type(value).__name__  # its own may be anything
         return make_refused_entry(f"{MODULE} {name}" if _is_module(value) else name)
 
-    def _array(self, value: Any) -> Any:
+    def _make_array(self, value: Any) -> Any:
         described = numpy_arrays.describe_array(value)
         if described is None:
             return make_refused_entry("numpy.ndarray of objects")

@@ -31,13 +31,13 @@ async def describe_file(storage: Storage, name: str, size: int, limit: int) -> F
     where = storage.url.join(name)
     try:
         archive = await _Archive.open(storage, name, size, limit)
-        content, length = await archive.read("data.pkl", limit)
-        order = (await archive.read("byteorder", 16))[0] if "byteorder" in archive.members else b"little"
+        content, length = await archive.read_member("data.pkl", limit)
+        order = (await archive.read_member("byteorder", 16))[0] if "byteorder" in archive.members else b"little"
     except ValueError as error:
         if isinstance(error, CorruptSnapshotError):
             raise
         raise CorruptSnapshotError(f"{where}: is no archive of torch's: {error}") from error
-    tree = EntryTree(where, lambda path, found: archive.stored(found, swapped=order == b"big"), length)
+    tree = EntryTree(where, lambda path, found: archive.make_entry(found, swapped=order == b"big"), length)
     saved = safe_pickle.load_pickle(content, where, length)
     made = make_container(saved)
     root: Container | None = None
@@ -93,7 +93,7 @@ class _Archive:
         directory = tail[begin - low : end - low] if begin >= low else await _read_range(storage, name, begin, end)
         return _Archive(storage, name, begin, zip_directory.read_members(directory, begin))
 
-    async def read(self, name: str, limit: int) -> tuple[bytes, int]:
+    async def read_member(self, name: str, limit: int) -> tuple[bytes, int]:
         """Return a short member's content, and how long it counts as: see `expect_stored`."""
         member = self.members[name]
         if (
@@ -118,7 +118,7 @@ class _Archive:
             raise ValueError(f"its member {name} is damaged: its checksum differs from what was written")
         return content, length
 
-    def stored(self, found: RebuiltTensor, *, swapped: bool) -> Any:
+    def make_entry(self, found: RebuiltTensor, *, swapped: bool) -> Any:
         """Return the entry of a tensor: the member of its storage, and how it lies in it."""
         itemsize = ITEMSIZE.get(found.dtype)
         if itemsize is None:

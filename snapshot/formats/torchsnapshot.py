@@ -111,12 +111,12 @@ class _Manifest:
         self._shared = {path.partition("/")[2] for path, raw in manifest.items() if _is_shared(raw)}
         """Logical paths that the manifest has for one rank, and that all have."""
         for path, raw in manifest.items():
-            made = self._entry(path, raw)
+            made = self._make_entry(path, raw)
             if made is not None:
-                self._add(renamed[path], made)
-        self._fill()
+                self._add_entry(renamed[path], made)
+        self._fill_shapes()
 
-    def _add(self, path: str, made: Any) -> None:
+    def _add_entry(self, path: str, made: Any) -> None:
         """Shards of one tensor, which each rank lists its own of, become one entry."""
         if isinstance(made, e.ShardedTensorEntry):
             logical = path.partition("/")[2]
@@ -128,7 +128,7 @@ class _Manifest:
                 return
         self.entries[path] = made
 
-    def _fill(self) -> None:
+    def _fill_shapes(self) -> None:
         """Find the global shapes: only the shards tell them."""
         for path in self._sharded.values():
             entry = self.entries[path]
@@ -138,63 +138,63 @@ class _Manifest:
             ends = [[o + s for o, s in zip(each.offsets, each.sizes, strict=True)] for each in entry.shards]
             entry.shape = tuple(map(max, zip(*ends, strict=True)))
 
-    def _has(self, path: str) -> bool:
+    def _has_entry(self, path: str) -> bool:
         return path in self._there or path.partition("/")[2] in self._shared
 
-    def _entry(self, path: str, raw: dict[str, Any]) -> Any:
+    def _make_entry(self, path: str, raw: dict[str, Any]) -> Any:
         kind, replicated = raw["type"], raw.get("replicated") is True
         if kind in _DICTS:
-            return self._dict(_DICTS[kind], path, raw["keys"])
+            return self._make_dict(_DICTS[kind], path, raw["keys"])
         if kind in _VALUES:
             entry = make_scalar(_VALUES[kind](raw["serialized_value"]))
             assert entry is not None
             entry.replicated = replicated
             return entry
         make: dict[str, Callable[[], Any]] = {
-            "list": lambda: e.ListEntry(self._length(path)),
-            "Tensor": lambda: self._tensor(raw, replicated),
+            "list": lambda: e.ListEntry(self._count_children(path)),
+            "Tensor": lambda: self._make_tensor(raw, replicated),
             "ChunkedTensor": lambda: e.ChunkedTensorEntry(
-                _parse_dtype(raw["dtype"]), _parse_sizes(raw["shape"]), self._shards(raw["chunks"]), replicated
+                _parse_dtype(raw["dtype"]), _parse_sizes(raw["shape"]), self._make_shards(raw["chunks"]), replicated
             ),
-            "ShardedTensor": lambda: e.ShardedTensorEntry("", (), self._shards(raw["shards"])),
-            "DTensor": lambda: e.ShardedTensorEntry("", (), self._shards(raw["shards"])),
-            "object": lambda: self._object(raw, str(raw["obj_type"]), replicated),
+            "ShardedTensor": lambda: e.ShardedTensorEntry("", (), self._make_shards(raw["shards"])),
+            "DTensor": lambda: e.ShardedTensorEntry("", (), self._make_shards(raw["shards"])),
+            "object": lambda: self._make_object(raw, str(raw["obj_type"]), replicated),
         }
         if kind not in make:
             raise UnsupportedFormatError(f"{self._where}: {path[:200]} is of the unknown type {str(kind)[:80]!r}")
         return make[kind]()
 
-    def _dict(self, made: Any, path: str, named: list[Any]) -> e.DictEntry:
-        keys = [key for key in named if self._has(_child_path(path, key))]
+    def _make_dict(self, made: Any, path: str, named: list[Any]) -> e.DictEntry:
+        keys = [key for key in named if self._has_entry(_child_path(path, key))]
         if not all(type(key) in (str, int) for key in keys):
             raise ValueError(f"{path[:200]!r} has keys that are neither texts nor ints")
         return made([encode_key(key) for key in keys], find_tagged_keys(keys) or None)  # type: ignore[no-any-return]
 
-    def _length(self, path: str) -> int:
+    def _count_children(self, path: str) -> int:
         """How many children a list has: nothing says it but they themselves."""
         length = 0
-        while self._has(f"{path}/{length}"):
+        while self._has_entry(f"{path}/{length}"):
             length += 1
         return length
 
-    def _shards(self, raw: list[dict[str, Any]]) -> list[e.Shard]:
+    def _make_shards(self, raw: list[dict[str, Any]]) -> list[e.Shard]:
         found = []
         for each in raw:
-            tensor = self._tensor(each["tensor"], False)
+            tensor = self._make_tensor(each["tensor"], False)
             if not isinstance(tensor, e.TensorEntry):
                 raise UnsupportedFormatError(f"{self._where}: shards of {tensor.obj_type} are not known")
             found.append(e.Shard(_parse_sizes(each["offsets"]), _parse_sizes(each["sizes"]), tensor))
         return found
 
-    def _tensor(self, raw: dict[str, Any], replicated: bool) -> Any:
+    def _make_tensor(self, raw: dict[str, Any], replicated: bool) -> Any:
         location = check_location(raw["location"], self._where)
         dtype = str(raw["dtype"]).removeprefix("torch.")
         if dtype in _QUANTISED:
-            return self._object(raw, f"torch.Tensor of {dtype}", replicated)
+            return self._make_object(raw, f"torch.Tensor of {dtype}", replicated)
         dtype, shape = _parse_dtype(raw["dtype"]), _parse_sizes(raw["shape"])
         if raw["serializer"] == "torch_save":
             entry = e.TensorEntry(location, (0, 0), dtype, shape, replicated=replicated, serializer="torch_save")
-            self._range(entry, location, raw.get("byte_range"))
+            self._make_range(entry, location, raw.get("byte_range"))
             return entry
         if raw["serializer"] != "buffer_protocol":
             raise UnsupportedFormatError(f"{self._where}: the serializer {str(raw['serializer'])[:80]!r} is not known")
@@ -203,15 +203,15 @@ class _Manifest:
         extend_file(self.files, location, end)
         return e.TensorEntry(location, (begin, end), dtype, shape, replicated=replicated)
 
-    def _object(self, raw: dict[str, Any], kind: str, replicated: bool) -> e.ObjectEntry:
+    def _make_object(self, raw: dict[str, Any], kind: str, replicated: bool) -> e.ObjectEntry:
         if raw["serializer"] != "torch_save":
             raise UnsupportedFormatError(f"{self._where}: the serializer {str(raw['serializer'])[:80]!r} is not known")
         location = check_location(raw["location"], self._where)
         entry = e.ObjectEntry(location, (0, 0), "torch_save", kind[:200], replicated=replicated)
-        self._range(entry, location, raw.get("byte_range"))
+        self._make_range(entry, location, raw.get("byte_range"))
         return entry
 
-    def _range(self, entry: Any, location: str, given: Any) -> None:
+    def _make_range(self, entry: Any, location: str, given: Any) -> None:
         if given is None:
             self.whole.setdefault(location, []).append(entry)
         else:

@@ -115,7 +115,7 @@ class Chooser:
     def _choose(self, key: str, entries: Mapping[str, Any], view: RankView) -> bool:
         """Whether anything under a key is asked for, here or with other ranks; what is not is left alone."""
         choice = ChosenState(entries, self.wanted)
-        if choice.nothing and not any(path.startswith(f"{key}/") and self.wanted(path) for path in view.elsewhere):
+        if choice.is_empty and not any(path.startswith(f"{key}/") and self.wanted(path) for path in view.elsewhere):
             if self._document.parts and self.may_want(key):
                 self._chosen.incomplete = True  # it may be in a part that was not read yet
                 return False

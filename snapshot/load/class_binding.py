@@ -175,7 +175,7 @@ class Binding:
             self._unknown(path, entry.obj_type)
             return []
         own = compound.read_attributes(held) if live else {}
-        names = entry.names()
+        names = entry.list_names()
         kept = {}
         for name in [*own, *_fields_of(kind)]:
             if name in names or name in kept:
@@ -191,7 +191,7 @@ class Binding:
         gone = [f"{path}/{text}" for text, is_gone in zip(entry.components(), away, strict=True) if is_gone]
         for each in gone:
             self._notes.add("unexpected", each, f"{class_name(kind)} has no such field")
-        left = entry.without(away)
+        left = entry.without_children(away)
         target = held if path == self._fill else None
         entries[path] = BoundRecord(
             left.keys,  # type: ignore[attr-defined]

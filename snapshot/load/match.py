@@ -75,7 +75,7 @@ class Matcher:
         if kind.exact:
             self.matched.lacking = self.matched.lacking or any(path not in entries for path in kind.live)
         skipped = self.matched.skipped
-        live = kind.places(entries, skipped) if isinstance(kind, StateOfParameters) else kind.live
+        live = kind.find_places(entries, skipped) if isinstance(kind, StateOfParameters) else kind.live
         for path, entry in entries.items():
             held = live.get(path, MISSING)
             if (
@@ -117,19 +117,19 @@ class Matcher:
         left as it is."""
         if not kind.by_name:
             self._match_withheld(kind)
-        adopted = kind.adopts(entries, self._elsewhere)
+        adopted = kind.find_adopted(entries, self._elsewhere)
         for path in adopted:
             adopt_entry(entries, path, self._elsewhere[path])
         if not all(map(self._wanted, adopted)):
             self._choose_again(kind.key, entries)
         choice = self.matched.states.get(kind.key)
         needed = choice is None or not choice.skipped.intersection(kind.needs)
-        lines = kind.mismatches(entries) if needed else []
+        lines = kind.find_mismatches(entries) if needed else []
         if isinstance(kind, StateOfParameters) and not kind.optimizers and kind.base in entries:
             self._notes.add("unexpected", kind.base, "the application gives no optimizer for it")
-            kind.leave_optimizer(entries)
+            kind.drop_optimizer(entries)
         if isinstance(kind, StateOfParameters) and kind.optimizers:
-            if (choice is None or choice.wants(kind.base)) and not self._match_optimizer(kind, entries, lines):
+            if (choice is None or choice.includes(kind.base)) and not self._match_optimizer(kind, entries, lines):
                 return False
         else:
             self._notes.mismatches += lines
@@ -154,13 +154,13 @@ class Matcher:
 
     def _match_missing(self, kind: Kind, entries: dict[str, Any]) -> None:
         """Raise or report names that the snapshot lacks, and names that only the snapshot has."""
-        for path in filter(self._wanted, kind.missing(entries)):
+        for path in filter(self._wanted, kind.find_missing(entries)):
             if self._strict:
                 why = self._withheld.get(path, "is in the application, not in the snapshot")
                 self._notes.mismatches.append(f"{path}: {why}")
             else:
                 self._notes.add("missing", path, "left as it is")
-        for path in kind.unexpected(entries):
+        for path in kind.find_unexpected(entries):
             if not self._strict:
                 self._notes.add("unexpected", path)
                 remove_entry(entries, path)
@@ -174,7 +174,7 @@ class Matcher:
         """Keep what the snapshot lacks, or remove it if that was asked for. What is another
         rank's is neither: the application asks for it."""
         gone = self.matched.dropped[kind.key] = []
-        for path, key in kind.kept(entries).items():
+        for path, key in kind.find_kept(entries).items():
             if not self._wanted(path):
                 continue
             self.matched.lacking = True
@@ -203,7 +203,7 @@ class Matcher:
         """Report what this rank cannot have: an optimizer would train on with half of its state."""
         for path, why in self._withheld.items():
             if path.startswith(f"{kind.key}/") and self._wanted(path):
-                if kind.exact or (self._strict and kind.asks_for(path)):
+                if kind.exact or (self._strict and kind.wants_entry(path)):
                     self._notes.mismatches.append(f"{path}: {why}")
                 else:
                     self._notes.add("skipped", path, why)
@@ -243,7 +243,7 @@ class Matcher:
         for below in [each for each in entries if "/".join(each.split("/", depth)[:depth]) in away] if away else ():
             del entries[below]
         top = entries[kind.key]
-        entries[kind.key] = top.without(path not in here for path in saved)
+        entries[kind.key] = top.without_children(path not in here for path in saved)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -140,7 +140,7 @@ def _match_model(view: RankView, kind: Kind, base: str, notes: RestoreIssues) ->
     prefix = f"{base}/"
     there = [path.removeprefix(prefix) for path in find_names_beneath(base, view.entries) or ()]
     there += [path[len(prefix) :].partition("/")[0] for path in view.elsewhere if path.startswith(prefix)]
-    found = match_names(there, kind.model_names())
+    found = match_names(there, kind.list_model_names())
     for live, saved in found.ambiguous:
         names, candidates = (
             sep.join(prefix + each for each in names) for sep, names in ((" and ", live), (" or ", saved))

@@ -162,9 +162,9 @@ class Restore:
             state = inflate_tree(kind.key, entries, values)
         else:
             state = choice.merge(kind.key, entries, values, kind.state)
-        kind.drop(plan.matched.dropped.get(kind.key, ()))
+        kind.drop_keys(plan.matched.dropped.get(kind.key, ()))
         try:
-            left = kind.hand_back(state, self._options.strict and not (self._options.include or self._options.exclude))
+            left = kind.load_state(state, self._options.strict and not (self._options.include or self._options.exclude))
         except Exception as error:
             error.add_note(f"raised by load_state_dict() of app_state[{kind.key!r}]; its tensors have been restored")
             raise

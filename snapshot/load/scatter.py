@@ -120,7 +120,7 @@ def _placer(stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box) -
         first = start // itemsize
         arrived = slot.tensor[at : at + length].view(dtype)
         for position, part in boxes_of_range(piece.sizes, first, first + length // itemsize):
-            there = part.within(piece.offsets)
+            there = part.moved_by(piece.offsets)
             shared = intersect(there, box)
             if shared is None:
                 continue

@@ -63,7 +63,7 @@ class Compound(DictEntry):
 
     obj_type: str = ""
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """Return the names of its fields."""
         return [str(decode_key(key)) for key in self.keys]
 

@@ -34,7 +34,7 @@ class Container(Entry):
         """Return the path components of the children, in order."""
         return []
 
-    def without(self, gone: Iterable[bool]) -> Container:
+    def without_children(self, gone: Iterable[bool]) -> Container:
         """Return the same container without some of its children."""
         return self
 
@@ -144,7 +144,7 @@ class DictEntry(Container, tag="dict"):
         if sum(count * count for count in alike.values()) > MOST_COMPARISONS:
             raise CorruptSnapshotError(f"{path}: its keys were chosen to be slow")
 
-    def without(self, gone: Iterable[bool]) -> Container:
+    def without_children(self, gone: Iterable[bool]) -> Container:
         kept = [i for i, away in enumerate(gone) if not away]
         tagged = [new for new, old in enumerate(kept) if old in (self.tagged or ())]
         return msgspec.structs.replace(self, keys=[self.keys[i] for i in kept], tagged=tagged or None)

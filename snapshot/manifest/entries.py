@@ -171,7 +171,7 @@ class Mesh(msgspec.Struct, gc=False, forbid_unknown_fields=True):
         return rest == 0
 
     @staticmethod
-    def of(ranks: Any) -> Mesh | list[Any]:
+    def from_lists(ranks: Any) -> Mesh | list[Any]:
         """Return a mesh from lists in lists; these themselves where it is none of this kind."""
         array = np.asarray(ranks)
         steps = tuple(
@@ -196,7 +196,7 @@ class ShardedTensorEntry(_Boxes, tag="ShardedTensor"):
     mesh: Mesh | list[Any] | None = None
     """The ranks that held it, where all of them knew."""
 
-    def held_by(self, rank: int) -> bool:
+    def is_held_by(self, rank: int) -> bool:
         """Whether a rank is one of them."""
         rest: list[Any] = [] if self.mesh is None else [self.mesh]
         while rest:

@@ -91,7 +91,7 @@ def _parse_rank(path: str, number: str, saved: int) -> int:
 def _choose_sharded(view: RankView, sharded: Mapping[str, list[tuple[int, Any]]], rank: int) -> None:
     """Of sharded tensors of one name (each stage of a pipeline may have one), take the one that this rank had."""
     for path, found in sharded.items():
-        mine = [entry for number, entry in found if number == rank or entry.held_by(rank)]
+        mine = [entry for number, entry in found if number == rank or entry.is_held_by(rank)]
         if not mine and path in view.entries:
             continue  # this rank had something of its own under that name
         if len(found) > 1 and not mine:
@@ -113,7 +113,7 @@ def _prune_containers(view: RankView, rank: int, saved: int) -> None:
             for below in here:
                 if below not in view.entries:
                     view.withheld.setdefault(below, "belongs to other ranks alone")
-            view.entries[path] = entry.without(below not in view.entries for below in here)
+            view.entries[path] = entry.without_children(below not in view.entries for below in here)
     unnamed = {path for path in view.entries if path not in named and "/" in path}
     if any(isinstance(view.entries[path], Container) for path in unnamed):  # which go with all that is in them
         for path in sorted(view.entries):
@@ -145,7 +145,7 @@ def remove_entry(entries: dict[str, Any], path: str) -> None:
     del entries[path]
     above, _, name = path.rpartition("/")
     parent = entries[above]
-    entries[above] = parent.without(each == name for each in parent.components())
+    entries[above] = parent.without_children(each == name for each in parent.components())
 
 
 def group_by_key(view: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -231,7 +231,7 @@ def resolve_path(manifest: Mapping[str, Any], saved: int, path: str, where: str 
     number, _, logical = path.partition("/")
     if logical and is_rank(number, saved):
         shared = [each for each in _find_rank_paths(manifest, saved, logical) if is_shared(manifest[each])]
-        held = [each for each in shared if getattr(manifest[each], "held_by", _nothing)(int(number))] or shared
+        held = [each for each in shared if getattr(manifest[each], "is_held_by", _is_never_held)(int(number))] or shared
         if len(held) == 1:
             return held[0]
     found = _find_rank_paths(manifest, saved, path)
@@ -254,7 +254,7 @@ def is_shared(entry: Any) -> bool:
     return isinstance(entry, ShardedTensorEntry) or getattr(entry, "replicated", False)
 
 
-def _nothing(rank: int) -> bool:
+def _is_never_held(rank: int) -> bool:
     return False
 
 

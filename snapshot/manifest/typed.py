@@ -250,7 +250,7 @@ class EnumEntry(Scalar, tag="Enum"):
             raise CorruptSnapshotError(f"{self.obj_type[:80]}: {str(self.held)[:80]!r} is not the type of a value")
         return known(self.serialized_value).value()
 
-    def bare(self) -> Scalar:
+    def to_scalar(self) -> Scalar:
         """Return the value as a plain one; the name where only that is known."""
         if self.held is None:
             return StrEntry(str(self.name), replicated=self.replicated)

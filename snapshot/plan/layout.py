@@ -278,7 +278,7 @@ def _plan_file(leaves: Sequence[PlannedLeaf], pieces: list[_Piece], *, exact: bo
 def place_box(leaf: PlannedLeaf, box: Box | None) -> Box:
     """Return a piece of a leaf, as a box of the tensor that the leaf is a box of."""
     box = box or whole_box(leaf.shape)
-    return box if leaf.origin is None else box.within(leaf.origin)
+    return box if leaf.origin is None else box.moved_by(leaf.origin)
 
 
 _encode = msgspec.json.Encoder().encode

@@ -79,15 +79,15 @@ class RankShare:
                 self.loads[rank] += size
                 if rank == self._exchange.rank:
                     group = groups[dealt.item]
-                    self.leaves += group if dealt.box is None else [group[0].part(dealt.box)]
+                    self.leaves += group if dealt.box is None else [group[0].take_box(dealt.box)]
 
     def _header(self, path: str, shards: Shards) -> None:
         """Add the entry of a sharded tensor, without any shard yet; every holder has one."""
         shape, dtype, mesh = shards.shape, NAMES[shards.dtype], None
-        if not shards.open:
+        if not shards.is_open:
             held = shards.mesh if shards.mesh is not None else shards.ranks
             if id(held) not in self._meshes:  # tensors of one mesh share it
-                self._meshes[id(held)] = held, e.Mesh.of(self._numbered(held))
+                self._meshes[id(held)] = held, e.Mesh.from_lists(self._numbered(held))
             mesh = self._meshes[id(held)][1]
         if shards.kind == "DTensor":
             self.flat.entries[path] = e.DTensorEntry(dtype, shape, [], mesh, shards.placements)
@@ -113,7 +113,7 @@ class RankShare:
             for dealt in share:
                 path, piece = pieces[dealt.item]
                 leaf = self._leaf(path, piece)
-                self.leaves.append(leaf if dealt.box is None else leaf.part(dealt.box))
+                self.leaves.append(leaf if dealt.box is None else leaf.take_box(dealt.box))
 
     def _leaf(self, path: str, piece: LocalPiece) -> Leaf:
         entries = self.flat.entries  # a leaf that led back here would never be collected
@@ -123,7 +123,7 @@ class RankShare:
             entry.shards += [e.Shard(box.offsets, box.sizes, tensor) for box, tensor in stored.pieces()]
 
         whole = Leaf(path, piece.tensor, NAMES[piece.tensor.dtype], self.flat.shards[path].shape, 0, wrap=wrap)
-        return Leaf.of(whole, piece.box, piece.tensor)
+        return Leaf.box_of(whole, piece.box, piece.tensor)
 
     def _numbered(self, mesh: Any) -> Any:
         """Return a mesh, in this call's numbers."""
@@ -164,7 +164,7 @@ class RankShare:
     def _lowest(self, shards: Shards) -> int:
         """Return the rank under which a sharded tensor stands: the first of its holders, or 0 where they are not
         known."""
-        if shards.open or self._exchange.alone:
+        if shards.is_open or self._exchange.alone:
             return 0
         return self._exchange.ranks.numbers(shards.ranks or ())[0]
 

@@ -207,10 +207,10 @@ def _ask(
         details.items = b"".join([*found.items.values(), *found.names.values()])
     for path, shards in flat.shards.items() if answer.boxes else ():
         boxes = [(piece.box.offsets, piece.box.sizes, piece.replica) for piece in shards.pieces]
-        if shards.open:
+        if shards.is_open:
             details.boxes.append(a.ShardBoxes(path, str(shards.dtype), shards.shape, boxes))
     for path, shards in flat.shards.items() if answer.layouts else ():
-        if not shards.open and exchange.ranks.among(shards.ranks or ()):
+        if not shards.is_open and exchange.ranks.among(shards.ranks or ()):
             details.layouts[path] = _layout(flat, path, shards), list(_numbers(exchange, path, shards))
     settlement = exchange.agree(details, lambda all_: a.settle_details(all_, answer.speakers), a.Details, a.Settlement)
     common = set(split_digests(settlement.items))
@@ -233,7 +233,7 @@ def _sums(exchange: Exchange, flat: Flattened) -> tuple[bytes, bytes]:
     """Return this rank's part in the check that all holders of a sharded tensor have it, in one layout."""
     have, expected = [], []
     for path, shards in flat.shards.items():
-        if shards.open:
+        if shards.is_open:
             continue
         numbers = _numbers(exchange, path, shards)
         if not exchange.ranks.among(shards.ranks or ()):
@@ -345,7 +345,7 @@ def leaf_digest(leaf: Leaf) -> str:
     """Return a digest of all of a tensor's bytes, made piece by piece."""
     running = xxhash.xxh3_128()
     for box in split_shape(leaf.shape, max(1, PIECE // ITEMSIZE[leaf.dtype])):
-        running.update(bytes_of(leaf.part(box)) if box.sizes else bytes_of(leaf))
+        running.update(bytes_of(leaf.take_box(box)) if box.sizes else bytes_of(leaf))
     return running.hexdigest()
 
 

@@ -155,7 +155,7 @@ class _Template:
             for name in ("path", "dtype", "shape", "nbytes", "plain", "extra", "note")
         ]
 
-    def follow(self, value: Any, flat: FlatState) -> None:
+    def replay(self, value: Any, flat: FlatState) -> None:
         """Add a value of the same structure to what is flattened; `_Unlike`, and nothing done, if it is another."""
         if type(value) is not self.kind:
             raise _Unlike
@@ -179,7 +179,7 @@ class _Template:
             raise _Unlike
         if not flat.seen.keys().isdisjoint(full):
             raise _Unlike  # it shares memory with another key's
-        scalars = self._scalars([children[index] for index in self.scalars_at])
+        scalars = self._make_scalars([children[index] for index in self.scalars_at])
         leaves = list(map(Leaf, paths, held, dtypes, shapes, sizes, begins, plain, extras, notes))
         flat.entries.update(self.entries)
         flat.entries.update(scalars)
@@ -188,7 +188,7 @@ class _Template:
         owners = leaves if self.full else [leaf for leaf in leaves if leaf.nbytes]
         flat.seen.update(zip(full, owners, strict=True))
 
-    def _scalars(self, values: list[Any]) -> dict[str, Entry]:
+    def _make_scalars(self, values: list[Any]) -> dict[str, Entry]:
         """Return the entries of values that changed."""
         changed = list(self.inexact)
         if values != self.scalars:
@@ -231,7 +231,7 @@ def replay_state(path: str, value: Any, flat: FlatState) -> bool:
     if template is None:
         return False
     try:
-        template.follow(value, flat)
+        template.replay(value, flat)
     except (_Unlike, RecursionError, RuntimeError):  # what torch refuses to say of odd tensors, flattening tells better
         templates.kept.pop(path, None)
         return False

@@ -50,13 +50,13 @@ class Leaf(msgspec.Struct, gc=False):
         """Return the same tensor under another path, stored apart."""
         return msgspec.structs.replace(self, path=path)
 
-    def part(self, box: Box) -> Leaf:
+    def take_box(self, box: Box) -> Leaf:
         """Return a box of it, to be stored apart."""
         whole, origin = self.whole or self, self.origin or (0,) * len(box.offsets)
-        return Leaf.of(whole, box.within(origin), self.tensor.detach()[box.slices()])
+        return Leaf.box_of(whole, box.moved_by(origin), self.tensor.detach()[box.slices()])
 
     @staticmethod
-    def of(whole: Leaf, box: Box, tensor: torch.Tensor) -> Leaf:
+    def box_of(whole: Leaf, box: Box, tensor: torch.Tensor) -> Leaf:
         """Return a box of a tensor, which `tensor` holds."""
         address, plain = tensor.data_ptr(), is_plain(tensor)
         return Leaf(

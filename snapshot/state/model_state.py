@@ -52,13 +52,13 @@ class ModelState:
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state under `model`, the optimizers' under `optim`. A fresh optimizer has none, and stays
         so."""
-        return self._state_dict(self.options)
+        return self._read_state_dict(self.options)
 
     def nested_state_dict(self) -> dict[str, Any]:
         """Return the same, with the optimizers' state by parameter, also where the options ask for a flat one."""
-        return self._state_dict(_nest_options(self.options))
+        return self._read_state_dict(_nest_options(self.options))
 
-    def _state_dict(self, options: Any) -> dict[str, Any]:
+    def _read_state_dict(self, options: Any) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
         if options is not None and options.full_state_dict and options.cpu_offload and _has_peers():
@@ -71,14 +71,14 @@ class ModelState:
         fresh = [not optimizer.state for optimizer in self.optimizers]
         try:
             model, optim = get_state_dict(self.model, self.optimizers, options=options)
-            names = self._names_of(fresh, optim, options) if any(fresh) else set()
+            names = self._find_fresh_names(fresh, optim, options) if any(fresh) else set()
         finally:
             for optimizer, was_fresh in zip(self.optimizers, fresh, strict=True):
                 if was_fresh:  # torch has taken a step of zeros with it, from which training would go on otherwise
                     optimizer.state.clear()
         return {"model": model, "optim": _drop_state(optim, names) if names else optim}
 
-    def _names_of(self, fresh: list[bool], optim: Mapping[str, Any], options: Any) -> set[str]:
+    def _find_fresh_names(self, fresh: list[bool], optim: Mapping[str, Any], options: Any) -> set[str]:
         """Return the parameters of fresh optimizers."""
         if "param_groups" not in optim:
             from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict

@@ -41,59 +41,61 @@ class ModelStateKind(StateOfParameters):
         found: list[torch.optim.Optimizer] = self.stateful.optimizers
         return found
 
-    def optimizer_mismatch(self, entries: Mapping[str, Any]) -> str | None:
-        why = super().optimizer_mismatch(entries)
+    def describe_mismatch(self, entries: Mapping[str, Any]) -> str | None:
+        why = super().describe_mismatch(entries)
         if why is None and self._saved is not None and self.groups_known:
             other = describe_group_change(self._saved, self.groups)
             why = f"{self.base}: {other}" if other else None
         return why
 
-    def other_shapes(self, entries: Mapping[str, Any], unfit: set[int]) -> dict[str, str]:
+    def find_other_shapes(self, entries: Mapping[str, Any], unfit: set[int]) -> dict[str, str]:
         for name, held in self.parameters.items():
             shape = getattr(entries.get(f"{self.key}/model/{name}"), "shape", None)
             if shape is not None and isinstance(held, torch.Tensor) and tuple(shape) != tuple(held.shape):
                 unfit = unfit | {address_of_tensor(held)}
-        return super().other_shapes(entries, unfit)
+        return super().find_other_shapes(entries, unfit)
 
-    def model_names(self) -> list[str]:
+    def list_model_names(self) -> list[str]:
         return [encode_component(name) for name in self.state["model"]]
 
-    def adopts(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
+    def find_adopted(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
         return [path for path in self.live if path not in entries and path in elsewhere]
 
-    def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
+    def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
         if self.stateful.optimizers and f"{self.key}/optim" not in entries:
             return [f"{self.key}: the snapshot holds no optimizer's state as 'optim' under this key"]
         return []
 
-    def missing(self, entries: Mapping[str, Any]) -> list[str]:
+    def find_missing(self, entries: Mapping[str, Any]) -> list[str]:
         """Return the model's names, which torch would compare only after tensors were written."""
         prefix = f"{self.key}/model/"
         return sorted(path for path in self.live if path.startswith(prefix) and path not in entries)
 
-    def unexpected(self, entries: Mapping[str, Any]) -> list[str]:
+    def find_unexpected(self, entries: Mapping[str, Any]) -> list[str]:
         prefix = f"{self.key}/model/"
         leaves = (path for path, entry in entries.items() if not isinstance(entry, Container))
         return sorted(path for path in leaves if path.startswith(prefix) and path not in self.live)
 
-    def leave_optimizer(self, entries: dict[str, Any]) -> bool:
+    def drop_optimizer(self, entries: dict[str, Any]) -> bool:
         for path in [each for each in entries if each == self.base or each.startswith(f"{self.base}/")]:
             del entries[path]
-        entries[self.key] = entries[self.key].without(name == "optim" for name in entries[self.key].components())
+        entries[self.key] = entries[self.key].without_children(
+            name == "optim" for name in entries[self.key].components()
+        )
         return False
 
-    def hand_back(self, state: Any, strict: bool) -> list[str]:
+    def load_state(self, state: Any, strict: bool) -> list[str]:
         model = {**self.state["model"], **state["model"]}
         optim = state.get("optim")
         if optim is None or not self.stateful.optimizers or "param_groups" not in optim:
-            return super().hand_back({**state, "model": model}, strict)
+            return super().load_state({**state, "model": model}, strict)
         saved = optim.get("state", {})
-        optim = {**optim, **self._completed(optim)}
-        super().hand_back({**state, "model": model, "optim": optim}, strict)
-        self._amend(optim["state"], saved)
+        optim = {**optim, **self._complete_state(optim)}
+        super().load_state({**state, "model": model, "optim": optim}, strict)
+        self._amend_optimizers(optim["state"], saved)
         return []
 
-    def _completed(self, optim: Mapping[str, Any]) -> dict[str, Any]:
+    def _complete_state(self, optim: Mapping[str, Any]) -> dict[str, Any]:
         """Return the saved state and groups, with the live ones of parameters and options that the snapshot lacks:
         torch wants all of them."""
         live = self.state["optim"]
@@ -106,7 +108,7 @@ class ModelStateKind(StateOfParameters):
         states = {name: states.get(name, {}) for group in live["param_groups"] for name in group["params"]}
         return {"state": states, "param_groups": groups}
 
-    def _amend(self, given: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    def _amend_optimizers(self, given: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         """Make the optimizers hold what was read: torch casts it, leaves out what is frozen now, and wants a state for
         each parameter."""
         live = {address_of_tensor(each): (each, owner) for owner in self.optimizers for each in _list_parameters(owner)}

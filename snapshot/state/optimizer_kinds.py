@@ -61,9 +61,9 @@ class StateOfParameters(Kind):
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [self.stateful]
 
-    def optimizer_mismatch(self, entries: Mapping[str, Any]) -> str | None:
+    def describe_mismatch(self, entries: Mapping[str, Any]) -> str | None:
         """Say why the saved optimizer's state is none for this one."""
-        self._saved = SavedOptimizer.of(self.base, entries)
+        self._saved = SavedOptimizer.from_entries(self.base, entries)
         self.untouched.clear()
         depth = self._states.count("/")
         self._tensors = []
@@ -78,11 +78,11 @@ class StateOfParameters(Kind):
         why = describe_mismatch(self._saved, self.optimizers, self.owners) if self._saved is not None else None
         return f"{self.base}: {why}" if why else None
 
-    def leave_optimizer(self, entries: dict[str, Any]) -> bool:
+    def drop_optimizer(self, entries: dict[str, Any]) -> bool:
         """Take the optimizer out of what is restored. True where nothing else is left."""
         return True
 
-    def notes(self) -> Iterable[tuple[str, str, str]]:
+    def make_notes(self) -> Iterable[tuple[str, str, str]]:
         """Lines for the report: another class, and options that the snapshot lacks."""
         saved = self._saved
         if saved is None or not self.optimizers:
@@ -127,23 +127,23 @@ class StateOfParameters(Kind):
         hint = "; allow it with cast='same_kind' or 'any'" if cast == "error" else ""
         return [f"{self.base}: {text} ({count} of them){hint}" for text, count in refused.items()]
 
-    def _in_state(self, path: str) -> tuple[str, str] | None:
+    def _find_in_state(self, path: str) -> tuple[str, str] | None:
         """Return the parameter that a path in `state` belongs to, and the name of what is kept of it."""
         if not path.startswith(self._states):
             return None
         name, slash, rest = path[len(self._states) :].partition("/")
         return (name, rest.partition("/")[0]) if slash else None
 
-    def state_dtype(self, path: str, entry: Any) -> torch.dtype | None:
+    def choose_state_dtype(self, path: str, entry: Any) -> torch.dtype | None:
         """Return the dtype in which a saved tensor is restored; None for what is no tensor of the optimizer's state."""
-        found = self._in_state(path)
+        found = self._find_in_state(path)
         saved = BY_NAME.get(entry.dtype)
         if found is None or saved is None or (self._wrapped and path.startswith(self._wrapped)):
             return None
         name, what = found
         return self._cast[name] if name in self._cast and what != "step" and saved.is_floating_point else saved
 
-    def places(self, entries: Mapping[str, Any], skipped: set[str]) -> dict[str, Any]:
+    def find_places(self, entries: Mapping[str, Any], skipped: set[str]) -> dict[str, Any]:
         """Return what is there already, without the state that cannot be filled as it is: a new tensor takes its
         place."""
         gone = []
@@ -151,7 +151,7 @@ class StateOfParameters(Kind):
             held = self.live.get(path, MISSING)
             if held is MISSING or path in skipped:
                 continue
-            dtype = BY_NAME.get(entry.dtype) if name not in self._cast else self.state_dtype(path, entry)
+            dtype = BY_NAME.get(entry.dtype) if name not in self._cast else self.choose_state_dtype(path, entry)
             if not (isinstance(held, torch.Tensor) and held.dtype is dtype and held.shape == entry.shape):
                 gone.append(path)
         for path, held in self.live.items():
@@ -164,7 +164,7 @@ class StateOfParameters(Kind):
         away = set(gone)
         return {path: held for path, held in self.live.items() if path not in away} if away else self.live
 
-    def other_shapes(self, entries: Mapping[str, Any], unfit: set[int]) -> dict[str, str]:
+    def find_other_shapes(self, entries: Mapping[str, Any], unfit: set[int]) -> dict[str, str]:
         """Return the parameters whose saved state has the shape of another one, and how it differs. `unfit`: where the
         memory of parameters is that were left as they are."""
         found: dict[str, str] = {}
@@ -184,7 +184,7 @@ class StateOfParameters(Kind):
                 found.setdefault(name, "its parameter has another shape")
         return found
 
-    def leave_state(self, name: str, entries: dict[str, Any]) -> str:
+    def drop_state(self, name: str, entries: dict[str, Any]) -> str:
         """Leave the state of a parameter as it is; return its path."""
         path = f"{self._states}{name}"
         self.untouched.add(name)
@@ -192,16 +192,16 @@ class StateOfParameters(Kind):
         for below in [each for each in entries if each == path or each.startswith(f"{path}/")]:
             del entries[below]
         states = entries[self._states[:-1]]
-        entries[self._states[:-1]] = states.without(each == name for each in states.components())
+        entries[self._states[:-1]] = states.without_children(each == name for each in states.components())
         return path
 
-    def like(self, path: str, shape: tuple[int, ...]) -> Any | None:
-        found = self._in_state(path)
+    def find_like(self, path: str, shape: tuple[int, ...]) -> Any | None:
+        found = self._find_in_state(path)
         parameter = self.parameters.get(found[0]) if found else None
         return parameter if parameter is not None and tuple(parameter.shape) == shape and shape else None
 
-    def device(self, path: str, shape: tuple[int, ...]) -> torch.device | str:
-        parameter = self.like(path, shape)
+    def choose_device(self, path: str, shape: tuple[int, ...]) -> torch.device | str:
+        parameter = self.find_like(path, shape)
         return "cpu" if parameter is None else parameter.device
 
 
@@ -245,7 +245,7 @@ class OptimizerKind(StateOfParameters):
         groups = f"{key}/param_groups/"  # torch copies what it is given for them: they are no places to fill
         self.live = {path: value for path, value in self.live.items() if not path.startswith(groups)}
 
-    def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
+    def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
         """Parameter groups must be as many, and as large: torch would find out only after tensors were written."""
         groups = entries.get(f"{self.key}/param_groups")
         if not isinstance(groups, ListEntry):
@@ -263,7 +263,7 @@ class OptimizerKind(StateOfParameters):
             return []
         return [f"{self.key}/param_groups: the snapshot has groups of {saved} parameters, and the optimizer of {have}"]
 
-    def hand_back(self, state: Any, strict: bool) -> list[str]:
+    def load_state(self, state: Any, strict: bool) -> list[str]:
         """Torch casts state to its parameter's dtype; what was meant to have another one is put back as it was read."""
         states = state.get("state")
         numbered: dict[Any, Any] = {}

@@ -68,7 +68,7 @@ class SavedOptimizer:
     """Of the parameters; empty for a snapshot that does not record them."""
 
     @staticmethod
-    def of(path: str, entries: Mapping[str, Any]) -> SavedOptimizer | None:
+    def from_entries(path: str, entries: Mapping[str, Any]) -> SavedOptimizer | None:
         """Read it from the entries below a path; None where these are of no optimizer."""
         top, listed = entries.get(path), entries.get(f"{path}/param_groups")
         if not isinstance(top, DictEntry) or not isinstance(listed, ListEntry):

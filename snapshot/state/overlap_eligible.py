@@ -53,7 +53,7 @@ class OverlapEligible:
             below = f"{encode_component(key)}/"
             optimizers = stateful.optimizers if named else [stateful]
             if named or isinstance(stateful, torch.optim.Optimizer):
-                usual = [self._take_in(each) for each in optimizers]
+                usual = [self._accept_optimizer(each) for each in optimizers]
                 of_state += [f"{below}optim/state/" if named else f"{below}state/"] if all(usual) else []
         self._of_state = tuple(of_state)
         held = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -61,11 +61,11 @@ class OverlapEligible:
         for key, stateful in app_state.items():
             below = f"{encode_component(key)}/"
             if isinstance(stateful, ModelState):
-                self._look_into(f"{below}model/", stateful.model, stepped, unwrapped=True)
+                self._collect_parameters(f"{below}model/", stateful.model, stepped, unwrapped=True)
             elif isinstance(stateful, torch.nn.Module):
-                self._look_into(below, stateful, stepped, unwrapped=False)
+                self._collect_parameters(below, stateful, stepped, unwrapped=False)
 
-    def _take_in(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _accept_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take an optimizer for one whose steps can be waited for; whether its state is where torch has it."""
         if not _is_hooked(optimizer):
             for group in optimizer.param_groups:
@@ -77,7 +77,7 @@ class OverlapEligible:
         self.optimizers.append(optimizer)
         return _has_usual_state(optimizer)
 
-    def _look_into(self, below: str, module: torch.nn.Module, stepped: set[int], *, unwrapped: bool) -> None:
+    def _collect_parameters(self, below: str, module: torch.nn.Module, stepped: set[int], *, unwrapped: bool) -> None:
         """Name the parameters of a module that an optimizer steps; those that a forward pass changes are changing.
 
         `unwrapped`: under the names that they have without what wraps modules.
@@ -104,7 +104,7 @@ class OverlapEligible:
     def __bool__(self) -> bool:
         return bool(self.optimizers)
 
-    def late(
+    def find_late(
         self, leaves: Sequence[Leaf], flat: Sequence[Leaf], shards: Mapping[str, Shards], ties: Mapping[str, str]
     ) -> tuple[bytes, list[torch.Tensor]]:
         """Return a byte for each leaf: 1 where it may be copied later; and, of those, the tensors whose versions tell
@@ -113,17 +113,19 @@ class OverlapEligible:
         `flat`, `shards` and `ties` are all that the application has given: of memory that also holds something else,
         nothing may.
         """
-        mine = self._owners(leaves)
+        mine = self._find_owners(leaves)
         if not any(owner is not None for owner in mine):
             return b"", []
-        everything = mine if flat is leaves else self._owners(flat)
+        everything = mine if flat is leaves else self._find_owners(flat)
         others = [leaf for leaf, owner in zip(flat, everything, strict=True) if owner is None]
         if flat is not leaves:  # what has two names on some ranks only is a leaf of its own here
             others += [leaf for leaf, owner in zip(leaves, mine, strict=True) if owner is None]
         elsewhere = list(self._changing)
         for path, each in shards.items():
-            elsewhere += [piece.tensor for piece in each.pieces if self._owner(path, piece.tensor) is None]
-        shared = {owner for path, owner in ties.items() if not self._names(path)}  # two names, and not both an owner's
+            elsewhere += [piece.tensor for piece in each.pieces if self._find_owner(path, piece.tensor) is None]
+        shared = {
+            owner for path, owner in ties.items() if not self._is_owned(path)
+        }  # two names, and not both an owner's
         if shared:
             elsewhere += [leaf.tensor for leaf in flat if leaf.path in shared]
             elsewhere += [piece.tensor for path in shared & shards.keys() for piece in shards[path].pieces]
@@ -131,11 +133,11 @@ class OverlapEligible:
         marks = bytes(owner is not None and not bad for owner, bad in zip(mine, spoilt, strict=True))
         return marks, list(compress(mine, marks))  # type: ignore[arg-type]  # there are owners where there are marks
 
-    def _names(self, path: str) -> bool:
+    def _is_owned(self, path: str) -> bool:
         """Whether what is an optimizer's would have such a name."""
         return path.startswith(self._of_state) or path in self._parameters
 
-    def _owners(self, leaves: Sequence[Leaf]) -> list[torch.Tensor | None]:
+    def _find_owners(self, leaves: Sequence[Leaf]) -> list[torch.Tensor | None]:
         """For each leaf the tensor of an optimizer that it is, or is a part of."""
         of_state, parameters = self._of_state, self._parameters
         found: list[torch.Tensor | None] = []
@@ -152,11 +154,11 @@ class OverlapEligible:
                         and parameter.nbytes == leaf.nbytes
                         and parameter.is_contiguous()
                     )
-                    owner = parameter if whole else self._owner(leaf.path, leaf.tensor)
+                    owner = parameter if whole else self._find_owner(leaf.path, leaf.tensor)
             found.append(owner)
         return found
 
-    def _owner(self, path: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    def _find_owner(self, path: str, tensor: torch.Tensor) -> torch.Tensor | None:
         if path.startswith(self._of_state):
             return tensor
         parameter = self._parameters.get(path)

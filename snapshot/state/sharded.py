@@ -55,7 +55,7 @@ class Shards:
     requires_grad: bool
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether nobody here knows which other ranks hold which of its boxes."""
         return self.ranks is None or any(piece.holders is None for piece in self.pieces)
 

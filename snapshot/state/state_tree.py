@@ -86,7 +86,9 @@ def inflate_tree(path: str, entries: Mapping[str, Any], values: Mapping[str, Any
     if any(child is MISSING for child in children):
         if not isinstance(entry, DictEntry):
             raise RestoreError(f"{path}: a sequence cannot be restored without some of its elements", [path])
-        return entry.without(child is MISSING for child in children).build([c for c in children if c is not MISSING])
+        return entry.without_children(child is MISSING for child in children).build(
+            [c for c in children if c is not MISSING]
+        )
     return _build_container(path, entry, children)
 
 
@@ -111,11 +113,11 @@ class ChosenState:
         self._above_wanted = add_parents(path for path, is_wanted in leaves.items() if is_wanted)
 
     @property
-    def nothing(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether nothing at all is restored."""
         return not self._above_wanted
 
-    def wants(self, path: str) -> bool:
+    def includes(self, path: str) -> bool:
         """Whether anything at a path or beneath it is restored."""
         return path in self._above_wanted
 
@@ -131,9 +133,9 @@ class ChosenState:
             held = find_parts(live) or {}
             children = [
                 self.merge(f"{path}/{name}", entries, values, held.get(key, MISSING))
-                for name, key in zip(names, entry.names(), strict=True)
+                for name, key in zip(names, entry.list_names(), strict=True)
             ]
-            kept = entry.without(child is MISSING for child in children)
+            kept = entry.without_children(child is MISSING for child in children)
             return _build_container(path, kept, [child for child in children if child is not MISSING])
         if isinstance(entry, DictEntry) and isinstance(live, dict):
             made = copy.copy(live)

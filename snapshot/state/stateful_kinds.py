@@ -44,46 +44,46 @@ class Kind:
         """Return what the stateful holds now."""
         return self.stateful.state_dict()
 
-    def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
+    def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
         """Why the stateful cannot take this state, as far as only it knows."""
         return []
 
-    def adopts(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
+    def find_adopted(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
         """Which of the entries that other ranks had belong here as well."""
         return []
 
-    def unexpected(self, entries: Mapping[str, Any]) -> list[str]:
+    def find_unexpected(self, entries: Mapping[str, Any]) -> list[str]:
         """Which entries have names that mean nothing here, though names matter."""
         return []
 
-    def missing(self, entries: Mapping[str, Any]) -> list[str]:
+    def find_missing(self, entries: Mapping[str, Any]) -> list[str]:
         """Which names of the application the snapshot lacks, though names matter."""
         return []
 
-    def asks_for(self, path: str) -> bool:
+    def wants_entry(self, path: str) -> bool:
         """Return True if what another rank alone had is missed here, since the application has it."""
         return False
 
-    def kept(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+    def find_kept(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the application has, the snapshot lacks, and keeps its value: path -> key."""
         return {}
 
-    def drop(self, keys: Iterable[Any]) -> None:
+    def drop_keys(self, keys: Iterable[Any]) -> None:
         """Remove what `kept` gave."""
 
-    def model_names(self) -> list[str]:
+    def list_model_names(self) -> list[str]:
         """Return the model's names, as components of paths."""
         return []
 
-    def like(self, path: str, shape: tuple[int, ...]) -> Any | None:
+    def find_like(self, path: str, shape: tuple[int, ...]) -> Any | None:
         """Return a live tensor of the layout that a new one of this shape should have."""
         return None
 
-    def device(self, path: str, shape: tuple[int, ...]) -> torch.device | str:
+    def choose_device(self, path: str, shape: tuple[int, ...]) -> torch.device | str:
         """Where a new tensor belongs."""
         return "cpu"
 
-    def hand_back(self, state: Any, strict: bool) -> list[str]:
+    def load_state(self, state: Any, strict: bool) -> list[str]:
         """Give the state back; what had no place there."""
         self.stateful.load_state_dict(state)
         return []
@@ -92,23 +92,23 @@ class Kind:
 class StateDictKind(Kind):
     """A `StateDict`: its own keys are set one by one; what they hold comes back as it was saved."""
 
-    def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
+    def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
         if isinstance(entries.get(self.key), DictEntry):
             return []
         return [f"{self.key}: the snapshot holds no dictionary under this key"]
 
-    def adopts(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
+    def find_adopted(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
         return [path for path in self.live if path not in entries and path in elsewhere] if elsewhere else []
 
-    def asks_for(self, path: str) -> bool:
+    def wants_entry(self, path: str) -> bool:
         return path in self.live
 
-    def kept(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+    def find_kept(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         top = entries.get(self.key)
         saved = set(map(decode_key, top.keys)) if isinstance(top, DictEntry) else set()
         return {f"{self.key}/{encode_component(str(key))}": key for key in self.state if key not in saved}
 
-    def drop(self, keys: Iterable[Any]) -> None:
+    def drop_keys(self, keys: Iterable[Any]) -> None:
         for key in keys:
             del self.stateful[key]
 
@@ -120,7 +120,7 @@ class RNGKind(Kind):
         super().__init__(key, stateful)
         self.live = {}
 
-    def hand_back(self, state: Any, strict: bool) -> list[str]:
+    def load_state(self, state: Any, strict: bool) -> list[str]:
         return [f"{self.key}/{name}" for name in self.stateful.load_state_dict(state)]
 
 
@@ -131,10 +131,10 @@ class ModuleKind(Kind):
     exact = True
     models = ""
 
-    def model_names(self) -> list[str]:
+    def list_model_names(self) -> list[str]:
         return [encode_component(name) for name in self.state] if isinstance(self.state, Mapping) else []
 
-    def hand_back(self, state: Any, strict: bool) -> list[str]:
+    def load_state(self, state: Any, strict: bool) -> list[str]:
         if type(state) is dict:
             state = OrderedDict(state)
         if not hasattr(state, "_metadata") and hasattr(self.state, "_metadata"):

@@ -57,18 +57,18 @@ class TensorLeaves(FlatState, ABC):
         self._boxes: dict[Any, str] = {}
         self._shapes: dict[torch.Size, tuple[int, ...]] = {}
 
-    def _tensor(self, path: str, tensor: torch.Tensor, depth: int = 0) -> None:
+    def _add_tensor(self, path: str, tensor: torch.Tensor, depth: int = 0) -> None:
         """Add a plain tensor in the fewest attribute reads: each costs as much as all the rest of a line of Python."""
         if self._prepare is not None:
-            if self._prepared_before(path, tensor):
+            if self._note_prepared(path, tensor):
                 return
-            tensor = self._prepared(path, tensor)
+            tensor = self._prepare_tensor(path, tensor)
         dtype = NAMES.get(tensor.dtype)
         if not tensor.is_cpu or dtype is None or tensor.layout is not torch.strided or tensor.is_nested:
-            self._unusual(path, tensor, dtype)
+            self._add_unusual(path, tensor, dtype)
             return
         if not tensor.is_contiguous() or tensor.requires_grad:
-            self._described(path, tensor, dtype, None)
+            self._add_described(path, tensor, dtype, None)
             return
         size = tensor.shape
         shape = self._shapes.get(size)
@@ -83,20 +83,20 @@ class TensorLeaves(FlatState, ABC):
             if address < LOW:
                 refuse_freed(path, tensor)
             if address in self.seen:
-                if self._tied(leaf, address):
+                if self._note_tie(leaf, address):
                     return
             else:
                 self.seen[address] = leaf
         self.leaves.append(leaf)
 
-    def _unusual(self, path: str, tensor: torch.Tensor, dtype: str | None) -> None:
+    def _add_unusual(self, path: str, tensor: torch.Tensor, dtype: str | None) -> None:
         """On another device, of another layout, or of a dtype that is stored in parts."""
         if dtype is None or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
-            self._composite(path, tensor)
+            self._add_composite(path, tensor)
         else:
-            self._described(path, tensor, dtype, None)
+            self._add_described(path, tensor, dtype, None)
 
-    def _tied(self, leaf: Leaf, address: int) -> bool:
+    def _note_tie(self, leaf: Leaf, address: int) -> bool:
         """Whether the very same memory is a leaf already, seen in the same way; if so, note it."""
         others = self.seen.get(address)
         if others is None:
@@ -112,7 +112,7 @@ class TensorLeaves(FlatState, ABC):
         others.append(leaf)
         return False
 
-    def _described(self, path: str, tensor: torch.Tensor, dtype: str, subclass: str | None) -> None:
+    def _add_described(self, path: str, tensor: torch.Tensor, dtype: str, subclass: str | None) -> None:
         """Add a tensor of which more is recorded than its bytes: how it lies in memory, its class, `requires_grad`."""
         if dtype in _ONLY_BYTES and not tensor.is_contiguous():
             raise SnapshotError(f"{path}: torch cannot copy a {tensor.dtype}, so it can be saved only in C order")
@@ -127,30 +127,30 @@ class TensorLeaves(FlatState, ABC):
             extra, note = e.Extra(order, subclass, requires_grad), f"{order} {subclass} {requires_grad}"
         address = tensor.data_ptr() if nbytes else 0
         leaf = Leaf(path, tensor, dtype, tuple(tensor.shape), nbytes, address, is_plain(tensor), extra, note)
-        if nbytes and self._tied(leaf, address):
+        if nbytes and self._note_tie(leaf, address):
             return
         self.leaves.append(leaf)
 
-    def _parameter(self, path: str, tensor: torch.Tensor, depth: int = 0) -> None:
-        self._tensor_like(path, tensor)
+    def _add_parameter(self, path: str, tensor: torch.Tensor, depth: int = 0) -> None:
+        self._add_tensor_like(path, tensor)
 
-    def _tensor_like(self, path: str, tensor: torch.Tensor) -> None:
+    def _add_tensor_like(self, path: str, tensor: torch.Tensor) -> None:
         """Add a subclass of Tensor: stored as its data with the name of its class, if data is all that it is."""
         tensor = wait_for_tensor(tensor)
-        if type(tensor) is not torch.nn.Parameter and not is_wrapped_local(tensor) and self._sharded(path, tensor):
+        if type(tensor) is not torch.nn.Parameter and not is_wrapped_local(tensor) and self._add_sharded(path, tensor):
             return
         subclass = composite.plain_subclass_name(tensor)
         if subclass is None:
-            if not self._wrapped(path, tensor):
-                self._object(path, tensor)
+            if not self._add_wrapped(path, tensor):
+                self._add_object(path, tensor)
             return
         if type(tensor) is not torch.nn.Parameter:
             lost = [name for name in getattr(tensor, "__dict__", ()) if name not in _OF_MODULES]
             self.lossy.extend([f"{path} ({subclass}: {', '.join(lost)})"] if lost else [])
         if self._prepare is not None and not isinstance(tensor, UninitializedTensorMixin):
-            if self._prepared_before(path, tensor):
+            if self._note_prepared(path, tensor):
                 return
-            tensor = self._prepared(path, tensor)
+            tensor = self._prepare_tensor(path, tensor)
         if isinstance(tensor, UninitializedTensorMixin):
             raise SnapshotError(f"{path}: is not initialised yet, so there is nothing to save; run the module once")
         dtype = NAMES.get(tensor.dtype)
@@ -159,11 +159,11 @@ class TensorLeaves(FlatState, ABC):
                 plain = tensor.as_subclass(torch.Tensor)
             else:  # which has no storage that a view could share
                 plain = tensor.detach().requires_grad_(tensor.requires_grad)
-            self._composite(path, plain, subclass)
+            self._add_composite(path, plain, subclass)
             return
-        self._described(path, tensor, dtype, subclass)
+        self._add_described(path, tensor, dtype, subclass)
 
-    def _sharded(self, path: str, value: Any) -> bool:
+    def _add_sharded(self, path: str, value: Any) -> bool:
         """Whether a value is a part of a tensor that other ranks hold the rest of; if so, it is described."""
         shards = find_shards(path, value)
         if shards is None:
@@ -174,7 +174,7 @@ class TensorLeaves(FlatState, ABC):
             for piece in shards.pieces
             if piece.tensor.numel()
         )
-        if places and not shards.open:
+        if places and not shards.is_open:
             owner = self._boxes.setdefault((shards.kind, shards.layout, shards.dtype, shards.shape, places), path)
             if owner != path:
                 self.ties[path] = owner
@@ -183,7 +183,7 @@ class TensorLeaves(FlatState, ABC):
         self.shards[path] = shards if self._prepare is None else prepare_shards(self._prepare, path, shards)
         return True
 
-    def _prepared_before(self, path: str, tensor: torch.Tensor) -> bool:
+    def _note_prepared(self, path: str, tensor: torch.Tensor) -> bool:
         """Whether the very same tensor was prepared under another name; if so, this is a tie of that."""
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or not tensor.numel():
             return False
@@ -196,18 +196,18 @@ class TensorLeaves(FlatState, ABC):
         others.append((tensor, path))
         return False
 
-    def _prepared(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _prepare_tensor(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
         assert self._prepare is not None
         return prepare_tensor(self._prepare, path, tensor)
 
-    def _composite(self, path: str, tensor: torch.Tensor, subclass: str | None = None) -> None:
+    def _add_composite(self, path: str, tensor: torch.Tensor, subclass: str | None = None) -> None:
         if tensor.is_meta:
             raise SnapshotError(f"{path}: is on the meta device, so it has no data to save")
         if tensor.is_quantized and tensor.numel():
             refuse_freed(path, tensor)
         taken = composite.decompose_tensor(tensor)
         if taken is None:
-            self._object(path, tensor)
+            self._add_object(path, tensor)
             return
         kind, parts, params = taken
         params |= {"requires_grad": True} if tensor.requires_grad else {}
@@ -215,9 +215,9 @@ class TensorLeaves(FlatState, ABC):
         entry = e.TensorPartsEntry(kind, {}, params)
         self.entries[path] = entry
         for name, part in parts.items():
-            self._part(path, name, part, entry.parts, f"{kind} {params}")
+            self._add_part(path, name, part, entry.parts, f"{kind} {params}")
 
-    def _part(
+    def _add_part(
         self,
         path: str,
         name: str,
@@ -238,10 +238,10 @@ class TensorLeaves(FlatState, ABC):
         below = f"{path}%[{name}]"
         self.leaves.append(Leaf(below, tensor, dtype, shape, nbytes, address, plain, None, note, wrap, splits=False))
 
-    def _array(self, path: str, value: np.ndarray[Any, Any] | np.generic, depth: int) -> None:
+    def _add_array(self, path: str, value: np.ndarray[Any, Any] | np.generic, depth: int) -> None:
         described = numpy_arrays.describe_array(value)
         if described is None:
-            self._object(path, value)
+            self._add_object(path, value)
             return
         dtype, shape, order, tensor = described
         self.entries[path] = None
@@ -264,11 +264,11 @@ class TensorLeaves(FlatState, ABC):
         )
 
     @abstractmethod
-    def _object(self, path: str, value: Any) -> None:
+    def _add_object(self, path: str, value: Any) -> None:
         """Store what nothing else can hold."""
 
     @abstractmethod
-    def _wrapped(self, path: str, tensor: torch.Tensor) -> bool:
+    def _add_wrapped(self, path: str, tensor: torch.Tensor) -> bool:
         """Flatten a tensor that wraps others; False for any other tensor."""
 
 

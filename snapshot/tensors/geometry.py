@@ -33,7 +33,7 @@ class Box(NamedTuple):
         """Return the same box, seen from another origin."""
         return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
 
-    def within(self, origin: Shape) -> Box:
+    def moved_by(self, origin: Shape) -> Box:
         """Return the same box, in what its own origin lies in at `origin`: the other way round."""
         return Box(tuple(a + b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
 

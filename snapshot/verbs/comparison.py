@@ -201,7 +201,7 @@ def _ranks(here: Mapping[Rank, Any], there: Mapping[Rank, Any], world: int) -> l
     if here and there and shared[0] != shared[1]:
         held = (here if shared[0] else there)[None]
         sharded = isinstance(held, e.ShardedTensorEntry)
-        own.update(rank for rank in range(world) if not sharded or held.held_by(rank))
+        own.update(rank for rank in range(world) if not sharded or held.is_held_by(rank))
     return [*[None] * (all(shared) or (any(shared) and not (here and there))), *sorted(own)]
 
 

@@ -122,7 +122,7 @@ def _with_containers(entries: Mapping[str, Any], leaves: set[str]) -> dict[str, 
             gone = [f"{path}/{name}" not in needed for name in entry.components()]
             if any(gone) and not isinstance(entry, e.DictEntry):
                 raise RestoreError(f"{path}: a sequence can only be taken whole: select all of it, or nothing", [path])
-            kept[path] = entry.without(gone)
+            kept[path] = entry.without_children(gone)
     return kept
 
 

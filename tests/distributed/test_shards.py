@@ -381,10 +381,10 @@ def test_nothing_is_imported_to_find_that_a_value_is_not_sharded():
 import sys, torch
 from snapshot.state.sharded import sharded
 before = set(sys.modules)
-assert sharded("x", torch.ones(2)) is None and sharded("x", object()) is None
+assert find_shards("x", torch.ones(2)) is None and find_shards("x", object()) is None
 assert not set(sys.modules) - before
 assert not any(name.startswith("torch.distributed.tensor") for name in sys.modules), "imported with snapshot"
 torch.distributed.is_available = lambda: False
-assert sharded("x", object()) is None
+assert find_shards("x", object()) is None
 """
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=False, timeout=90).returncode == 0

@@ -45,21 +45,26 @@ def test_a_mesh_of_equal_steps_is_short_and_knows_its_ranks(begin, axes):
     ranks = np.full(tuple(size for size, _ in axes), begin)
     for axis, (size, step) in enumerate(axes):
         ranks = ranks + np.arange(size).reshape([-1 if each == axis else 1 for each in range(len(axes))]) * step
-    held = e.ShardedTensorEntry("float32", (4,), [], e.Mesh.of(ranks.tolist()))
-    assert {rank for rank in range(200) if held.held_by(rank)} == set(ranks.flatten().tolist())
+    held = e.ShardedTensorEntry("float32", (4,), [], e.Mesh.from_lists(ranks.tolist()))
+    assert {rank for rank in range(200) if held.is_held_by(rank)} == set(ranks.flatten().tolist())
 
 
 @pytest.mark.parametrize("shape", [(8192,), (1024, 8), (2, 3, 4), (1, 5, 1)])
 def test_the_meshes_that_people_make_are_short(shape):
     ranks = np.arange(np.prod(shape)).reshape(shape)
     for part in (ranks, ranks[..., 0] if len(shape) > 1 else ranks, ranks[-1:]):
-        assert isinstance(e.Mesh.of(part.tolist()), e.Mesh)
+        assert isinstance(e.Mesh.from_lists(part.tolist()), e.Mesh)
 
 
 def test_any_other_mesh_stands_as_it_is():
     ranks = [[3, 1], [0, 2]]
-    assert e.Mesh.of(ranks) == ranks
-    assert [rank for rank in range(6) if e.ShardedTensorEntry("float32", (4,), [], ranks).held_by(rank)] == [0, 1, 2, 3]
+    assert e.Mesh.from_lists(ranks) == ranks
+    assert [rank for rank in range(6) if e.ShardedTensorEntry("float32", (4,), [], ranks).is_held_by(rank)] == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_parts_of_one_tensor_come_together_and_all_else_has_one_owner():
