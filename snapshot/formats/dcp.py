@@ -1,5 +1,8 @@
-"""Checkpoints of torch.distributed.checkpoint: `.metadata` says of each tensor where its boxes lie, each an archive of
-its own. Megatron-core's directories are of this kind, too."""
+"""Checkpoints of torch.distributed.checkpoint (DCP).
+
+The `.metadata` file lists the boxes of each tensor, and each box is an archive of its own. Megatron-core's directories
+have the same layout.
+"""
 
 from __future__ import annotations
 

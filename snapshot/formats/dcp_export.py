@@ -13,8 +13,10 @@ from snapshot.errors import RestoreError
 
 
 def flatten_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a state by DCP's flat names, and the path of each: who loads it flattens what is to be filled the same
-    way."""
+    """Return a state by DCP's flat names, and the path of each name.
+
+    DCP flattens the state to be loaded in the same way.
+    """
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # dear, and rarely needed
 
     try:

@@ -24,9 +24,14 @@ class UnknownFormatError(CorruptSnapshotError):
 async def find_checkpoint(
     url: URL, storage: Storage, beside: Callable[[URL], Storage], limit: int
 ) -> ForeignDocument | None:
-    """Return the checkpoint of another library that stands at a URL, whose storage this is, or is the file of that
-    name; None where there is none. `beside` opens another storage, `limit` is the longest description of one that is
-    read."""
+    """Return the checkpoint of another library at a URL; None if there is none.
+
+    Args:
+        url: The folder or file to look at.
+        storage: The storage of `url`, if it is a folder.
+        beside: Opens another storage.
+        limit: The maximum length of a description that is read.
+    """
     found = await _describe_folder(storage, limit)
     if found is not None:
         found.place = url

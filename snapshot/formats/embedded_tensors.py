@@ -1,7 +1,6 @@
-"""Where the bytes of a packed tensor are: behind headers that are read with it, or compressed, or of the other byte
-order.
+"""Location of a packed tensor's bytes: behind headers, compressed, or in the other byte order.
 
-An entry's `serializer` says how it is packed: `torch_save` (a whole archive with one tensor in it), `zip` (a member of
+An entry's `serializer` names the packing: `torch_save` (a whole archive with one tensor in it), `zip` (a member of
 an archive, with its header), or either behind transforms: `zstd+torch_save`, `deflate+zip`, `swapped+conj+zip`.
 """
 
@@ -131,8 +130,10 @@ def _find_cached(stored: TensorEntry, head: Any, tail: Any, length: int) -> tupl
 
 
 def _find_in_archive(head: Any, tail: Any, length: int) -> tuple[int, int, RebuiltTensor, bool]:
-    """Of an archive with one tensor: where its storage begins in it, the storage's length, the tensor, and whether its
-    bytes are of the other order."""
+    """Return (begin, length, tensor, swapped) of the storage in an archive with one tensor.
+
+    `swapped` is True if the bytes are in the other byte order.
+    """
     begin, stop = zip_directory.find_directory(tail, length)
     if length - begin > len(tail):
         raise MoreBytesNeeded(len(head), length - begin)

@@ -1,5 +1,8 @@
-"""What the formats of others have in common: documents that are made and not read, files that hold more than our
-entries point at, and a storage that is only read."""
+"""Parts that the readers of other libraries' formats share.
+
+They are documents that are generated instead of read, files with more bytes than the entries use, and a read-only
+storage.
+"""
 
 from __future__ import annotations
 
@@ -100,8 +103,10 @@ def find_root(held: Document) -> Any:
 
 
 def narrow_root(held: Document, names: Iterable[str]) -> Container:
-    """Return the container of some top-level names (as components of paths): the document's own, if these are all of
-    its."""
+    """Return the container of some top-level names, given as path components.
+
+    It is the document's own container if the names are all of its names.
+    """
     root, names = find_root(held), list(names)
     if root is not None and set(root.components()) == set(names):
         return root  # type: ignore[no-any-return]
@@ -117,8 +122,10 @@ def add_root(held: Document) -> msgspec.Raw:
 
 
 def is_absence(storage: Storage, error: StorageError) -> bool:
-    """Whether an error says that a file is not there. Web servers that list nothing may also say that it is none of
-    one's business: an address that is signed is of one file alone."""
+    """Return True if an error means that a file does not exist.
+
+    Web servers that list nothing may answer "forbidden" instead: a signed address is valid for one file only.
+    """
     if isinstance(error, StorageNotFoundError) or error.errno == errno.ENOTDIR:
         return True
     return error.errno == errno.EACCES and not storage.capabilities.list

@@ -1,5 +1,7 @@
-"""Plain values out of the archives of others that torch's own careful reader refuses: it knows no NumPy arrays, which
-random number generators and metrics are full of."""
+"""Plain values from archives of other libraries that torch's `weights_only` reader refuses.
+
+That reader rejects NumPy arrays, which the states of random number generators and metrics contain.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,9 @@ class NotPlainError(Exception):
 
 
 def read_plain_value(path: str, data: bytes | bytearray, stored: int | None = None) -> Any:
-    """Return the value in an archive of torch's, if there is nothing in it but containers, numbers, texts, arrays,
-    tensors.
+    """Return the value in a torch archive of containers, numbers, texts, arrays and tensors only.
 
-    `stored`: how many bytes the archive has where it is stored, if it was decompressed.
+    `stored` is the length of the archive on storage, if it was decompressed.
     """
     try:
         begin, end = zip_directory.find_directory(bytes(data[-zip_directory.TAIL :]), len(data))

@@ -1,5 +1,7 @@
-"""Other people's pickles, looked at before they are read: nothing in them may claim more memory than they have
-bytes, or be an instruction that no tensors need."""
+"""Scan of untrusted pickles before they are read.
+
+A pickle may not claim more memory than it has bytes, nor contain an opcode that tensors do not need.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Objects' bytes back to objects. Nothing is unpickled beyond what torch's `weights_only` accepts, unless it was
-asked for."""
+"""Decoding of stored objects.
+
+Only pickles that torch's `weights_only` mode accepts are read, unless the caller allows all pickles.
+"""
 
 from __future__ import annotations
 
@@ -101,8 +103,10 @@ def make_refusal(path: str, obj_type: str) -> UnsafeObjectError:
 
 
 def _read_pickles(path: str, data: bytearray) -> list[bytes]:
-    """Return the pickles of an archive. Raises unless it is one as torch writes it, which is read as one thing only,
-    and takes no more memory when it is read than it has bytes: torch's own reader inflates whatever it is given."""
+    """Return the pickles of an archive; raise unless it is exactly what torch writes.
+
+    Every reader must see the same archive, and its members must not be compressed: torch's reader inflates any member.
+    """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = archive.infolist()
@@ -118,8 +122,10 @@ def _read_pickles(path: str, data: bytearray) -> list[bytes]:
 
 
 def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
-    """Return a member's bytes, whatever its checksum: torch may have been told to write none, and ours has been
-    compared."""
+    """Return a member's bytes without checking its checksum.
+
+    torch can be configured to write no checksums, and the digest of the whole object has been verified.
+    """
     with archive.open(member) as file:
         file._expected_crc = None  # type: ignore[attr-defined]
         return file.read()
@@ -136,8 +142,10 @@ def _find_directory(data: bytearray) -> int:
 
 
 def _is_modest(path: str, data: bytes, stored: int) -> bool:
-    """Whether an object's pickle can be followed without making anything; raises where it asks for memory that it has
-    no bytes for."""
+    """Return True if a dry run can follow an object's pickle without creating anything.
+
+    Raise if the pickle claims more memory than it has bytes.
+    """
     try:
         scan_pickle(data, path, expect_stored(len(data), stored, "its pickle"))
     except UnsafeObjectError:

@@ -47,8 +47,10 @@ class _Index(msgspec.Struct):
 
 
 async def describe_folder(storage: Storage, limit: int) -> ForeignDocument | None:
-    """Return what lies in a folder: an index and its files, or one file alone. By their usual names, where nothing says
-    what there is."""
+    """Return the checkpoint in a folder: an index with its files, or one single file.
+
+    If the storage cannot list files, look for their usual names.
+    """
     try:
         return await _describe_named_index(storage, INDEX, limit)
     except StorageError as error:

@@ -94,8 +94,10 @@ def _encode_directory(members: Sequence[ArchiveMember], begin: int) -> bytes:
 
 
 def lay_out_archive(members: Sequence[ArchiveMember], crc32: Callable[[bytes], int]) -> tuple[list[Frame | int], int]:
-    """Return the frames of an archive in order, with the numbers of the members between them whose bytes come from
-    elsewhere; and its length."""
+    """Return the frames of an archive in order, and the archive's length.
+
+    Between the frames are the numbers of the members whose bytes are supplied elsewhere.
+    """
     found: list[Frame | int] = []
     parts: list[bytes | Callable[[], bytes]] = []
     position = begin = 0

@@ -34,8 +34,7 @@ def find_archives(stored: Iterable[Any], files: Files) -> dict[Range, Range]:
 async def find_faults(
     storage: Storage, memory: Any, wanted: Iterable[Range], progress: Callable[[int], None]
 ) -> tuple[list[str], set[Range]]:
-    """Return a line for each member whose bytes do not have the checksum that stands in its archive; and the archives
-    that have no checksums."""
+    """Return a line for each member with a wrong checksum, and the archives without checksums."""
     found: list[str] = []
     without: set[Range] = set()
     at_once = asyncio.Semaphore(2)

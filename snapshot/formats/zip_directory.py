@@ -1,7 +1,7 @@
-"""Where things lie in a zip archive, told from its directory and the headers alone: torch.save's files are such
-archives, and a DCP file is a row of them.
+"""Layout of a zip archive, from its directory and the headers alone.
 
-Only what torch writes is known. The standard library's reader takes ten times as long, and wants the whole file.
+Files of torch.save are such archives, and a DCP file is a row of them. Only the features that torch writes are
+supported. The standard library's reader takes ten times as long, and needs the whole file.
 """
 
 from __future__ import annotations
@@ -110,8 +110,7 @@ def find_data_begin(header: bytes | memoryview) -> int:
 
 
 def inflate_member(data: bytes, size: int) -> bytes:
-    """Return a deflated member's content, of which `size` bytes are expected; it is not decompressed further than
-    that."""
+    """Return a deflated member's content, decompressing at most `size` bytes."""
     try:
         return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)
     except zlib.error as error:

@@ -74,8 +74,11 @@ class Document(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
 
 
 class ManifestPart(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """A part of a manifest as it lies on storage, without its digest: what one rank tells the leader, who makes the
-    manifest of it; and of a large one each rank's own entries, which stay where they are."""
+    """A part of a manifest as stored, without its digest.
+
+    Each rank sends its part to the leader, which merges them. In a large manifest, each rank's own entries remain in a
+    part of their own.
+    """
 
     manifest: dict[str, AnyEntry]
     """Its own entries, and the shards that it wrote."""

@@ -157,8 +157,10 @@ class ChunkedTensorEntry(_Boxes, tag="ChunkedTensor"):
 
 
 class Mesh(msgspec.Struct, gc=False, forbid_unknown_fields=True):
-    """Ranks at equal steps in each dimension, one dimension within the next, as in nearly all meshes: short, however
-    many they are."""
+    """Ranks at equal steps in each dimension, one dimension nested in the next.
+
+    Nearly all meshes have this form, and it is short for any number of ranks.
+    """
 
     begin: int
     shape: tuple[int, ...]
@@ -243,8 +245,10 @@ class TensorPartsEntry(Entry, tag="TensorParts"):
 
 
 class ObjectEntry(Entry, tag="object"):
-    """Bytes that only their serializer can read: `bytes`, `bytearray`, `utf8` (long values), or `torch_save` (a
-    pickle)."""
+    """An object as bytes that only its serializer can read.
+
+    The serializers are `bytes`, `bytearray`, `utf8` (long values) and `torch_save` (a pickle).
+    """
 
     location: str
     byte_range: tuple[int, int]

@@ -69,8 +69,10 @@ def make_rank_view(manifest: Mapping[str, Any], rank: int, saved: int, now: int)
 
 
 def _check_widths(entries: Mapping[str, Any], most: int) -> None:
-    """Raise where containers claim more children than there are entries, or paths more levels than can be nested: the
-    names alone would fill any memory."""
+    """Raise if containers claim more children than there are entries, or paths are too deep.
+
+    The names alone could exhaust the memory.
+    """
     if max((path.count("/") for path in entries), default=0) > DEEPEST + 1:
         raise CorruptSnapshotError(f"the manifest nests more than {DEEPEST} deep")
     if sum(max(0, entry.width) for entry in entries.values() if isinstance(entry, Container)) > most:

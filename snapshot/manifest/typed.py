@@ -271,8 +271,10 @@ _ENUM_VALUES: dict[str, type[Scalar]] = {
 
 
 def make_enum_entry(value: Any) -> EnumEntry | None:
-    """Return the entry of a member of an Enum, or of one that was read; None of what neither name nor value can
-    tell."""
+    """Return the entry of an Enum member, or of a member that was read.
+
+    Return None if neither its name nor its value can be recorded.
+    """
     if isinstance(value, SavedObject):
         return _make_enum_entry(value.class_name, value.get("name"), value.get("value"), has_value="value" in value)
     kind = type(value)
@@ -291,8 +293,10 @@ def _make_enum_entry(obj_type: str, name: Any, value: Any, *, has_value: bool) -
 
 
 def resolve_member(kind: type[Enum], entry: EnumEntry) -> Enum:
-    """Return the member of a class that an entry names. Raises LookupError where the class has none, or where the name
-    is that of another one."""
+    """Return the member of a class that an entry names.
+
+    Raise LookupError if the class has no such member, or if the name belongs to another one.
+    """
     check_class_name(entry.obj_type)
     check_class_name(entry.name or "")
     named = _find_by_name(kind, entry.name)
@@ -319,8 +323,10 @@ def _find_by_name(kind: type[Enum], name: str | None) -> Enum | None:
 
 
 def _find_by_value(kind: type[Enum], value: Any) -> Enum | None:
-    """Return the member of a value: no class's own idea of what else it may be is asked, but that of flags which bits
-    fit."""
+    """Return the member with a value, without calling the class's own `_missing_`.
+
+    Only flags are looked up through their class, by the bits that fit.
+    """
     if issubclass(kind, Flag) and type(value) is int:
         try:
             return kind(value)

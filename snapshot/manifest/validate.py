@@ -1,5 +1,7 @@
-"""Whether an entry can be read: lengths, ranges and boxes that agree with each other, before a byte is fetched or a
-buffer is made. A hostile or damaged manifest ends here."""
+"""Validation of entries before a byte is fetched or a buffer is allocated.
+
+Lengths, ranges and boxes must agree with each other. A hostile or damaged manifest is refused here.
+"""
 
 from __future__ import annotations
 
@@ -113,8 +115,10 @@ def _check_shape(path: str, entry: AnyTensor) -> None:
 
 
 def check_range(path: str, entry: TensorEntry | ObjectEntry, files: Files) -> None:
-    """Raise unless an entry's range, and that of its digests' table, lie in files of this snapshot, behind their
-    headers."""
+    """Raise unless an entry's range and its digest table are inside files of this snapshot.
+
+    Both must begin after the file's header.
+    """
     begin, end = entry.byte_range
     file = files.get(entry.location)
     if file is None or not 0 <= file.header <= begin <= end <= file.size:
@@ -141,8 +145,10 @@ def _outside_error(path: str, location: str, begin: int, end: int) -> CorruptSna
 
 
 def find_locations(entries: Mapping[str, Any], files: Files) -> set[str]:
-    """Return the files that entries lie in: looked at before memory for them is taken. Unknown ones are found out
-    later."""
+    """Return the known files of entries, which are checked before memory is allocated.
+
+    Unknown files are reported later.
+    """
     found = set()
     for entry in entries.values():
         if type(entry) is TensorEntry or type(entry) is ObjectEntry:

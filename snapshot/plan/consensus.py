@@ -168,8 +168,7 @@ def _check_layouts(details: Sequence[Details]) -> None:
 
 
 def _find_spare_boxes(details: Sequence[Details]) -> list[tuple[int, str, int]]:
-    """Return the boxes that are held twice, and which of them nobody needs to write; raises where some overlap, or
-    lack."""
+    """Return the boxes with several holders that need no write; raise if boxes overlap or are missing."""
     held: dict[str, list[tuple[int, int, ShardBoxes]]] = defaultdict(list)
     for rank, each in enumerate(details):
         for tensor in each.boxes:

@@ -1,5 +1,7 @@
-"""Globs over logical paths: `*` stays inside one component, `**` crosses them, a match of a container covers all
-beneath."""
+"""Globs over logical paths.
+
+`*` matches inside one component, and `**` crosses them. A match of a container covers everything beneath it.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,7 @@ def compile_glob(glob: str) -> re.Pattern[str]:
 
 
 def compile_capturing_glob(glob: str) -> re.Pattern[str]:
-    """Return the same expression with a group for each wildcard `*` and `**`, and a last one for the path beneath the
-    match.
+    """Return the expression of a glob with a group for each wildcard, and one for the path beneath the match.
 
     >>> compile_capturing_glob("model/*.w").match("model/a.w").groups()
     ('a', '')

@@ -1,7 +1,7 @@
-"""What is written where: leaves are dealt out to data files, each a valid safetensors file, and files are cut into
-parts.
+"""The layout of data files: leaves are dealt out to files, and files are cut into parts.
 
-A plan is a value: it names no snapshot and no rank, so it can be printed, compared, and used again.
+Each data file is a valid safetensors file. A plan is a value: it names no snapshot and no rank, so it can be printed,
+compared, and reused.
 """
 
 from __future__ import annotations
@@ -285,8 +285,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 def _header_name(path: str) -> str:
-    """Return the header's name of a leaf. `%[` can stand in no user's path: there it sets off a part of a composite
-    tensor."""
+    """Return the header's name of a leaf.
+
+    No user's path can contain `%[`: it marks a part of a composite tensor.
+    """
     owner, _, part = path.partition("%[")
     return f"{quote_path(owner)}[{part}" if part else quote_path(path)
 

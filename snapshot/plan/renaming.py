@@ -66,8 +66,7 @@ def _check_function(rename: Callable[[str], Any]) -> Change:
 
 
 def _compile_rename_glob(old: str, new: str) -> tuple[re.Pattern[str], list[str]]:
-    """Return the pattern of a glob that captures what its wildcards match, and the texts between those of the new
-    name."""
+    """Return a capturing pattern of a glob, and the texts between the wildcards of the new name."""
     if WILDCARDS.findall(old) != WILDCARDS.findall(new):
         raise ValueError(f"rename: {new!r} must have the same wildcards as {old!r}, in the same order")
     return compile_capturing_glob(old), WILDCARDS.split(new)

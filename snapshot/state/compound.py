@@ -46,8 +46,10 @@ def _find_form(kind: type) -> str | None:
 
 
 def _is_record(kind: type) -> bool:
-    """Whether the attributes of a dataclass's instances are all that they are: neither a builtin type beneath it holds
-    something, nor does it say itself how it is pickled."""
+    """Return True if the attributes of a dataclass's instances are their whole state.
+
+    A builtin base class may hold more, and a class may define its own pickling.
+    """
     if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__:
         return False
     if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
@@ -105,8 +107,10 @@ _SIMPLE = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, ty
 
 
 def read_attributes(value: Any) -> dict[str, Any]:
-    """Return what an instance has: its fields, then what else was set. What it has computed and kept is computed
-    again."""
+    """Return the attributes of an instance: its fields, then any others.
+
+    Cached properties are left out, since they are computed again.
+    """
     kind = type(value)
     found = {}
     for name in _find_slots(kind):
@@ -181,8 +185,10 @@ def is_wrapper(tensor: Any) -> bool:
 
 
 def read_inner_tensors(tensor: Any) -> tuple[dict[str, Any], Any]:
-    """Return the inner tensors of a tensor by their names, and what its class needs to know besides. Some classes name
-    other objects, too, as meshes: these are the live one's own."""
+    """Return the inner tensors of a tensor by name, and the context that its class needs.
+
+    Some classes also name other objects, such as meshes. Those are taken from the live tensor.
+    """
     names, context = tensor.__tensor_flatten__()
     inner = {name: getattr(tensor, name) for name in names}
     return {name: each for name, each in inner.items() if isinstance(each, torch.Tensor)}, context

@@ -24,8 +24,7 @@ def find_dict_maker(value: dict[Any, Any]) -> Callable[[list[Any], list[int] | N
 
 
 def read_module_versions(metadata: Any) -> dict[str, dict[str, Any]] | None:
-    """Return a module's versions as plain values; what else hooks may have put there, and JSON cannot hold, is left
-    out."""
+    """Return a module's versions as plain values, without entries of hooks that JSON cannot represent."""
     if not isinstance(metadata, dict):
         return None
     plain = (str, int, float, bool, type(None))

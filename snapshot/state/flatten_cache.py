@@ -48,8 +48,7 @@ class _Unlike(Exception):
 
 
 def _survey_values(value: Any, children: list[Any], structure: list[Any]) -> None:
-    """Gather all that is in nested containers, each container's own first; and what the containers themselves are
-    like."""
+    """Gather all values in nested containers, parents first, and the structure of the containers."""
     inner = value
     if type(value) is dict or type(value) is OrderedDict:
         if not _KEYS.issuperset(map(type, value)):
@@ -81,8 +80,10 @@ def _collect_names(path: str, value: Any, entries: Mapping[str, Entry | None], n
 
 
 class TensorTraits:
-    """What many tensors are like, as lists that are compared at once. Asking torch for one thing about a tensor costs
-    as much as all else that is done with it: what others imply is not asked for."""
+    """Properties of many tensors, as lists that are compared at once.
+
+    Reading one property of a tensor dominates the cost, so properties that others imply are not read.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.addresses = list(map(torch.Tensor.data_ptr, tensors))  # raises, unless all are strided

@@ -1,5 +1,7 @@
-"""A model and its optimizer under the names that torch's `distributed.checkpoint.state_dict` gives them: the same for
-every parallelism, so that what one of them saved another can restore."""
+"""A model and its optimizer under torch's parallelism-independent names.
+
+The names are those of `torch.distributed.checkpoint.state_dict`, so every parallelism can restore the state of another.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,10 @@ class ModelState:
         self.options = options
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the model's state under `model`, the optimizers' under `optim`. A fresh optimizer has none, and stays
-        so."""
+        """Return the model's state under `model`, and the optimizers' under `optim`.
+
+        A fresh optimizer has no state, and remains fresh.
+        """
         return self._read_state_dict(self.options)
 
     def nested_state_dict(self) -> dict[str, Any]:

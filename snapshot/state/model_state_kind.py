@@ -96,8 +96,10 @@ class ModelStateKind(StateOfParameters):
         return []
 
     def _complete_state(self, optim: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the saved state and groups, with the live ones of parameters and options that the snapshot lacks:
-        torch wants all of them."""
+        """Return the saved state and groups, completed with live values where the snapshot has none.
+
+        torch requires an entry for every parameter and option.
+        """
         live = self.state["optim"]
         states = {**live["state"], **optim.get("state", {})}
         saved = {str(name): group for group in optim["param_groups"] for name in group["params"]}
@@ -109,8 +111,10 @@ class ModelStateKind(StateOfParameters):
         return {"state": states, "param_groups": groups}
 
     def _amend_optimizers(self, given: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-        """Make the optimizers hold what was read: torch casts it, leaves out what is frozen now, and wants a state for
-        each parameter."""
+        """Set the optimizers' state to the values that were read.
+
+        torch casts the state, drops that of frozen parameters, and requires a state for each parameter.
+        """
         live = {address_of_tensor(each): (each, owner) for owner in self.optimizers for each in _list_parameters(owner)}
         known = {name for group in self._saved.groups for name in group} if self._saved else set()
         for path, held in self.parameters.items():

@@ -62,8 +62,10 @@ _TEXTS: dict[type, Callable[[Any], bytes]] = {
 
 
 def wrap_array(array: Array) -> torch.Tensor:
-    """Return a tensor over a C-ordered array's memory, as NumPy's dtype where torch has it, else as bytes. Keeps it
-    alive."""
+    """Return a tensor over a C-ordered array's memory, which it keeps alive.
+
+    Its dtype is the array's if torch has it; otherwise the tensor holds bytes.
+    """
     name = array.dtype.name
     dtype = BY_NAME.get(name) if array.dtype.isnative and array.dtype.kind in "biufc" else None
     if array.nbytes == 0:
@@ -136,8 +138,11 @@ def _to_json(descr: Any) -> Any:
 
 
 def _to_tuples(descr: Any) -> Any:
-    """JSON has no tuples. A dtype is a text, or a list of fields; a field is (name, dtype) or (name, dtype, shape), and
-    its name may be (title, name)."""
+    """Return a dtype's JSON text with the tuples that NumPy expects.
+
+    A dtype is a text or a list of fields. A field is (name, dtype) or (name, dtype, shape), and its name may be
+    (title, name).
+    """
     if not isinstance(descr, list):
         return descr
     return [

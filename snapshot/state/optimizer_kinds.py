@@ -144,8 +144,7 @@ class StateOfParameters(Kind):
         return self._cast[name] if name in self._cast and what != "step" and saved.is_floating_point else saved
 
     def find_places(self, entries: Mapping[str, Any], skipped: set[str]) -> dict[str, Any]:
-        """Return what is there already, without the state that cannot be filled as it is: a new tensor takes its
-        place."""
+        """Return the live leaves that can be filled in place; other state gets new tensors."""
         gone = []
         for path, entry, name, _ in self._tensors:
             held = self.live.get(path, MISSING)
@@ -165,8 +164,10 @@ class StateOfParameters(Kind):
         return {path: held for path, held in self.live.items() if path not in away} if away else self.live
 
     def find_other_shapes(self, entries: Mapping[str, Any], unfit: set[int]) -> dict[str, str]:
-        """Return the parameters whose saved state has the shape of another one, and how it differs. `unfit`: where the
-        memory of parameters is that were left as they are."""
+        """Return the parameters whose saved state has another shape, and the difference.
+
+        `unfit` holds the addresses of parameters that were left unchanged.
+        """
         found: dict[str, str] = {}
         known = knows_shapes(self.optimizers)
         for path, entry, name, what in self._tensors:

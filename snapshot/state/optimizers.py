@@ -172,8 +172,7 @@ def knows_shapes(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
 
 
 def find_expected_shape(name: str, shape: torch.Size) -> torch.Size | None:
-    """Return the shape that torch's own optimizers give to what they keep of a parameter; None where it is not
-    known."""
+    """Return the shape of a state tensor in torch's own optimizers; None if it is unknown."""
     if name in _LIKE_PARAMETER:
         return shape
     if name == "row_var" and shape:

@@ -107,11 +107,10 @@ class OverlapEligible:
     def find_late(
         self, leaves: Sequence[Leaf], flat: Sequence[Leaf], shards: Mapping[str, Shards], ties: Mapping[str, str]
     ) -> tuple[bytes, list[torch.Tensor]]:
-        """Return a byte for each leaf: 1 where it may be copied later; and, of those, the tensors whose versions tell
-        of changes.
+        """Return a byte for each leaf, 1 if it may be copied late, and the tensors to watch.
 
-        `flat`, `shards` and `ties` are all that the application has given: of memory that also holds something else,
-        nothing may.
+        The versions of these tensors reveal changes. `flat`, `shards` and `ties` are the whole state of the application:
+        memory that also holds anything else is excluded.
         """
         mine = self._find_owners(leaves)
         if not any(owner is not None for owner in mine):
@@ -186,8 +185,10 @@ def _find_extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _find_overlaps(leaves: Sequence[Leaf], others: Sequence[Leaf], elsewhere: Sequence[torch.Tensor]) -> list[bool]:
-    """Which leaves lie in a storage in which something else lies, too, or in the same bytes: NumPy's arrays of one
-    memory are storages of their own."""
+    """Return, for each leaf, True if its storage or its bytes are shared with something else.
+
+    NumPy arrays over one memory are separate storages, so addresses are compared too.
+    """
     bases = {*_find_storage_begins(others), *map(find_storage_begin, elsewhere)}
     spoilt = [base in bases for base in _find_storage_begins(leaves)]
     spans = np.concatenate([_find_extents(others), np.array([*map(_find_extent, elsewhere)], np.int64).reshape(-1, 2)])

@@ -1,5 +1,7 @@
-"""Tensors of which this rank holds some boxes: whatever class they are of, what else needs to know of them is where
-each piece of local memory lies in the whole tensor, and which ranks hold the same."""
+"""Tensors of which this rank holds some boxes, whatever their class.
+
+Other modules need only the position of each local piece in the whole tensor, and the ranks that hold the same piece.
+"""
 
 from __future__ import annotations
 
@@ -135,8 +137,10 @@ def find_shards(path: str, value: Any) -> Shards | None:
 
 
 def allocate_like(value: Any, dtype: torch.dtype) -> Any:
-    """Return a new tensor, not initialised, that is laid out as a live one is: as optimizers make their state of
-    parameters. Of a DTensor, on the same mesh, in the same way, with new local memory on the same device."""
+    """Return an uninitialised tensor with the layout of a live one, as optimizers create their state.
+
+    For a DTensor, the new tensor has the same mesh and placements, and new local memory on the same device.
+    """
     with torch.no_grad():
         return torch.empty_like(value, dtype=dtype, requires_grad=False)
 
@@ -181,8 +185,10 @@ def _read_dtensor(path: str, value: Any) -> Shards:
 
 
 def _read_mesh(mesh: Any) -> tuple[Shape, tuple[int, ...], list[Any], str]:
-    """Return a mesh's shape, its ranks, flat and as lists in lists, and a short text of them. A model has few meshes,
-    and to ask one takes longer than all the rest that is done for a tensor."""
+    """Return a mesh's shape, its ranks (flat and nested), and a short text of them.
+
+    The result is cached: a model has few meshes, and reading one takes longer than the rest of the work for a tensor.
+    """
     found = _MESHES.get(mesh)
     if found is None:
         ranks = mesh.mesh

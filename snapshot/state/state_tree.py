@@ -29,8 +29,10 @@ MISSING: Any = object()
 
 
 def collect_leaves(path: str, value: Any, compounds: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the leaves of nested containers, under the paths that flattening would give them; and into `compounds`,
-    under theirs, the objects on the way that have a class of their own."""
+    """Return the leaves of nested containers, under the paths that flattening gives them.
+
+    Objects with a class of their own are added to `compounds`, under their paths.
+    """
     found: dict[str, Any] = {}
     _collect_leaves(path, value, found, {} if compounds is None else compounds)
     return found
@@ -73,8 +75,10 @@ def _collect_leaves(
 
 
 def inflate_tree(path: str, entries: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
-    """Return the value at a path: its containers from `entries`, its leaves from `values`. Leaves that are MISSING
-    leave no key."""
+    """Return the value at a path: its containers from `entries`, its leaves from `values`.
+
+    A leaf that is MISSING leaves no key.
+    """
     entry = entries.get(path)
     if path in values or not isinstance(entry, Container):
         return values.get(path, MISSING)

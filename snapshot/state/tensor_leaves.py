@@ -44,8 +44,11 @@ class TensorLeaves(FlatState, ABC):
         *,
         classes: bool = True,
     ) -> None:
-        """`classes`: take objects apart that have a class of their own; else they are pickled. Whoever reads them needs
-        live ones to give them their classes back."""
+        """Create an empty state.
+
+        With `classes`, objects with a class of their own are taken apart, and their readers need live objects. Otherwise they
+        are pickled.
+        """
         super().__init__()
         self._excluded = excluded
         self._classes = classes

@@ -43,8 +43,10 @@ def address_of(data: memoryview) -> int:
 
 
 def address_of_tensor(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory begins; of a sharded one, this rank's part, and of a wrapped one, its first inner one's.
-    Something of its own for a tensor without memory."""
+    """Return the address of a tensor's memory, or a unique number for a tensor without memory.
+
+    For a sharded tensor it is this rank's part, and for a wrapped one its first inner tensor.
+    """
     local = getattr(tensor, "_local_tensor", tensor)
     while is_traceable_wrapper_subclass(local):
         local = getattr(local, local.__tensor_flatten__()[0][0])
@@ -73,8 +75,11 @@ _noisy = ctypes.CDLL(None, use_errno=True)
 
 
 def populate_pages(address: int, nbytes: int) -> bool:
-    """Have the pages of a range made, at once: much quicker than one by one, as they are written to; and where there is
-    no memory for them this is an error, and not a signal in the middle of a copy. False where the kernel cannot."""
+    """Allocate the pages of a range at once; return False if the kernel does not support it.
+
+    This is much faster than page faults during a copy. If memory is exhausted, it raises an error, while a page fault
+    would end the process by a signal.
+    """
     if _noisy.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_WRITE) == 0:
         return True
     if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):

@@ -76,8 +76,7 @@ def _is_plain(kind: type[torch.Tensor]) -> bool:
 
 
 def plain_subclass_name(tensor: torch.Tensor) -> str | None:
-    """Return the name of a tensor's class, where its data is all that it is; None where it needs its own ways to be
-    stored."""
+    """Return the name of a tensor's class if its data is its whole state; None otherwise."""
     kind = type(tensor)
     if not _is_plain(kind):
         return None

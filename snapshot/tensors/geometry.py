@@ -66,8 +66,10 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def boxes_overlap(boxes: list[Box]) -> bool:
-    """Whether any two of the boxes share an element. Planes between them part them into ever smaller groups; only where
-    no plane does, pairs are compared. A `ValueError` for what no way of sharding makes: looking at it would take hours.
+    """Return True if any two of the boxes share an element.
+
+    Planes split the boxes into ever smaller groups, and pairs are compared only if no plane does. Raise ValueError for
+    arrangements that no sharding creates, since comparing them could take hours.
     """
     if not boxes or not boxes[0].sizes:
         return len(boxes) > 1

@@ -1,5 +1,7 @@
-"""What each rank of a mesh holds of a tensor, told by integers alone: so that whoever plans or tests needs neither
-processes nor torch, and so that no box depends on what a torch version happens to offer."""
+"""The boxes that each rank of a mesh holds of a tensor, computed from integers alone.
+
+Plans and tests need neither processes nor torch, and no box depends on the torch version.
+"""
 
 from __future__ import annotations
 
@@ -96,8 +98,9 @@ def iterate_shards(
 def find_peers(
     mesh_ranks: Sequence[int], mesh_shape: Shape, placements: Placements, coordinate: Shape
 ) -> tuple[int, ...]:
-    """Return the ranks that hold the very same boxes as the one at a coordinate, itself included, in the mesh's order.
-    `mesh_ranks` are all of the mesh's, flat.
+    """Return the ranks that hold the same boxes as the one at a coordinate, itself included.
+
+    `mesh_ranks` holds all ranks of the mesh, flat. The result is in the mesh's order.
 
     >>> find_peers([0, 1, 2, 3], (2, 2), (Copy(), Split(0)), (0, 1))
     (1, 3)
@@ -113,11 +116,10 @@ def find_peers(
 
 
 def find_nesting(mesh_shape: Shape, placements: Placements) -> tuple[int, ...] | None:
-    """Return the order in which the mesh's dimensions would cut, were strides only the traces of dimensions further
-    right that had cut before: what FSDP makes of a tensor that is parallel already. None where the strides tell of no
-    such order.
+    """Return the order in which the mesh's dimensions cut, if strides encode one; None otherwise.
 
-    Where everything divides evenly, cutting in this order comes to the same as cutting from left to right.
+    FSDP uses such strides for a tensor that is parallel already: dimensions further right have cut it before. If all sizes
+    divide evenly, cutting in this order is equal to cutting from left to right.
 
     >>> find_nesting((4, 2), (Split(0, strides=2), Split(0)))
     (1, 0)
@@ -175,8 +177,7 @@ def _chunk_interval(length: int, parts: int, index: int) -> Interval:
 
 
 def _select_range(axis: list[Interval], begin: int, end: int) -> Iterator[Interval]:
-    """Yield what the range [begin, end) of the indices of an axis comes to, where they are counted as if they followed
-    each other."""
+    """Yield the intervals that the range [begin, end) covers, counting the axis's indices consecutively."""
     at = 0
     for low, high in axis:
         first, last = max(begin - at, 0), min(end - at, high - low)
@@ -186,8 +187,10 @@ def _select_range(axis: list[Interval], begin: int, end: int) -> Iterator[Interv
 
 
 def _locate_runs(axis: list[Interval]) -> list[tuple[int, int, int]]:
-    """(where it begins in the tensor, where in the local one, how long it is) of each run of indices, joined to the one
-    before it where it follows it."""
+    """Return (begin in the tensor, begin in the local one, length) of each run of indices.
+
+    Runs that follow each other are joined.
+    """
     runs: list[tuple[int, int, int]] = []
     at = 0
     for begin, end in axis:

@@ -48,8 +48,7 @@ class EnclosingTensor(NamedTuple):
 
 
 def find_enclosing_tensor(shape: Shape, strides: Shape) -> EnclosingTensor | None:
-    """Return the tensor that a view is a box of; None where there is none, since elements overlap or lie across each
-    other.
+    """Return the tensor that a view is a box of; None if its elements overlap or interleave.
 
     >>> find_enclosing_tensor((3, 2), (1, 10))
     EnclosingTensor(order=(1, 0), sizes=(2, 10))
