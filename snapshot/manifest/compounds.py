@@ -1,6 +1,6 @@
-"""Entries of objects that have a class of their own: dataclasses, and tensors that wrap tensors.
+"""Entries of objects with a class of their own: dataclasses, and tensors that wrap tensors.
 
-They hold their fields, or their inner tensors, as a dict holds its values, and name the class without knowing it.
+They hold their fields, or their inner tensors, as a dict holds its values, and only name the class.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ class Compound(DictEntry):
 
 
 class RecordEntry(Compound, tag="dataclass"):
-    """An instance of a dataclass: what it has under the names of its attributes."""
+    """An instance of a dataclass: its attributes by name."""
 
     def make(self, items: list[tuple[Any, Any]]) -> Any:
         return SavedObject("dataclass", self.obj_type, dict(items))
 
 
 class OpaqueEntry(Scalar, tag="opaque"):
-    """Something of which only the class is known: its name is `serialized_value`."""
+    """An object of which only the class is known: its name is `serialized_value`."""
 
     def value(self) -> Any:
         return SavedObject("opaque", self.serialized_value, {})
@@ -129,7 +129,7 @@ PlainEntry = Union[  # noqa: UP007 - msgspec wants one union, and mypy one spell
 
 
 class SubclassEntry(Compound, tag="TensorSubclass"):
-    """A tensor of a class that wraps tensors: its inner tensors, and what the class itself needs to know of them."""
+    """A tensor of a class that wraps tensors: its inner tensors, and the context of the class."""
 
     dtype: str = ""
     shape: tuple[int, ...] = ()
@@ -151,7 +151,7 @@ class SubclassEntry(Compound, tag="TensorSubclass"):
                     raise CorruptSnapshotError(f"{path}: its context lacks what is in {name or 'it'}")
 
     def context_value(self) -> Any:
-        """Return what the class gave, as far as it is known."""
+        """Return the context of the class, as far as it is known."""
         self.check(self.obj_type)
         return _inflate_entries(self.context, "")
 

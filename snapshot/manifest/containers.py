@@ -1,4 +1,4 @@
-"""Entries that hold others: sequences, sets and dicts, each as it comes back."""
+"""Entries that hold others: sequences, sets and dicts, each restored with its exact type."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class Container(Entry):
         return []
 
     def without_children(self, gone: Iterable[bool]) -> Container:
-        """Return the same container without some of its children."""
+        """Return the container without some of its children."""
         return self
 
     @property
     def width(self) -> int:
-        """How many children it has."""
+        """The number of children."""
         return 0
 
     def check(self, path: str) -> None:
-        """Raise `CorruptSnapshotError` where it could not be built, whatever its children are."""
+        """Raise `CorruptSnapshotError` if the container cannot be built, whatever its children are."""
 
 
 class _Sequence(Container):
@@ -129,7 +129,7 @@ class DictEntry(Container, tag="dict"):
     """Of an optimizer's state dict: whose it is."""
 
     def make(self, items: list[tuple[Any, Any]]) -> Any:
-        """Return the dict itself, from its items."""
+        """Return the dict from its items."""
         return dict(items)
 
     def build(self, children: Sequence[Any]) -> Any:
@@ -200,7 +200,7 @@ class CounterEntry(DictEntry, tag="Counter"):
 
 
 def find_factory_name(factory: Callable[[], Any] | None) -> str | None:
-    """Return the name under which a defaultdict's factory is recorded; None where it cannot be."""
+    """Return the recorded name of a defaultdict's factory; None if it cannot be recorded."""
     return next((name for name, known in _FACTORIES.items() if known is factory), None)
 
 

@@ -1,7 +1,7 @@
-"""The manifest as a document: JSON that carries its own digest, and is in one canonical form.
+"""The manifest as a document: JSON that carries its own digest, in one canonical form.
 
-A document that does not encode to the very bytes it was decoded from is refused: so duplicate keys, unknown fields and
-numbers out of range are found without looking for each.
+A document that does not encode to the bytes it was decoded from is refused. So duplicate keys, unknown fields and
+numbers out of range are detected without separate checks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOCATION = re.compile(r"data/[0-9a-z]+-[0-9]+(-[0-9]+\.(safetensors|bin)|\.json
 
 
 class FileEntry(msgspec.Struct, omit_defaults=True, gc=False, forbid_unknown_fields=True):
-    """A data file: how long it is, and where its data begins behind its header."""
+    """A data file: its length, and the length of its header."""
 
     size: int
     header: int = 0
@@ -42,7 +42,7 @@ class FileEntry(msgspec.Struct, omit_defaults=True, gc=False, forbid_unknown_fie
 
 
 class ForeignFile(FileEntry):
-    """A file of somebody else's, which no manifest of ours names: its entries may be packed, or views."""
+    """A file of another library, which no stored manifest names: its entries may be packed, or views."""
 
     exact: bool = True
     """Whether its length is known; else it is at least `size`."""
@@ -59,7 +59,7 @@ class PartEntry(msgspec.Struct, gc=False, forbid_unknown_fields=True):
 
 
 class Document(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """The manifest as it lies on storage, without its digest."""
+    """The manifest as stored, without its digest."""
 
     format: str
     version: str
@@ -102,7 +102,7 @@ def encode(document: Document | ManifestPart) -> bytes:
 
 
 def copy_manifest(manifest: Mapping[str, AnyEntry]) -> dict[str, Entry]:
-    """Return a copy that shares nothing: by way of its text, which is many times faster than object by object."""
+    """Return a deep copy by encoding and decoding, which is many times faster than copying objects."""
     try:
         return dict[str, Entry](_entries.decode(_encoder.encode(manifest)))
     except RecursionError as error:
@@ -139,7 +139,7 @@ def decode_part(data: bytes, part: PartEntry, where: object) -> ManifestPart:
 
 
 def _check_format(data: bytes, where: object) -> None:
-    """Tell a newer format from a damaged file, before its digest is looked at: it may have none, or another."""
+    """Raise for a newer format before its digest is checked: it may have another one, or none."""
     found = re.match(rb'\s*\{\s*"format"\s*:\s*"snapshot/(\d{1,9})"', data)
     if found and int(found[1]) != 1:
         raise UnsupportedFormatError(
@@ -177,9 +177,9 @@ _NO_SHAPE = bytes(set(range(256)) - set(_SHAPE))
 
 
 def measure_nesting(document: bytes | memoryview) -> int:
-    """How deep the brackets of a JSON document nest, found without a stack of its own.
+    """Return the depth of the brackets in a JSON document, without recursion.
 
-    >>> measure_nesting(b'{"a":[[1],"[[[\\\\"]}')
+    >>> measure_nesting(b'{"a":[[1],"[[[\\"]}')
     3
     """
     text = bytes(document)

@@ -1,6 +1,6 @@
-"""The kinds of entries in a manifest. What depends on the kind of an entry lives with it here, and is asked of it.
+"""The kinds of entries in a manifest, with the behaviour that depends on the kind.
 
-Entries are tagged by `type`, and written with their defaults left out. They are plain values: nothing here does I/O.
+Entries are tagged by `type`, and written without default values. They are plain values: nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ __all__ = [
 
 
 class Extra(msgspec.Struct, omit_defaults=True, gc=False, forbid_unknown_fields=True):
-    """What few tensors have: an entry without it decodes a third faster."""
+    """Properties that few tensors have: an entry without them decodes a third faster."""
 
     stride_order: tuple[int, ...] | None = None
     """The order of the dimensions in memory, from the slowest on, where it is dense but not C order."""
@@ -104,7 +104,7 @@ PLAIN = Extra()
 
 
 class TensorEntry(Entry, tag="Tensor"):
-    """A tensor whose bytes lie in one range of one file, in C order."""
+    """A tensor whose bytes are one range of one file, in C order."""
 
     location: str
     byte_range: tuple[int, int]
@@ -149,7 +149,7 @@ class _Boxes(Entry):
 
 
 class ChunkedTensorEntry(_Boxes, tag="ChunkedTensor"):
-    """A tensor that was cut into boxes, since it is long."""
+    """A long tensor that was cut into boxes."""
 
     chunks: list[Shard]
     replicated: bool = False
@@ -174,7 +174,7 @@ class Mesh(msgspec.Struct, gc=False, forbid_unknown_fields=True):
 
     @staticmethod
     def from_lists(ranks: Any) -> Mesh | list[Any]:
-        """Return a mesh from lists in lists; these themselves where it is none of this kind."""
+        """Return a mesh from nested lists, or the lists themselves if they are not regular."""
         array = np.asarray(ranks)
         steps = tuple(
             int(array.take(1, axis).flat[0] - array.flat[0]) if size > 1 else 1 for axis, size in enumerate(array.shape)
@@ -192,14 +192,14 @@ class Mesh(msgspec.Struct, gc=False, forbid_unknown_fields=True):
 
 
 class ShardedTensorEntry(_Boxes, tag="ShardedTensor"):
-    """A tensor whose boxes lay on several ranks."""
+    """A tensor whose boxes were on several ranks."""
 
     shards: list[Shard]
     mesh: Mesh | list[Any] | None = None
     """The ranks that held it, where all of them knew."""
 
     def is_held_by(self, rank: int) -> bool:
-        """Whether a rank is one of them."""
+        """Return True if a rank held a part of the tensor."""
         rest: list[Any] = [] if self.mesh is None else [self.mesh]
         while rest:
             each = rest.pop()
@@ -232,7 +232,7 @@ class NDArrayEntry(Entry, tag="ndarray"):
 
 
 class TensorPartsEntry(Entry, tag="TensorParts"):
-    """A tensor that is made of tensors: a sparse layout, or a quantised one."""
+    """A tensor made of tensors: a sparse layout, or a quantised one."""
 
     kind: str
     parts: dict[str, TensorEntry | ChunkedTensorEntry]

@@ -1,4 +1,4 @@
-"""Merging: what the ranks say each of its own becomes one manifest."""
+"""Merging of the ranks' parts into one manifest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from snapshot.manifest.entries import ChunkedTensorEntry, ShardedTensorEntry
 
 
 def merge(into: dict[str, Any], entries: Mapping[str, Any], whose: object) -> None:
-    """Add one rank's entries: parts of one tensor come together, all else must have one owner."""
+    """Add one rank's entries: parts of a tensor are joined, and all other entries must have one owner."""
     for path, entry in entries.items():
         held = into.setdefault(path, entry)
         if held is not entry:
@@ -24,7 +24,7 @@ def merge(into: dict[str, Any], entries: Mapping[str, Any], whose: object) -> No
 
 
 def expect_whole_tensors(entries: Mapping[str, Any]) -> None:
-    """Raise unless the parts of every tensor are as many elements as it has; and put them in order."""
+    """Raise unless the parts of every tensor cover all its elements; sort the parts."""
     for path, entry in entries.items():
         shards = _find_shards(entry)
         if shards is not None:

@@ -1,7 +1,7 @@
-"""Logical paths: how the keys of nested containers become one string, and back. The mapping is injective.
+"""Logical paths: an injective mapping from the keys of nested containers to one string, and back.
 
-Components are joined by `/`; `%` and `/` in a component become `%25` and `%2F`, a lone surrogate `%uD800`. A key
-that is not a string stands as its text, or tagged (`%int:1`) where another key of the same dict has that text.
+Components are joined by `/`; `%` and `/` in a component become `%25` and `%2F`, a lone surrogate `%uD800`. A key that
+is not a string is written as its text, or tagged (`%int:1`) if another key of the same dict has that text.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def encode_component(text: str) -> str:
 
 
 def decode_component(text: str) -> str:
-    """Return the string that a component stands for."""
+    """Return the string that a component encodes."""
     return _ESCAPE.sub(lambda found: chr(int(found[1].lstrip("u"), 16)), text) if "%" in text else text
 
 
 def encode_text(text: str) -> str | None:
-    """Return a text with its lone surrogates escaped; None where it has none, and can stand as it is."""
+    """Return a text with its lone surrogates escaped; None if it has none."""
     if text.isascii() or not _SURROGATES.search(text):
         return None
     return encode_component(text)
@@ -47,7 +47,7 @@ decode_text = decode_component
 
 
 def _is_long(key: Any) -> bool:
-    """Whether a key is an int with more digits than Python makes a text of."""
+    """Return True if a key is an int with too many digits for Python's decimal text."""
     return type(key) is int and key.bit_length() >= LONGEST_INT
 
 
@@ -68,7 +68,7 @@ _FROM_TAG = {
 
 
 def encode_key(key: Any) -> str | int | dict[str, str] | None:
-    """Return a dict's key as it stands in a manifest's `keys`; None for a key that cannot stand there."""
+    """Return a dict's key as an item of a manifest's `keys`; None if it cannot be one."""
     kind = type(key)
     if kind is str:
         escaped = encode_text(key)
@@ -83,7 +83,7 @@ def encode_key(key: Any) -> str | int | dict[str, str] | None:
 
 
 def decode_key(key: str | int | dict[str, str]) -> Any:
-    """Return the dict's key that an item of `keys` stands for."""
+    """Return the dict's key that an item of `keys` encodes."""
     if not isinstance(key, dict):
         return key
     try:
@@ -102,21 +102,21 @@ def key_component(key: str | int | dict[str, str], tagged: bool) -> str:
 
 
 def find_tagged_keys(keys: Iterable[Any]) -> list[int]:
-    """Which keys of a dict (by position) need a tagged component, since a string key has the same text."""
+    """Return the positions of keys that need a tagged component, since a string key has the same text."""
     keys = list(keys)
     texts = {key for key in keys if type(key) is str}
     return [i for i, key in enumerate(keys) if type(key) is not str and not _is_long(key) and str(key) in texts]
 
 
 def quote_path(text: str) -> str:
-    """Return a path as the name of a tensor in a safetensors header, where `[` begins a box and one name is taken."""
+    """Return a path as a tensor name in a safetensors header, where `[` begins a box and one name is reserved."""
     if "[" in text:
         text = text.replace("[", "%5B")
     return "%5F%5Fmetadata__" if text == "__metadata__" else text
 
 
 def add_parents(paths: Iterable[str]) -> set[str]:
-    """Return the paths, and those of the containers that they are in."""
+    """Return the paths, and those of the containers that hold them."""
     found: set[str] = set()
     for path in paths:
         above = path

@@ -1,4 +1,4 @@
-"""What one rank sees of a manifest: its own entries and those that are shared, under logical paths without a rank."""
+"""One rank's view of a manifest: its own and the shared entries, under logical paths without a rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from snapshot.manifest.paths import decode_component, decode_key, encode_key, fi
 
 @dataclass(slots=True)
 class RankView:
-    """What one rank sees: entries under logical paths, without a rank."""
+    """One rank's view: entries under logical paths, without a rank."""
 
     entries: dict[str, Any]
     """Its own, and what it had with all others."""
@@ -33,10 +33,10 @@ class RankView:
 
 
 def make_rank_view(manifest: Mapping[str, Any], rank: int, saved: int, now: int) -> RankView:
-    """Return what rank `rank` of `now` sees of a snapshot of `saved` ranks.
+    """Return the view of rank `rank` of `now` on a snapshot of `saved` ranks.
 
-    Its own entries, and the replicated and sharded ones of all. A rank that was not there gets rank 0's containers,
-    with only what is shared in them. What the only rank of a snapshot held is the same on all of them.
+    It has the rank's own entries, and the replicated and sharded ones of all. A rank that did not exist gets rank 0's
+    containers with only the shared entries. The state of a single-rank snapshot is visible to all ranks.
     """
     if saved == 1:
         entries = {path[2:]: entry for path, entry in manifest.items() if path.startswith("0/")}
@@ -80,7 +80,7 @@ def _check_widths(entries: Mapping[str, Any], most: int) -> None:
 
 
 def is_rank(number: str, saved: int) -> bool:
-    """Whether a path's first component is the number of a rank, as we write it."""
+    """Return True if a path's first component is a rank's number in canonical form."""
     return bool(_RANK.fullmatch(number)) and int(number) < saved
 
 
@@ -91,7 +91,7 @@ def _parse_rank(path: str, number: str, saved: int) -> int:
 
 
 def _choose_sharded(view: RankView, sharded: Mapping[str, list[tuple[int, Any]]], rank: int) -> None:
-    """Of sharded tensors of one name (each stage of a pipeline may have one), take the one that this rank had."""
+    """Choose, among sharded tensors of one name (such as one per pipeline stage), the one that this rank had."""
     for path, found in sharded.items():
         mine = [entry for number, entry in found if number == rank or entry.is_held_by(rank)]
         if not mine and path in view.entries:
@@ -103,7 +103,7 @@ def _choose_sharded(view: RankView, sharded: Mapping[str, list[tuple[int, Any]]]
 
 
 def _prune_containers(view: RankView, rank: int, saved: int) -> None:
-    """Leave in the containers what this rank has, and in the view what its containers name."""
+    """Remove from the containers what this rank lacks, and from the view what no container names."""
     named: set[str] = set()
     for path, entry in list(view.entries.items()):
         if not isinstance(entry, Container):
@@ -126,7 +126,7 @@ def _prune_containers(view: RankView, rank: int, saved: int) -> None:
 
 
 def adopt_entry(entries: dict[str, Any], path: str, entry: Any) -> None:
-    """Add an entry to a rank's, and its name to the dict that it belongs to."""
+    """Add an entry to a rank's entries, and its name to its parent dict."""
     entries[path] = entry
     while "/" in path:
         above, _, name = path.rpartition("/")
@@ -143,7 +143,7 @@ def adopt_entry(entries: dict[str, Any], path: str, entry: Any) -> None:
 
 
 def remove_entry(entries: dict[str, Any], path: str) -> None:
-    """Take a leaf out of a rank's entries, and its name out of the dict that it belongs to."""
+    """Remove a leaf from a rank's entries, and its name from its parent dict."""
     del entries[path]
     above, _, name = path.rpartition("/")
     parent = entries[above]
@@ -151,7 +151,7 @@ def remove_entry(entries: dict[str, Any], path: str) -> None:
 
 
 def group_by_key(view: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return a view's entries, by the app state's key (encoded) that they belong to."""
+    """Return a view's entries, grouped by the (encoded) key of the app state."""
     grouped: dict[str, dict[str, Any]] = {}
     prefix = ""
     group: dict[str, Any] | None = None
@@ -178,9 +178,9 @@ def rename_view(view: RankView, change: Callable[[str], str]) -> RankView:
 
 
 def rename_entries(view: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """Entries whose leaves and containers stand under other names; the containers' keys follow.
+    """Return the entries with leaves and containers renamed; the containers' keys follow.
 
-    A mapping renames exact paths, and whole containers with all that is beneath them.
+    A mapping renames exact paths, and whole containers with everything beneath them.
     """
     made: dict[str, Any] = {}
     ints = {
@@ -223,10 +223,10 @@ def rename_entries(view: Mapping[str, Any], change: Callable[[str], str]) -> dic
 
 
 def resolve_path(manifest: Mapping[str, Any], saved: int, path: str, where: str = "") -> str:
-    """Return the manifest's path of an object that is named with its rank or without.
+    """Return the manifest's path of an object that is named with or without its rank.
 
-    A path of the manifest itself comes first, so a key that is a number stays reachable. Without a rank, raise
-    `RestoreError` if several ranks have an object of that name each for itself.
+    A path of the manifest itself has priority, so a key that is a number remains reachable. Without a rank, raise
+    `RestoreError` if several ranks have separate objects of that name.
     """
     if path in manifest or is_rank(path, saved):
         return path
@@ -265,7 +265,7 @@ def _find_rank_paths(manifest: Mapping[str, Any], saved: int, logical: str) -> l
 
 
 def _is_one_container(manifest: Mapping[str, Any], found: list[str], logical: str) -> bool:
-    """Return True if containers of several ranks are equal, and hold nothing but what these ranks share."""
+    """Return True if containers of several ranks are equal, and hold only entries that these ranks share."""
     if not all(isinstance(manifest[path], Container) for path in found):
         return False
     held: dict[str, dict[str, Any]] = {path.partition("/")[0]: {logical: manifest[path]} for path in found}
@@ -282,7 +282,7 @@ def _is_one_container(manifest: Mapping[str, Any], found: list[str], logical: st
 
 
 def suggest_names(name: str, names: Iterable[str]) -> str:
-    """Return a hint for a name that is not there: the names that look most like it."""
+    """Return a hint for a missing name: the most similar names."""
     names = sorted(names)
     if len(names) > 2000:
         start = name.rpartition("/")[0]

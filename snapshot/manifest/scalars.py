@@ -1,4 +1,4 @@
-"""Values that stand in the manifest itself, as texts: exact ones, that come back as what they were."""
+"""Values that are stored in the manifest itself, as exact texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from snapshot.tensors.dtypes import BY_NAME
 
 
 class Scalar(Entry):
-    """A value that stands in the manifest itself, as a text."""
+    """A value in the manifest itself, as a text."""
 
     serialized_value: str
     readable: str | None = None
@@ -33,11 +33,11 @@ class Scalar(Entry):
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What two values of this type have in common if, and only if, they are equal."""
+        """A key that is equal for two values of this type if and only if they are equal."""
         return (self.serialized_value,)
 
     def value(self) -> Any:
-        """Return the value; `CorruptSnapshotError` where the text is none of this type."""
+        """Return the value; raise `CorruptSnapshotError` if the text is not one of this type."""
         try:
             return type(self).read(self.serialized_value)
         except (ValueError, KeyError, struct.error, ArithmeticError) as error:
@@ -84,7 +84,7 @@ class IntEntry(Scalar, tag="int"):
 
 
 class StrEntry(Scalar, tag="str"):
-    """A string; `escaped` where it holds lone surrogates, which UTF-8 cannot."""
+    """A string; `escaped` if it has lone surrogates, which UTF-8 cannot encode."""
 
     escaped: bool = False
 
@@ -182,7 +182,7 @@ LONG = 16 << 10
 
 
 def make_scalar_entry(value: Any) -> Scalar | None:
-    """Return the entry of a value that stands in the manifest itself; None for any other."""
+    """Return the entry of a value that is stored in the manifest itself; None for any other."""
     kind = type(value)
     if kind is str:
         if len(value) > LONG:

@@ -1,7 +1,7 @@
-"""Values of the standard library that stand in the manifest as texts: dates, paths, exact numbers, members of Enums.
+"""Values of the standard library, stored in the manifest as texts: dates, paths, exact numbers, Enum members.
 
-Each text is what its type writes itself, in one form only: a text that does not come back as it was is refused. None of
-them is longer than `LONG`; a longer one is stored as any other object.
+Each text is the type's own, in one canonical form: a text that does not round-trip is refused. None is longer than
+`LONG`; a longer one is stored as any other object.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Typed(Scalar):
 
 
 def _expect_same_text(made: Any, text: str, write: Callable[[Any], str]) -> Any:
-    """Return a value that was read, if it would be written so."""
+    """Return a value that was read, if its text is canonical."""
     if write(made) != text:
         raise ValueError(f"{text[:80]!r} is not how {made!r} is written")
     return made
@@ -61,7 +61,7 @@ class TimedeltaEntry(Typed, tag="timedelta"):
 
 
 class TimezoneEntry(Typed, tag="timezone"):
-    """A datetime.timezone: its offset, and its name where it has one of its own."""
+    """A datetime.timezone: its offset, and its name if it has one."""
 
     @staticmethod
     def write(value: Any) -> str:
@@ -96,7 +96,7 @@ class ZoneInfoEntry(Typed, tag="ZoneInfo"):
 
 
 def _write_zone(zone: Any) -> str | None:
-    """Return the text of a `tzinfo`; None where it has none."""
+    """Return the text of a `tzinfo`; None if it has none."""
     if zone is None:
         return ""
     if type(zone) is timezone:
@@ -129,7 +129,7 @@ def _read_moment(kind: Any, text: str) -> Any:
 
 
 class DatetimeEntry(Typed, tag="datetime"):
-    """A datetime.datetime: as ISO 8601 has it, and behind semicolons `fold` and the time zone."""
+    """A datetime.datetime in ISO 8601, followed by semicolons, `fold` and the time zone."""
 
     write = staticmethod(_write_moment)
     read = staticmethod(lambda text: _read_moment(datetime, text))
@@ -158,7 +158,7 @@ _PATHS: dict[str, type[pathlib.PurePath]] = {
 
 
 class PathEntry(Typed, tag="Path"):
-    """A path of pathlib: its class and its text. One of another system comes back as a pure one."""
+    """A path of pathlib: its class and its text. One of another system is restored as a pure path."""
 
     write = staticmethod(lambda value: f"{type(value).__name__}:{encode_component(str(value)).replace('%2F', '/')}")
 
@@ -180,7 +180,7 @@ def _read_uuid(text: str) -> uuid.UUID:
 
 
 class UUIDEntry(Typed, tag="UUID"):
-    """A uuid.UUID; behind a semicolon `is_safe` where that is known."""
+    """A uuid.UUID, followed by a semicolon and `is_safe` if that is known."""
 
     write = staticmethod(_write_uuid)
     read = staticmethod(_read_uuid)
@@ -224,13 +224,13 @@ LONGEST_NAME = 1000
 
 
 def check_class_name(name: str) -> None:
-    """Raise CorruptSnapshotError for what is longer than the name of a class."""
+    """Raise CorruptSnapshotError for a text that is too long for a class name."""
     if len(name) > LONGEST_NAME:
         raise CorruptSnapshotError(f"{name[:80]!r}... ({len(name):,} characters) is not the name of a class")
 
 
 class EnumEntry(Scalar, tag="Enum"):
-    """A member of an Enum: its class, its name, and its value where that is plain."""
+    """A member of an Enum: its class, its name, and its value if that is plain."""
 
     obj_type: str = ""
     name: str | None = None
@@ -251,7 +251,7 @@ class EnumEntry(Scalar, tag="Enum"):
         return known(self.serialized_value).value()
 
     def to_scalar(self) -> Scalar:
-        """Return the value as a plain one; the name where only that is known."""
+        """Return the value as a plain scalar; the name if only that is known."""
         if self.held is None:
             return StrEntry(str(self.name), replicated=self.replicated)
         self.member_value()
@@ -315,7 +315,7 @@ def resolve_member(kind: type[Enum], entry: EnumEntry) -> Enum:
 
 
 def _find_by_name(kind: type[Enum], name: str | None) -> Enum | None:
-    """Return the member of a name; of several flags, which `|` joins, all of them."""
+    """Return the member of a name, or the combination of flags that `|` joins."""
     parts = [kind.__members__.get(each) for each in (name or "").split("|")]
     if not all(isinstance(each, kind) for each in parts):
         return None
@@ -355,7 +355,7 @@ TYPED: dict[type, type[Typed]] = {
 
 
 def make_typed_entry(value: Any) -> Typed | None:
-    """Return the entry of a value of one of these types; None where a text cannot tell it, or only a long one."""
+    """Return the entry of a value of one of these types; None if it has no text, or a long one."""
     kind = type(value)
     if kind in (datetime, time) and _write_zone(value.tzinfo) is None:
         return None
@@ -369,5 +369,5 @@ def make_typed_entry(value: Any) -> Typed | None:
 
 
 def make_plain_entry(value: Any) -> Scalar | None:
-    """Return the entry of a value that stands in the manifest itself, whatever its type; None for any other."""
+    """Return the entry of a value that is stored in the manifest itself, of any type; None for any other."""
     return make_typed_entry(value) if type(value) in TYPED else make_scalar_entry(value)

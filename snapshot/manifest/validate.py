@@ -38,7 +38,7 @@ _HASHABLE = (Scalar, TupleEntry, SliceEntry, FrozensetEntry, Compound, *TENSORS,
 
 
 def check_tree(path: str, entries: Mapping[str, Any]) -> None:
-    """Raise unless the entries at and beneath a path are one tree: as many as its containers say that they hold."""
+    """Raise unless the entries at and beneath a path form one tree that matches the containers' children."""
     expected = 1
     for below, entry in entries.items():
         if isinstance(entry, Container):
@@ -59,7 +59,10 @@ def check_tree(path: str, entries: Mapping[str, Any]) -> None:
 
 
 def check_tensor(path: str, entry: AnyTensor, files: Files, *, partial: bool = False) -> None:
-    """Raise unless all of a tensor can be read from where its entry says; `partial`: all that the entry has of it."""
+    """Raise unless all of a tensor can be read from the location of its entry.
+
+    With `partial`, only the parts that the entry has are checked.
+    """
     if type(entry) is TensorEntry:
         check_stored(path, entry, files)
         return

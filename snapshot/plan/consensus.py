@@ -1,7 +1,7 @@
-"""What ranks tell each other before the bytes flow, and what follows from it.
+"""Messages that the ranks exchange before they write, and the leader's replies.
 
-Each rank sends a small record of digests. Where those agree, every rank can make its plan alone, since it knows what
-the others have; only where they differ more is asked for, once for each different rank.
+Each rank sends a small record of digests. Where those agree, each rank can plan alone, since it knows the state of the
+others. Only if they differ are details requested, once for each different rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MODULUS = 1 << 128
 
 
 class RankRecord(msgspec.Struct, array_like=True):
-    """What a rank says of itself: 200 bytes, however much it holds."""
+    """A summary of a rank's state: 200 bytes, for any amount of data."""
 
     structure: str
     """A digest of its names, dtypes, shapes and layouts."""
@@ -50,7 +50,7 @@ class RankRecord(msgspec.Struct, array_like=True):
 
 
 class ConsensusReply(msgspec.Struct, array_like=True):
-    """The leader's answer to the records."""
+    """The leader's reply to the records."""
 
     structure: str
     """A digest of all ranks' structures."""
@@ -68,7 +68,7 @@ class ConsensusReply(msgspec.Struct, array_like=True):
 
 
 def compare_records(records: Sequence[RankRecord]) -> ConsensusReply:
-    """Return what follows from all ranks' records."""
+    """Return the reply to all ranks' records."""
     structure = digest_range(b"".join(record.structure.encode() for record in records))
     first = records[0]
     known = first.basis in (FIRST, ASKED) or first.basis == structure
@@ -99,17 +99,17 @@ def digest_layout(path: str, layout: str) -> int:
 
 
 def sum_digests(digests: Iterable[int]) -> bytes:
-    """Digests, added up."""
+    """Return the sum of digests."""
     return (sum(digests) % _MODULUS).to_bytes(16, "little")
 
 
 def add_sums(sums: Iterable[bytes]) -> bytes:
-    """All ranks' sums, added up."""
+    """Return the sum over all ranks' sums."""
     return sum_digests(int.from_bytes(each, "little") for each in sums)
 
 
 class ShardBoxes(msgspec.Struct, array_like=True):
-    """The boxes of one tensor that a rank holds, and of which it does not know who has the others."""
+    """The boxes of one tensor that a rank holds, if it does not know the other holders."""
 
     path: str
     dtype: str
@@ -119,7 +119,7 @@ class ShardBoxes(msgspec.Struct, array_like=True):
 
 
 class Details(msgspec.Struct, array_like=True):
-    """What a rank says when it is asked."""
+    """A rank's response to a request for details."""
 
     items: bytes = b""
     """Digests of what it could share, one after the other."""
@@ -129,7 +129,7 @@ class Details(msgspec.Struct, array_like=True):
 
 
 class Settlement(msgspec.Struct, array_like=True):
-    """The leader's answer to the details."""
+    """The leader's reply to the details."""
 
     items: bytes
     """Digests of what all ranks have."""
@@ -138,7 +138,7 @@ class Settlement(msgspec.Struct, array_like=True):
 
 
 def settle_details(details: Sequence[Details], speakers: Sequence[int]) -> Settlement:
-    """Return what all have, and who writes which box. Raises where boxes or layouts contradict each other."""
+    """Return the shared items and the writer of each box; raise if boxes or layouts contradict each other."""
     _check_layouts(details)
     common: set[bytes] | None = None
     for rank in speakers:

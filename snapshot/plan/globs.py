@@ -61,7 +61,7 @@ def expect_globs(name: str, globs: Sequence[str]) -> None:
 
 
 def matcher(globs: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a path is matched by any of the globs."""
+    """Return a function that returns True for a path that any of the globs matches."""
     expect_globs("globs", globs)
     patterns = [compile_glob(glob) for glob in globs]
     return lambda path: any(each.match(path) for each in patterns)

@@ -34,7 +34,7 @@ WORTH_A_FILE = 16 * MiB
 
 
 class PlannedLeaf(Protocol):
-    """What a plan needs to know of a tensor."""
+    """The properties of a tensor that a plan needs."""
 
     path: str
     dtype: str
@@ -62,7 +62,7 @@ class _HeaderItem(msgspec.Struct, gc=False):
 
 
 class FilePlan(msgspec.Struct, gc=False, frozen=True):
-    """A data file: its header, and what lies behind it, in order and without holes."""
+    """A data file: its header, and the extents after it, in order and without gaps."""
 
     header: bytes
     extents: tuple[Extent, ...]
@@ -70,7 +70,7 @@ class FilePlan(msgspec.Struct, gc=False, frozen=True):
 
 
 class FilePart(msgspec.Struct, gc=False, frozen=True):
-    """What is staged and written at once: a range of a file, and the extents that it touches."""
+    """A range of a file that is staged and written at once, and the extents that it overlaps."""
 
     begin: int
     end: int
@@ -81,7 +81,7 @@ class FilePart(msgspec.Struct, gc=False, frozen=True):
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Which bytes go where. Made by `Snapshot.plan`; the same for equal structures."""
+    """The files and ranges that a take writes. Created by `Snapshot.plan`; equal for equal structures."""
 
     files: tuple[FilePlan, ...]
     blob_bytes: int
@@ -144,7 +144,7 @@ def make_plan(
 ) -> SavePlan:
     """Deal leaves out to files: balanced over lanes, no file too long, the largest elements first in each.
 
-    `late` has a byte for each leaf, or none: those of which it is not 0 stand in files of their own.
+    `late` has a byte for each leaf, or is empty. Leaves whose byte is not 0 are in files of their own.
     """
     sizes = [leaf.nbytes for leaf in leaves]
     total = sum(sizes)
@@ -170,7 +170,7 @@ _Piece = tuple[int, int, int, Box | None]
 
 
 def _cut_leaves(leaves: Sequence[PlannedLeaf], sizes: list[int], total: int, lanes: int) -> list[_Piece]:
-    """Cut what is too long for one file, or for one lane if the others are to get their share."""
+    """Cut leaves that are too long for one file, or for one lane's share."""
     share = max(CUT, -(-total // lanes)) if lanes > 1 else LARGEST_FILE
     most = min(LARGEST_FILE, share + share // 8)
     if max(sizes, default=0) <= most:
@@ -192,7 +192,7 @@ def _cut_leaves(leaves: Sequence[PlannedLeaf], sizes: list[int], total: int, lan
 
 
 def _deal_pieces(pieces: list[_Piece], most: int) -> list[list[_Piece]]:
-    """Deal pieces out to lanes, the longest first; short ones that follow each other stay together."""
+    """Deal pieces out to lanes, longest first; short pieces that follow each other remain together."""
     total = sum(piece[2] for piece in pieces)
     lanes = max(1, min(most, total // WORTH_A_FILE))
     if lanes == 1:
@@ -219,7 +219,7 @@ def _deal_pieces(pieces: list[_Piece], most: int) -> list[list[_Piece]]:
 
 
 def _fill_files(pieces: list[_Piece], leaves: Sequence[PlannedLeaf]) -> Iterable[list[_Piece]]:
-    """Cut one lane's pieces into files, where data or header would grow too long."""
+    """Distribute one lane's pieces over files, so that neither data nor header grows too long."""
     names = sum(len(leaves[piece[0]].path) for piece in pieces)
     if sum(piece[2] for piece in pieces) <= LARGEST_FILE and 6 * names + 300 * len(pieces) <= LARGEST_HEADER:
         if pieces:
@@ -239,7 +239,7 @@ def _fill_files(pieces: list[_Piece], leaves: Sequence[PlannedLeaf]) -> Iterable
 
 
 def plan_exact_file(leaves: Sequence[PlannedLeaf], chosen: Iterable[int]) -> FilePlan:
-    """Return a file of whole leaves under their very names, for others to read."""
+    """Return a file of whole leaves under their exact names, for readers without this library."""
     return _plan_file(leaves, [(index, 0, leaves[index].nbytes, None) for index in chosen], exact=True)
 
 
@@ -310,7 +310,7 @@ def cut_file(file: FilePlan, part_bytes: int) -> list[FilePart]:
 
 
 def choose_part_size(limits: Limits, budget: int, file_size: int, wanted: int = 0) -> int:
-    """How long parts are: what the storage prefers, less if the budget is small, more if there would be too many."""
+    """Return the length of parts: the storage's preference, limited by the budget and the number of parts."""
     size = wanted or limits.preferred_part
     share = max(SHORTEST_PART, budget // max(2, min(limits.parallel_parts, 8)))  # fewer at once than ever smaller ones
     size = min(size, limits.largest_part, max(limits.smallest_part, share))

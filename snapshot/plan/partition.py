@@ -1,6 +1,6 @@
-"""Who writes what of that which several ranks hold alike: dealt out so that all end up with equal loads.
+"""Assignment of data that several ranks hold alike to writers, with equal loads.
 
-A pure function of what all of them know, so that each finds its own share without asking.
+It is a pure function of data that all ranks know, so each rank finds its own share without communication.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class PartitionItem(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """Its length in bytes."""
         return math.prod(self.shape) * self.itemsize
 
 
 class Assignment(NamedTuple):
-    """What one rank writes of an item: all of it, or a box."""
+    """The part of an item that one rank writes: all of it, or a box."""
 
     item: int
     box: Box | None
 
 
 def partition_items(items: Sequence[PartitionItem], loads: Sequence[int]) -> list[list[Assignment]]:
-    """Each rank's share, in the order of the items, given what each writes anyway.
+    """Return each rank's share, in the order of the items, given the bytes that each writes anyway.
 
-    The longest pieces go first, each to the rank that has the least by then; long ones are cut before.
+    The longest pieces are assigned first, each to the rank with the smallest load. Long items are cut before.
 
     >>> pieces = [PartitionItem((4,), 1), PartitionItem((2,), 1), PartitionItem((2,), 1)]
     >>> partition_items(pieces, [0, 0])

@@ -1,4 +1,4 @@
-"""Plans that were made before: a take of the same structure is not planned twice."""
+"""A cache of plans: a take of the same structure is not planned twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _paths, _dtypes, _shapes, _origins = map(attrgetter, ("path", "dtype", "shape", 
 
 @dataclass(frozen=True, slots=True)
 class _CachedPlan:
-    """A plan, and what it was made for."""
+    """A plan, and the arguments and leaves that it was made for."""
 
     asked: tuple[Any, ...]
     leaves: tuple[list[Any], ...]
@@ -31,7 +31,7 @@ _cuts: PerProcess[dict[tuple[int, int], tuple[FilePlan, list[FilePart]]]] = PerP
 
 
 def find_parts(file: FilePlan, part_bytes: int) -> list[FilePart]:
-    """How a file is cut into parts of a length: kept for the files of plans that are kept."""
+    """Return the parts of a file, cached for the files of cached plans."""
     key = id(file), part_bytes
     cuts = _cuts.get()
     kept = cuts.get(key)
@@ -43,7 +43,7 @@ def find_parts(file: FilePlan, part_bytes: int) -> list[FilePart]:
 
 
 class PlanCache:
-    """Makes plans, and keeps the last ones."""
+    """A cache of the last plans."""
 
     def __init__(self) -> None:
         self._made: deque[_CachedPlan] = deque(maxlen=KEPT)
@@ -59,7 +59,7 @@ class PlanCache:
         loads: tuple[int, ...] = (),
         late: bytes = b"",
     ) -> SavePlan:
-        """Return what `make_plan` makes of the same arguments."""
+        """Return the result of `make_plan` for the same arguments, from the cache if possible."""
         asked = (limits, lanes, late)
         described = tuple(list(map(get, leaves)) for get in (_paths, _dtypes, _shapes, _origins))
         for made in tuple(self._made):

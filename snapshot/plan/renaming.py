@@ -1,4 +1,4 @@
-"""Renaming: from the names in a snapshot to the names in an application, by paths, prefixes, globs or a function."""
+"""Renaming of a snapshot's names to an application's, by paths, prefixes, globs or a function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of a wrapped model and of the plain one, matched where only wrappers make the difference."""
+"""Matching of names that differ only by model wrappers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OWN = {"module": "n_averaged"}
 
 @dataclass(frozen=True)
 class MatchedNames:
-    """Which name of a snapshot is which name of an application."""
+    """The mapping from names of a snapshot to names of an application."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     """Saved name -> the application's, for each name that differs."""
@@ -28,7 +28,7 @@ class MatchedNames:
 
 
 def match_names(saved: Iterable[str], live: Iterable[str]) -> MatchedNames:
-    """Match dotted names. One rule holds for all of them: either they are taken as they are, or without wrappers.
+    """Match dotted names, either all of them unchanged or all without wrappers.
 
     >>> match_names(["module.a.w", "module.b"], ["a.w", "b"]).names
     {'module.a.w': 'a.w', 'module.b': 'b'}
@@ -76,10 +76,10 @@ def _invert_mapping(plain: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _strip_wrappers(names: Iterable[str]) -> tuple[dict[str, str], set[str]]:
-    """Return each name without wrappers, and the names that are a wrapper's own.
+    """Return each name without wrappers, and the names that belong to a wrapper itself.
 
-    A component is a wrapper's if all names that begin like it go on with it, but for the wrapper's own: a submodule
-    that is called `module` has siblings.
+    A component belongs to a wrapper if all names with its prefix continue with it, except the wrapper's own. A
+    submodule called `module` has siblings.
     """
     found: dict[str, str] = {}
     own: set[str] = set()

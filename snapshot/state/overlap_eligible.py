@@ -109,8 +109,8 @@ class OverlapEligible:
     ) -> tuple[bytes, list[torch.Tensor]]:
         """Return a byte for each leaf, 1 if it may be copied late, and the tensors to watch.
 
-        The versions of these tensors reveal changes. `flat`, `shards` and `ties` are the whole state of the application:
-        memory that also holds anything else is excluded.
+        The versions of these tensors reveal changes. `flat`, `shards` and `ties` are the whole state of the
+        application: memory that also holds anything else is excluded.
         """
         mine = self._find_owners(leaves)
         if not any(owner is not None for owner in mine):

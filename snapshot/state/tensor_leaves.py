@@ -46,8 +46,8 @@ class TensorLeaves(FlatState, ABC):
     ) -> None:
         """Create an empty state.
 
-        With `classes`, objects with a class of their own are taken apart, and their readers need live objects. Otherwise they
-        are pickled.
+        With `classes`, objects with a class of their own are taken apart, and their readers need live objects.
+        Otherwise they are pickled.
         """
         super().__init__()
         self._excluded = excluded

@@ -1,8 +1,9 @@
 """Tensors' memory as buffers, without copying it.
 
-`ctypes` arrays over an address are the cheapest buffer that Python can make of any tensor, whatever its dtype: half
-the time of `tensor.numpy()`, and no trouble with bfloat16 or `requires_grad`. They keep nothing alive: whoever makes
-one holds the tensor."""
+`ctypes` arrays over an address are the cheapest buffer that Python can create for any tensor, whatever its dtype. They
+take half the time of `tensor.numpy()`, and support bfloat16 and `requires_grad`. They keep nothing alive: the caller
+must hold the tensor.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +24,22 @@ _held = ctypes.PyDLL(None)
 
 @lru_cache(maxsize=4096)
 def make_array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    """Return the ctypes array type of a length; made once, since making one costs more than all else here."""
+    """Return the ctypes array type of a length. It is cached, since creating a type is slow."""
     return _Char * nbytes
 
 
 def view_memory(address: int, nbytes: int) -> memoryview:
-    """Return the bytes at an address, to be read and written, and sliced."""
+    """Return a writable memoryview of the bytes at an address."""
     return memoryview(make_array_type(nbytes).from_address(address)).cast("B") if nbytes else memoryview(b"")
 
 
 def wrap_memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
-    """Return the bytes at an address, whole: cheaper than a `view_memory`, for what is only handed on."""
+    """Return a buffer of the bytes at an address, cheaper than `view_memory` if it is not sliced."""
     return make_array_type(nbytes).from_address(address)
 
 
 def address_of(data: memoryview) -> int:
-    """Where a writable memoryview's bytes lie."""
+    """Return the address of a writable memoryview's bytes."""
     return ctypes.addressof(ctypes.c_char.from_buffer(data)) if len(data) else 0
 
 
@@ -88,5 +89,5 @@ def populate_pages(address: int, nbytes: int) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie one after the other in host memory, as they will on storage."""
+    """Return True if a tensor's elements are contiguous in host memory, as they are on storage."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

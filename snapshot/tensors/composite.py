@@ -1,4 +1,4 @@
-"""Tensors that are more than their bytes: how they lie in memory, subclasses, sparse layouts, quantised ones."""
+"""Tensors with more than their bytes: memory order, subclasses, sparse layouts, quantisation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LAYOUTS = {kind: layout for layout, (kind, _, _) in _COMPRESSED.items()}
 
 
 def find_stride_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the order of a tensor's dimensions in memory, where it is dense but not in C order; else None."""
+    """Return the order of a tensor's dimensions in memory if it is dense but not in C order; else None."""
     if tensor.is_contiguous() or tensor.numel() == 0:
         return None
     strides, shape = tensor.stride(), tensor.shape
@@ -44,7 +44,7 @@ def allocate_tensor(
     order: tuple[int, ...] | None = None,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Return a new tensor whose dimensions lie in memory in the given order."""
+    """Return a new tensor whose dimensions are in memory in the given order."""
     if order is None:
         return torch.empty(shape, dtype=dtype, device=device)
     made = torch.empty([shape[axis] for axis in order], dtype=dtype, device=device)
@@ -53,7 +53,7 @@ def allocate_tensor(
 
 
 def is_same_view(twin: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether two tensors that begin at one address are the same tensor."""
+    """Return True if two tensors that begin at one address are the same tensor."""
     return (
         twin.dtype == tensor.dtype
         and twin.shape == tensor.shape
@@ -67,7 +67,7 @@ def is_same_view(twin: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that has elements has lost its memory, as sharded modules free what they gather."""
+    """Return True if a tensor with elements has no memory, as when a sharded module has freed it."""
     return tensor.untyped_storage().nbytes() == 0
 
 
@@ -115,7 +115,7 @@ Decomposed = tuple[str, dict[str, torch.Tensor], dict[str, Any]]
 
 
 def decompose_tensor(tensor: torch.Tensor) -> Decomposed | None:
-    """(kind, parts, parameters) of a tensor that is made of tensors; None for one that nobody here knows."""
+    """Return (kind, parts, parameters) of a tensor made of tensors; None for an unknown one."""
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         parts = {"indices": tensor._indices(), "values": tensor._values()}
@@ -154,7 +154,7 @@ Parts = Mapping[str, torch.Tensor]
 
 
 def compose_tensor(path: str, kind: str, parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
-    """Return the tensor that was taken apart."""
+    """Return the tensor that `decompose_tensor` has taken apart."""
     build = _BUILDERS.get(kind)
     if build is None:
         raise CorruptSnapshotError(f"{path}: {kind!r} is no kind of tensor that this version knows")
@@ -194,7 +194,7 @@ def _make_compressed_builder(kind: str) -> Callable[[Parts, Mapping[str, Any]], 
 
 
 def _order_integers(integers: torch.Tensor, params: Mapping[str, Any]) -> tuple[torch.Tensor, list[int]]:
-    """Return the integers as they shall lie in memory, and the order of the dimensions there."""
+    """Return the integers in their memory order, and the order of the dimensions."""
     order = params.get("order") or list(range(integers.dim()))
     if sorted(order) != list(range(integers.dim())):
         raise ValueError(f"{order} is no order of {counted(integers.dim(), 'dimension')}")
@@ -202,7 +202,7 @@ def _order_integers(integers: torch.Tensor, params: Mapping[str, Any]) -> tuple[
 
 
 def _check_zero_points(zero_points: Any, integers: torch.Tensor) -> None:
-    """Torch makes a tensor with any, and fails when it is looked at."""
+    """Raise if a zero point is out of range. torch accepts it, and fails on access."""
     known = torch.iinfo(integers.dtype)
     if not bool(((zero_points >= known.min) & (zero_points <= known.max)).all()):
         raise ValueError(f"a zero point that is no {integers.dtype}")

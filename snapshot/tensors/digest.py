@@ -1,7 +1,7 @@
-"""Digests: xxh3 of 128 bits over a range, by blocks of 256 KiB where the range is longer than one.
+"""Digests: xxh3 of 128 bits over a range, by blocks of 256 KiB for longer ranges.
 
-Blocks are digested in any order, by any thread, while they are hot; a partial read verifies only the blocks it touches.
-They are against accidents, not against attackers.
+Blocks are digested in any order, by any thread, while they are in cache. A partial read verifies only the blocks that
+it touches. The digests protect against accidents, not against attackers.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def digest_bytes(data: Buffer) -> str:
 
 
 def split_digests(joined: bytes) -> list[bytes]:
-    """Digests that stand one after the other."""
+    """Return concatenated digests as a list."""
     return [joined[at : at + SIZE] for at in range(0, len(joined), SIZE)]
 
 
 def count_blocks(nbytes: int) -> int:
-    """How many blocks a range's table holds; 0 where it needs none."""
+    """Return the number of blocks in a range's table; 0 if it needs no table."""
     return -(-nbytes // BLOCK) if nbytes > BLOCK else 0
 
 
 class RunningDigest:
-    """The digest of one range whose bytes come in order, in pieces that know nothing of blocks."""
+    """The digest of one range whose bytes arrive in order, in pieces of any length."""
 
     __slots__ = ("_open", "_open_bytes", "_table")
 
@@ -63,7 +63,7 @@ class RunningDigest:
         self._open_bytes = 0
 
     def update(self, data: memoryview) -> None:
-        """Take the next bytes; whole blocks are digested in place, only one that straddles pieces is carried over."""
+        """Add the next bytes; whole blocks are digested in place, and a partial block is carried over."""
         position = 0
         if self._open_bytes:
             position = min(BLOCK - self._open_bytes, len(data))
@@ -82,7 +82,7 @@ class RunningDigest:
             self._open_bytes = 0
 
     def finish(self) -> tuple[str, bytes]:
-        """Return the digest of all, and the table of the blocks' digests (empty where one block was enough)."""
+        """Return the digest of all bytes, and the table of block digests (empty for a single block)."""
         table: Sequence[bytes] = self._table
         if self._open_bytes or not table:
             table = [*table, self._open.digest()]

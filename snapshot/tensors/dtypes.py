@@ -1,4 +1,4 @@
-"""The names of dtypes, in our manifest and in safetensors headers."""
+"""The names of dtypes, in this library's manifest and in safetensors headers."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ KIND = "Generator"
 
 
 def read_device(path: str, params: Mapping[str, Any]) -> torch.device:
-    """Return the device of a generator that was saved."""
+    """Return the device of a saved generator."""
     name = params.get("device")
     try:
         if isinstance(name, str):
@@ -26,7 +26,7 @@ def read_device(path: str, params: Mapping[str, Any]) -> torch.device:
 
 
 def make_generator(path: str, params: Mapping[str, Any], state: torch.Tensor) -> Any:
-    """Return a generator in this state; its device and state alone where this machine has no such device."""
+    """Return a generator in this state, or its device and state if this machine lacks the device."""
     device = read_device(path, params)
     try:
         generator = torch.Generator(device)

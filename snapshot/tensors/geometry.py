@@ -1,7 +1,7 @@
 """Boxes in a tensor, and the ranges of its flat bytes that they cover.
 
-Everything is counted in elements, in C order. A box is a pair of tuples: where it begins, and how long it is, by
-dimension."""
+All counts are in elements, in C order. A box is a pair of tuples: its offsets and its sizes, by dimension.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements it holds."""
+        """The number of elements."""
         return math.prod(self.sizes)
 
     def slices(self) -> tuple[slice, ...]:
-        """Return what to index a tensor with."""
+        """Return the slices that index the box in a tensor."""
         return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def relative_to(self, origin: Shape) -> Box:
-        """Return the same box, seen from another origin."""
+        """Return the box in coordinates relative to an origin."""
         return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
 
     def moved_by(self, origin: Shape) -> Box:
-        """Return the same box, in what its own origin lies in at `origin`: the other way round."""
+        """Return the box in outer coordinates, given the origin of its own: the inverse of `relative_to`."""
         return Box(tuple(a + b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ def whole_box(shape: Shape) -> Box:
 
 
 def is_inside(box: Box, shape: Shape) -> bool:
-    """Whether a box lies within a tensor of that shape."""
+    """Return True if a box is within a tensor of that shape."""
     return (
         len(box.offsets) == len(box.sizes) == len(shape)
         and all(offset >= 0 and size >= 0 for offset, size in zip(box.offsets, box.sizes, strict=True))
@@ -56,7 +56,7 @@ def is_inside(box: Box, shape: Shape) -> bool:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return what two boxes share; None where that is nothing."""
+    """Return the intersection of two boxes; None if it is empty."""
     begins = tuple(map(max, a.offsets, b.offsets))
     sizes = tuple(
         min(ao + asz, bo + bsz) - begin
@@ -94,7 +94,7 @@ def boxes_overlap(boxes: list[Box]) -> bool:
 
 
 def _split_by_planes(boxes: list[Box], axis: int) -> list[list[Box]]:
-    """Return the boxes in groups between which planes across an axis lie that cut none of them."""
+    """Return groups of boxes that planes across an axis separate without cutting a box."""
     groups: list[list[Box]] = []
     end = -1
     for box in sorted(boxes, key=lambda box: box.offsets[axis]):
@@ -106,7 +106,7 @@ def _split_by_planes(boxes: list[Box], axis: int) -> list[list[Box]]:
 
 
 def _sweep_pairs(boxes: list[Box], patience: int) -> bool:
-    """Compare the boxes pair by pair, along the dimension in which they begin at the most places."""
+    """Compare the boxes pair by pair, along the dimension with the most distinct offsets."""
     axis = max(range(len(boxes[0].sizes)), key=lambda axis: len({box.offsets[axis] for box in boxes}))
     active: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offsets[axis]):
@@ -121,7 +121,7 @@ def _sweep_pairs(boxes: list[Box], patience: int) -> bool:
 
 
 def is_flat_range(shape: Shape, box: Box) -> bool:
-    """Whether a box is one flat range of a tensor.
+    """Return True if a box is one flat range of a tensor.
 
     >>> is_flat_range((2, 3), Box((0, 1), (1, 2))), is_flat_range((2, 3), Box((0, 1), (2, 2)))
     (True, False)
@@ -177,7 +177,7 @@ def boxes_of_range(shape: Shape, begin: int, end: int) -> Iterator[tuple[int, Bo
 
 
 def find_flat_ranges(shape: Shape, box: Box, gap: int) -> list[tuple[int, int]]:
-    """Return the flat ranges that cover a box, in order. Ranges that lie at most `gap` elements apart are joined.
+    """Return the flat ranges that cover a box, in order, joining those at most `gap` elements apart.
 
     >>> find_flat_ranges((4, 10), Box((1, 2), (2, 3)), gap=0)
     [(12, 15), (22, 25)]

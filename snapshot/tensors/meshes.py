@@ -46,7 +46,7 @@ Placements = tuple[Placement, ...]
 
 
 class HeldShards(NamedTuple):
-    """What a rank holds of a tensor."""
+    """The boxes of a tensor that a rank holds."""
 
     shape: Shape
     """Of its local tensor."""
@@ -62,10 +62,10 @@ def find_held_shards(
     coordinate: Shape,
     order: tuple[int, ...] | None = None,
 ) -> HeldShards:
-    """Return what the rank at a coordinate of the mesh holds.
+    """Return the boxes that the rank at a coordinate of the mesh holds.
 
-    The dimensions of the mesh cut from left to right, each what the ones before it left. With an `order` of the mesh's
-    dimensions (see `find_nesting`), they cut in that order instead, and all as if they had no strides.
+    The dimensions of the mesh cut from left to right, each the remainder of those before it. With an `order` of the
+    mesh's dimensions (see `find_nesting`), they cut in that order instead, and all without strides.
 
     >>> shape, boxes = find_held_shards((6,), (2,), (Split(0, strides=2),), (0,))
     >>> shape, [f"{box} is {local}" for box, local in boxes]
@@ -90,7 +90,7 @@ def find_held_shards(
 def iterate_shards(
     shape: Shape, mesh_shape: Shape, placements: Placements, order: tuple[int, ...] | None = None
 ) -> Iterator[tuple[Shape, HeldShards]]:
-    """Yield what each coordinate of the mesh holds, in the mesh's order."""
+    """Yield the boxes at each coordinate of the mesh, in the mesh's order."""
     for coordinate in itertools.product(*map(range, mesh_shape)):
         yield coordinate, find_held_shards(shape, mesh_shape, placements, coordinate, order)
 
@@ -118,8 +118,8 @@ def find_peers(
 def find_nesting(mesh_shape: Shape, placements: Placements) -> tuple[int, ...] | None:
     """Return the order in which the mesh's dimensions cut, if strides encode one; None otherwise.
 
-    FSDP uses such strides for a tensor that is parallel already: dimensions further right have cut it before. If all sizes
-    divide evenly, cutting in this order is equal to cutting from left to right.
+    FSDP uses such strides for a tensor that is parallel already: dimensions further right have cut it before. If all
+    sizes divide evenly, cutting in this order is equal to cutting from left to right.
 
     >>> find_nesting((4, 2), (Split(0, strides=2), Split(0)))
     (1, 0)
@@ -139,7 +139,7 @@ def find_nesting(mesh_shape: Shape, placements: Placements) -> tuple[int, ...] |
 
 
 def add_strides(mesh_shape: Shape, placements: Placements, order: tuple[int, ...]) -> Placements:
-    """Return the placements with the strides that tell of an order: what `find_nesting` reads.
+    """Return the placements with strides that encode an order: the inverse of `find_nesting`.
 
     >>> add_strides((4, 2), (Split(0), Split(0)), (1, 0))
     (Split(dim=0, strides=2), Split(dim=0, strides=1))
@@ -160,7 +160,7 @@ def _cuts_dimension(placement: Placement, dim: int) -> bool:
 
 
 def _take_share(axis: list[Interval], strides: int, parts: int, index: int) -> list[Interval]:
-    """One rank's share of the indices of an axis, which are counted as if they followed each other."""
+    """Return one rank's share of an axis's indices, counted consecutively."""
     length = sum(end - begin for begin, end in axis)
     shares: list[Interval] = []
     for stride in range(strides):
@@ -171,7 +171,7 @@ def _take_share(axis: list[Interval], strides: int, parts: int, index: int) -> l
 
 
 def _chunk_interval(length: int, parts: int, index: int) -> Interval:
-    """Where a chunk of a length lies: all are as long as the first, but for the last ones, which get what is left."""
+    """Return the interval of a chunk: all are as long as the first, except for the last ones, which may be shorter."""
     step = -(-length // parts)
     return min(length, step * index), min(length, step * (index + 1))
 

@@ -1,6 +1,6 @@
-"""Views into a storage: which element lies where, and whether that is a box in a tensor of C order.
+"""Views into a storage, and whether a view is a box in a tensor of C order.
 
-Everything is counted in elements. Nearly every view that people save is one: a slice, a transposition, both.
+All counts are in elements. Nearly every saved view is one: a slice, a transposition, or both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def contiguous_strides(shape: Shape) -> Shape:
 
 
 def measure_span(shape: Shape, strides: Shape) -> int:
-    """How far a view reaches from its first element: the elements of storage that it needs.
+    """Return the distance from a view's first element to its end, in elements of storage.
 
     >>> measure_span((2, 3), (10, 2))
     15
@@ -34,7 +34,7 @@ def measure_span(shape: Shape, strides: Shape) -> int:
 
 
 class EnclosingTensor(NamedTuple):
-    """A tensor of C order of which a view is a box that begins where it begins."""
+    """A tensor of C order with the same first element as a view, which is a box of it."""
 
     order: Shape
     """The view's dimensions from the one of the longest steps on: it is permuted so."""
@@ -43,7 +43,7 @@ class EnclosingTensor(NamedTuple):
 
     @property
     def padded(self) -> bool:
-        """Whether there is one dimension more, of which the view has the first element."""
+        """True if there is one dimension more, and the view has its first element only."""
         return len(self.sizes) > len(self.order)
 
 
