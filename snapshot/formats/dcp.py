@@ -63,7 +63,7 @@ async def describe_checkpoint(storage: Storage, data: bytes) -> ForeignDocument:
 
 
 class _Metadata:
-    """What a `.metadata` holds, checked on the way."""
+    """The contents of a `.metadata`, validated while they are read."""
 
     def __init__(self, where: object, metadata: Any, length: int) -> None:
         self._where = where
@@ -110,7 +110,7 @@ class _Metadata:
         return manifest, dict.fromkeys(tree)
 
     def _place_value(self, manifest: dict[str, Any], path: str, value: Any) -> None:
-        """Put a value, and all beneath it, under its path."""
+        """Put a value, and everything beneath it, under its path."""
         self._room -= len(path)
         if self._room < 0:
             raise ValueError("it repeats itself too often")
@@ -183,7 +183,7 @@ class _Metadata:
         return begin, begin + length, location, known
 
     def _nest_entries(self, entries: Mapping[str, Any]) -> dict[Any, Any] | None:
-        """Return the entries in the nesting that they were saved from; None where it is not known for all."""
+        """Return the entries in their saved nesting; None if it is not known for all."""
         if not self._paths or not all(_is_path(self._paths.get(name)) for name in entries):
             return None
         root: dict[Any, Any] = _Level()
@@ -202,11 +202,11 @@ class _Metadata:
 
 
 class _Level(dict[Any, Any]):
-    """A container, by its keys; a list if these are its places."""
+    """A container, by its keys; a list if its keys are positions."""
 
 
 def _restore_numbers(state: Any) -> Any:
-    """Return an optimizer's state has numbers for keys, of which DCP makes texts."""
+    """Return an optimizer's state with its numeric keys, which DCP stores as texts."""
     if type(state) is not _Level or not all(type(key) is str and _NUMBER.fullmatch(key) for key in state):
         return state
     return {int(key): each for key, each in state.items()}

@@ -1,4 +1,4 @@
-"""What a directory of torch.distributed.checkpoint says of itself, made with torch's own classes."""
+"""The metadata of a torch.distributed.checkpoint directory, created with torch's own classes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def archive_object(value: Any) -> bytes:
 def encode_metadata(
     flat: Mapping[str, Any], paths: Mapping[str, Any], placed: Mapping[str, tuple[str, int, int]]
 ) -> bytes:
-    """Return the content of `.metadata`: each name, where it lies, and its path in the nested state."""
+    """Return the content of `.metadata`: each name with its location and its path in the nested state."""
     from torch.distributed.checkpoint import metadata as m
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 

@@ -1,4 +1,4 @@
-"""Which of the formats of others it is that stands at a path, told by what is there."""
+"""Detection of another library's format at a path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 class UnknownFormatError(CorruptSnapshotError):
-    """Raised where a file stands that is no checkpoint at all."""
+    """Raised if a file is not a checkpoint of any known format."""
 
 
 async def find_checkpoint(

@@ -33,7 +33,7 @@ PIECE = 1024
 
 
 class EmbeddedLayout(msgspec.Struct, gc=False, frozen=True):
-    """Where a tensor's storage is, and how the tensor lies in it."""
+    """The location of a tensor's storage, and the tensor's layout in it."""
 
     begin: int
     """Where the storage begins: in the file, or in what comes out of the decompression."""
@@ -49,28 +49,28 @@ class EmbeddedLayout(msgspec.Struct, gc=False, frozen=True):
 
     @property
     def plain(self) -> bool:
-        """Whether the stored bytes are the tensor's."""
+        """True if the stored bytes are the tensor's."""
         return not (self.swapped or self.conj or self.neg)
 
 
 class MoreBytesNeeded(Exception):
-    """Raised where more bytes are needed to know: `args` are how many of the first, and of the last."""
+    """Raised if more bytes are needed: `args` are the lengths of the head and the tail."""
 
 
 def is_streamed(stored: TensorEntry | ObjectEntry) -> bool:
-    """Whether its bytes have to be read one after the other from the first on, whatever is wanted of them."""
+    """Return True if the bytes can be read only in order from the first one."""
     return stored.serializer.startswith(("zstd+", "deflate+"))
 
 
 def is_archived(stored: TensorEntry | ObjectEntry) -> bool:
-    """Whether its range is a whole archive."""
+    """Return True if the range is a whole archive."""
     return stored.serializer.endswith("torch_save")
 
 
 def find_layout(path: str, stored: TensorEntry, head: Any, tail: Any) -> EmbeddedLayout:
-    """Where a tensor is, from the first and the last bytes of its range, decompressed if they were compressed.
+    """Return a tensor's layout from the first and last bytes of its range, after decompression.
 
-    `head` begins where the range does; for a member its header is enough. Raises `MoreBytesNeeded` otherwise.
+    `head` begins where the range does; for a member, its header is sufficient. Raises `MoreBytesNeeded` otherwise.
     """
     begin, end = stored.byte_range
     *transforms, kind = stored.serializer.split("+")
@@ -116,7 +116,7 @@ Those of one writer differ in nothing else."""
 
 
 def _find_cached(stored: TensorEntry, head: Any, tail: Any, length: int) -> tuple[int, int, RebuiltTensor, bool]:
-    """Return what `_find_in_archive` says, for archives of many tensors alike."""
+    """Return the result of `_find_in_archive`, cached for many similar archives."""
     key = length, stored.dtype, stored.shape
     known = _known_archives.get().get(key)
     if known is not None and head[: len(known[0])] == known[0]:
@@ -160,7 +160,7 @@ def _find_in_archive(head: Any, tail: Any, length: int) -> tuple[int, int, Rebui
 
 
 def _read_member(head: Any, member: zip_directory.ZipMember) -> bytes:
-    """Return a short member's bytes, which lie in the head."""
+    """Return a short member's bytes, which are in the head."""
     if member.header + zip_directory.HEADER > len(head):
         raise MoreBytesNeeded(member.header + member.size + HEAD, 0)
     at = member.header + zip_directory.find_data_begin(head[member.header :])
@@ -171,7 +171,7 @@ def _read_member(head: Any, member: zip_directory.ZipMember) -> bytes:
 
 @lru_cache(maxsize=1024)
 def read_tensor(content: bytes) -> RebuiltTensor:
-    """Return the one tensor that a pickle holds. Tensors of one shape have equal pickles."""
+    """Return the single tensor in a pickle. Tensors of one shape have equal pickles."""
     found = rebuild_tensor(safe_pickle.load_pickle(content, "the tensor"))
     if found is None:
         raise ValueError("it holds something else than one plain tensor")
@@ -179,7 +179,7 @@ def read_tensor(content: bytes) -> RebuiltTensor:
 
 
 def decode_object(path: str, stored: ObjectEntry, data: bytearray, most: int) -> bytearray:
-    """Return an object's bytes, decompressed if they were compressed: `most` of them."""
+    """Return `most` bytes of an object, after decompression."""
     if not is_streamed(stored):
         return data
     decode, made = make_decoder(path, stored), bytearray()
@@ -191,7 +191,7 @@ def decode_object(path: str, stored: ObjectEntry, data: bytearray, most: int) ->
 
 
 def make_decoder(path: str, stored: TensorEntry | ObjectEntry) -> Callable[[bytes], bytes]:
-    """Return what turns a range's bytes, given in short pieces from the first on, to those that were packed."""
+    """Return a function that unpacks a range's bytes, given in short pieces from the first one."""
     transform = stored.serializer.partition("+")[0]
     if transform == "deflate":
         return _Deflate(path)

@@ -38,7 +38,7 @@ names may be one.)"""
 
 
 class ForeignDocument(Document):
-    """Somebody else's checkpoint, described as if it were a manifest of ours."""
+    """A checkpoint of another library, described as a manifest of this library."""
 
     place: URL
     """The folder that its locations are names in."""
@@ -61,7 +61,7 @@ def make_document(
     root: Any = None,
     inline: bytes = b"",
 ) -> ForeignDocument:
-    """Return a document of one save; `token` is of what tells this checkpoint from another one at the same place."""
+    """Return a document of one save; `token` distinguishes checkpoints at the same place."""
     files = dict(files)
     if inline:
         files[INLINE] = ForeignFile(len(inline))
@@ -91,7 +91,7 @@ _containers = msgspec.json.Decoder(
 
 
 def find_root(held: Document) -> Any:
-    """Return the container of all top-level names, of a document that knows no names of statefuls; None for others."""
+    """Return the container of all top-level names, if the document has no statefuls; None otherwise."""
     if isinstance(held, ForeignDocument):
         return held.root
     if ROOT.encode() not in bytes(held.metadata):
@@ -114,7 +114,7 @@ def narrow_root(held: Document, names: Iterable[str]) -> Container:
 
 
 def add_root(held: Document) -> msgspec.Raw:
-    """Return a document's metadata, for a snapshot that is made of it."""
+    """Return a document's metadata with the root container, for a snapshot made of it."""
     root = held.root if isinstance(held, ForeignDocument) else None
     if not isinstance(root, (DictEntry, ListEntry, TupleEntry, DequeEntry)):
         return held.metadata
@@ -132,12 +132,12 @@ def is_absence(storage: Storage, error: StorageError) -> bool:
 
 
 def is_packed(stored: TensorEntry) -> bool:
-    """Whether a tensor's bytes are not simply those of its range."""
+    """Return True if a tensor's bytes are not simply those of its range."""
     return stored.serializer != "raw"
 
 
 def check_location(path: Any, where: object) -> str:
-    """Return a file's name that a checkpoint gives, if it is one below its folder."""
+    """Return a file name from a checkpoint, if it is inside the checkpoint's folder."""
     try:
         if type(path) is str and not path.startswith("/") and "://" not in path and "\\" not in path:
             return check_path(path)
@@ -147,7 +147,7 @@ def check_location(path: Any, where: object) -> str:
 
 
 def extend_file(files: dict[str, ForeignFile], location: str, end: int) -> None:
-    """Take note that a file is at least so long."""
+    """Record that a file has at least this length."""
     known = files.get(location)
     if known is None:
         files[location] = ForeignFile(end, exact=False)
@@ -156,10 +156,10 @@ def extend_file(files: dict[str, ForeignFile], location: str, end: int) -> None:
 
 
 class ReadOnlyStorage(Storage):
-    """Another storage, of which nothing is changed; and the bytes that lie in no file."""
+    """A read-only view of another storage, with the bytes that are in no file."""
 
     def __init__(self, inner: Storage, inline: bytes, *, links: bool) -> None:
-        """`links`: files may be links to elsewhere."""
+        """Wrap a storage; with `links`, files may be links to other folders."""
         self.inner = inner
         self._inside: set[str] | None = None if links or inner.url.scheme != "file" else set()
         self._inline = inline

@@ -30,7 +30,7 @@ from snapshot.text import with_article
 
 
 class NotPlainError(Exception):
-    """Raised where a value is none that can be made without running what a pickle says."""
+    """Raised for a value that only running a pickle could create."""
 
 
 def read_plain_value(path: str, data: bytes | bytearray, stored: int | None = None) -> Any:
@@ -61,14 +61,14 @@ def _read_member(data: bytes | bytearray, member: zip_directory.ZipMember) -> by
 
 
 def read_pickle(data: bytes | bytearray) -> bytes:
-    """Return the pickle in an archive of torch's."""
+    """Return the pickle in a torch archive."""
     begin, end = zip_directory.find_directory(bytes(data[-zip_directory.TAIL :]), len(data))
     found = {each.name.partition("/")[2]: each for each in zip_directory.read_members(bytes(data[begin:end]), begin)}
     return _read_member(data, found["data.pkl"])
 
 
 class _Builder:
-    """Values, made of stand-ins."""
+    """Builds values from stand-ins."""
 
     def __init__(self, data: bytes | bytearray, members: dict[str, zip_directory.ZipMember], length: int) -> None:
         self._data = data
@@ -87,7 +87,7 @@ class _Builder:
             raise NotPlainError("it repeats itself")
 
     def build_value(self, value: Any, depth: int) -> Any:  # noqa: PLR0911 - one for each kind
-        """Return the value that a stand-in, or a container of them, stands for."""
+        """Return the value of a stand-in, or of a container of stand-ins."""
         self._left -= 1
         if self._left < 0 or depth > 200:
             raise NotPlainError("it repeats itself, or nests deep")

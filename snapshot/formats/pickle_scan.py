@@ -122,7 +122,7 @@ SHARED = 16
 
 
 class ScanResult(NamedTuple):
-    """What was seen of a pickle."""
+    """The result of scanning a pickle."""
 
     end: int
     careful: bool
@@ -131,9 +131,9 @@ class ScanResult(NamedTuple):
 
 
 def expect_stored(length: int, stored: int, what: str) -> int:
-    """Raise `ValueError` if a pickle of this length is too long for the `stored` bytes that it was decompressed from.
+    """Raise `ValueError` if a pickle is too long for the `stored` bytes that it was decompressed from.
 
-    Returns how long it counts as, where memory and time are bounded by its length.
+    Return the length that limits on memory and time are based on.
     """
     if length > INFLATED + MOST_TIMES * stored:
         raise ValueError(
@@ -145,7 +145,7 @@ def expect_stored(length: int, stored: int, what: str) -> int:
 def scan_pickle(  # noqa: PLR0912, PLR0915 - one loop, and quick, over millions of them
     data: bytes, where: object, length: int | None = None
 ) -> ScanResult:
-    """Raise unless a pickle can be read in memory in proportion to its length; see `expect_stored`."""
+    """Raise unless a pickle can be read in memory proportional to its length; see `expect_stored`."""
     widths, weights = _WIDTHS, _WEIGHTS
     counts_as = len(data) if length is None else length
     made = memo = puts = loose = shared = 0

@@ -34,7 +34,7 @@ TRUST = (
 def load_object(
     path: str, data: bytearray, serializer: str, obj_type: str, *, allow_pickle: bool, stored: int | None = None
 ) -> Any:
-    """Return the object whose bytes these are; `stored` of them are in a file, if they were decompressed."""
+    """Return the object of these bytes; `stored` is their length in a file, if they were decompressed."""
     if serializer == "bytes":
         return bytes(data)
     if serializer == "bytearray":
@@ -65,9 +65,10 @@ def load_object(
 
 
 def run_pickle(path: str, data: bytearray, obj_type: str, *, weights_only: bool = False) -> Any:
-    """Return what an archive of torch's holds, by torch's own reader: unless `weights_only`, it runs any code.
+    """Return the contents of a torch archive, by torch's own reader.
 
-    Raises `UnpicklingError` for what `weights_only` refuses.
+    Unless `weights_only`, reading it can run any code. Raises `UnpicklingError` for content that `weights_only`
+    refuses.
     """
     try:
         with warnings.catch_warnings():
@@ -84,7 +85,7 @@ def run_pickle(path: str, data: bytearray, obj_type: str, *, weights_only: bool 
 
 
 def _read_bytes_io(path: str, data: bytearray) -> io.BytesIO:
-    """Return a file in memory, from where it was and its contents."""
+    """Return a file in memory, from its position and contents."""
     position = int.from_bytes(data[:8], "little")
     if len(data) < 8 or position >= 1 << 63:
         raise CorruptSnapshotError(f"{path}: is not a BytesIO")
@@ -94,7 +95,7 @@ def _read_bytes_io(path: str, data: bytearray) -> io.BytesIO:
 
 
 def make_refusal(path: str, obj_type: str) -> UnsafeObjectError:
-    """Return the error for an object that only running another library's pickle makes."""
+    """Return the error for an object that only running another library's pickle creates."""
     advice = ", and read_object(...) gives the module; better save model.state_dict() in its place"
     return UnsafeObjectError(
         f"{path}: {with_article(obj_type)} is in this file's pickle, and only running that makes it, which may run "
@@ -132,7 +133,7 @@ def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
 
 
 def _find_directory(data: bytearray) -> int:
-    """Where an archive says that its directory begins; both of its ends have to say the same, if it has two."""
+    """Return the begin of an archive's directory; raise if its two ends disagree."""
     end = len(data) - 22
     begins: set[int] = {int.from_bytes(data[end + 16 : end + 20], "little")} - {0xFFFFFFFF}
     if data[end - 20 : end - 16] == b"PK\6\7":
@@ -162,7 +163,7 @@ def _is_modest(path: str, data: bytes, stored: int) -> bool:
 
 
 class _Inert:
-    """Stands for whatever a pickle would make: takes any arguments, and does nothing."""
+    """Stand-in for any object of a pickle: it takes any arguments, and does nothing."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
         if _names_bytes(arguments):
@@ -176,11 +177,11 @@ class _Inert:
 
 
 class _InertEncoded(_Inert):
-    """Stands for bytes that were encoded from a text, as old pickles hold them."""
+    """Stand-in for bytes that were encoded from a text, as in old pickles."""
 
 
 class _InertBytes(_Inert):
-    """Stands for a bytearray: who means no harm gives its content, and no length."""
+    """Stand-in for a bytearray: it needs its content, since a length alone could exhaust the memory."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
         if not all(isinstance(each, (str, bytes, _InertEncoded)) for each in arguments):
@@ -189,7 +190,7 @@ class _InertBytes(_Inert):
 
 
 def _names_bytes(value: Any) -> bool:
-    """Whether `bytearray` itself is among what is given to something that might call it, with arguments beside it."""
+    """Return True if `bytearray` itself is an argument of something that might call it, with arguments beside it."""
     rest, seen = [value], set()
     while rest:
         each = rest.pop()
@@ -205,7 +206,7 @@ _STANDS = {"bytearray": _InertBytes, "encode": _InertEncoded, "bytes": _InertEnc
 
 
 class _DryRun(pickle._Unpickler):
-    """In Python, as torch's: it takes no memory ahead. It knows what torch's does, and no more."""
+    """torch's restricted unpickler in Python, which allocates no memory in advance."""
 
     dispatch: ClassVar[dict[int, Any]] = {
         code[0]: pickle._Unpickler.dispatch[code[0]]

@@ -1,7 +1,7 @@
-"""Other people's pickles, read without running anything: every name in them becomes an inert stand-in of our own.
+"""Reading of untrusted pickles without running anything: every name becomes an inert stand-in.
 
-First each opcode is looked at (`scanning`); then the interpreter's own unpickler makes containers, numbers, texts, and
-stand-ins.
+First each opcode is scanned (see `pickle_scan`). Then the interpreter's own unpickler creates containers, numbers,
+texts, and stand-ins.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ DEEPEST_KEY = 100
 
 
 class _WorkLimit(threading.local):
-    """How much may still be copied or hashed for the pickle that this thread reads."""
+    """The remaining number of copies and hashes for the pickle that this thread reads."""
 
     def __init__(self) -> None:
         self.begin(0)
 
     def begin(self, count: int) -> None:
-        """Begin to count: a pickle is read from here on."""
+        """Reset the limit for a new pickle."""
         self.count = count
         self._seen: set[str] = set()
         self._alike: collections.Counter[int] = collections.Counter()
         self._compared = 0
 
     def spend(self, *copied: Any) -> None:
-        """Take note of an object that is made, and of what is copied for it: what was fetched again can be long."""
+        """Count a new object and the items copied for it: a value that is fetched again can be long."""
         self.count -= 1 + sum(len(each) for each in copied if hasattr(each, "__len__"))
         if self.count < 0:
             raise pickle.UnpicklingError("it repeats itself too often")
 
     def check_keys(self, keys: Iterable[Any]) -> None:
-        """Take note of keys; raise for those that cannot be hashed soon."""
+        """Count keys; raise for keys that take too long to hash."""
         for key in keys:
             if not isinstance(key, tuple):
                 continue
@@ -62,7 +62,7 @@ class _WorkLimit(threading.local):
             self.check_key(key)
 
     def check_key(self, key: Any) -> None:
-        """Take note of a key whose hash somebody can choose; raise where too many differ, and have the same."""
+        """Count a key whose hash an attacker can choose; raise if too many different keys collide."""
         text = repr(key)
         if text not in self._seen:
             self._seen.add(text)
@@ -76,7 +76,7 @@ _work_limit = _WorkLimit()
 
 
 class _Sealed(type):
-    """Of classes that a pickle cannot change: a pickle may set attributes of whatever it names."""
+    """Metaclass of classes that a pickle cannot change: a pickle can set attributes of any class it names."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise pickle.UnpicklingError(f"it sets {name} of a class")
@@ -86,7 +86,7 @@ class _Sealed(type):
 
 
 class StandIn(metaclass=_Sealed):
-    """Stands for an object: what it would be made of, and what it would be given then."""
+    """Stand-in for an object: its constructor arguments, and its later state."""
 
     __slots__ = ("arguments", "state")
     name = ""
@@ -114,7 +114,7 @@ class StandIn(metaclass=_Sealed):
 
 
 class PickledObject(metaclass=_Sealed):
-    """Stands for an object of a class that DCP describes a checkpoint with: a pickle gives it its fields at once."""
+    """Stand-in for an object of a class in DCP's metadata: a pickle sets its fields at once."""
 
     name = ""
 
@@ -131,14 +131,14 @@ _RECORD_NAMES = {
 
 
 def show_value(value: Any) -> str:
-    """Return a value for a message: in full, one that repeats itself could be without end."""
+    """Return a value for a message: the full text of one that repeats itself could be endless."""
     if isinstance(value, tuple) and len(value) <= 8 and all(type(each) is int for each in value):
         return str(tuple(value))[:100]
     return repr(value)[:100] if type(value) in (str, int, float, bool) else with_article(type(value).__name__[:100])
 
 
 def read_fields(value: Any) -> dict[str, Any]:
-    """Return the attributes that an object was to be given."""
+    """Return the attributes that a pickle sets on an object."""
     state = vars(value) if isinstance(value, PickledObject) else getattr(value, "state", None)
     if isinstance(state, tuple) and len(state) == 2:
         state = {**(state[0] or {}), **(state[1] or {})} if all(_is_fields(each) for each in state) else None
@@ -150,7 +150,7 @@ def _is_fields(value: Any) -> bool:
 
 
 class Dtype(metaclass=_Sealed):
-    """Stands for a torch.dtype."""
+    """Stand-in for a torch.dtype."""
 
     def __init__(self, name: str) -> None:
         object.__setattr__(self, "name", name)
@@ -165,11 +165,11 @@ class Dtype(metaclass=_Sealed):
 
 
 class StorageType(Dtype):
-    """Stands for a class of storages, by the dtype of its elements; of bytes where it has none."""
+    """Stand-in for a storage class, by the dtype of its elements; bytes if it has none."""
 
 
 class PickledStorage(metaclass=_Sealed):
-    """Stands for a storage: the member of the archive that holds it."""
+    """Stand-in for a storage: the archive member that holds it."""
 
     def __init__(self, key: str, dtype: str, numel: int) -> None:
         object.__setattr__(self, "key", key)
@@ -188,7 +188,7 @@ class PickledStorage(metaclass=_Sealed):
 
 
 class Size(tuple[int, ...], metaclass=_Sealed):
-    """Stands for a torch.Size."""
+    """Stand-in for a torch.Size."""
 
     def __new__(cls, sizes: Any = ()) -> Size:
         _work_limit.spend(sizes)
@@ -199,7 +199,7 @@ class Size(tuple[int, ...], metaclass=_Sealed):
 
 
 class DefaultDict(dict[Any, Any], metaclass=_Sealed):
-    """Stands for a defaultdict."""
+    """Stand-in for a defaultdict."""
 
     def __init__(self, factory: Any = None, *items: Any) -> None:
         super().__init__(_spend_items(*items))
@@ -209,14 +209,14 @@ class DefaultDict(dict[Any, Any], metaclass=_Sealed):
 
 
 class Counter(dict[Any, Any], metaclass=_Sealed):
-    """Stands for a Counter, which a pickle makes of a dict."""
+    """Stand-in for a Counter, which a pickle creates from a dict."""
 
     def __init__(self, *items: Any) -> None:
         super().__init__(_spend_items(*items))
 
 
 class Deque(list[Any], metaclass=_Sealed):
-    """Stands for a deque."""
+    """Stand-in for a deque."""
 
     def __init__(self, items: Any = (), maxlen: Any = None) -> None:
         _work_limit.spend(items)
@@ -227,7 +227,7 @@ class Deque(list[Any], metaclass=_Sealed):
 
 
 def _spend_items(items: Any = ()) -> Any:
-    """Return what a dict is to be made of: another one, or pairs."""
+    """Return the items of a new dict, from another dict or from pairs."""
     _work_limit.spend(items)
     if not isinstance(items, dict):
         _work_limit.check_keys(key for key, _ in items)
@@ -235,7 +235,7 @@ def _spend_items(items: Any = ()) -> Any:
 
 
 def _find_maker(kind: Any) -> Callable[..., Any]:
-    """Return what makes a container that hashes what it holds; nothing that a pickle does to it lasts."""
+    """Return a function that creates a container of hashed items, without changes by a pickle."""
 
     def make(*items: Any) -> Any:
         if len(items) > 1:
@@ -265,14 +265,14 @@ def _make_complex(*parts: Any) -> complex:
 
 
 class _Sized(metaclass=_Sealed):
-    """Stands for the function that old pickles make bytes with."""
+    """Stand-in for the function that old pickles create bytes with."""
 
     def __new__(cls, *arguments: Any) -> Any:
         return _encode_text(*arguments)
 
 
 class _NoBytes(metaclass=_Sealed):
-    """Stands for `bytes`, which old pickles call for none at all."""
+    """Stand-in for `bytes`, which old pickles call to create empty bytes."""
 
     def __new__(cls, *arguments: Any) -> Any:
         if arguments:
@@ -323,7 +323,7 @@ _MADE: dict[tuple[str, str], Any] = {
 
 
 class _Names:
-    """What names stand for, in one pickle."""
+    """The stand-ins for the names in one pickle."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))  # type: ignore[call-arg]
@@ -355,7 +355,7 @@ _in_python: Any = pickle._Unpickler
 
 
 class _Careful(_Names, _in_python):  # type: ignore[misc]
-    """Looks at what is to be hashed before it is; many times as slow."""
+    """An unpickler that checks keys before they are hashed; many times as slow."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(_in_python.dispatch)
 
@@ -397,13 +397,13 @@ def _make_stand_in(module: str, name: str) -> Any:
 
 
 def load_pickle(data: bytes, where: object, length: int | None = None) -> Any:
-    """Return what a pickle holds: containers, numbers, texts, bytes, and stand-ins for all else.
+    """Return the contents of a pickle: containers, numbers, texts, bytes, and stand-ins for all other objects.
 
-    `length`: how long it counts as, if it was compressed; see `expect_stored`.
+    `length` is the length that limits are based on, if the pickle was compressed; see `expect_stored`.
 
     Raises:
-        UnsafeObjectError: It has instructions that nothing needs which is read here.
-        CorruptSnapshotError: It is no pickle, or one that was made to do harm.
+        UnsafeObjectError: It has opcodes that checkpoints do not need.
+        CorruptSnapshotError: It is not a pickle, or it is a malicious one.
     """
     end, careful = scan_pickle(data, where, length)
     _work_limit.begin(FEW + FACTOR * (len(data) if length is None else length))

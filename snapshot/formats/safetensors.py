@@ -1,4 +1,4 @@
-"""Files of safetensors, one or (Hugging Face's layout) several with an index."""
+"""Files of safetensors: a single one, or several with an index (Hugging Face's layout)."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def _describe_listed(storage: Storage, names: list[str], limit: int) -> Fo
 
 
 async def _describe_named_index(storage: Storage, name: str, limit: int) -> ForeignDocument:
-    """Return what has the name of an index, and should be one."""
+    """Return the checkpoint of a file that is named like an index; raise if it is not one."""
     found = await describe_index(storage, name, limit)
     if found is None:
         raise CorruptSnapshotError(f"{storage.url.join(name)}: is no index of files of safetensors")
@@ -92,7 +92,7 @@ async def _describe_named_index(storage: Storage, name: str, limit: int) -> Fore
 
 
 async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocument | None:
-    """Several files, by their index; None where that is no index of this kind."""
+    """Return the checkpoint of several files, by their index; None if the index is not of this kind."""
     data = await storage.get(name, limit=limit)
     where = storage.url.join(name)
     try:
@@ -121,7 +121,7 @@ async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocu
 
 
 async def describe_file(storage: Storage, name: str, size: int, limit: int) -> ForeignDocument:
-    """One file."""
+    """Return the checkpoint of a single file."""
     entries, metadata = await _read_header(storage, name, size, limit)
     token = (await storage.stat(name)).token
     return _make_document(storage, entries, {name: ForeignFile(size)}, f"{name} {size} {token}".encode(), metadata)

@@ -1,4 +1,4 @@
-"""Nested values, as the pickles of others hold them, become entries: what flattening is to an application's state."""
+"""Conversion of nested values in other libraries' pickles to entries, as flattening does for live state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from snapshot.tensors.strides import contiguous_strides
 
 
 def limit_nodes(length: int) -> int:
-    """Values in a pickle of some length, which may repeat itself: a few bytes may stand for any number of them."""
+    """Return the maximum number of values in a pickle of some length, which can repeat values."""
     return 50_000 + length
 
 
@@ -58,14 +58,14 @@ class RebuiltTensor(msgspec.Struct, gc=False, frozen=True):
 
 
 def estimate_length(value: Any) -> int:
-    """About how long the entry of a number or a text is: one that is fetched again and again is long each time."""
+    """Return the approximate length of a number's or text's entry, since each repetition costs as much."""
     if isinstance(value, (str, bytes)):
         return len(value)
     return value.bit_length() // 4 if type(value) is int else 0
 
 
 def make_scalar(value: Any) -> s.Scalar | None:
-    """Return the entry of a value that stands in the manifest itself; None where it is none of these."""
+    """Return the entry of a value that is stored in the manifest itself; None for other values."""
     kind = type(value)
     if kind is str:
         escaped = encode_text(value)
@@ -95,7 +95,7 @@ _SIGNED = ("float16", "bfloat16", "float32", "float64", "complex32", "complex64"
 
 
 def rebuild_tensor(value: Any) -> RebuiltTensor | None:
-    """Return the tensor that a stand-in stands for; None if it is not a plain one, or holds anything unknown."""
+    """Return the tensor of a stand-in; None if it is not a plain one, or has unknown parts."""
     if not isinstance(value, p.StandIn) or not value.name.startswith(_REBUILD) or value.state is not None:
         return None
     what, arguments = value.name.removeprefix(_REBUILD), value.arguments
@@ -130,7 +130,7 @@ def rebuild_tensor(value: Any) -> RebuiltTensor | None:
 
 
 def _read_lazy_bits(metadata: Any, dtype: str) -> str | None:
-    """Return the lazy operations that a tensor's metadata names; None if it says anything else."""
+    """Return the lazy operations in a tensor's metadata; None if it has anything else."""
     if not metadata:
         return ""
     if not isinstance(metadata, dict) or not all(type(flag) is bool for flag in metadata.values()):
@@ -147,7 +147,7 @@ def _read_flag(given: Sequence[Any]) -> bool:
 
 
 def make_extra(found: RebuiltTensor, *, view: bool = True) -> e.Extra | None:
-    """Return what more than its bytes is to be said of a tensor; `view`: and how they lie in its storage."""
+    """Return the properties of a tensor beside its bytes, with its layout in the storage if `view`."""
     plain = found.strides == contiguous_strides(found.shape)
     order = None
     if not plain and 0 not in found.shape and math.prod(found.shape) < 1 << 50:
@@ -166,7 +166,7 @@ class EntryTree:
     """Values that become entries under paths."""
 
     def __init__(self, where: object, stored: Stored, length: int = 1 << 20) -> None:
-        """`length`: of the pickle that they come from."""
+        """Create an empty tree; `length` is that of the pickle with the values."""
         self._where = where
         self._stored = stored
         self.entries: dict[str, Any] = {}
@@ -177,7 +177,7 @@ class EntryTree:
         self._above: set[int] = set()
 
     def add(self, path: str, value: Any, depth: int = 1) -> None:
-        """Describe a value, and all that is in it."""
+        """Describe a value, and everything in it."""
         try:
             self._add_value(path, value, depth)
         except RecursionError as error:
@@ -240,7 +240,7 @@ class EntryTree:
 
 
 def make_container(value: Any) -> tuple[e.Container, list[Any]] | None:
-    """Return a container's entry, and its children in order; None for one that no entry can hold."""
+    """Return a container's entry, and its children in order; None if no entry can represent it."""
     kind = type(value)
     if isinstance(value, dict):
         return _make_dict(value)
@@ -290,7 +290,7 @@ _DICTS: dict[Any, Callable[[Any], tuple[type[e.DictEntry], dict[str, Any]] | Non
 
 
 def _read_versions(value: Any) -> dict[str, dict[str, Any]] | None:
-    """Return the versions of modules that a state dict carries."""
+    """Return the module versions of a state dict."""
     held = vars(value).get("_metadata")
     if not isinstance(held, dict):
         return None
@@ -313,7 +313,7 @@ def _kind_name(value: Any) -> str:
 
 
 def _is_module(value: Any) -> bool:
-    """Return True if a stand-in is of a `torch.nn.Module`, which every version gives these attributes."""
+    """Return True if a stand-in is a `torch.nn.Module`, which has these attributes in every version."""
     return isinstance(value, p.StandIn) and {"_parameters", "_modules"} <= p.read_fields(value).keys()
 
 
@@ -321,7 +321,7 @@ _MULTIARRAY = ("numpy.core.multiarray.", "numpy._core.multiarray.")
 
 
 def make_numpy_value(value: Any) -> Any:
-    """Return the NumPy array or scalar that a stand-in stands for; None where it is something else."""
+    """Return the NumPy array or scalar of a stand-in; None for any other value."""
     if not isinstance(value, p.StandIn) or not value.name.startswith(_MULTIARRAY):
         return None
     what = value.name.rpartition(".")[2]
@@ -345,7 +345,7 @@ def make_numpy_value(value: Any) -> Any:
 
 
 def _is_array(arguments: Sequence[Any]) -> bool:
-    """Return True unless it is a subclass of NumPy's arrays that a pickle makes."""
+    """Return True unless a pickle creates a subclass of NumPy's arrays."""
     kind = arguments[0] if arguments else None
     return isinstance(kind, type) and issubclass(kind, p.StandIn) and kind.name == "numpy.ndarray"
 

@@ -1,6 +1,7 @@
-"""Archives as torch.save makes them, laid out before their bytes are known: what stands between storages, and where.
+"""Archives in the format of torch.save, laid out before their bytes are known.
 
-Checksums are known only when the bytes have come by; so they stand behind the bytes, and in the directory at the end.
+Checksums are known only after the bytes have been written. So they follow the bytes, and are in the directory at the
+end.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Sum = Callable[[], int]
 
 
 class ArchiveMember(msgspec.Struct):
-    """A member to be: its bytes, or how many there will be."""
+    """A member to write: its bytes, or their number."""
 
     name: str
     size: int
@@ -42,7 +43,7 @@ class ArchiveMember(msgspec.Struct):
 
 
 class Frame(msgspec.Struct):
-    """Bytes between two storages: how many, and how they are made."""
+    """Bytes between two storages: their number, and the function that creates them."""
 
     size: int
     make: Callable[[], bytes]
@@ -63,7 +64,7 @@ def _encode_header(name: bytes, size: int, at: int) -> bytes:
 
 
 def _encode_descriptor(member: ArchiveMember) -> bytes:
-    """Return what stands behind a member's bytes."""
+    """Return the bytes after a member's data."""
     assert member.sum is not None
     size = member.size
     return struct.pack("<4sL2Q" if size >= _LONG else "<4s3L", b"PK\7\10", member.sum(), size, size)
@@ -140,7 +141,7 @@ def lay_out_archive(members: Sequence[ArchiveMember], crc32: Callable[[bytes], i
 
 
 def wrap_storages(name: str, content: bytes, storages: Sequence[ArchiveMember], identity: str) -> list[ArchiveMember]:
-    """Return the members of an archive of torch's, around those of its storages."""
+    """Return the members of a torch archive, including those of its storages."""
     first = [("data.pkl", content), (".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")]
     last = [("version", b"3\n"), (".data/serialization_id", identity.encode())]
     made = [ArchiveMember(f"{name}/{each}", len(data), data) for each, data in first]
@@ -149,7 +150,7 @@ def wrap_storages(name: str, content: bytes, storages: Sequence[ArchiveMember], 
 
 
 class AbsentTensor(msgspec.Struct):
-    """A tensor in a state that is pickled: its bytes come later, in the member `key`."""
+    """A tensor in a pickled state whose bytes follow later, in the member `key`."""
 
     key: str
     dtype: str
@@ -166,7 +167,7 @@ class _Storage(msgspec.Struct):
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles as torch.save does, without having the tensors."""
+    """A pickler with the output of torch.save that does not need the tensors."""
 
     def __init__(self, file: Any, absent: Callable[[torch.Tensor], AbsentTensor | None]) -> None:
         super().__init__(file, protocol=2)
@@ -198,7 +199,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _find_storage_type(dtype: str) -> tuple[Any, int]:
-    """torch's class of storages for a dtype, and how long its elements are."""
+    """Return torch's storage class for a dtype, and the size of its elements."""
     known = torch.storage._dtype_to_storage_type_map().get(BY_NAME[dtype])
     return (torch.UntypedStorage, 1) if known is None else (getattr(torch, known), ITEMSIZE[dtype])
 
@@ -223,9 +224,9 @@ def _reduce_tensor(value: AbsentTensor) -> Any:
 def pickle_state(
     state: Any, absent: Callable[[torch.Tensor], AbsentTensor | None] = lambda _: None
 ) -> tuple[bytes, dict[str, bytes]]:
-    """Return a state's pickle, as torch.save writes it, and the storages of those of its tensors that are at hand.
+    """Return a state's pickle in the format of torch.save, and the storages of its available tensors.
 
-    `absent`: what to write in the place of a tensor; None if the tensor itself is at hand.
+    `absent` returns the replacement of a tensor, or None if the tensor itself is available.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, absent)
@@ -235,5 +236,5 @@ def pickle_state(
 
 @lru_cache(maxsize=1024)
 def pickle_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Return the pickle of one tensor in an archive of its own. Tensors of one shape have equal ones."""
+    """Return the pickle of one tensor in an archive of its own. Tensors of one shape have equal pickles."""
     return pickle_state(AbsentTensor("0", dtype, shape))[0]

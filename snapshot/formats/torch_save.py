@@ -27,7 +27,7 @@ VALUE = "value"
 
 
 async def describe_file(storage: Storage, name: str, size: int, limit: int) -> ForeignDocument:
-    """Return what a file of torch.save holds."""
+    """Return the checkpoint in a file of torch.save."""
     where = storage.url.join(name)
     try:
         archive = await _Archive.open(storage, name, size, limit)
@@ -64,7 +64,7 @@ async def describe_file(storage: Storage, name: str, size: int, limit: int) -> F
 
 
 class _Archive:
-    """An archive of torch's, by its directory."""
+    """A torch archive, by its directory."""
 
     def __init__(self, storage: Storage, name: str, begin: int, members: list[zip_directory.ZipMember]) -> None:
         self._storage = storage
@@ -94,7 +94,7 @@ class _Archive:
         return _Archive(storage, name, begin, zip_directory.read_members(directory, begin))
 
     async def read_member(self, name: str, limit: int) -> tuple[bytes, int]:
-        """Return a short member's content, and how long it counts as: see `expect_stored`."""
+        """Return a short member's content, and the length that limits are based on: see `expect_stored`."""
         member = self.members[name]
         if (
             member.method not in (zip_directory.STORED, zip_directory.DEFLATED)
@@ -119,7 +119,7 @@ class _Archive:
         return content, length
 
     def make_entry(self, found: RebuiltTensor, *, swapped: bool) -> Any:
-        """Return the entry of a tensor: the member of its storage, and how it lies in it."""
+        """Return the entry of a tensor: the member of its storage, and its layout in it."""
         itemsize = ITEMSIZE.get(found.dtype)
         if itemsize is None:
             return make_refused_entry(f"tensor of {found.dtype}")

@@ -1,4 +1,4 @@
-"""Snapshots of torchsnapshot, the library that this one grew out of: its manifest is JSON, or YAML by hand."""
+"""Snapshots of torchsnapshot, the predecessor of this library: its manifest is JSON, or YAML by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _QUANTISED = {"qint8", "quint8", "qint32"}
 
 
 async def describe_snapshot(storage: Storage, data: bytes) -> ForeignDocument:
-    """Return the snapshot whose manifest this is."""
+    """Return the snapshot of this manifest."""
     where = storage.url.join(METADATA)
     read = _parse_document(data, where)
     try:
@@ -76,7 +76,7 @@ def _parse_yaml(data: bytes, where: object) -> Any:
 
 
 async def _measure_files(storage: Storage, made: _Manifest) -> None:
-    """Objects' files are as long as they are: the manifest does not say."""
+    """Find the lengths of objects' files, which the manifest does not record."""
 
     async def measure(location: str) -> int:
         try:
@@ -92,7 +92,7 @@ async def _measure_files(storage: Storage, made: _Manifest) -> None:
 
 
 class _Manifest:
-    """The entries, translated."""
+    """The translated entries."""
 
     def __init__(self, where: object, manifest: dict[str, Any], world: int) -> None:
         self._where = where
@@ -117,7 +117,7 @@ class _Manifest:
         self._fill_shapes()
 
     def _add_entry(self, path: str, made: Any) -> None:
-        """Shards of one tensor, which each rank lists its own of, become one entry."""
+        """Add an entry; the shards of one tensor, of which each rank lists its own, are joined."""
         if isinstance(made, e.ShardedTensorEntry):
             logical = path.partition("/")[2]
             first = self._sharded.setdefault(logical, path)
@@ -129,7 +129,7 @@ class _Manifest:
         self.entries[path] = made
 
     def _fill_shapes(self) -> None:
-        """Find the global shapes: only the shards tell them."""
+        """Find the global shapes, which only the shards reveal."""
         for path in self._sharded.values():
             entry = self.entries[path]
             if not entry.shards:
@@ -171,7 +171,7 @@ class _Manifest:
         return made([encode_key(key) for key in keys], find_tagged_keys(keys) or None)  # type: ignore[no-any-return]
 
     def _count_children(self, path: str) -> int:
-        """How many children a list has: nothing says it but they themselves."""
+        """Return the number of children of a list, which only the children reveal."""
         length = 0
         while self._has_entry(f"{path}/{length}"):
             length += 1

@@ -1,4 +1,4 @@
-"""Objects in a pickle of another library that only running it makes: where they are in there, and how they are made."""
+"""Objects that only running another library's pickle creates: their location, and their creation."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def make_refused_entry(what: str) -> ObjectEntry:
 
 
 def locate_object(entry: ObjectEntry, file: str, route: str) -> None:
-    """Note in which file of torch.save a refused object is, and the path there that leads to it."""
+    """Record the torch.save file of a refused object, and the path inside it."""
     entry.location, entry.serializer = file, f"{REFUSED} {route}".rstrip()
 
 
 def is_refused(entry: Any) -> bool:
-    """Return True for an object that is not read unless pickles are allowed: then its whole file is."""
+    """Return True for an object that is not read unless pickles are allowed, with its whole file."""
     return isinstance(entry, ObjectEntry) and entry.serializer.startswith(REFUSED)
 
 
 def expect_no_module(where: object, manifest: Mapping[str, Any], *, allow_pickle: bool) -> None:
-    """Raise if there is a pickled module: what did not fit an application was meant to be its state dict."""
+    """Raise if there is a pickled module: the application probably expected its state dict."""
     for path, entry in manifest.items():
         if is_refused(entry) and entry.obj_type.startswith(MODULE):
             if not allow_pickle:
@@ -45,13 +45,13 @@ def expect_no_module(where: object, manifest: Mapping[str, Any], *, allow_pickle
 
 
 class SavedFile(NamedTuple):
-    """All that a file of torch.save holds."""
+    """The contents of a torch.save file."""
 
     value: Any
 
 
 def find_object(path: str, saved: Any, entry: ObjectEntry) -> Any:
-    """Return the object of a refused entry from what was saved."""
+    """Return the object of a refused entry in the saved contents."""
     route = entry.serializer.removeprefix(REFUSED).strip(" ")
     for name in route.split("/") if route else ():
         try:

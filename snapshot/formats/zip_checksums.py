@@ -1,4 +1,4 @@
-"""The checksums that archives carry: torch writes them with every member, and never looks at them again."""
+"""The checksums in archives: torch writes them with every member, and never verifies them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Range = tuple[str, int, int]
 
 
 def find_archives(stored: Iterable[Any], files: Files) -> dict[Range, Range]:
-    """Return the archive that each stored range is (a part of), for those that are in one."""
+    """Return the archive of each stored range that is in one."""
     found = {}
     for each in stored:
         place = (each.location, *each.byte_range)
@@ -57,7 +57,7 @@ async def find_faults(
 
 
 def _group_ranges(wanted: Iterable[Range]) -> list[list[Range]]:
-    """Short archives that lie close are read together."""
+    """Group short archives that are close together, to read them at once."""
     batches: list[list[Range]] = []
     for each in sorted(set(wanted)):
         last = batches[-1] if batches else None
@@ -69,7 +69,7 @@ def _group_ranges(wanted: Iterable[Range]) -> list[list[Range]]:
 
 
 def _check_batch(view: memoryview, begin: int, batch: list[Range]) -> tuple[list[str], list[Range]]:
-    """Check archives whose bytes are here."""
+    """Check archives whose bytes are in memory."""
     lines: list[str] = []
     bare = []
     for place in batch:

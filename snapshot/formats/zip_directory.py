@@ -27,7 +27,7 @@ STORED, DEFLATED = 0, 8
 
 
 class ZipMember(msgspec.Struct, gc=False):
-    """What the directory says of a member."""
+    """A member, as the directory describes it."""
 
     name: str
     method: int
@@ -40,7 +40,7 @@ class ZipMember(msgspec.Struct, gc=False):
 
 
 def find_directory(tail: bytes | memoryview, size: int) -> tuple[int, int]:
-    """Where the directory of an archive begins and ends, from its last bytes. A `ValueError` where that is none."""
+    """Return the begin and end of an archive's directory, from its last bytes; raise ValueError if it has none."""
     end = len(tail) - _END.size
     if end < 0:
         raise ValueError(f"{size} bytes are no archive")
@@ -60,7 +60,7 @@ def find_directory(tail: bytes | memoryview, size: int) -> tuple[int, int]:
 
 
 def read_members(directory: bytes | memoryview, begin: int) -> list[ZipMember]:
-    """Return what a directory lists, in its order; it begins at `begin` in the archive."""
+    """Return the members in a directory, in its order; it begins at `begin` in the archive."""
     data = bytes(directory)
     found = []
     at = 0
@@ -84,7 +84,7 @@ def read_members(directory: bytes | memoryview, begin: int) -> list[ZipMember]:
 
 
 def _read_long_lengths(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
-    """Return the lengths of a long member, which stand apart."""
+    """Return the lengths of a long member, which are stored separately."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)
@@ -102,7 +102,7 @@ def _read_long_lengths(extra: bytes, size: int, packed: int, header: int) -> tup
 
 
 def find_data_begin(header: bytes | memoryview) -> int:
-    """How far behind its header's first byte a member's data begins."""
+    """Return the distance from a member's header to its data."""
     if len(header) < HEADER or header[:4] != b"PK\3\4":
         raise ValueError("there is no member's header where its directory says so")
     *_, name, extra = _HEADER.unpack_from(header, 0)

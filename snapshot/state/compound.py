@@ -1,6 +1,6 @@
-"""Objects with a class of their own, taken apart: dataclasses into their attributes, wrapped tensors into inner ones.
+"""Objects with a class of their own: dataclasses as their attributes, wrapped tensors as inner ones.
 
-The same is asked of what is saved and of what is live, so that one finds its place in the other.
+Saved and live objects are taken apart in the same way, so that each part of one matches a part of the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _forms: WeakKeyDictionary[type, str | None] = WeakKeyDictionary()
 
 
 def find_form(kind: type) -> str | None:
-    """Return what a class is an example of: `ENUM`, `RECORD` or `WRAPPER`; None for any other."""
+    """Return the form of a class: `ENUM`, `RECORD` or `WRAPPER`; None for any other."""
     try:
         return _forms[kind]
     except KeyError:
@@ -67,7 +67,7 @@ _OTHERWISE = ("__getnewargs__", "__getnewargs_ex__", "__snapshot_shards__", "__c
 
 
 def find_parts(value: Any) -> dict[str, Any] | None:
-    """Return the attributes or inner tensors of a value; None of a value that is not made of such."""
+    """Return the attributes or inner tensors of a value; None for a value without such parts."""
     form = find_form(type(value))
     if form is RECORD:
         return read_attributes(value)
@@ -78,7 +78,7 @@ def find_parts(value: Any) -> dict[str, Any] | None:
 
 
 def holds_itself(value: Any) -> bool:
-    """Whether an object is found again in what it holds: only a pickle can tell that."""
+    """Return True if an object contains itself, which only a pickle can represent."""
     return _contains_cycle(value, set(), set())
 
 
@@ -125,7 +125,7 @@ def read_attributes(value: Any) -> dict[str, Any]:
 
 
 def _find_slots(kind: type) -> tuple[str, ...]:
-    """Return the names that all instances may have: fields, and slots of classes that are no dataclasses."""
+    """Return the names that all instances may have: fields, and slots of classes that are not dataclasses."""
     names = dict.fromkeys(each.name for each in dataclasses.fields(kind))
     for each in kind.__mro__:
         slots = each.__dict__.get("__slots__", ())
@@ -134,30 +134,30 @@ def _find_slots(kind: type) -> tuple[str, ...]:
 
 
 def is_computed(kind: type, name: str) -> bool:
-    """Whether an attribute is a cached property."""
+    """Return True if an attribute is a cached property."""
     return any(isinstance(each.__dict__.get(name), cached_property) for each in kind.__mro__)
 
 
 def accepts_attribute(kind: type, live: Mapping[str, Any], name: str) -> bool:
-    """Whether an instance takes an attribute of this name."""
+    """Return True if an instance accepts an attribute of this name."""
     return name in live or name in _find_slots(kind)
 
 
 def make_instance(kind: type, held: Mapping[str, Any]) -> Any:
-    """Return a new instance with these attributes, of which none of its own code knows."""
+    """Return a new instance with these attributes, without running the code of its class."""
     made: Any = object.__new__(kind)
     set_attributes(made, held)
     return made
 
 
 def set_attributes(target: Any, held: Mapping[str, Any]) -> None:
-    """Set attributes of an instance, also of a frozen one."""
+    """Set attributes of an instance, including a frozen one."""
     for name, value in held.items():
         object.__setattr__(target, name, value)
 
 
 def find_default(kind: type, name: str) -> Any:
-    """Return the value that a field has where none is given. Raises KeyError where it has none."""
+    """Return the default value of a field; raise KeyError if it has none."""
     for each in dataclasses.fields(kind):
         if each.name == name and each.default is not dataclasses.MISSING:
             return each.default
@@ -175,12 +175,12 @@ def _is_dtensor(tensor: Any) -> bool:
 
 
 def is_wrapped_local(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor whose local part wraps tensors: nobody can cut that into boxes."""
+    """Return True for a DTensor whose local part wraps tensors: it cannot be cut into boxes."""
     return _is_dtensor(tensor) and find_form(type(tensor._local_tensor)) is WRAPPER and is_wrapper(tensor._local_tensor)
 
 
 def is_wrapper(tensor: Any) -> bool:
-    """Whether a tensor of a wrapper class is stored as its inner tensors; a DTensor is stored as its boxes."""
+    """Return True if a tensor of a wrapper class is stored as its inner tensors; a DTensor is stored as its boxes."""
     return not _is_dtensor(tensor) or is_wrapped_local(tensor)
 
 
@@ -207,12 +207,12 @@ def make_wrapper_entry(tensor: Any, names: list[str], context: dict[str, Any]) -
 
 
 def read_outer_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape that a wrapped tensor has to others; -1 for what is not a number, as in a nested tensor's."""
+    """Return the outer shape of a wrapped tensor; -1 for a size that is not a number, as in a nested tensor."""
     return tuple(size if type(size) is int else -1 for size in tensor.shape)
 
 
 def describe_context(tensor: Any, context: Any) -> Any:
-    """Return what is stored as a tensor's context: what the class gives, and of a DTensor a text of its layout."""
+    """Return the stored context of a tensor: the context of its class, or a text of a DTensor's layout."""
     if _is_dtensor(tensor):
         mesh = tensor.device_mesh.mesh.tolist()
         return f"mesh {mesh}, {', '.join(map(str, tensor.placements))}"

@@ -1,4 +1,4 @@
-"""The entries of dicts, by their type: what each needs to come back as it was."""
+"""The entries of dicts, by their type, with the details that restore each exactly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from snapshot.manifest import entries as e
 
 
 def find_dict_maker(value: dict[Any, Any]) -> Callable[[list[Any], list[int] | None], e.DictEntry] | None:
-    """Return what makes the entry of a dict of this type; None where a defaultdict's factory cannot be recorded."""
+    """Return a function that creates the entry of this type of dict; None if a factory cannot be recorded."""
     kind = type(value)
     if kind is dict:
         return e.DictEntry

@@ -1,4 +1,4 @@
-"""What flattening gives: entries in order, leaves and blobs by path, and what they have in common."""
+"""The result of flattening: entries in order, leaves and blobs by path, and shared memory."""
 
 from __future__ import annotations
 

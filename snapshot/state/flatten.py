@@ -38,9 +38,10 @@ DEEPEST = 500
 
 
 class Flattened(TensorLeaves):
-    """What an app state holds. `entries` is in order; a leaf's stands as None until it has been written.
+    """The state of an application, flattened. A leaf's entry is None until the leaf has been written.
 
-    `excluded` says of a path whether it is left out, with all beneath it: nothing of that is looked at."""
+    `excluded` returns True for a path to leave out with everything beneath it, which is not visited.
+    """
 
     def add(self, path: str, value: Any) -> None:
         """Flatten a value below `path`."""
@@ -59,13 +60,13 @@ class Flattened(TensorLeaves):
             remember_state(path, value, self, before)
 
     def _leave_out(self, path: str, value: Any) -> None:
-        """Note the names of what is left out, so that no glob that matches them is said to match nothing."""
+        """Record the excluded names, so that globs that match them are not reported as unmatched."""
         self.excluded.append(path)
         with contextlib.suppress(RecursionError):
             self.excluded.extend(collect_leaves(path, value))
 
     def _add_value(self, path: str, value: Any, depth: int) -> None:
-        """Flatten a value of any type; those that are looked up by their exact type come here only from `add`."""
+        """Flatten a value of any type. Types in `_VISITORS` are dispatched directly, except by `add`."""
         visitor = _VISITORS.get(type(value))
         if visitor is not None:
             visitor(self, path, value, depth)
@@ -130,7 +131,7 @@ class Flattened(TensorLeaves):
     def _add_included(
         self, path: str, entry: e.DictEntry, value: dict[Any, Any], depth: int, excluded: Callable[[str], bool]
     ) -> None:
-        """Flatten the values of a dict, less those that are left out."""
+        """Flatten the values of a dict that are not excluded."""
         gone = []
         for text, child in zip(entry.components(), value.values(), strict=True):
             below = f"{path}/{text}"
@@ -193,7 +194,7 @@ class Flattened(TensorLeaves):
             self._add_blob(path, data, "utf8" if text else type(value).__name__, type(value))
 
     def _add_member(self, path: str, value: Any) -> None:
-        """Store a member of an Enum, or what was read of one."""
+        """Store a member of an Enum, or a saved member whose class is unknown."""
         entry = make_enum_entry(value)
         if entry is None:
             self._add_object(path, value)
@@ -212,7 +213,7 @@ class Flattened(TensorLeaves):
     def _add_fields(
         self, path: str, value: Any, kind: type[e.RecordEntry], name: str, *, held: dict[str, Any], depth: int
     ) -> None:
-        """Flatten an object that is what it has under its names."""
+        """Flatten an object as its attributes."""
         self._check_depth(path, depth)
         keys = [encode_key(each) for each in held]
         if None in keys or len(name) > LONGEST_NAME:
@@ -234,7 +235,7 @@ class Flattened(TensorLeaves):
         return True
 
     def _add_inner_tensors(self, path: str, entry: e.SubclassEntry, inner: dict[str, Any]) -> None:
-        """Flatten inner tensors. Only their class understands them, so they are not prepared."""
+        """Flatten inner tensors without preparing them, since only their class can interpret them."""
         self.entries[path] = entry
         prepare, self._prepare = self._prepare, None
         try:
@@ -245,7 +246,7 @@ class Flattened(TensorLeaves):
             self._prepare = prepare
 
     def _add_saved(self, path: str, value: SavedObject, depth: int) -> None:
-        """Save what was read of an object whose class is not here as that object."""
+        """Save a `SavedObject`, whose class is not available, as the original object."""
         if value.kind == compound.RECORD:
             self._add_fields(path, value, e.RecordEntry, value.class_name, held=dict(value), depth=depth)
         elif value.kind == compound.ENUM:
@@ -281,7 +282,7 @@ class Flattened(TensorLeaves):
         self.blobs.append(Blob(path, data, serializer, class_name(kind)))
 
     def _add_object(self, path: str, value: Any) -> None:
-        """Pickle what nothing else can hold, and name it in a warning."""
+        """Pickle an object that has no other representation, and record it for a warning."""
         if isinstance(value, SavedObject):
             raise SnapshotError(f"{path}: of {value!r} only the class is known, so there is nothing to save")
         if self._add_sharded(path, value):
@@ -300,7 +301,7 @@ class Flattened(TensorLeaves):
 
 
 class _Context(Flattened):
-    """What a wrapper class gives beside its tensors: plain values, and of anything else the class."""
+    """The context of a wrapper class: plain values, and the class name of any other object."""
 
     def _add_object(self, path: str, value: Any) -> None:
         self.entries[path] = e.OpaqueEntry(class_name(type(value)))
@@ -313,7 +314,7 @@ class _Context(Flattened):
 
 
 def flatten_context(tensor: Any, context: Any) -> dict[str, Any]:
-    """Return what a wrapped tensor's class needs to know besides its inner tensors, as entries that stand in one."""
+    """Return the context of a wrapped tensor's class, as entries."""
     flat = _Context()
     flat._add_value("", compound.describe_context(tensor, context), 0)
     plain = (Scalar, e.Container)

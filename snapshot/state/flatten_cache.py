@@ -1,10 +1,10 @@
-"""Flattening what was flattened before: the same containers, with the same kinds of tensors, need no second look.
+"""A cache for flattening: the same containers with the same kinds of tensors are not visited again.
 
-Of every large state dict what flattening made of it is remembered: names, entries, and what the tensors were like, but
-no tensor. If the next one under the same key has the same structure, down to the type of every value, that is used
-again, with the new tensors and the numbers that changed; if anything differs, it is flattened as if for the first time.
-What is compared, is compared for all tensors at once: a loop of Python's own over ten thousand of them costs as much as
-all else.
+For each large state dict, the result of flattening is cached: names, entries and the tensors' properties, but no
+tensor. It is reused if the next state under the same key has the same structure, down to the type of every value. Then
+only the tensors and changed numbers are replaced; otherwise the state is flattened from scratch.
+
+All tensors are compared at once: a Python loop over ten thousand of them would dominate the cost.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _on_host, _requires = attrgetter("is_cpu"), attrgetter("requires_grad")
 
 
 class _Unlike(Exception):
-    """Raised where a state cannot be remembered, or is not like the one that was."""
+    """Raised if a state cannot be cached, or differs from the cached one."""
 
 
 def _survey_values(value: Any, children: list[Any], structure: list[Any]) -> None:
@@ -67,7 +67,7 @@ def _survey_values(value: Any, children: list[Any], structure: list[Any]) -> Non
 
 
 def _collect_names(path: str, value: Any, entries: Mapping[str, Entry | None], names: list[str]) -> None:
-    """Gather the paths of what `_survey_values` gathers, in its order."""
+    """Gather the paths of the values in `_survey_values`, in its order."""
     entry = entries.get(path)
     if not isinstance(entry, Container) or entry.width != len(value):
         raise _Unlike
@@ -99,14 +99,14 @@ class TensorTraits:
         self.conjugate = list(map(torch.Tensor.is_conj, tensors)) if any(d.is_complex for d in set(self.dtypes)) else []
 
     def __eq__(self, other: object) -> bool:
-        """Whether they are alike, wherever they lie."""
+        """Return True if all properties are equal, whatever the addresses."""
         return isinstance(other, TensorTraits) and {**vars(self), "addresses": 0} == {**vars(other), "addresses": 0}
 
     __hash__ = None  # type: ignore[assignment]
 
 
 class _Template:
-    """What flattening made of a state."""
+    """The result of flattening a state."""
 
     def __init__(
         self, path: str, value: Any, entries: dict[str, Entry | None], made: Sequence[Leaf], flat: FlatState
@@ -157,7 +157,10 @@ class _Template:
         ]
 
     def replay(self, value: Any, flat: FlatState) -> None:
-        """Add a value of the same structure to what is flattened; `_Unlike`, and nothing done, if it is another."""
+        """Add a value of the same structure to a flattened state.
+
+        Raise `_Unlike`, and change nothing, for another structure.
+        """
         if type(value) is not self.kind:
             raise _Unlike
         children: list[Any] = []
@@ -205,7 +208,7 @@ class _Template:
 
 
 def _find_aliases(addresses: list[int]) -> list[int]:
-    """Which tensors begin at one address: for each, the first that does; nothing if all addresses are different."""
+    """Return, for each tensor, the first one at its address; an empty list if all addresses are different."""
     if len(set(addresses)) == len(addresses):
         return []
     first: dict[int, int] = {}
@@ -213,7 +216,7 @@ def _find_aliases(addresses: list[int]) -> list[int]:
 
 
 class _Templates:
-    """The templates that are kept, by path."""
+    """The cached templates, by path."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -226,7 +229,7 @@ _templates = PerProcess(_Templates)
 
 
 def replay_state(path: str, value: Any, flat: FlatState) -> bool:
-    """Flatten a value as the last one under the path was, if it is like that; whether it was."""
+    """Flatten a value with the template of its path; return False if it does not match."""
     templates = _templates.get()
     template = templates.kept.get(path)
     if template is None:
@@ -241,7 +244,7 @@ def replay_state(path: str, value: Any, flat: FlatState) -> bool:
 
 
 def remember_state(path: str, value: Any, flat: FlatState, before: tuple[int, ...]) -> None:
-    """Note what flattening has just made of a value. A state that changes each time is tried ever more rarely."""
+    """Cache the result of flattening a value. States that change each time are tried ever more rarely."""
     entries, leaves, *others = before
     if len(flat.leaves) - leaves < FEW or tuple(others) != (len(flat.blobs), len(flat.pickled), len(flat.shards)):
         return

@@ -1,4 +1,4 @@
-"""What flattening gives: tensors and bytes to be stored, under logical paths."""
+"""Leaves of a flattened state: tensors and bytes to store, under logical paths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Wrap = Callable[[str, e.TensorEntry | e.ChunkedTensorEntry], None]
 
 
 class Leaf(msgspec.Struct, gc=False):
-    """A tensor to be stored: plain, strided, of any device; its bytes are written in C order."""
+    """A tensor to store: plain, strided, on any device; its bytes are written in C order."""
 
     path: str
     tensor: torch.Tensor
@@ -43,21 +43,21 @@ class Leaf(msgspec.Struct, gc=False):
 
     @property
     def entry(self) -> str:
-        """The path of the entry that it belongs to: a tensor may be made of several."""
+        """The path of the entry that it belongs to: several leaves can form one tensor."""
         return self.path.partition("%[")[0]
 
     def copy_for(self, path: str) -> Leaf:
-        """Return the same tensor under another path, stored apart."""
+        """Return a leaf of the same tensor under another path, stored separately."""
         return msgspec.structs.replace(self, path=path)
 
     def take_box(self, box: Box) -> Leaf:
-        """Return a box of it, to be stored apart."""
+        """Return a box of the leaf, to store separately."""
         whole, origin = self.whole or self, self.origin or (0,) * len(box.offsets)
         return Leaf.box_of(whole, box.moved_by(origin), self.tensor.detach()[box.slices()])
 
     @staticmethod
     def box_of(whole: Leaf, box: Box, tensor: torch.Tensor) -> Leaf:
-        """Return a box of a tensor, which `tensor` holds."""
+        """Return a leaf for a box of a tensor; `tensor` holds the box."""
         address, plain = tensor.data_ptr(), is_plain(tensor)
         return Leaf(
             whole.path, tensor, whole.dtype, box.sizes, tensor.nbytes, address, plain, origin=box.offsets, whole=whole
@@ -65,7 +65,7 @@ class Leaf(msgspec.Struct, gc=False):
 
 
 class Blob(msgspec.Struct, gc=False):
-    """Bytes to be stored as they are."""
+    """Bytes to store unchanged."""
 
     path: str
     data: bytes
@@ -75,9 +75,9 @@ class Blob(msgspec.Struct, gc=False):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FromOneRank:
-    """A value, with all beneath it, that stands in the manifest once, for every rank that asks for its name.
+    """A value, with everything beneath it, that is stored once for all ranks.
 
-    Only one rank may give it: no other may have a value under the same path.
+    Only one rank may provide it: no other may have a value under the same path.
     """
 
     value: Any

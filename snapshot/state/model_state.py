@@ -59,7 +59,7 @@ class ModelState:
         return self._read_state_dict(self.options)
 
     def nested_state_dict(self) -> dict[str, Any]:
-        """Return the same, with the optimizers' state by parameter, also where the options ask for a flat one."""
+        """Return the state dict with the optimizers' state by parameter, even if the options request a flat one."""
         return self._read_state_dict(_nest_options(self.options))
 
     def _read_state_dict(self, options: Any) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class ModelState:
         return {name for was_fresh, group in listed if was_fresh for name in group["params"]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take a state back, of this parallelism: `Snapshot.restore` has brought it into that."""
+        """Load a state of this parallelism, which `Snapshot.restore` has converted."""
         from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
 
         if not self.optimizers or "optim" not in state_dict:

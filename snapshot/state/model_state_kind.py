@@ -16,7 +16,7 @@ from snapshot.tensors.addresses import address_of_tensor
 
 
 class ModelStateKind(StateOfParameters):
-    """A model and its optimizer under names that do not depend on how they are parallelised."""
+    """A model and its optimizer under names that do not depend on their parallelism."""
 
     models = "/model"
     optimizer_at = "/optim"
@@ -33,7 +33,7 @@ class ModelStateKind(StateOfParameters):
         self.owners = {name: owner for names, owner in zip(self.groups, owners, strict=False) for name in names}
 
     def read_state(self) -> Any:
-        """By parameter, whatever the options say."""
+        """Return the state by parameter, whatever the options are."""
         return self.stateful.nested_state_dict()
 
     @property
@@ -67,7 +67,7 @@ class ModelStateKind(StateOfParameters):
         return []
 
     def find_missing(self, entries: Mapping[str, Any]) -> list[str]:
-        """Return the model's names, which torch would compare only after tensors were written."""
+        """Return the model's missing names, which torch would compare only after tensors were written."""
         prefix = f"{self.key}/model/"
         return sorted(path for path in self.live if path.startswith(prefix) and path not in entries)
 

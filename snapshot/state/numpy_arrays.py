@@ -25,7 +25,7 @@ RECORD = "record"
 
 
 def describe_array(value: Array | np.generic) -> tuple[Any, tuple[int, ...], str, torch.Tensor] | None:
-    """(NumPy's text for the dtype, shape, order, a tensor over the bytes); None for what needs a pickle."""
+    """Return (NumPy's text for the dtype, shape, order, tensor over the bytes); None if a pickle is needed."""
     if type(value) is not np.ndarray and not isinstance(value, np.generic):
         return None
     dtype = value.dtype
@@ -42,7 +42,7 @@ def describe_array(value: Array | np.generic) -> tuple[Any, tuple[int, ...], str
 
 
 def _describe_dtype(dtype: np.dtype[Any]) -> Any:
-    """NumPy's text for a dtype, as JSON has it; None where it does not say all of it."""
+    """Return NumPy's text for a dtype in JSON; None if it is incomplete."""
     if dtype.hasobject or dtype.metadata:
         return None
     try:
@@ -102,7 +102,7 @@ def rebuild_array(
 
 
 def _rebuild_text(path: str, tensor: torch.Tensor, dtype: np.dtype[Any], nbytes: int) -> np.str_ | np.bytes_:
-    """Return the text of exactly so many characters. Earlier versions stored an empty one as a zero."""
+    """Return the text of exactly its number of characters. Earlier versions stored an empty one as a zero."""
     raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     if not dtype.itemsize and nbytes == np.dtype(f"{dtype.kind}1").itemsize and not any(raw):
         raw = b""

@@ -1,7 +1,7 @@
-"""Optimizers as statefuls: they get all of what was saved, where their parameters are, in the dtypes that were saved.
+"""Optimizers as statefuls: their parameters receive the saved state in its saved dtypes.
 
-Where a parameter has another dtype now than it had, its state is cast as torch's own `load_state_dict` casts it.
-Whether the optimizer has state already makes no difference.
+If a parameter's dtype has changed, its state is cast as torch's own `load_state_dict` casts it. An optimizer without
+state is restored in the same way.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StateOfParameters(Kind):
         return [self.stateful]
 
     def describe_mismatch(self, entries: Mapping[str, Any]) -> str | None:
-        """Say why the saved optimizer's state is none for this one."""
+        """Return the reason why the saved state does not fit this optimizer; None if it fits."""
         self._saved = SavedOptimizer.from_entries(self.base, entries)
         self.untouched.clear()
         depth = self._states.count("/")
@@ -79,11 +79,11 @@ class StateOfParameters(Kind):
         return f"{self.base}: {why}" if why else None
 
     def drop_optimizer(self, entries: dict[str, Any]) -> bool:
-        """Take the optimizer out of what is restored. True where nothing else is left."""
+        """Exclude the optimizer from the restore; return True if nothing else is left."""
         return True
 
     def make_notes(self) -> Iterable[tuple[str, str, str]]:
-        """Lines for the report: another class, and options that the snapshot lacks."""
+        """Yield lines for the report: another class, and options that the snapshot lacks."""
         saved = self._saved
         if saved is None or not self.optimizers:
             return
@@ -104,9 +104,9 @@ class StateOfParameters(Kind):
     def choose_dtypes(
         self, cast: str, allowed: Callable[[torch.dtype, torch.dtype], bool], beside: Callable[[Any], bool]
     ) -> list[str]:
-        """Find the parameters whose dtype differs from the saved one; return why that is not allowed.
+        """Find the parameters with a changed dtype; return the changes that are not allowed.
 
-        `beside` is true for a parameter that is restored itself: only then its state follows its dtype.
+        `beside` returns True for a parameter that is restored itself: only then does its state follow its dtype.
         """
         self._cast = {}
         refused: dict[str, int] = {}
@@ -128,14 +128,14 @@ class StateOfParameters(Kind):
         return [f"{self.base}: {text} ({count} of them){hint}" for text, count in refused.items()]
 
     def _find_in_state(self, path: str) -> tuple[str, str] | None:
-        """Return the parameter that a path in `state` belongs to, and the name of what is kept of it."""
+        """Return the parameter and the state name that a path in `state` belongs to."""
         if not path.startswith(self._states):
             return None
         name, slash, rest = path[len(self._states) :].partition("/")
         return (name, rest.partition("/")[0]) if slash else None
 
     def choose_state_dtype(self, path: str, entry: Any) -> torch.dtype | None:
-        """Return the dtype in which a saved tensor is restored; None for what is no tensor of the optimizer's state."""
+        """Return the dtype to restore a saved tensor in; None if it is not optimizer state."""
         found = self._find_in_state(path)
         saved = BY_NAME.get(entry.dtype)
         if found is None or saved is None or (self._wrapped and path.startswith(self._wrapped)):
@@ -186,7 +186,7 @@ class StateOfParameters(Kind):
         return found
 
     def drop_state(self, name: str, entries: dict[str, Any]) -> str:
-        """Leave the state of a parameter as it is; return its path."""
+        """Leave the state of a parameter unchanged; return its path."""
         path = f"{self._states}{name}"
         self.untouched.add(name)
         self._tensors = [each for each in self._tensors if each[2] != name]
@@ -207,7 +207,7 @@ class StateOfParameters(Kind):
 
 
 def restore_dtypes(cast: Any, saved: Any) -> Any:
-    """Return what an optimizer holds, in the dtypes that were meant, on the devices where torch has put it."""
+    """Return an optimizer's state in the saved dtypes, on the devices that torch has chosen."""
     if isinstance(saved, torch.Tensor):
         if not isinstance(cast, torch.Tensor):
             return saved
@@ -247,7 +247,7 @@ class OptimizerKind(StateOfParameters):
         self.live = {path: value for path, value in self.live.items() if not path.startswith(groups)}
 
     def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
-        """Parameter groups must be as many, and as large: torch would find out only after tensors were written."""
+        """Return differences between parameter groups: torch would detect them only after tensors were written."""
         groups = entries.get(f"{self.key}/param_groups")
         if not isinstance(groups, ListEntry):
             return [f"{self.key}: the snapshot holds no optimizer's parameter groups under this key"]
@@ -265,7 +265,7 @@ class OptimizerKind(StateOfParameters):
         return [f"{self.key}/param_groups: the snapshot has groups of {saved} parameters, and the optimizer of {have}"]
 
     def load_state(self, state: Any, strict: bool) -> list[str]:
-        """Torch casts state to its parameter's dtype; what was meant to have another one is put back as it was read."""
+        """Load the state; tensors that torch casts to their parameter's dtype get their chosen dtype back."""
         states = state.get("state")
         numbered: dict[Any, Any] = {}
         if isinstance(states, dict):  # DCP makes texts of the numbers, and torch would take those for no parameter's

@@ -1,6 +1,6 @@
-"""Optimizers compared by name: what a saved one and a live one keep of each parameter, and which options they have.
+"""Comparison of saved and live optimizers: the state of each parameter, and the options.
 
-The names come from a table, since a fresh optimizer has no state yet, and taking a step would change the model.
+The names come from a table, since a fresh optimizer has no state yet, and a step would change the model.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ANY_OPTIMIZER = frozenset(
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """What a snapshot holds of an optimizer, without its tensors."""
+    """An optimizer in a snapshot, without its tensors."""
 
     classes: tuple[str, ...]
     """Empty for a snapshot that does not record them."""
@@ -69,7 +69,7 @@ class SavedOptimizer:
 
     @staticmethod
     def from_entries(path: str, entries: Mapping[str, Any]) -> SavedOptimizer | None:
-        """Read it from the entries below a path; None where these are of no optimizer."""
+        """Return the optimizer below a path; None if the entries are not of an optimizer."""
         top, listed = entries.get(path), entries.get(f"{path}/param_groups")
         if not isinstance(top, DictEntry) or not isinstance(listed, ListEntry):
             return None
@@ -100,7 +100,7 @@ class SavedOptimizer:
 
 
 def make_record(optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[Any]) -> OptimizerRecord:
-    """Return what is recorded of optimizers with these parameters."""
+    """Return the record of optimizers with these parameters."""
     dtypes = [NAMES.get(each.dtype, "") if isinstance(each, torch.Tensor) else "" for each in parameters]
     return OptimizerRecord(_list_class_names(optimizers), tuple(dtypes[:1] if len(set(dtypes)) == 1 else dtypes))
 
@@ -114,7 +114,10 @@ Owners = Mapping[str, torch.optim.Optimizer]
 
 
 def describe_mismatch(saved: SavedOptimizer, optimizers: Sequence[torch.optim.Optimizer], owners: Owners) -> str | None:
-    """Say why the saved state is none for these optimizers, each for its own parameters; None if it is."""
+    """Return the reason why the saved state does not fit these optimizers; None if it fits.
+
+    Each optimizer is compared for its own parameters.
+    """
     same = saved.classes == _list_class_names(optimizers)
     if same and len(optimizers) == 1:
         return None
@@ -143,7 +146,7 @@ def describe_mismatch(saved: SavedOptimizer, optimizers: Sequence[torch.optim.Op
 
 
 def describe_class_change(saved: SavedOptimizer, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
-    """Say that the optimizers are of another class than those that were saved; None if they are not."""
+    """Return a text for optimizers of another class than the saved ones; None if the classes are equal."""
     if not saved.classes or saved.classes == _list_class_names(optimizers):
         return None
     here = ", ".join(type(each).__name__ for each in optimizers)
@@ -157,7 +160,7 @@ def describe_class_change(saved: SavedOptimizer, optimizers: Sequence[torch.opti
 
 
 def describe_group_change(saved: SavedOptimizer, live: Sequence[Sequence[str]]) -> str | None:
-    """Say that the parameters that both have are in other groups; None if they are not."""
+    """Return a text if shared parameters are in other groups; None if they are not."""
     common = {name for group in live for name in group}.intersection(*[[n for g in saved.groups for n in g]])
     there, here = ({frozenset(group) & common for group in groups} - {frozenset()} for groups in (saved.groups, live))
     if there == here:
@@ -183,13 +186,13 @@ def find_expected_shape(name: str, shape: torch.Size) -> torch.Size | None:
 
 
 def _find_seen_names(optimizer: torch.optim.Optimizer, kept: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names that an optimizer which is not torch's own has kept so far; `kept` where it has kept nothing."""
+    """Return the names that an optimizer of another library has stored so far; `kept` if it has none."""
     held = frozenset(name for state in optimizer.state.values() if isinstance(state, dict) for name in state)
     return (kept, kept) if kept else (held, held)
 
 
 def _find_state_names(optimizer: torch.optim.Optimizer) -> tuple[frozenset[str], frozenset[str]] | None:
-    """Return the names that an optimizer whose `step` is torch's own keeps of each parameter."""
+    """Return the state names of each parameter, for an optimizer with torch's own `step`."""
     step = type(optimizer).step
     if not step.__module__.startswith("torch.optim."):
         return None

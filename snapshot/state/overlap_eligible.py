@@ -1,6 +1,6 @@
-"""Which tensors of an application only an optimizer's `step()` changes: they may be copied until the next one.
+"""Tensors that only an optimizer's `step()` changes: they may be copied until the next step.
 
-What is not known to be so is not: an error here is a snapshot of two moments.
+Any tensor in doubt is excluded, since an error here would mix two moments in one snapshot.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 
 
 def find_local_tensor(tensor: Any) -> Any:
-    """Return the memory of a tensor in this process: that of a `DTensor` is inside."""
+    """Return the local tensor of a `DTensor`, or the tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def find_storage_begin(tensor: torch.Tensor) -> int:
-    """Where the storage begins that a tensor lies in."""
+    """Return the address of a tensor's storage."""
     return int(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size())
 
 
 class OverlapEligible:
-    """What the optimizers of an app state own: the parameters of its modules, and the state of each."""
+    """The tensors that the optimizers of an app state own: parameters, and the state of each."""
 
     def __init__(self, app_state: Mapping[str, Any]) -> None:
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -66,7 +66,7 @@ class OverlapEligible:
                 self._collect_parameters(below, stateful, stepped, unwrapped=False)
 
     def _accept_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take an optimizer for one whose steps can be waited for; whether its state is where torch has it."""
+        """Record an optimizer whose steps can be awaited; return True if its state is in torch's usual place."""
         if not _is_hooked(optimizer):
             for group in optimizer.param_groups:
                 self._changing += map(find_local_tensor, group["params"])
@@ -78,9 +78,9 @@ class OverlapEligible:
         return _has_usual_state(optimizer)
 
     def _collect_parameters(self, below: str, module: torch.nn.Module, stepped: set[int], *, unwrapped: bool) -> None:
-        """Name the parameters of a module that an optimizer steps; those that a forward pass changes are changing.
+        """Record the parameters of a module that an optimizer steps; exclude those that a forward pass changes.
 
-        `unwrapped`: under the names that they have without what wraps modules.
+        With `unwrapped`, use their names without model wrappers.
         """
         parameters = self._parameters
         left: list[tuple[str, torch.nn.Module, tuple[int, ...]]] = [("", module, ())]
@@ -133,11 +133,11 @@ class OverlapEligible:
         return marks, list(compress(mine, marks))  # type: ignore[arg-type]  # there are owners where there are marks
 
     def _is_owned(self, path: str) -> bool:
-        """Whether what is an optimizer's would have such a name."""
+        """Return True if a path is one that an optimizer's tensor would have."""
         return path.startswith(self._of_state) or path in self._parameters
 
     def _find_owners(self, leaves: Sequence[Leaf]) -> list[torch.Tensor | None]:
-        """For each leaf the tensor of an optimizer that it is, or is a part of."""
+        """Return, for each leaf, the optimizer's tensor that it is, or is a part of."""
         of_state, parameters = self._of_state, self._parameters
         found: list[torch.Tensor | None] = []
         for leaf in leaves:
@@ -174,7 +174,7 @@ class OverlapEligible:
 
 
 def _find_extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor's memory begins and ends, with the gaps that it may have."""
+    """Return the begin and end of a tensor's memory, including any gaps."""
     begin = tensor.data_ptr()
     if tensor.is_contiguous():
         return begin, begin + tensor.nbytes
@@ -204,7 +204,7 @@ def _find_overlaps(leaves: Sequence[Leaf], others: Sequence[Leaf], elsewhere: Se
 
 
 def _find_storage_begins(leaves: Sequence[Leaf]) -> list[int]:
-    """`find_storage_begin` of leaves, most of which begin where their storage does."""
+    """Return the storage addresses of leaves, most of which begin where their storage does."""
     offsets = map(torch.Tensor.storage_offset, [leaf.tensor for leaf in leaves])
     return [
         find_storage_begin(leaf.tensor) if offset else leaf.address
@@ -213,7 +213,7 @@ def _find_storage_begins(leaves: Sequence[Leaf]) -> list[int]:
 
 
 def _find_extents(leaves: Sequence[Leaf]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """`_find_extent` of leaves, most of which have no gaps."""
+    """Return the memory extents of leaves, most of which have no gaps."""
     begins = np.fromiter(map(_address, leaves), np.int64, len(leaves))
     ends = begins + np.fromiter(map(_nbytes, leaves), np.int64, len(leaves))
     for index, leaf in enumerate(leaves):
@@ -223,7 +223,7 @@ def _find_extents(leaves: Sequence[Leaf]) -> np.ndarray[Any, np.dtype[np.int64]]
 
 
 def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each of its steps runs torch's hooks: not one of another make, and not one that a graph replays."""
+    """Return True if each step runs torch's hooks: a foreign optimizer or a captured graph may not run them."""
     for group in optimizer.param_groups:  # of those that do not say whether a graph may hold them, on a device any may
         if group.get("capturable", not all(map(_on_host, group["params"]))):
             return False
@@ -231,7 +231,7 @@ def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _has_usual_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether what its state dict holds below `state` is the state of its parameters, and nothing else."""
+    """Return True if the state dict's `state` is the state of the parameters, and nothing else."""
     plain = type(optimizer).state_dict is torch.optim.Optimizer.state_dict and "state_dict" not in vars(optimizer)
     hooks = (*optimizer._optimizer_state_dict_pre_hooks, *optimizer._optimizer_state_dict_post_hooks)
     return plain and not hooks and all(isinstance(key, torch.Tensor) for key in optimizer.state)

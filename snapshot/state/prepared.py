@@ -1,4 +1,4 @@
-"""What a prepare function makes of tensors: another dtype, perhaps, and never another shape."""
+"""The results of a prepare function, which may change a tensor's dtype but not its shape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Prepare = Callable[[str, torch.Tensor, bool], torch.Tensor]
 
 
 def prepare_tensor(prepare: Prepare, path: str, tensor: torch.Tensor, *, tracing: bool = False) -> torch.Tensor:
-    """Return what the function makes of a tensor. Raises ValueError unless that is a tensor of the same shape."""
+    """Return the function's result for a tensor; raise ValueError unless it is a tensor of the same shape."""
     made = prepare(path, tensor, tracing)
     if not isinstance(made, torch.Tensor) or made.shape != tensor.shape:
         raise ValueError(
@@ -28,9 +28,9 @@ def prepare_tensor(prepare: Prepare, path: str, tensor: torch.Tensor, *, tracing
 
 
 def prepare_shards(prepare: Prepare, path: str, shards: Shards) -> Shards:
-    """Prepare what this rank holds of a sharded tensor, part by part.
+    """Prepare this rank's pieces of a sharded tensor, one by one.
 
-    A rank that holds nothing asks with an empty tensor, and `tracing`: all ranks must store one dtype.
+    A rank without pieces calls the function with an empty tensor, and `tracing`: all ranks must store one dtype.
     """
     pieces = [
         dataclasses.replace(piece, tensor=_expect_plain(path, prepare_tensor(prepare, path, piece.tensor)))

@@ -47,7 +47,7 @@ class RNGState:
 
 
 def _restore_numpy(saved: dict[str, Any]) -> bool:
-    """Put NumPy's global generator back, of whatever kind it was; False where that cannot be."""
+    """Restore NumPy's global generator, whatever its kind; return False if that is impossible."""
     if "kind" in saved:  # as the first snapshots had it
         saved = {
             "bit_generator": saved["kind"],
@@ -72,7 +72,7 @@ def _restore_numpy(saved: dict[str, Any]) -> bool:
 
 
 def _restore_python(saved: dict[str, Any]) -> bool:
-    """Put `random` back; False where part of its state was left out."""
+    """Restore `random`; return False if part of its state was left out."""
     if not {"version", "words", "normal"} <= saved.keys():
         return False
     random.setstate((saved["version"], tuple(map(int, saved["words"])), saved["normal"]))

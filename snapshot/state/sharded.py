@@ -37,7 +37,7 @@ class LocalPiece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shards:
-    """What this rank holds of a tensor that is spread over ranks."""
+    """This rank's pieces of a tensor that is spread over ranks."""
 
     kind: str
     """`DTensor`, or `ShardedTensor` for all that is a list of boxes."""
@@ -58,7 +58,7 @@ class Shards:
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody here knows which other ranks hold which of its boxes."""
+        """True if it is unknown which other ranks hold which of the boxes."""
         return self.ranks is None or any(piece.holders is None for piece in self.pieces)
 
 
@@ -116,9 +116,9 @@ class Sharded:
 
 
 def find_shards(path: str, value: Any) -> Shards | None:
-    """Return what this rank holds of a value that is spread over ranks; None for any other value.
+    """Return this rank's pieces of a sharded value; None for any other value.
 
-    Nothing here communicates. Raises SnapshotError where the boxes cannot be known for sure.
+    Nothing here communicates. Raises SnapshotError if the boxes cannot be determined.
     """
     if isinstance(value, Sharded):
         return _read_wrapper(path, value)
@@ -206,7 +206,7 @@ LONG = 80
 
 
 def _read_placements(path: str, value: Any, mesh_shape: Shape) -> tuple[meshes.Placements, tuple[int, ...] | None]:
-    """Return a DTensor's placements, and the order in which they cut, where that is told apart from them."""
+    """Return a DTensor's placements, and the order in which they cut, if it is recorded separately."""
     types = sys.modules["torch.distributed.tensor.placement_types"]
     made: list[meshes.Placement] = []
     for placement in value.placements:
@@ -238,10 +238,10 @@ def _find_held_shards(
     coordinate: Shape,
     order: tuple[int, ...] | None,
 ) -> meshes.HeldShards:
-    """Return what the local part is of the whole.
+    """Return the boxes of the local part.
 
-    Strides that do not divide evenly are read in two ways, and nothing in a DTensor tells which: torch's operations cut
-    from left to right, while FSDP cuts last what lies leftmost. The local shape tells them apart, or nothing is said.
+    Uneven strides are ambiguous: torch's operations cut from left to right, while FSDP cuts the leftmost dimension
+    last. The local shape distinguishes the two; if it does not, an error is raised.
     """
     found = [meshes.find_held_shards(shape, mesh_shape, placements, coordinate, order)]
     if order is None and any(isinstance(placement, meshes.Split) and placement.strides > 1 for placement in placements):
@@ -296,7 +296,7 @@ def _is_checkpointable(value: Any) -> bool:
 
 
 def _read_checkpointable(path: str, value: Any, shape: Shape) -> Shards:
-    """Return what torch's protocol for checkpoints tells of a value."""
+    """Return the pieces that torch's checkpoint protocol reports for a value."""
     from torch.distributed.checkpoint.metadata import MetadataIndex  # it costs time, and few values need it
 
     parts = []
@@ -349,14 +349,14 @@ def _refuse_strays(path: str, parts: Iterable[tuple[Box, torch.Tensor]], shape: 
 
 
 def wait_for_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor; of one that a collective is still to fill, what it fills."""
+    """Return a tensor, after any collective that is still filling it has finished."""
     if _is_instance(tensor, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
         return tensor.wait()  # type: ignore[attr-defined,no-any-return]
     return tensor
 
 
 def _expect_plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a local part, as a tensor that is nothing more."""
+    """Return the memory of a local part as a plain tensor."""
     tensor = wait_for_tensor(tensor)
     if composite.plain_subclass_name(tensor) is None or tensor.layout is not torch.strided:
         raise SnapshotError(f"{path}: its local part is a {_describe_tensor(tensor)}, of which no boxes can be stored")
@@ -365,7 +365,7 @@ def _expect_plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_instance(value: Any, module: str, name: str) -> bool:
-    """Whether a value is of a class whose module only they have imported who have such values."""
+    """Return True if a value is of a class, without importing the class's module."""
     kind = getattr(sys.modules.get(module), name, None)
     return isinstance(kind, type) and isinstance(value, kind)
 

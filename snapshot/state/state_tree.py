@@ -1,4 +1,4 @@
-"""What an application holds now, by logical path: the places that a restore fills."""
+"""The current state of an application by logical path: the tensors that a restore fills."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def collect_leaves(path: str, value: Any, compounds: dict[str, Any] | None = Non
 def _collect_leaves(
     path: str, value: Any, found: dict[str, Any], compounds: dict[str, Any], within: bool = False
 ) -> None:
-    """`within`: whether it is in an object of which it is known that it does not hold itself."""
+    """Collect leaves recursively; `within` is True inside an object that is known not to contain itself."""
     kind = type(value)
     if kind in _SEQUENCES:
         for i, child in enumerate(value):
@@ -104,7 +104,7 @@ def _build_container(path: str, entry: Container, children: list[Any]) -> Any:
 
 
 class ChosenState:
-    """Which leaves of a tree of entries are restored; the rest stays as it is in the application."""
+    """The leaves of a tree of entries that are restored; all others remain unchanged in the application."""
 
     def __init__(self, entries: Mapping[str, Any], wanted: Callable[[str], bool]) -> None:
         leaves = {
@@ -118,15 +118,15 @@ class ChosenState:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing at all is restored."""
+        """True if nothing is restored."""
         return not self._above_wanted
 
     def includes(self, path: str) -> bool:
-        """Whether anything at a path or beneath it is restored."""
+        """Return True if anything at a path or beneath it is restored."""
         return path in self._above_wanted
 
     def merge(self, path: str, entries: Mapping[str, Any], values: Mapping[str, Any], live: Any) -> Any:
-        """Return the live value, with what is wanted in its place. Raises where a sequence does not have the places."""
+        """Return the live value with the chosen leaves replaced; raise if a sequence lacks their positions."""
         if path not in self._above_skipped:
             return inflate_tree(path, entries, values)
         if path not in self._above_wanted:

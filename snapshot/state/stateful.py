@@ -1,4 +1,4 @@
-"""What an application's state is made of: objects with `state_dict()` and `load_state_dict()`."""
+"""Objects with `state_dict()` and `load_state_dict()`, which make up an application's state."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StateDict(UserDict[str, Any]):
 
 
 def check_app_state(app_state: Mapping[str, Any]) -> None:
-    """Raise `TypeError` or `ValueError`, naming the key, for an app state that cannot be one."""
+    """Raise `TypeError` or `ValueError`, with the key, for an invalid app state."""
     if not isinstance(app_state, Mapping):
         raise TypeError(f"app_state is {type(app_state).__name__}, and must be a dict of stateful objects")
     for key, value in app_state.items():

@@ -1,7 +1,7 @@
-"""Kinds of statefuls: how each wants its state back. What depends on the kind lives here, and is looked up once.
+"""Kinds of statefuls: how each restores its state, with the behaviour that depends on the kind.
 
-Modules are matched by name and filled in place, a `StateDict` key by key; everything else gets back exactly what it
-gave, whole. Optimizers have a module of their own.
+Modules are matched by name and filled in place, and a `StateDict` key by key. All other kinds receive the exact saved
+state, whole. Optimizers have a module of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from snapshot.state.state_tree import collect_leaves
 
 
 class Kind:
-    """A stateful that gets back exactly what it gave."""
+    """A stateful that receives exactly the state that it saved."""
 
     by_name = False
     """Whether names are matched one by one, and what does not match is an error or left out."""
@@ -41,56 +41,56 @@ class Kind:
         self.live = collect_leaves(key, self.state, self.compounds)
 
     def read_state(self) -> Any:
-        """Return what the stateful holds now."""
+        """Return the current state of the stateful."""
         return self.stateful.state_dict()
 
     def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
-        """Why the stateful cannot take this state, as far as only it knows."""
+        """Return the reasons, known only to the stateful, why it cannot take this state."""
         return []
 
     def find_adopted(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
-        """Which of the entries that other ranks had belong here as well."""
+        """Return the entries of other ranks that belong here as well."""
         return []
 
     def find_unexpected(self, entries: Mapping[str, Any]) -> list[str]:
-        """Which entries have names that mean nothing here, though names matter."""
+        """Return the entries without a counterpart in the application, if names matter."""
         return []
 
     def find_missing(self, entries: Mapping[str, Any]) -> list[str]:
-        """Which names of the application the snapshot lacks, though names matter."""
+        """Return the application's names that the snapshot lacks, if names matter."""
         return []
 
     def wants_entry(self, path: str) -> bool:
-        """Return True if what another rank alone had is missed here, since the application has it."""
+        """Return True if the application has an entry that only another rank saved."""
         return False
 
     def find_kept(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the application has, the snapshot lacks, and keeps its value: path -> key."""
+        """Return live values that the snapshot lacks and that stay unchanged: path -> key."""
         return {}
 
     def drop_keys(self, keys: Iterable[Any]) -> None:
-        """Remove what `kept` gave."""
+        """Remove the keys of `find_kept`."""
 
     def list_model_names(self) -> list[str]:
         """Return the model's names, as components of paths."""
         return []
 
     def find_like(self, path: str, shape: tuple[int, ...]) -> Any | None:
-        """Return a live tensor of the layout that a new one of this shape should have."""
+        """Return a live tensor whose layout a new one of this shape should have."""
         return None
 
     def choose_device(self, path: str, shape: tuple[int, ...]) -> torch.device | str:
-        """Where a new tensor belongs."""
+        """Return the device for a new tensor."""
         return "cpu"
 
     def load_state(self, state: Any, strict: bool) -> list[str]:
-        """Give the state back; what had no place there."""
+        """Load the state; return the names that could not be restored."""
         self.stateful.load_state_dict(state)
         return []
 
 
 class StateDictKind(Kind):
-    """A `StateDict`: its own keys are set one by one; what they hold comes back as it was saved."""
+    """A `StateDict`: its own keys are set one by one, with the saved values."""
 
     def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
         if isinstance(entries.get(self.key), DictEntry):
@@ -114,7 +114,7 @@ class StateDictKind(Kind):
 
 
 class RNGKind(Kind):
-    """The RNG state: what it gives are copies, not places to fill; generators that are not here are reported."""
+    """The RNG state: its values are copies, so none is filled in place. Missing generators are reported."""
 
     def __init__(self, key: str, stateful: RNGState) -> None:
         super().__init__(key, stateful)
@@ -144,6 +144,6 @@ class ModuleKind(Kind):
 
 
 def find_names_beneath(key: str, entries: Mapping[str, Any]) -> list[str] | None:
-    """Return the paths of what a state dict holds at its first level; None where the state is no dict."""
+    """Return the paths of a state dict's first level; None if the state is not a dict."""
     top = entries.get(key)
     return [f"{key}/{name}" for name in top.components()] if isinstance(top, DictEntry) else None

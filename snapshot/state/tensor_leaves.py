@@ -1,7 +1,7 @@
-"""Tensors and arrays of an app state become leaves: what flattening does where it comes to one.
+"""Flattening of tensors and arrays to leaves.
 
-A plain tensor costs as few attribute reads as can be: a snapshot of 10,000 small tensors spends more here than in
-system calls.
+A plain tensor costs as few attribute reads as possible: a snapshot of 10,000 small tensors spends more time here than
+in system calls.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TensorLeaves(FlatState, ABC):
         self._shapes: dict[torch.Size, tuple[int, ...]] = {}
 
     def _add_tensor(self, path: str, tensor: torch.Tensor, depth: int = 0) -> None:
-        """Add a plain tensor in the fewest attribute reads: each costs as much as all the rest of a line of Python."""
+        """Add a plain tensor in the fewest attribute reads, which dominate the cost."""
         if self._prepare is not None:
             if self._note_prepared(path, tensor):
                 return
@@ -93,14 +93,14 @@ class TensorLeaves(FlatState, ABC):
         self.leaves.append(leaf)
 
     def _add_unusual(self, path: str, tensor: torch.Tensor, dtype: str | None) -> None:
-        """On another device, of another layout, or of a dtype that is stored in parts."""
+        """Add a tensor on another device, of another layout, or of a dtype that is stored in parts."""
         if dtype is None or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
             self._add_composite(path, tensor)
         else:
             self._add_described(path, tensor, dtype, None)
 
     def _note_tie(self, leaf: Leaf, address: int) -> bool:
-        """Whether the very same memory is a leaf already, seen in the same way; if so, note it."""
+        """Record a tie and return True if a leaf is the same view of the same memory."""
         others = self.seen.get(address)
         if others is None:
             self.seen[address] = leaf
@@ -116,7 +116,7 @@ class TensorLeaves(FlatState, ABC):
         return False
 
     def _add_described(self, path: str, tensor: torch.Tensor, dtype: str, subclass: str | None) -> None:
-        """Add a tensor of which more is recorded than its bytes: how it lies in memory, its class, `requires_grad`."""
+        """Add a tensor with its memory order, its class and `requires_grad`."""
         if dtype in _ONLY_BYTES and not tensor.is_contiguous():
             raise SnapshotError(f"{path}: torch cannot copy a {tensor.dtype}, so it can be saved only in C order")
         self.entries[path] = None
@@ -138,7 +138,7 @@ class TensorLeaves(FlatState, ABC):
         self._add_tensor_like(path, tensor)
 
     def _add_tensor_like(self, path: str, tensor: torch.Tensor) -> None:
-        """Add a subclass of Tensor: stored as its data with the name of its class, if data is all that it is."""
+        """Add a subclass of Tensor: stored as its data with the name of its class, if it has no other state."""
         tensor = wait_for_tensor(tensor)
         if type(tensor) is not torch.nn.Parameter and not is_wrapped_local(tensor) and self._add_sharded(path, tensor):
             return
@@ -167,7 +167,7 @@ class TensorLeaves(FlatState, ABC):
         self._add_described(path, tensor, dtype, subclass)
 
     def _add_sharded(self, path: str, value: Any) -> bool:
-        """Whether a value is a part of a tensor that other ranks hold the rest of; if so, it is described."""
+        """Add a value that is sharded over ranks; return False for any other value."""
         shards = find_shards(path, value)
         if shards is None:
             return False
@@ -187,7 +187,7 @@ class TensorLeaves(FlatState, ABC):
         return True
 
     def _note_prepared(self, path: str, tensor: torch.Tensor) -> bool:
-        """Whether the very same tensor was prepared under another name; if so, this is a tie of that."""
+        """Record a tie and return True if the same tensor was prepared under another name."""
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or not tensor.numel():
             return False
         others = self._prepared_of.setdefault(tensor.data_ptr(), [])
@@ -268,7 +268,7 @@ class TensorLeaves(FlatState, ABC):
 
     @abstractmethod
     def _add_object(self, path: str, value: Any) -> None:
-        """Store what nothing else can hold."""
+        """Store an object that has no other representation."""
 
     @abstractmethod
     def _add_wrapped(self, path: str, tensor: torch.Tensor) -> bool:
@@ -276,6 +276,6 @@ class TensorLeaves(FlatState, ABC):
 
 
 def refuse_freed(path: str, tensor: torch.Tensor) -> None:
-    """Raise where a tensor has lost its memory."""
+    """Raise if a tensor has lost its memory."""
     if composite.is_freed(tensor):
         raise SnapshotError(f"{path}: its memory was freed, so it has no data to save")
