@@ -23,11 +23,11 @@ from snapshot.storage import Storage
 
 METADATA = ".metadata"
 COMMON = "common.pt"
-"""Where Megatron-core keeps what is not sharded."""
+"""The file of Megatron-core's unsharded state."""
 _CLASSES = "torch.distributed.checkpoint.metadata."
 _TRANSFORMS = {"stream.zstd": "zstd"}
 GAP = 1000
-"""Places in a list that nothing was saved for: what was empty there is gone."""
+"""A placeholder for list positions without saved data, since empty values are not saved."""
 
 
 async def describe_checkpoint(storage: Storage, data: bytes) -> ForeignDocument:
@@ -68,9 +68,9 @@ class _Metadata:
     def __init__(self, where: object, metadata: Any, length: int) -> None:
         self._where = where
         self._chunks = limit_nodes(length)
-        """Chunks that may still be described: a list of them may be in the pickle once, and belong to many tensors."""
+        """The remaining number of chunks: a pickle can repeat one list for many tensors."""
         self._room = 64 * self._chunks
-        """Characters that the paths may still have: a long key may be in many of them."""
+        """The remaining length of all paths: a long key may be in many of them."""
         if not _is_named(metadata, "Metadata"):
             raise ValueError(f"it holds {safe_pickle.show_value(metadata)}")
         fields = safe_pickle.read_fields(metadata)
@@ -78,7 +78,7 @@ class _Metadata:
         self.files: dict[str, ForeignFile] = {}
         self._stored = {}
         self._known: dict[tuple[Any, ...], tuple[int, ...]] = {}
-        """Sizes and offsets that have been checked: most are alike."""
+        """Sizes and offsets that have been checked: most are equal."""
         for index, info in _expect_items(fields.get("storage_data")):
             named, place = safe_pickle.read_fields(index), safe_pickle.read_fields(info)
             offset = named.get("offset")

@@ -14,7 +14,7 @@ from snapshot.url import URL
 
 HEAD = 16
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-"""How files of torch.save began before torch 1.6."""
+"""The first bytes of torch.save's files before torch 1.6."""
 
 
 class UnknownFormatError(CorruptSnapshotError):

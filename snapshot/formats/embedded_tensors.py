@@ -25,27 +25,27 @@ from snapshot.tensors.strides import contiguous_strides, measure_span
 from snapshot.text import counted
 
 HEAD = 4096
-"""Of a long archive with one tensor, the first and last so many bytes say where it is; nearly always."""
+"""The bytes at both ends of a long archive that nearly always locate its one tensor."""
 LONGEST_HEAD = 1 << 20
 MOST_ALIKE = 1024
 PIECE = 1024
-"""Bytes that are decompressed at once: they may stand for a thousand times as many, or more."""
+"""Bytes that are decompressed at once: they can expand a thousandfold or more."""
 
 
 class EmbeddedLayout(msgspec.Struct, gc=False, frozen=True):
     """The location of a tensor's storage, and the tensor's layout in it."""
 
     begin: int
-    """Where the storage begins: in the file, or in what comes out of the decompression."""
+    """The begin of the storage: in the file, or in the decompressed bytes."""
     nbytes: int
     strides: tuple[int, ...]
     offset: int
     swapped: bool = False
-    """Whether its bytes are of the other order."""
+    """True if its bytes are in the other order."""
     conj: bool = False
-    """Whether it is the complex conjugate of what is stored."""
+    """True if it is the complex conjugate of the stored values."""
     neg: bool = False
-    """Whether it is the negative of what is stored."""
+    """True if it is the negative of the stored values."""
 
     @property
     def plain(self) -> bool:

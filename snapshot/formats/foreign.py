@@ -41,9 +41,9 @@ class ForeignDocument(Document):
     """A checkpoint of another library, described as a manifest of this library."""
 
     place: URL
-    """The folder that its locations are names in."""
+    """The folder of its locations."""
     root: Any = None
-    """The container of all top-level names, where the format knows no names of statefuls."""
+    """The container of all top-level names, if the format has no statefuls."""
     inline: bytes = b""
     """The content of the location `INLINE`."""
 
@@ -83,7 +83,7 @@ def make_document(
 
 
 ROOT = "snapshot.root"
-"""Of a snapshot that was made of such a document: where in its metadata the container stands."""
+"""The metadata key of the container, in a snapshot made of such a document."""
 _roots = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _containers = msgspec.json.Decoder(
     DictEntry | ListEntry | TupleEntry | OrderedDictEntry | DefaultdictEntry | CounterEntry | DequeEntry

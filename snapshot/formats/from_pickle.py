@@ -75,7 +75,7 @@ class _Builder:
         self._members = members
         self._left = limit_nodes(length)
         self._room = (1 << 24) + 8 * len(data)
-        """Bytes that may be copied: what is fetched again, or is a view, can be long each time."""
+        """The remaining number of bytes to copy: repeated values and views can each be long."""
 
     def _find_member(self, name: str) -> bytes:
         member = self._members.get(name)

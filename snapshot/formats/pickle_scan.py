@@ -70,7 +70,7 @@ _LENGTHS = {"BINUNICODE": 4, "SHORT_BINUNICODE": 1, "BINUNICODE8": 8, "BINBYTES"
 _LENGTHS |= {"BINBYTES8": 8, "BINSTRING": 4, "SHORT_BINSTRING": 1, "LONG1": 1, "LONG4": 4}
 _LONG, _TEXTS, _PUT, _STOP, _UNKNOWN, _TUPLE, _GET, _BINPUT, _MEMOIZE, _LEAVES = range(-1, -11, -1)
 _WIDTHS = [_UNKNOWN] * 256
-"""By opcode: how long it is with its argument; or what has to be looked at."""
+"""By opcode: its length with its argument, or a code for further checks."""
 for _opcode in pickletools.opcodes:
     if _opcode.name in _KNOWN:
         _WIDTHS[ord(_opcode.code)] = 1 + (max(_opcode.arg.n, 0) if _opcode.arg is not None else 0)
@@ -89,7 +89,7 @@ for _codes, _kind in (
     for _code in _codes:
         _WIDTHS[_code] = _kind
 _WEIGHTS = [8] * 256
-"""By opcode: about how many bytes of memory what it makes takes; nothing of what it copies from the pickle."""
+"""By opcode: the approximate memory of the created object, without bytes copied from the pickle."""
 for _codes, _weight in (
     (b"\x8f\x91", 232),
     (b"R\x81Q", 160),
@@ -101,7 +101,7 @@ for _codes, _weight in (
     for _code in _codes:
         _WEIGHTS[_code] = _weight
 FREE = 64 << 20
-"""Bytes of memory that a pickle may take however short it is; and PER_BYTE more for each byte that stands for it."""
+"""Bytes of memory allowed for any pickle, with PER_BYTE more for each of its bytes."""
 PER_BYTE = 32
 INFLATED = 256 << 10
 """Bytes that a compressed pickle may have however short it is; and MOST_TIMES more for each byte that is stored.
@@ -109,16 +109,16 @@ Pickles of state dicts and optimizers have about five times as many."""
 MOST_TIMES = 32
 _PUTS = b"qr\x94"
 _CONSUMES = b"Rbas\x81Q."
-"""Behind a tuple: it goes into something that is no tuple, and no key."""
+"""Opcodes after a tuple that put it into something other than a tuple or a key."""
 _ARGUMENTS = {ord(each.code): _LENGTHS[each.name] for each in pickletools.opcodes if each.name in _LENGTHS}
 _INTS = {ord(each.code) for each in pickletools.opcodes if each.name in ("LONG1", "LONG4")}
 _MODULUS = (1 << 61) - 1
-"""Ints that differ by multiples of it have the same hash."""
+"""Ints that differ by a multiple of it have equal hashes."""
 LOOSE = 30_000
 """Tuples that may be one in the other, or have the same hash: of ten times as many, the one needs more stack than there
 is, and the other minutes."""
 SHARED = 16
-"""Tuples that may be fetched again, each of them in the next: hashing them takes 2 ** 16 steps at most."""
+"""Tuples that may be fetched again, each in the next: hashing them takes at most 2 ** 16 steps."""
 
 
 class ScanResult(NamedTuple):

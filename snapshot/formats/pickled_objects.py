@@ -18,11 +18,11 @@ from snapshot.formats.pickle_scan import expect_stored, scan_pickle
 from snapshot.text import counted, with_article
 
 REFUSED = "(not read)"
-"""The serializer of what only running the pickle of another library's file would make."""
+"""The serializer of objects that only running another library's pickle creates."""
 MODULE = "pickled module"
-"""How the kind of an object begins that is a whole `torch.nn.Module`."""
+"""The prefix of `obj_type` for a whole `torch.nn.Module`."""
 MOST_ARGUMENTS = 20
-"""None of the functions that torch lets a pickle call takes more."""
+"""The maximum number of arguments of functions that torch lets a pickle call."""
 
 
 TRUST = (

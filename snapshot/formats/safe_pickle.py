@@ -23,7 +23,7 @@ from snapshot.text import with_article
 MOST_NAMES = 10_000
 """Classes and functions that one pickle may name."""
 FEW = 200_000
-"""Values that may be copied or hashed for a pickle however short; and FACTOR more for each of its bytes."""
+"""Values that may be copied or hashed for any pickle, with FACTOR more for each of its bytes."""
 FACTOR = 4
 DEEPEST_KEY = 100
 
@@ -90,7 +90,7 @@ class StandIn(metaclass=_Sealed):
 
     __slots__ = ("arguments", "state")
     name = ""
-    """Of its class or function, with the module."""
+    """The name of its class or function, with the module."""
 
     def __new__(cls, *arguments: Any) -> Any:
         _work_limit.spend(arguments)

@@ -32,7 +32,7 @@ _NAMES = {theirs: ours for ours, theirs in SAFETENSORS.items()} | {
 }
 AT_ONCE = 16
 SHARD = 5_000_000_000
-"""Bytes of one file of several, as Hugging Face has it."""
+"""The maximum length of one file of several, as in Hugging Face's libraries."""
 
 
 class _Item(msgspec.Struct, gc=False):

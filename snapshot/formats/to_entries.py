@@ -46,7 +46,7 @@ class RebuiltTensor(msgspec.Struct, gc=False, frozen=True):
     """A tensor as a pickle describes it: a view into a storage."""
 
     storage: str
-    """The member that holds it."""
+    """The member that holds the storage."""
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -91,7 +91,7 @@ _REBUILD = "torch._utils._rebuild_"
 _ARGUMENTS = {"tensor": (4, 4), "tensor_v2": (6, 7), "tensor_v3": (7, 8)}
 """How many arguments torch's functions take; a last one of the longer form is the tensor's metadata."""
 _SIGNED = ("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128")
-"""Dtypes of which a tensor may be a negative view."""
+"""Dtypes that support negative views."""
 
 
 def rebuild_tensor(value: Any) -> RebuiltTensor | None:
@@ -159,7 +159,7 @@ def make_extra(found: RebuiltTensor, *, view: bool = True) -> e.Extra | None:
 
 
 Stored = Callable[[str, RebuiltTensor], e.TensorEntry]
-"""Where a tensor's bytes are, by the format."""
+"""A function that returns a tensor's entry, by the format."""
 
 
 class EntryTree:
@@ -173,7 +173,7 @@ class EntryTree:
         self.inline = bytearray()
         self._left = limit_nodes(length)
         self._room = 64 * self._left
-        """Bytes that names, texts and arrays may have."""
+        """The remaining bytes for names, texts and arrays."""
         self._above: set[int] = set()
 
     def add(self, path: str, value: Any, depth: int = 1) -> None:

@@ -23,13 +23,13 @@ from snapshot.tensors.strides import contiguous_strides
 ALIGNMENT = 64
 _LONG = 0xFFFFFFFF
 _FLAGS = 0x808
-"""Names are UTF-8, and checksums stand behind the data."""
+"""Names are UTF-8, and checksums follow the data."""
 _HEADER = struct.Struct("<4s5H3L2H")
 _ITEM = struct.Struct("<4s6H3L5H2L")
 _PADDING = 0x4246
 
 Sum = Callable[[], int]
-"""The checksum of a member's bytes, once they are known."""
+"""A function that returns the checksum of a member's bytes, once they are known."""
 
 
 class ArchiveMember(msgspec.Struct):
@@ -173,7 +173,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=2)
         self._absent = absent
         self.storages: dict[str, bytes] = {}
-        """Of tensors that are at hand after all: in objects, or of sparse layouts."""
+        """Storages of available tensors: those in objects, or of sparse layouts."""
         self._seen: dict[int, tuple[str, Any]] = {}
 
     def persistent_id(self, value: Any) -> Any:

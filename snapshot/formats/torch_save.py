@@ -21,9 +21,9 @@ from snapshot.tensors.strides import measure_span
 from snapshot.text import counted
 
 TAIL = 64 << 10
-"""Read at once from the end: of most files the whole directory is in it."""
+"""The length read first from the end: it has the whole directory of most files."""
 VALUE = "value"
-"""The name of what was saved if it was no container."""
+"""The name of a saved value that is not a container."""
 
 
 async def describe_file(storage: Storage, name: str, size: int, limit: int) -> ForeignDocument:
@@ -80,7 +80,7 @@ class _Archive:
             raise ValueError("it has no data.pkl")
         places = sorted([each.header for each in members] + [begin])
         self._ends = dict(pairwise(places))
-        """Where each member ends at the latest: where the next one begins."""
+        """The latest end of each member: the begin of the next one."""
 
     @staticmethod
     async def open(storage: Storage, name: str, size: int, limit: int) -> _Archive:

@@ -99,7 +99,7 @@ class _Manifest:
         self.entries: dict[str, Any] = {}
         self.files: dict[str, ForeignFile] = {}
         self.whole: dict[str, list[Any]] = {}
-        """Entries of all of a file, whose length is not known."""
+        """Entries of whole files with unknown length."""
         self._sharded: dict[str, str] = {}
         renamed = {}
         for path in manifest:
@@ -109,7 +109,7 @@ class _Manifest:
             renamed[path] = f"{rank}/{'/'.join(encode_component(unquote(each)) for each in logical.split('/'))}"
         self._there = manifest.keys()
         self._shared = {path.partition("/")[2] for path, raw in manifest.items() if _is_shared(raw)}
-        """Logical paths that the manifest has for one rank, and that all have."""
+        """Logical paths that the manifest lists for one rank, and that all ranks have."""
         for path, raw in manifest.items():
             made = self._make_entry(path, raw)
             if made is not None:

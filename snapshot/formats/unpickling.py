@@ -13,7 +13,7 @@ from snapshot.manifest.paths import encode_key, find_tagged_keys, key_component
 from snapshot.text import with_article
 
 INLINE = "(in the pickle)"
-"""The location of bytes that stand in a pickle, and so in no range of a file."""
+"""The location of bytes inside a pickle, which are not a range of a file."""
 
 
 def make_refused_entry(what: str) -> ObjectEntry:

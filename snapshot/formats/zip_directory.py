@@ -18,11 +18,11 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 _NONE = 0xFFFFFFFF
 HEADER = 30
-"""Bytes of a member's header that stand before its name."""
+"""Bytes of a member's header before its name."""
 LONGEST_HEADER = HEADER + 2 * 0xFFFF
-"""Bytes of a member's header at most, with its name and what else stands there."""
+"""The maximum length of a member's header, with its name and extra fields."""
 TAIL = _END.size + _LOCATOR.size + _END64.size
-"""Bytes at the end of an archive that say where its directory is, if it has no comment; torch writes none."""
+"""Bytes at the end of an archive that locate its directory, if it has no comment; torch writes none."""
 STORED, DEFLATED = 0, 8
 
 
@@ -33,10 +33,10 @@ class ZipMember(msgspec.Struct, gc=False):
     method: int
     crc: int
     packed: int
-    """How long it is in the archive."""
+    """The length in the archive."""
     size: int
     header: int
-    """Where its header begins in the archive."""
+    """The begin of its header in the archive."""
 
 
 def find_directory(tail: bytes | memoryview, size: int) -> tuple[int, int]:

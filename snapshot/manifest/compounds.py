@@ -125,7 +125,7 @@ PlainEntry = Union[  # noqa: UP007 - msgspec wants one union, and mypy one spell
     EnumEntry,
     OpaqueEntry,
 ]
-"""What stands in the manifest alone."""
+"""Entries that are stored in the manifest alone."""
 
 
 class SubclassEntry(Compound, tag="TensorSubclass"):
@@ -133,10 +133,10 @@ class SubclassEntry(Compound, tag="TensorSubclass"):
 
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    """Of the tensor that it is to others; -1 for a size that is not a number."""
+    """The outer shape; -1 for a size that is not a number."""
     requires_grad: bool = False
     context: dict[str, PlainEntry] = field(default_factory=dict)
-    """What the class gives beside the inner tensors, as entries under paths of their own: the first is empty."""
+    """The class's context, as entries under paths of their own: the first path is empty."""
 
     def check(self, path: str) -> None:
         super().check(path)

@@ -20,7 +20,7 @@ were."""
 
 
 MOST_COMPARISONS = 20_000_000
-"""Of keys whose hashes are equal: so many take a dict a second."""
+"""The maximum number of comparisons of keys with equal hashes: they take a dict a second."""
 
 
 class Container(Entry):
@@ -123,10 +123,10 @@ class DictEntry(Container, tag="dict"):
 
     keys: list[Key]
     tagged: list[int] | None = None
-    """Which keys stand under a tagged component, since another key of this dict has the same text."""
+    """Positions of keys with a tagged component, since another key of this dict has the same text."""
     replicated: bool = False
     optimizer: OptimizerRecord | None = None
-    """Of an optimizer's state dict: whose it is."""
+    """The optimizer's record, for an optimizer's state dict."""
 
     def make(self, items: list[tuple[Any, Any]]) -> Any:
         """Return the dict from its items."""

@@ -22,11 +22,11 @@ from snapshot.text import counted
 METADATA = ".snapshot_metadata"
 FORMAT = "snapshot/1"
 IN_ONE = 100_000
-"""From so many entries on, those of one rank alone lie in a part of their own."""
+"""From this number of entries on, each rank's own entries are in a part of their own."""
 DEEPEST = 500
-"""Lists and objects within each other in the user's metadata: what nests deeper some reader cannot read."""
+"""The maximum nesting of the user's metadata: some readers cannot read deeper nesting."""
 LONGEST_HEADER = 100_000_000
-"""Bytes; the safetensors library reads no longer one."""
+"""The maximum header length in bytes that the safetensors library reads."""
 
 _TAIL = re.compile(rb',"digest":"(xxh3:[0-9a-f]{32})"\}$')
 _TAIL_LENGTH = len(',"digest":"xxh3:"}') + 32
@@ -45,7 +45,7 @@ class ForeignFile(FileEntry):
     """A file of another library, which no stored manifest names: its entries may be packed, or views."""
 
     exact: bool = True
-    """Whether its length is known; else it is at least `size`."""
+    """True if its length is known; otherwise it is at least `size`."""
 
 
 class PartEntry(msgspec.Struct, gc=False, forbid_unknown_fields=True):
@@ -81,9 +81,9 @@ class ManifestPart(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tru
     """
 
     manifest: dict[str, AnyEntry]
-    """Its own entries, and the shards that it wrote."""
+    """The rank's own entries, and the shards that it wrote."""
     shared: dict[str, AnyEntry] = {}
-    """What it wrote of that which is the same on all ranks."""
+    """The entries it wrote that are equal on all ranks."""
     files: dict[str, FileEntry] = {}
 
 

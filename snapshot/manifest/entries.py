@@ -90,14 +90,14 @@ class Extra(msgspec.Struct, omit_defaults=True, gc=False, forbid_unknown_fields=
     """Properties that few tensors have: an entry without them decodes a third faster."""
 
     stride_order: tuple[int, ...] | None = None
-    """The order of the dimensions in memory, from the slowest on, where it is dense but not C order."""
+    """The order of the dimensions in memory, slowest first, if it is dense but not in C order."""
     subclass: str | None = None
     requires_grad: bool = False
     strides: tuple[int, ...] | None = None
-    """In elements, of a view into the stored range: only foreign formats have them."""
+    """Strides in elements of a view into the stored range, which only foreign formats have."""
     storage_offset: int | None = None
     shares: str | None = None
-    """The path of the tensor in whose memory this one was, seen in another way: each has bytes of its own here."""
+    """The path of the tensor that shared memory with this one; both are stored separately."""
 
 
 PLAIN = Extra()
@@ -112,7 +112,7 @@ class TensorEntry(Entry, tag="Tensor"):
     shape: tuple[int, ...]
     digest: str | None = None
     blocks: tuple[str, int, int] | None = None
-    """File, begin and end of the table of its blocks' digests, where it is longer than one block."""
+    """File, begin and end of the table of block digests, if it is longer than one block."""
     replicated: bool = False
     serializer: str = "raw"
     extra: Extra | None = None
@@ -196,7 +196,7 @@ class ShardedTensorEntry(_Boxes, tag="ShardedTensor"):
 
     shards: list[Shard]
     mesh: Mesh | list[Any] | None = None
-    """The ranks that held it, where all of them knew."""
+    """The ranks that held it, if all of them knew."""
 
     def is_held_by(self, rank: int) -> bool:
         """Return True if a rank held a part of the tensor."""

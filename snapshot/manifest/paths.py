@@ -15,7 +15,7 @@ from typing import Any
 from snapshot.errors import CorruptSnapshotError
 
 LONGEST_INT = 13_000
-"""Bits of an int, about 3,900 digits: Python makes a decimal text of no longer one than 4,300."""
+"""Bits of an int, about 3,900 digits: Python's decimal texts have at most 4,300."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _ESCAPE = re.compile(r"%(25|2F|u[0-9A-F]{4})")
 

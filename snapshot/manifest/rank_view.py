@@ -21,15 +21,15 @@ class RankView:
     """One rank's view: entries under logical paths, without a rank."""
 
     entries: dict[str, Any]
-    """Its own, and what it had with all others."""
+    """The rank's own entries, and those shared by all ranks."""
     elsewhere: dict[str, Any] = field(default_factory=dict)
-    """Sharded and replicated entries that other ranks had, and this one did not: they may be asked for by name."""
+    """Sharded and replicated entries that only other ranks had; they can be requested by name."""
     withheld: dict[str, str] = field(default_factory=dict)
-    """Leaves that this rank cannot have -> why not."""
+    """Leaves that are not available to this rank -> the reason."""
     gone: list[str] = field(default_factory=list)
-    """Leaves of ranks that are not there any more, under the manifest's paths."""
+    """Leaves of ranks that no longer exist, under the manifest's paths."""
     unknown: list[str] = field(default_factory=list)
-    """Names that were to be renamed, and that this rank does not see."""
+    """Names to rename that this rank does not have."""
 
 
 def make_rank_view(manifest: Mapping[str, Any], rank: int, saved: int, now: int) -> RankView:
@@ -165,7 +165,7 @@ def group_by_key(view: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 DEEPEST = 500
-"""How deep containers may nest."""
+"""The maximum nesting of containers."""
 _RANK = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 _INT = re.compile(r"0|-?[1-9][0-9]{0,17}")
 

@@ -178,7 +178,7 @@ SCALARS: dict[type, type[Scalar]] = {
 }
 
 LONG = 16 << 10
-"""Strings and bytes longer than this go to a data file."""
+"""Strings and bytes longer than this are stored in a data file."""
 
 
 def make_scalar_entry(value: Any) -> Scalar | None:

@@ -220,7 +220,7 @@ class RangeEntry(Typed, tag="range"):
 
 
 LONGEST_NAME = 1000
-"""Characters of the name of a class."""
+"""The maximum length of a class name."""
 
 
 def check_class_name(name: str) -> None:
@@ -234,9 +234,9 @@ class EnumEntry(Scalar, tag="Enum"):
 
     obj_type: str = ""
     name: str | None = None
-    """None of a flag that has none."""
+    """None for a flag without a name."""
     held: str | None = None
-    """The type of the value, whose text is `serialized_value`; None where only the name is known."""
+    """The type of the value, whose text is `serialized_value`; None if only the name is known."""
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -351,7 +351,7 @@ TYPED: dict[type, type[Typed]] = {
     Fraction: FractionEntry,
     range: RangeEntry,
 }
-"""Types, exactly these, with what holds them."""
+"""Exact types, with their entry classes."""
 
 
 def make_typed_entry(value: Any) -> Typed | None:

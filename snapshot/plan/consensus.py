@@ -19,9 +19,9 @@ from snapshot.tensors.geometry import Box, boxes_overlap, is_inside
 from snapshot.text import listed
 
 FIRST = ""
-"""The basis of a rank that knows nothing: all that may be shared is."""
+"""The initial basis: everything that may be shared is shared."""
 ASKED = "asked"
-"""The basis after details were asked for: what the leader said."""
+"""The basis after an exchange of details: the leader's reply."""
 _MODULUS = 1 << 128
 
 
@@ -31,22 +31,22 @@ class RankRecord(msgspec.Struct, array_like=True):
     structure: str
     """A digest of its names, dtypes, shapes and layouts."""
     basis: str
-    """What it goes by in what is shared: FIRST, ASKED, or the structure of a plan that it knows."""
+    """The basis of sharing: FIRST, ASKED, or the structure of a known plan."""
     agreed: str
-    """A digest of what is shared by that."""
+    """A digest of the items shared on that basis."""
     candidates: str
-    """A digest of all that may be shared."""
+    """A digest of all items that may be shared."""
     have: bytes
-    """The sum, over the sharded tensors that it holds, of their layouts' digests."""
+    """The sum of the layouts' digests of its sharded tensors."""
     expected: bytes
-    """The same sum over all of their holders, from the first of these."""
+    """The same sum over all holders, from the first holder of each tensor."""
     load: int
-    """Bytes that it alone can write."""
+    """Bytes that only this rank can write."""
     entries: int
     boxes: bool
-    """Whether it holds boxes of which nobody knows who has the others, and asks about them."""
+    """True if it holds boxes without knowing the other holders."""
     left: bytes = b""
-    """Digests of some of what is not shared by its basis, and may be by now."""
+    """Digests of some items that were not shared on its basis, and may be now."""
 
 
 class ConsensusReply(msgspec.Struct, array_like=True):
@@ -56,15 +56,15 @@ class ConsensusReply(msgspec.Struct, array_like=True):
     """A digest of all ranks' structures."""
     settled: bool
     loads: list[int]
-    """Bytes that each rank writes anyway; empty while nothing is settled."""
+    """Bytes that only each rank can write; empty if nothing is settled."""
     cut: bool
-    """Whether the manifest is so large that each rank's own entries stay in a part of their own."""
+    """True if each rank's own entries remain in a part of a large manifest."""
     speakers: list[int]
-    """The ranks that are to say what they could share: one of each kind."""
+    """The ranks that send the items they could share: one of each kind."""
     boxes: bool
-    """Whether all are to say which boxes they hold."""
+    """True if all ranks must send their boxes."""
     layouts: bool
-    """Whether layouts contradict each other, and all are to say theirs."""
+    """True if layouts contradict each other, and all ranks must send theirs."""
 
 
 def compare_records(records: Sequence[RankRecord]) -> ConsensusReply:
@@ -115,24 +115,24 @@ class ShardBoxes(msgspec.Struct, array_like=True):
     dtype: str
     shape: tuple[int, ...]
     boxes: list[tuple[tuple[int, ...], tuple[int, ...], int]]
-    """Offsets, sizes, and which replica it is."""
+    """Offsets, sizes, and the replica number."""
 
 
 class Details(msgspec.Struct, array_like=True):
     """A rank's response to a request for details."""
 
     items: bytes = b""
-    """Digests of what it could share, one after the other."""
+    """Concatenated digests of the items that it could share."""
     boxes: list[ShardBoxes] = msgspec.field(default_factory=list)
     layouts: dict[str, tuple[str, list[int]]] = msgspec.field(default_factory=dict)
-    """Path -> layout, and the ranks that hold it."""
+    """Path -> layout and the ranks that hold it."""
 
 
 class Settlement(msgspec.Struct, array_like=True):
     """The leader's reply to the details."""
 
     items: bytes
-    """Digests of what all ranks have."""
+    """Digests of the items that all ranks have."""
     spare: list[tuple[int, str, int]]
     """(Rank, path, number of the box) that another rank writes."""
 

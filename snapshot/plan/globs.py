@@ -30,7 +30,7 @@ def compile_capturing_glob(glob: str) -> re.Pattern[str]:
 
 
 WILDCARDS = re.compile(r"\*\*/|\*\*|\*")
-"""What a glob's groups capture."""
+"""The wildcards that a glob's groups capture."""
 
 
 def _translate_glob(glob: str, group: str) -> str:

@@ -28,7 +28,7 @@ LARGEST_HEADER = 16 * MiB
 CUT = 128 * MiB
 """Below this a tensor is never cut for the sake of balance."""
 SHORTEST_PART = MiB // 4
-"""However small a budget is: with parts of a few bytes a take would never end."""
+"""A lower bound for any budget: with parts of a few bytes a take would never end."""
 WORTH_A_FILE = 16 * MiB
 """Below this many bytes a file of its own costs more than it gains."""
 
@@ -41,7 +41,7 @@ class PlannedLeaf(Protocol):
     shape: tuple[int, ...]
     nbytes: int
     origin: tuple[int, ...] | None
-    """Where it begins in the tensor that it is a box of, if it is one."""
+    """Offsets in the tensor that it is a box of, if it is one."""
 
 
 class Extent(msgspec.Struct, gc=False):
@@ -51,7 +51,7 @@ class Extent(msgspec.Struct, gc=False):
     begin: int
     end: int
     start: int = 0
-    """Where in the tensor's flat bytes it begins."""
+    """The begin in the tensor's flat bytes."""
     box: Box | None = None
 
 
@@ -87,13 +87,13 @@ class SavePlan:
     blob_bytes: int
     """Bytes that are not tensors: other objects', and the tables of digests."""
     structure: str
-    """A digest of all names, dtypes, shapes and places."""
+    """A digest of all names, dtypes, shapes and locations."""
     staged_bytes: int
-    """How much host memory the take will hold at once, at most."""
+    """The maximum host memory that the take uses at once."""
     loads: tuple[int, ...] = ()
-    """Bytes of tensors that each rank writes, where there are several."""
+    """Bytes of tensors that each rank writes, if there are several."""
     late: int = 0
-    """So many files, the last ones, hold only what may be staged late."""
+    """The number of files, at the end, with tensors that may be staged late."""
 
     @cached_property
     def total_bytes(self) -> int:

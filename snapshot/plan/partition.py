@@ -17,7 +17,7 @@ SHORTEST = 256 << 10
 FINEST = 8
 """A tensor is cut into pieces of this fraction of a rank's share."""
 MOST_PIECES = 4096
-"""About so many pieces are made, however many ranks there are."""
+"""The approximate number of pieces, for any number of ranks."""
 
 
 class PartitionItem(NamedTuple):
@@ -26,7 +26,7 @@ class PartitionItem(NamedTuple):
     shape: Shape
     itemsize: int
     splits: bool = True
-    """Whether it may be cut."""
+    """True if it may be cut."""
 
     @property
     def nbytes(self) -> int:

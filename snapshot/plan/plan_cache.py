@@ -13,7 +13,7 @@ from snapshot.plan.layout import FilePart, FilePlan, PlannedLeaf, SavePlan, cut_
 from snapshot.storage import Limits
 
 KEPT = 8
-"""How many plans are kept: those of some takes that take turns."""
+"""The number of cached plans, for takes that alternate."""
 _paths, _dtypes, _shapes, _origins = map(attrgetter, ("path", "dtype", "shape", "origin"))
 
 

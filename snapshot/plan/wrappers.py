@@ -18,13 +18,13 @@ class MatchedNames:
     """The mapping from names of a snapshot to names of an application."""
 
     names: Mapping[str, str] = field(default_factory=dict)
-    """Saved name -> the application's, for each name that differs."""
+    """Saved name -> the application's name, for each name that differs."""
     wrappers: tuple[str, ...] = ()
-    """The wrappers whose names make the difference."""
+    """The wrappers whose names differ."""
     ambiguous: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
-    """Names of the application, and the saved ones that each of them may be, where that is not one and one."""
+    """Names of the application with their saved candidates, if the match is not one to one."""
     left_out: tuple[str, ...] = ()
-    """Saved names that belong to a wrapper which the application does not have."""
+    """Saved names that belong to a wrapper that the application lacks."""
 
 
 def match_names(saved: Iterable[str], live: Iterable[str]) -> MatchedNames:

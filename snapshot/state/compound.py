@@ -63,7 +63,7 @@ def _is_record(kind: type) -> bool:
 
 
 _OTHERWISE = ("__getnewargs__", "__getnewargs_ex__", "__snapshot_shards__", "__create_chunk_list__")
-"""Methods of what is pickled or sharded in its own way."""
+"""Methods of classes with their own pickling or sharding."""
 
 
 def find_parts(value: Any) -> dict[str, Any] | None:

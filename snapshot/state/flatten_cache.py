@@ -29,15 +29,15 @@ from snapshot.state.leaves import Leaf
 from snapshot.tensors.composite import is_freed
 
 FEW = 32
-"""States of fewer tensors are not worth it."""
+"""States of fewer tensors are not cached."""
 MOST = 64
-"""How many states are remembered."""
+"""The maximum number of cached states."""
 _CONTAINERS = frozenset((dict, OrderedDict, list, tuple))
 _KEYS = frozenset((str, int))
-"""Types of keys of which equal ones are the same."""
+"""Types of keys whose equal values are identical."""
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _EXACT = frozenset((int, str, bool, bytes, type(None), torch.dtype, torch.device, torch.Size))
-"""Types of which equal values are the same: 0.0 and -0.0, or two ranges, may be equal and not the same."""
+"""Types whose equal values are identical, unlike 0.0 and -0.0, or two ranges."""
 _KNOWN = frozenset((*SCALARS, *TYPED, str))
 _dtype, _shape, _device = attrgetter("dtype"), attrgetter("shape"), attrgetter("device")
 _on_host, _requires = attrgetter("is_cpu"), attrgetter("requires_grad")
@@ -222,7 +222,7 @@ class _Templates:
         self.lock = threading.Lock()
         self.kept: OrderedDict[str, _Template] = OrderedDict()
         self.failures: dict[str, int] = {}
-        """How often in a row a state was not like the one before."""
+        """The number of consecutive states that differed from the previous one."""
 
 
 _templates = PerProcess(_Templates)

@@ -25,19 +25,19 @@ class Leaf(msgspec.Struct, gc=False):
     shape: tuple[int, ...]
     nbytes: int
     address: int = 0
-    """Where it begins; 0 where it has no bytes."""
+    """The address; 0 if it has no bytes."""
     plain: bool = False
-    """Whether its own memory is what will be written: contiguous, on the host, and neither conjugate nor negative."""
+    """True if its own memory can be written: contiguous, on the host, neither conjugate nor negative."""
     extra: e.Extra | None = None
-    """What its entry says of it besides dtype and shape."""
+    """Properties in its entry besides dtype and shape."""
     note: str = ""
-    """What there is to it besides dtype, shape and bytes: ranks that differ in that do not hold the same."""
+    """Properties besides dtype, shape and bytes: replicas are equal in them."""
     wrap: Wrap | None = None
-    """Called with the stored range's entry, where that is not itself the manifest's entry for `path`."""
+    """Called with the stored range's entry, if the manifest's entry for `path` is another one."""
     splits: bool = True
-    """Whether several ranks may write parts of it."""
+    """True if several ranks may write parts of it."""
     origin: tuple[int, ...] | None = None
-    """Where it begins in the tensor that it is a box of; None for what is a tensor of its own."""
+    """Offsets in the tensor that it is a box of; None if it is a whole tensor."""
     whole: Leaf | None = None
     """The tensor that it is a box of."""
 

@@ -24,7 +24,7 @@ class ModelStateKind(StateOfParameters):
     def __init__(self, key: str, stateful: ModelState) -> None:
         super().__init__(key, stateful)
         self.groups_known = True
-        """Whether the snapshot says which parameters are in one group; a flat state does not."""
+        """True if the snapshot records parameter groups; a flat state does not."""
         prefix = f"{key}/model/"
         self.parameters = {path[len(prefix) :]: held for path, held in self.live.items() if path.startswith(prefix)}
         groups = self.state["optim"]["param_groups"] if stateful.optimizers else ()

@@ -34,22 +34,22 @@ class StateOfParameters(Kind):
 
     exact = True
     optimizer_at = ""
-    """Where below the key the optimizer's state dict is."""
+    """The path of the optimizer's state dict below the key."""
 
     def __init__(self, key: str, stateful: Any) -> None:
         super().__init__(key, stateful)
         self.base = f"{key}{self.optimizer_at}"
-        """Where the optimizer's state dict is."""
+        """The path of the optimizer's state dict."""
         self._states = f"{self.base}/state/"
         self._cast: dict[str, torch.dtype] = {}
-        """Parameters whose state is cast, with the dtype that it gets."""
+        """Parameters whose state is cast -> the new dtype."""
         self._saved: SavedOptimizer | None = None
         self._tensors: list[tuple[str, Any, str, str]] = []
-        """Saved tensors of the state: path, entry, parameter, and the name of what is kept of it."""
+        """Saved tensors of the state: path, entry, parameter and state name."""
         self._wrapped: tuple[str, ...] = ()
-        """Where inner tensors of wrapped ones are."""
+        """The paths of wrapped tensors' inner tensors."""
         self.untouched: set[str] = set()
-        """Parameters whose state stays as it is, since their shapes are others."""
+        """Parameters whose state remains unchanged, since their shapes differ."""
         self.parameters: dict[str, Any] = {}
         """The live parameters, by their names in `state`."""
         self.owners: dict[str, torch.optim.Optimizer] = {}

@@ -22,7 +22,7 @@ _LIKE_PARAMETER = frozenset(
     {"acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev"}
     | {"square_avg", "step_size", "sum", "variance"}
 )
-"""What torch's optimizers keep in the shape of the parameter."""
+"""State names of torch's optimizers with the parameter's shape."""
 _LBFGS = "al d t old_dirs old_stps ro H_diag prev_flat_grad prev_loss"
 _STATE: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     name: (frozenset(always.split()), frozenset(sometimes.split()))
@@ -44,12 +44,12 @@ _STATE: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         ("SparseAdam", "step exp_avg exp_avg_sq", ""),
     )
 }
-"""Of torch's optimizers: the names in the state of each parameter that has any, and those that depend on options."""
+"""For torch's optimizers: the names in each parameter's state, and those that depend on options."""
 _ANY_OPTIMIZER = frozenset(
     {"params", "param_names", "lr", "weight_decay", "foreach", "fused", "capturable", "differentiable", "maximize"}
     | {"decoupled_weight_decay", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 )
-"""Options that say nothing of the class: how it computes, and what learning rate schedulers add."""
+"""Options that do not identify the class: implementation choices, and those of learning rate schedulers."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class SavedOptimizer:
     state: Mapping[str, frozenset[str]]
     """Parameter -> the names in its state."""
     options: tuple[frozenset[str], ...]
-    """Of each parameter group."""
+    """The options of each parameter group."""
     groups: tuple[tuple[str, ...], ...]
-    """The parameters of each group, as they are named in `state`."""
+    """The parameters of each group, by their names in `state`."""
     dtypes: Mapping[str, str]
-    """Of the parameters; empty for a snapshot that does not record them."""
+    """The parameters' dtypes; empty for a snapshot that does not record them."""
 
     @staticmethod
     def from_entries(path: str, entries: Mapping[str, Any]) -> SavedOptimizer | None:

@@ -20,11 +20,11 @@ from snapshot.state.model_state import ModelState
 from snapshot.state.sharded import Shards
 
 ONE_ELEMENT = 16
-"""No element is longer. A state of one element is often a count, which other code may change."""
+"""The maximum element size. A state of one element is often a count, which other code may change."""
 _MAX_NORM = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _address, _nbytes, _on_host = attrgetter("address"), attrgetter("nbytes"), attrgetter("is_cpu")
 _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
-"""Names under which modules hold what they wrap."""
+"""Attributes in which modules hold the module that they wrap."""
 
 
 def find_local_tensor(tensor: Any) -> Any:
@@ -42,11 +42,11 @@ class OverlapEligible:
 
     def __init__(self, app_state: Mapping[str, Any]) -> None:
         self.optimizers: list[torch.optim.Optimizer] = []
-        """Those whose steps can be waited for."""
+        """The optimizers whose steps can be awaited."""
         self._changing: list[torch.Tensor] = []
-        """What may change at any time, whoever else owns it."""
+        """Memory that may change at any time, even if an optimizer owns it."""
         self._parameters: dict[str, torch.Tensor] = {}
-        """By the path that a module's state has in the snapshot."""
+        """The parameters by the path of a module's state in the snapshot."""
         of_state: list[str] = []
         for key, stateful in app_state.items():
             named = isinstance(stateful, ModelState)

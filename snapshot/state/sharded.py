@@ -26,13 +26,13 @@ class LocalPiece:
     """A box of a tensor, in this rank's memory."""
 
     box: Box
-    """Where it lies in the whole tensor."""
+    """The box in the whole tensor."""
     tensor: torch.Tensor
-    """A plain, detached view of the local memory: to write to it is to write to the live tensor."""
+    """A plain, detached view of the local memory: a write changes the live tensor."""
     holders: tuple[int, ...] | None
-    """The global ranks that hold the very same box, this one included; None where nobody here knows."""
+    """The global ranks that hold the same box, including this one; None if unknown."""
     replica: int = 0
-    """Which of the equal copies this is, where the value itself says so."""
+    """The number of this copy among equal ones, if the value records it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,20 +40,20 @@ class Shards:
     """This rank's pieces of a tensor that is spread over ranks."""
 
     kind: str
-    """`DTensor`, or `ShardedTensor` for all that is a list of boxes."""
+    """`DTensor`, or `ShardedTensor` for any list of boxes."""
     dtype: torch.dtype
     shape: Shape
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     pieces: list[LocalPiece]
-    """None of them is empty."""
+    """The pieces; no piece is empty."""
     ranks: tuple[int, ...] | None
-    """All global ranks over which the tensor is spread; None where nobody here knows."""
+    """All global ranks over which the tensor is spread; None if unknown."""
     mesh: list[Any] | None
-    """The ranks as lists in lists, shared by all tensors of the mesh: not to be changed."""
+    """The ranks as nested lists, shared by all tensors of the mesh: do not modify."""
     placements: list[str] | None
-    """What each dimension of the mesh does: `R`, `S(dim)` or `_S(dim,strides)`."""
+    """The placement on each dimension of the mesh: `R`, `S(dim)` or `_S(dim,strides)`."""
     layout: str
-    """What all `ranks` must agree on, as one text; empty where nobody here knows it."""
+    """A text that must be equal on all `ranks`; empty if unknown."""
     requires_grad: bool
 
     @property
@@ -83,9 +83,9 @@ class Sharded:
     global_shape: Sequence[int]
     """Of the larger tensor."""
     offsets: Sequence[int]
-    """Where in it this one begins."""
+    """The offsets of this tensor in it."""
     replica: int = 0
-    """Which of the equal copies this is."""
+    """The number of this copy among equal ones."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, torch.Tensor):
@@ -202,7 +202,7 @@ def _read_mesh(mesh: Any) -> tuple[Shape, tuple[int, ...], list[Any], str]:
 
 _MESHES: weakref.WeakKeyDictionary[Any, tuple[Shape, tuple[int, ...], list[Any], str]] = weakref.WeakKeyDictionary()
 LONG = 80
-"""A mesh whose text is longer stands in layouts by a digest."""
+"""A mesh with a longer text is represented by a digest in layouts."""
 
 
 def _read_placements(path: str, value: Any, mesh_shape: Shape) -> tuple[meshes.Placements, tuple[int, ...] | None]:

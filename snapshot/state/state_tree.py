@@ -25,7 +25,7 @@ _DICTS = {dict, OrderedDict, defaultdict, Counter}
 _SEQUENCES = {list, tuple, deque}
 _LEAVES = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
 MISSING: Any = object()
-"""Stands for a leaf that is not there."""
+"""A placeholder for a missing leaf."""
 
 
 def collect_leaves(path: str, value: Any, compounds: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -22,22 +22,22 @@ class Kind:
     """A stateful that receives exactly the state that it saved."""
 
     by_name = False
-    """Whether names are matched one by one, and what does not match is an error or left out."""
+    """True if names are matched one by one; a name without a match is an error or left out."""
     needs: frozenset[str] = frozenset()
-    """Paths without which `mismatches` has nothing to say."""
+    """Paths that `find_mismatches` needs."""
     exact = False
-    """Whether a shape or dtype that differs is an error; else the leaf is replaced by a new object."""
+    """True if a differing shape or dtype is an error; otherwise the leaf is replaced by a new object."""
     models: str | None = None
-    """Where below the key a model's names are; None where there is no model, whose wrappers would change them."""
+    """The path of a model's names below the key; None if there is no model."""
     unfolds = True
-    """Whether plain values that others pickled become entries of their own, and are no objects any more."""
+    """True if plain values in other libraries' pickles become separate entries."""
 
     def __init__(self, key: str, stateful: Any) -> None:
         self.key = key
         self.stateful = stateful
         self.state = self.read_state()
         self.compounds: dict[str, Any] = {}
-        """Path -> an object that is held there and has a class of its own: a dataclass, an Enum, a wrapped tensor."""
+        """Path -> a live object with a class of its own: a dataclass, an Enum, a wrapped tensor."""
         self.live = collect_leaves(key, self.state, self.compounds)
 
     def read_state(self) -> Any:

@@ -29,9 +29,9 @@ from snapshot.tensors.dtypes import NAMES
 _COMPLEX = frozenset(("complex32", "complex64", "complex128"))
 SIMPLE = {dtype: name for dtype, name in NAMES.items() if name not in _COMPLEX}
 _ONLY_BYTES = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
-"""Dtypes that torch can only hold: it cannot copy them into another order."""
+"""Dtypes that torch cannot copy into another order."""
 _OF_MODULES = frozenset(("persistent", "_is_buffer", "_is_param"))
-"""Attributes with which torch marks what a module holds; it gives them anew."""
+"""Attributes with which torch marks a module's tensors; torch sets them again."""
 
 
 class TensorLeaves(FlatState, ABC):
@@ -53,7 +53,7 @@ class TensorLeaves(FlatState, ABC):
         self._excluded = excluded
         self._classes = classes
         self._within = False
-        """Whether an object is taken apart of which it is known that it does not hold itself."""
+        """True inside an object that is known not to contain itself."""
         self._prepare = prepare
         self._prepared_of: dict[int, list[tuple[torch.Tensor, str]]] = {}
         self._arrays: dict[Any, tuple[str, Any]] = {}

@@ -63,12 +63,12 @@ copy_memory.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 copy_memory.restype = None
 
 copy_memory_short = _held.memmove
-"""The same with the GIL held: giving it up costs more than a copy of some KiB."""
+"""`copy_memory` with the GIL held: releasing it costs more than a copy of some KiB."""
 copy_memory_short.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 copy_memory_short.restype = None
 
 SHORT = 32 << 10
-"""Up to so many bytes `copy_memory_short` is the cheaper one."""
+"""The length up to which `copy_memory_short` is faster."""
 
 
 _POPULATE_WRITE = 23

@@ -109,7 +109,7 @@ def restore_class(path: str, tensor: torch.Tensor, subclass: str | None, require
 
 _INTEGERS = {"qint8": torch.qint8, "quint8": torch.quint8, "qint32": torch.qint32}
 _FORMATS = {(0, 2, 3, 1): torch.channels_last, (0, 2, 3, 4, 1): torch.channels_last_3d}
-"""The only orders that torch gives a tensor that is quantised by channel."""
+"""The only orders that torch supports for tensors quantised by channel."""
 
 Decomposed = tuple[str, dict[str, torch.Tensor], dict[str, Any]]
 

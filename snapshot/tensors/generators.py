@@ -11,7 +11,7 @@ from snapshot.errors import CorruptSnapshotError
 from snapshot.saved import SavedObject
 
 KIND = "Generator"
-"""Their kind among what is made of tensors."""
+"""The `kind` of their entries."""
 
 
 def read_device(path: str, params: Mapping[str, Any]) -> torch.device:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from snapshot.tensors.geometry import Box, Shape
 
 Interval = tuple[int, int]
-"""Where a run of indices begins, and where it ends."""
+"""The begin and end of a run of indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class HeldShards(NamedTuple):
     """The boxes of a tensor that a rank holds."""
 
     shape: Shape
-    """Of its local tensor."""
+    """The shape of its local tensor."""
     boxes: tuple[tuple[Box, Box], ...]
-    """Where each part lies in the whole tensor, and where in the local one. None of them is empty."""
+    """The box of each part in the whole tensor, and in the local one. No part is empty."""
 
 
 @functools.lru_cache(maxsize=4096)

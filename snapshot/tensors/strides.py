@@ -37,7 +37,7 @@ class EnclosingTensor(NamedTuple):
     """A tensor of C order with the same first element as a view, which is a box of it."""
 
     order: Shape
-    """The view's dimensions from the one of the longest steps on: it is permuted so."""
+    """The view's dimensions by decreasing stride: its permutation."""
     sizes: Shape
     """The shape of the tensor around it; one dimension more than the view has if its last steps are longer than 1."""
 
