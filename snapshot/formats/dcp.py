@@ -40,7 +40,7 @@ async def describe_checkpoint(storage: Storage, data: bytes) -> ForeignDocument:
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         if isinstance(error, CorruptSnapshotError):
             raise
-        raise CorruptSnapshotError(f"{where}: is no metadata of DCP: {type(error).__name__}: {error}") from error
+        raise CorruptSnapshotError(f"{where}: is not DCP metadata: {type(error).__name__}: {error}") from error
     files: dict[str, Any] = dict(found.files)
     inline = b""
     try:
@@ -164,12 +164,12 @@ class _Metadata:
 
     def _find_range(self, place: Any, name: str) -> tuple[int, int, str, str]:
         if place is None:
-            raise ValueError(f"it does not say where {name[:200]!r} is")
+            raise ValueError(f"the location of {name[:200]!r} is missing")
         location = check_location(place["relative_path"], self._where)
         begin, length = place["offset"], place["length"]
         if type(begin) is not int or type(length) is not int or begin < 0 or length < 0 or begin + length >= 1 << 62:
             raise ValueError(
-                f"{name[:200]!r} is in no range: {safe_pickle.show_value(begin)}, {safe_pickle.show_value(length)}"
+                f"{name[:200]!r} is not in a range: {safe_pickle.show_value(begin)}, {safe_pickle.show_value(length)}"
             )
         extend_file(self.files, location, begin + length)
         transforms = place.get("transform_descriptors") or []

@@ -98,7 +98,7 @@ def find_layout(path: str, stored: TensorEntry, head: Any, tail: Any) -> Embedde
                 begin + at, nbytes, tensor.strides, tensor.offset, swapped, "conj" in tensor.bits, "neg" in tensor.bits
             )
         else:
-            raise UnsupportedFormatError(f"{path}: is stored in a way that this version does not know ({kind})")
+            raise UnsupportedFormatError(f"{path}: unknown serializer ({kind})")
     except (ValueError, struct.error) as error:
         raise CorruptSnapshotError(f"{path}: {stored.location}[{begin}:{end}]: {error}") from error
     reach = (found.offset + measure_span(stored.shape, found.strides)) * ITEMSIZE[stored.dtype]
@@ -142,7 +142,7 @@ def _find_in_archive(head: Any, tail: Any, length: int) -> tuple[int, int, Rebui
         each.name.partition("/")[2]: each for each in zip_directory.read_members(tail[low : low + stop - begin], begin)
     }
     if "data.pkl" not in found or any(each.method != zip_directory.STORED for each in found.values()):
-        raise ValueError("it is no archive of torch's with one tensor in it")
+        raise ValueError("it is not a torch archive with one tensor")
     content = _read_member(head, found["data.pkl"])
     tensor = read_tensor(content)
     order = bytes(_read_member(head, found["byteorder"])) if "byteorder" in found else b"little"
@@ -155,7 +155,7 @@ def _find_in_archive(head: Any, tail: Any, length: int) -> tuple[int, int, Rebui
         raise MoreBytesNeeded(storage.header + HEAD, len(tail))
     at = storage.header + zip_directory.find_data_begin(head[storage.header :])
     if at + storage.size > begin:
-        raise ValueError("the tensor's bytes do not lie in its archive")
+        raise ValueError("the tensor's bytes are outside its archive")
     return at, storage.size, tensor, order == b"big"
 
 
@@ -197,7 +197,7 @@ def make_decoder(path: str, stored: TensorEntry | ObjectEntry) -> Callable[[byte
         return _Deflate(path)
     if transform == "zstd":
         return _Zstd(path)
-    raise UnsupportedFormatError(f"{path}: is packed by {transform!r}, which this version does not know")
+    raise UnsupportedFormatError(f"{path}: is packed by {transform!r}, which is unknown to this version")
 
 
 class _Deflate:

@@ -143,7 +143,7 @@ def check_location(path: Any, where: object) -> str:
             return check_path(path)
     except ValueError:
         pass
-    raise CorruptSnapshotError(f"{where}: {str(path)[:200]!r} is no name of a file beside it")
+    raise CorruptSnapshotError(f"{where}: {str(path)[:200]!r} is not a file name inside its folder")
 
 
 def extend_file(files: dict[str, ForeignFile], location: str, end: int) -> None:
@@ -196,8 +196,8 @@ class ReadOnlyStorage(Storage):
         root = os.path.realpath(self.inner.url.location)
         if os.path.commonpath([root, os.path.realpath(os.path.join(root, path))]) != root:
             raise UnsafeObjectError(
-                f"{self.inner.url.join(path)}: is a link to outside of its folder, and is not followed: it could lead "
-                "to any file. If it is meant: copy the folder with its links followed (cp -rL)"
+                f"{self.inner.url.join(path)}: refusing to follow a link out of its folder, which could lead "
+                "to any file; if it is intended, copy the folder with its links followed (cp -rL)"
             )
         self._inside.add(path)
 

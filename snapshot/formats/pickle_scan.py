@@ -239,4 +239,4 @@ def _check_hashes(ints: set[bytes], where: object) -> None:
         return
     alike = collections.Counter(int.from_bytes(each, "little", signed=True) % _MODULUS for each in ints)
     if sum(many * many for many in alike.values()) > MOST_COMPARISONS:
-        raise CorruptSnapshotError(f"{where}: the numbers in its pickle were chosen to be slow")
+        raise CorruptSnapshotError(f"{where}: the numbers in its pickle collide too often; refusing a hostile pickle")

@@ -45,11 +45,11 @@ def load_object(
         try:
             return data.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as error:
-            raise CorruptSnapshotError(f"{path}: is no text: {error}") from error
+            raise CorruptSnapshotError(f"{path}: is not a text: {error}") from error
     if serializer.startswith(REFUSED):
         raise make_refusal(path, obj_type)
     if serializer != "torch_save":
-        raise UnsupportedFormatError(f"{path}: was stored by {serializer!r}, which this version does not know")
+        raise UnsupportedFormatError(f"{path}: was stored by {serializer!r}, which is unknown to this version")
     pickles = _read_pickles(path, data)
     stored = len(data) if stored is None else stored
     unsafe = (
@@ -116,10 +116,10 @@ def _read_pickles(path: str, data: bytearray) -> list[bytes]:
             if any(each.compress_type != zipfile.ZIP_STORED for each in members):
                 raise ValueError("it is compressed")
             if sum(each.file_size for each in members) > len(data):
-                raise ValueError(f"it says that it holds more than its {counted(len(data), 'byte')}")
+                raise ValueError(f"it claims more than its {counted(len(data), 'byte')}")
             return [_read_member(archive, each) for each in members if each.filename.endswith(".pkl")]
     except Exception as error:  # zipfile raises many kinds of errors at nonsense
-        raise CorruptSnapshotError(f"{path}: is no archive of torch's: {error}") from error
+        raise CorruptSnapshotError(f"{path}: is not a torch archive: {error}") from error
 
 
 def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:

@@ -69,7 +69,7 @@ class _WorkLimit(threading.local):
             self._compared += self._alike[hash(key)]
             self._alike[hash(key)] += 1
             if self._compared > MOST_COMPARISONS:
-                raise pickle.UnpicklingError("its keys were chosen to be slow")
+                raise pickle.UnpicklingError("its keys collide too often; refusing a hostile pickle")
 
 
 _work_limit = _WorkLimit()

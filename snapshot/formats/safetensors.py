@@ -87,7 +87,7 @@ async def _describe_named_index(storage: Storage, name: str, limit: int) -> Fore
     """Return the checkpoint of a file that is named like an index; raise if it is not one."""
     found = await describe_index(storage, name, limit)
     if found is None:
-        raise CorruptSnapshotError(f"{storage.url.join(name)}: is no index of files of safetensors")
+        raise CorruptSnapshotError(f"{storage.url.join(name)}: is not an index of safetensors files")
     return found
 
 
@@ -113,7 +113,7 @@ async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocu
     for tensor, location in index.weight_map.items():
         found = held[location][0].get(tensor)
         if found is None:
-            raise CorruptSnapshotError(f"{where}: says that {tensor[:200]!r} is in {location}, and it is not")
+            raise CorruptSnapshotError(f"{where}: {tensor[:200]!r} is missing in {location}")
         entries[tensor] = found
     files = {location: ForeignFile(size) for location, (_, _, size) in held.items()}
     metadata: Any = next((each for _, each, _ in held.values() if each), {})
@@ -154,7 +154,7 @@ async def _read_header(
     except (ValueError, msgspec.DecodeError, RecursionError, UnicodeError) as error:
         if isinstance(error, CorruptSnapshotError):
             raise
-        raise CorruptSnapshotError(f"{where}: is no file of safetensors: {error}") from error
+        raise CorruptSnapshotError(f"{where}: is not a safetensors file: {error}") from error
 
 
 def _decode_header(header: bytes, name: str, begin: int, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
@@ -182,7 +182,7 @@ def _decode_header(header: bytes, name: str, begin: int, size: int) -> tuple[dic
     position = 0
     for low, high in sorted(ends):  # as the library has it: without holes, and nothing twice
         if low != position or high < low:
-            raise ValueError(f"its tensors overlap, or leave a hole at {position}")
+            raise ValueError(f"its tensors overlap, or leave a gap at {position}")
         position = high
     if begin + position != size:
         raise ValueError(f"its tensors end at {begin + position}, and the file at {size}")

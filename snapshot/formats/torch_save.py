@@ -36,7 +36,7 @@ async def describe_file(storage: Storage, name: str, size: int, limit: int) -> F
     except ValueError as error:
         if isinstance(error, CorruptSnapshotError):
             raise
-        raise CorruptSnapshotError(f"{where}: is no archive of torch's: {error}") from error
+        raise CorruptSnapshotError(f"{where}: is not a torch archive: {error}") from error
     tree = EntryTree(where, lambda path, found: archive.make_entry(found, swapped=order == b"big"), length)
     saved = safe_pickle.load_pickle(content, where, length)
     made = make_container(saved)

@@ -39,7 +39,7 @@ async def describe_snapshot(storage: Storage, data: bytes) -> ForeignDocument:
     except (ValueError, TypeError, KeyError, AttributeError, struct.error, OverflowError) as error:
         if isinstance(error, CorruptSnapshotError):
             raise
-        raise CorruptSnapshotError(f"{where}: is no manifest: {type(error).__name__}: {error}") from error
+        raise CorruptSnapshotError(f"{where}: is not a manifest: {type(error).__name__}: {error}") from error
     await _measure_files(storage, made)
     return make_document(
         "torchsnapshot", version, storage.url, data, manifest=made.entries, files=made.files, world_size=world
@@ -54,13 +54,13 @@ def _parse_document(data: bytes, where: object) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeError):
         found = _parse_yaml(data, where)
     if not isinstance(found, dict) or not {"version", "world_size", "manifest"} <= found.keys():
-        raise CorruptSnapshotError(f"{where}: is no manifest ({counted(len(data), 'byte')})")
+        raise CorruptSnapshotError(f"{where}: is not a manifest ({counted(len(data), 'byte')})")
     return found
 
 
 def _parse_yaml(data: bytes, where: object) -> Any:
     if b"manifest:" not in data:
-        raise CorruptSnapshotError(f"{where}: is no manifest ({counted(len(data), 'byte')})")
+        raise CorruptSnapshotError(f"{where}: is not a manifest ({counted(len(data), 'byte')})")
     try:
         import yaml  # of an extra; nearly all manifests are JSON
     except ImportError as error:
@@ -105,7 +105,7 @@ class _Manifest:
         for path in manifest:
             rank, _, logical = path.partition("/")
             if not is_rank(rank, world) or not logical:
-                raise ValueError(f"{path[:200]!r} is an entry of no rank")
+                raise ValueError(f"{path[:200]!r} must begin with a rank")
             renamed[path] = f"{rank}/{'/'.join(encode_component(unquote(each)) for each in logical.split('/'))}"
         self._there = manifest.keys()
         self._shared = {path.partition("/")[2] for path, raw in manifest.items() if _is_shared(raw)}
@@ -230,13 +230,13 @@ def _child_path(path: str, key: Any) -> str:
 def _parse_range(given: Any) -> tuple[int, int]:
     begin, end = given
     if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 1 << 62:
-        raise ValueError(f"{str(given)[:100]} is no range")
+        raise ValueError(f"{str(given)[:100]} is not a range")
     return begin, end
 
 
 def _parse_sizes(given: Any) -> tuple[int, ...]:
     if not isinstance(given, list) or not all(type(each) is int and 0 <= each < 1 << 60 for each in given):
-        raise ValueError(f"{str(given)[:100]} are no sizes")
+        raise ValueError(f"{str(given)[:100]} are not sizes")
     return tuple(given)
 
 

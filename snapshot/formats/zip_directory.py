@@ -43,7 +43,7 @@ def find_directory(tail: bytes | memoryview, size: int) -> tuple[int, int]:
     """Return the begin and end of an archive's directory, from its last bytes; raise ValueError if it has none."""
     end = len(tail) - _END.size
     if end < 0:
-        raise ValueError(f"{size} bytes are no archive")
+        raise ValueError(f"{size} bytes are not an archive")
     signature, disk, _, _, count, length, begin, comment = _END.unpack_from(tail, end)
     if signature != b"PK\5\6" or comment or disk not in (0, 0xFFFF):
         raise ValueError("it does not end like an archive")
@@ -55,7 +55,7 @@ def find_directory(tail: bytes | memoryview, size: int) -> tuple[int, int]:
         *_, length, begin = _END64.unpack_from(tail, place)
         stop = size - len(tail) + place
     if begin + length > stop:
-        raise ValueError("its directory does not lie in it")
+        raise ValueError("its directory is outside it")
     return begin, begin + length
 
 

@@ -143,12 +143,12 @@ class SubclassEntry(Compound, tag="TensorSubclass"):
         context = self.context
         widths = [max(0, each.width) for each in context.values() if isinstance(each, Container)]
         if sum(widths) + 1 != len(context) or any(name.count("/") > DEEPEST_CONTEXT for name in context):
-            raise CorruptSnapshotError(f"{path}: its context is not one tree of at most {DEEPEST_CONTEXT} levels")
+            raise CorruptSnapshotError(f"{path}: its context must be one tree of at most {DEEPEST_CONTEXT} levels")
         for name, each in context.items():
             if isinstance(each, Container):
                 each.check(f"{path}: context{name}")
                 if any(f"{name}/{below}" not in context for below in each.components()):
-                    raise CorruptSnapshotError(f"{path}: its context lacks what is in {name or 'it'}")
+                    raise CorruptSnapshotError(f"{path}: its context lacks the contents of {name or 'its root'}")
 
     def context_value(self) -> Any:
         """Return the context of the class, as far as it is known."""

@@ -142,7 +142,7 @@ class DictEntry(Container, tag="dict"):
     def check(self, path: str) -> None:
         alike = collections.Counter(hash(decode_key(key)) for key in self.keys if type(key) is dict)
         if sum(count * count for count in alike.values()) > MOST_COMPARISONS:
-            raise CorruptSnapshotError(f"{path}: its keys were chosen to be slow")
+            raise CorruptSnapshotError(f"{path}: its keys collide too often; refusing a hostile manifest")
 
     def without_children(self, gone: Iterable[bool]) -> Container:
         kept = [i for i, away in enumerate(gone) if not away]

@@ -115,14 +115,14 @@ def decode_document(data: bytes, where: object) -> Document:
     document: Document = _decode_canonical(data, Document, where)
     for location in [*document.files, *(part.location for part in document.parts)]:
         if not _LOCATION.fullmatch(location):
-            raise CorruptSnapshotError(f"{where}: {location[:200]!r} is no name of a data file")
+            raise CorruptSnapshotError(f"{where}: {location[:200]!r} is not the name of a data file")
     if len({part.location for part in document.parts}) != len(document.parts):
-        raise CorruptSnapshotError(f"{where}: names a part of the manifest twice")
+        raise CorruptSnapshotError(f"{where}: lists a part of the manifest twice")
     for location, file in document.files.items():
         if not 0 <= file.header <= min(file.size, LONGEST_HEADER) or bool(file.header) != bool(file.header_digest):
-            raise CorruptSnapshotError(f"{where}: {location} cannot have a header of {counted(file.header, 'byte')}")
+            raise CorruptSnapshotError(f"{where}: {location} must not have a header of {counted(file.header, 'byte')}")
     if document.world_size < 1:
-        raise CorruptSnapshotError(f"{where}: a world size of {document.world_size}")
+        raise CorruptSnapshotError(f"{where}: world size must be at least 1, got {document.world_size}")
     return document
 
 
@@ -151,7 +151,7 @@ def _check_format(data: bytes, where: object) -> None:
 def _decode_canonical(data: bytes, kind: type[Any], where: object) -> Any:
     tail = _TAIL.match(data, max(0, len(data) - _TAIL_LENGTH))
     if not tail:
-        raise CorruptSnapshotError(f"{where}: is no manifest, or its end is missing ({counted(len(data), 'byte')})")
+        raise CorruptSnapshotError(f"{where}: is not a manifest, or its end is missing ({counted(len(data), 'byte')})")
     body = memoryview(data)[: tail.start()]
     actual = digest_range(body)
     if actual.encode() != tail[1]:
@@ -166,9 +166,7 @@ def _decode_canonical(data: bytes, kind: type[Any], where: object) -> Any:
     except (msgspec.DecodeError, RecursionError, UnicodeError, OverflowError) as error:
         raise CorruptSnapshotError(f"{where}: {error}") from error
     if memoryview(canonical)[:-1] != body:
-        raise CorruptSnapshotError(
-            f"{where}: is not in the canonical form (a key that stands twice, or edited by hand)"
-        )
+        raise CorruptSnapshotError(f"{where}: is not in the canonical form (duplicate keys, or edited by hand)")
     return decoded
 
 

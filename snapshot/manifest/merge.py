@@ -17,9 +17,7 @@ def merge(into: dict[str, Any], entries: Mapping[str, Any], whose: object) -> No
         if held is not entry:
             ours, theirs = _find_shards(held), _find_shards(entry)
             if ours is None or theirs is None or _tensor_header(held) != _tensor_header(entry):
-                raise CorruptSnapshotError(
-                    f"{path}: {whose} describes it, and another part of the manifest does so too"
-                )
+                raise CorruptSnapshotError(f"{path}: described twice, by {whose} and by another part of the manifest")
             ours += theirs
 
 

@@ -86,7 +86,7 @@ def is_rank(number: str, saved: int) -> bool:
 
 def _parse_rank(path: str, number: str, saved: int) -> int:
     if not is_rank(number, saved):
-        raise CorruptSnapshotError(f"{path[:200]!r} is an entry of no rank: there were {saved}")
+        raise CorruptSnapshotError(f"{path[:200]!r} must begin with a rank below {saved}")
     return int(number)
 
 

@@ -60,10 +60,10 @@ def read_int(text: str) -> int:
     return int(text, 0 if text.startswith(("0x", "-0x")) else 10)
 
 
-def _read_length(text: str) -> int:
+def _read_int64(text: str) -> int:
     value = read_int(text)
     if not -(1 << 63) <= value < 1 << 63:
-        raise ValueError(f"{text[:80]} is no length")
+        raise ValueError(f"a size must be a 64-bit integer, got {text[:80]}")
     return value
 
 
@@ -162,7 +162,7 @@ class SizeEntry(Scalar, tag="Size"):
     """A torch.Size."""
 
     write = staticmethod(lambda value: ",".join(map(str, value)))
-    read = staticmethod(lambda text: torch.Size([_read_length(each) for each in text.split(",")] if text else ()))
+    read = staticmethod(lambda text: torch.Size([_read_int64(each) for each in text.split(",")] if text else ()))
 
 
 SCALARS: dict[type, type[Scalar]] = {

@@ -39,7 +39,7 @@ class Typed(Scalar):
 def _expect_same_text(made: Any, text: str, write: Callable[[Any], str]) -> Any:
     """Return a value that was read, if its text is canonical."""
     if write(made) != text:
-        raise ValueError(f"{text[:80]!r} is not how {made!r} is written")
+        raise ValueError(f"{text[:80]!r} is not the canonical text of {made!r}")
     return made
 
 

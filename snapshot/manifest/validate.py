@@ -92,7 +92,7 @@ def check_stored(path: str, entry: TensorEntry, files: Files) -> None:
     if not packed and (
         entry.serializer != "raw" or (extra and (extra.strides is not None or extra.storage_offset is not None))
     ):
-        raise UnsupportedFormatError(f"{path}: is stored in a way that this version does not know ({entry.serializer})")
+        raise UnsupportedFormatError(f"{path}: unknown serializer ({entry.serializer})")
     itemsize = ITEMSIZE.get(entry.dtype)
     if itemsize is None:
         raise UnsupportedFormatError(
@@ -114,7 +114,7 @@ def check_stored(path: str, entry: TensorEntry, files: Files) -> None:
 def _check_shape(path: str, entry: AnyTensor) -> None:
     """Raise for a shape that torch cannot have, also if one of its sizes is 0."""
     if math.prod(max(1, size) for size in entry.shape) >= 1 << 60:
-        raise CorruptSnapshotError(f"{path}: {entry.dtype}{list(entry.shape)} is no shape that can be")
+        raise CorruptSnapshotError(f"{path}: {entry.dtype}{list(entry.shape)} is not a valid shape")
 
 
 def check_range(path: str, entry: TensorEntry | ObjectEntry, files: Files) -> None:
@@ -140,7 +140,7 @@ def _check_layout(path: str, entry: AnyTensor) -> None:
     extra = getattr(entry, "extra", None)
     order = extra and extra.stride_order
     if order is not None and sorted(order) != list(range(len(entry.shape))):
-        raise CorruptSnapshotError(f"{path}: {order} is no order of {counted(len(entry.shape), 'dimension')}")
+        raise CorruptSnapshotError(f"{path}: {order} is not an order of {counted(len(entry.shape), 'dimension')}")
 
 
 def _outside_error(path: str, location: str, begin: int, end: int) -> CorruptSnapshotError:

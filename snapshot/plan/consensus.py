@@ -164,7 +164,7 @@ def _check_layouts(details: Sequence[Details]) -> None:
             other = next(rank for rank in layouts if layouts[rank] != layouts[min(layouts)])
             faults.append(f"{path}: {layouts[min(layouts)]} on rank {min(layouts)}, {layouts[other]} on rank {other}")
     if faults:
-        raise SnapshotError(f"ranks hold parts of the same tensors, and do not agree on them:{listed(faults)}")
+        raise SnapshotError(f"ranks disagree about the tensors that they share parts of:{listed(faults)}")
 
 
 def _find_spare_boxes(details: Sequence[Details]) -> list[tuple[int, str, int]]:
@@ -199,7 +199,7 @@ def _find_spare_boxes(details: Sequence[Details]) -> list[tuple[int, str, int]]:
             fault = checked[signature]
             faults += [f"{path}: {fault}"] if fault else []
     if faults:
-        raise SnapshotError(f"the parts that ranks hold do not make whole tensors:{listed(faults)}")
+        raise SnapshotError(f"the parts on all ranks must form whole tensors:{listed(faults)}")
     return spare
 
 

@@ -294,7 +294,7 @@ class Flattened(TensorLeaves):
                 torch.save(value, held)
         except Exception as error:
             raise SnapshotError(
-                f"{path}: a {class_name(type(value))} can be stored in no way, not even pickled: {error}"
+                f"{path}: a {class_name(type(value))} cannot be stored, not even pickled: {error}"
             ) from error
         self.pickled.append(f"{path} ({class_name(type(value))})")
         self._add_blob(path, held.getvalue(), "torch_save", type(value))

@@ -123,7 +123,7 @@ def read_dtype(path: str, descr: Any) -> np.dtype[Any]:
         made = np.lib.format.descr_to_dtype(_to_tuples(descr[1] if record else descr))
         made = np.dtype((np.record, made)) if record else made
     except Exception as error:  # what it reads such texts with raises many kinds at nonsense
-        raise CorruptSnapshotError(f"{path}: {str(descr)[:80]!r} is no dtype of NumPy") from error
+        raise CorruptSnapshotError(f"{path}: {str(descr)[:80]!r} is not a NumPy dtype") from error
     if made.hasobject:
         raise CorruptSnapshotError(f"{path}: an array of Python objects cannot be read from bytes")
     return made

@@ -89,9 +89,9 @@ class Sharded:
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, torch.Tensor):
-            raise TypeError(f"Sharded: `tensor` must be a torch.Tensor, not a {class_name(type(self.tensor))}")
+            raise TypeError(f"Sharded: `tensor` must be a torch.Tensor, got a {class_name(type(self.tensor))}")
         if composite.plain_subclass_name(self.tensor) is None or self.tensor.layout is not torch.strided:
-            raise TypeError(f"Sharded: `tensor` must be plain and dense, not a {_describe_tensor(self.tensor)}")
+            raise TypeError(f"Sharded: `tensor` must be plain and dense, got a {_describe_tensor(self.tensor)}")
         for name in ("global_shape", "offsets"):
             object.__setattr__(self, name, _expect_integers(name, getattr(self, name)))
         object.__setattr__(self, "replica", _expect_integers("replica", (self.replica,))[0])
@@ -104,7 +104,7 @@ class Sharded:
         if not is_inside(box, shape):
             raise ValueError(f"Sharded: `tensor` of shape {box.sizes} at {box.offsets} is not within {shape}")
         if self.replica < 0:
-            raise ValueError(f"Sharded: `replica` must not be negative, and is {self.replica}")
+            raise ValueError(f"Sharded: `replica` must not be negative, got {self.replica}")
 
     def box(self) -> Box:
         """Return where this part lies in the whole tensor."""
@@ -217,7 +217,7 @@ def _read_placements(path: str, value: Any, mesh_shape: Shape) -> tuple[meshes.P
         elif isinstance(placement, types.Replicate):
             made.append(meshes.Copy())
         else:
-            raise SnapshotError(f"{path}: is placed as {placement!r}, and nobody here knows what that means")
+            raise SnapshotError(f"{path}: unknown placement {placement!r}")
     placements = tuple(made)
     told = getattr(value._spec, "shard_order", None)
     if told is None or any(isinstance(placement, meshes.Split) and placement.strides > 1 for placement in made):
@@ -255,9 +255,9 @@ def _find_held_shards(
     placed = f"of {shape}, placed as {', '.join(map(str, placements))} on a mesh of {mesh_shape}, at {coordinate}"
     if fitting:
         raise SnapshotError(
-            f"{path}: which part the local {size} is {placed}, cannot be told, since the sizes do not divide evenly"
+            f"{path}: the position of the local {size} {placed} is ambiguous, since the sizes do not divide evenly"
         )
-    raise SnapshotError(f"{path}: the local part is {size}, where {found[0].shape} was to be expected {placed}")
+    raise SnapshotError(f"{path}: local part must be {found[0].shape} {placed}, got {size}")
 
 
 def _read_sharded_tensor(path: str, value: Any) -> Shards:
@@ -359,7 +359,7 @@ def _expect_plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a local part as a plain tensor."""
     tensor = wait_for_tensor(tensor)
     if composite.plain_subclass_name(tensor) is None or tensor.layout is not torch.strided:
-        raise SnapshotError(f"{path}: its local part is a {_describe_tensor(tensor)}, of which no boxes can be stored")
+        raise SnapshotError(f"{path}: its local part must be plain and dense, got a {_describe_tensor(tensor)}")
     tensor = tensor.detach()
     return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
 
@@ -378,10 +378,10 @@ def _expect_integers(name: str, given: Iterable[Any]) -> Shape:
     try:
         values = tuple(given)
         if any(isinstance(number, bool) for number in values):
-            raise TypeError("a bool is no number of elements")
+            raise TypeError("a bool is not a number of elements")
         return tuple(operator.index(number) for number in values)
     except TypeError as error:
-        raise TypeError(f"Sharded: `{name}` must be made of integers, and is {given!r}") from error
+        raise TypeError(f"Sharded: `{name}` must be integers, got {given!r}") from error
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

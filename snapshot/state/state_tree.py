@@ -152,7 +152,7 @@ class ChosenState:
             children = [self.merge(f"{path}/{name}", entries, values, live[i]) for i, name in enumerate(names)]
             return _build_container(path, entry, children)
         raise RestoreError(
-            f"{path}: only a part of it is to be restored, and the application has no such {type(entry).__name__} "
-            f"of {len(names)} to hold the rest",
+            f"{path}: a partial restore needs a live {type(entry).__name__} of {len(names)} to hold the rest, "
+            f"and the application has none",
             [path],
         )

@@ -46,10 +46,10 @@ class StateDict(UserDict[str, Any]):
 def check_app_state(app_state: Mapping[str, Any]) -> None:
     """Raise `TypeError` or `ValueError`, with the key, for an invalid app state."""
     if not isinstance(app_state, Mapping):
-        raise TypeError(f"app_state is {type(app_state).__name__}, and must be a dict of stateful objects")
+        raise TypeError(f"app_state must be a dict of stateful objects, got {type(app_state).__name__}")
     for key, value in app_state.items():
         if not isinstance(key, str):
-            raise TypeError(f"app_state has the key {key!r}, and its keys must be strings")
+            raise TypeError(f"app_state keys must be strings, got {key!r}")
         if isinstance(value, type) or not isinstance(value, Stateful):
             raise TypeError(
                 f"app_state[{key!r}] is {_describe_value(value)}, which has no state_dict() and load_state_dict(); "
@@ -57,7 +57,7 @@ def check_app_state(app_state: Mapping[str, Any]) -> None:
             )
     rng = [key for key, value in app_state.items() if isinstance(value, RNGState)]
     if len(rng) > 1:
-        raise ValueError(f"app_state holds several RNGState ({', '.join(map(repr, rng))}), and there is one RNG state")
+        raise ValueError(f"app_state must hold at most one RNGState, got several ({', '.join(map(repr, rng))})")
 
 
 def _describe_value(value: object) -> str:

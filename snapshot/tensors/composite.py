@@ -89,7 +89,7 @@ def restore_class(path: str, tensor: torch.Tensor, subclass: str | None, require
     A class other than Parameter must have been imported already: a snapshot cannot make this process import anything.
     """
     if requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise CorruptSnapshotError(f"{path}: is said to require a gradient, which no {tensor.dtype} can have")
+        raise CorruptSnapshotError(f"{path}: requires_grad must be False for {tensor.dtype}, got True")
     if subclass == _PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad)
     if subclass is not None:
@@ -157,12 +157,12 @@ def compose_tensor(path: str, kind: str, parts: Parts, params: Mapping[str, Any]
     """Return the tensor that `decompose_tensor` has taken apart."""
     build = _BUILDERS.get(kind)
     if build is None:
-        raise CorruptSnapshotError(f"{path}: {kind!r} is no kind of tensor that this version knows")
+        raise CorruptSnapshotError(f"{path}: unknown kind of tensor {kind!r}")
     try:
         with torch.no_grad():
             made = build(parts, params)
     except Exception as error:  # torch raises many kinds at what it cannot make
-        raise CorruptSnapshotError(f"{path}: its parts do not make a {kind} tensor: {error}") from error
+        raise CorruptSnapshotError(f"{path}: cannot build a {kind} tensor from its parts: {error}") from error
     return restore_class(path, made, params.get("subclass"), bool(params.get("requires_grad")))
 
 
@@ -197,7 +197,7 @@ def _order_integers(integers: torch.Tensor, params: Mapping[str, Any]) -> tuple[
     """Return the integers in their memory order, and the order of the dimensions."""
     order = params.get("order") or list(range(integers.dim()))
     if sorted(order) != list(range(integers.dim())):
-        raise ValueError(f"{order} is no order of {counted(integers.dim(), 'dimension')}")
+        raise ValueError(f"{order} is not an order of {counted(integers.dim(), 'dimension')}")
     return integers.permute(order).contiguous(), order
 
 
@@ -205,7 +205,7 @@ def _check_zero_points(zero_points: Any, integers: torch.Tensor) -> None:
     """Raise if a zero point is out of range. torch accepts it, and fails on access."""
     known = torch.iinfo(integers.dtype)
     if not bool(((zero_points >= known.min) & (zero_points <= known.max)).all()):
-        raise ValueError(f"a zero point that is no {integers.dtype}")
+        raise ValueError(f"zero points must be in the range of {integers.dtype}")
 
 
 def _build_per_tensor(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:

@@ -79,7 +79,7 @@ def boxes_overlap(boxes: list[Box]) -> bool:
         group = groups.pop()
         patience -= len(group)
         if patience < 0:
-            raise ValueError(f"its {counted(len(boxes), 'part')} lie in no order that a layout has")
+            raise ValueError(f"its {counted(len(boxes), 'part')} form no known layout")
         if len(group) < 2:
             continue
         for axis in range(len(group[0].sizes)):
@@ -112,7 +112,7 @@ def _sweep_pairs(boxes: list[Box], patience: int) -> bool:
     for box in sorted(boxes, key=lambda box: box.offsets[axis]):
         patience -= len(active)
         if patience < 0:
-            raise ValueError(f"its {counted(len(boxes), 'part')} lie in no order that a layout has")
+            raise ValueError(f"its {counted(len(boxes), 'part')} form no known layout")
         active = [other for other in active if other.offsets[axis] + other.sizes[axis] > box.offsets[axis]]
         if any(intersect(box, other) for other in active):
             return True

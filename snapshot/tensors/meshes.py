@@ -72,7 +72,9 @@ def find_held_shards(
     ((4,), ['0:2 is 0:2', '3:5 is 2:4'])
     """
     if not len(mesh_shape) == len(placements) == len(coordinate):
-        raise ValueError(f"a mesh of shape {mesh_shape} has no {len(placements)} placements, or not at {coordinate}")
+        raise ValueError(
+            f"a mesh of shape {mesh_shape} must have one placement per dimension, got {len(placements)} at {coordinate}"
+        )
     axes: list[list[Interval]] = [[(0, size)] for size in shape]
     for mesh_dim in range(len(mesh_shape)) if order is None else order:
         placement = placements[mesh_dim]
