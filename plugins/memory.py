@@ -7,7 +7,6 @@ Nothing survives the process. A forked child has a copy of its own.
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageError, StorageNotFoundError
+from snapshot.per_process import PerProcess
 from snapshot.storage import (
     ABSENT,
     ANYTHING,
@@ -49,18 +49,21 @@ class _File:
     mtime: float = field(default_factory=time.time)
 
 
-_files: dict[str, _File] = {}
-_lock = threading.Lock()
-"""Held while the tree is looked up or changed, never while bytes are copied."""
+class _Tree:
+    """All files of this process."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, _File] = {}
+        self.lock = threading.Lock()
+        """Held while the tree is looked up or changed, never while bytes are copied."""
+
+    def forked(self) -> _Tree:
+        """Keep the parent's files under a new lock: a thread of the parent may have held the old one."""
+        self.lock = threading.Lock()
+        return self
 
 
-def _after_fork() -> None:
-    """Make a new lock: a thread of the parent may have held the old one, and would never release it here."""
-    global _lock  # noqa: PLW0603 - the tree is the process's, and so is its lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_tree = PerProcess(_Tree, _Tree.forked)
 
 
 class MemoryStorage(Storage):
@@ -81,15 +84,15 @@ class MemoryStorage(Storage):
         return f"{self._root}/{check_path(path)}"
 
     def _find(self, path: str) -> _File:
-        with _lock:
-            found = _files.get(self._key(path))
+        with _tree.get().lock:
+            found = _tree.get().files.get(self._key(path))
         if found is None:
             raise StorageNotFoundError(f"{self.url.join(path)}: No such file in memory")
         return found
 
     def _expect(self, path: str, expect: Expect) -> None:
         """Raise StorageConflictError unless the file at the path is as expected. The caller holds the lock."""
-        stands = _files.get(self._key(path))
+        stands = _tree.get().files.get(self._key(path))
         if expect is ANYTHING or (stands.token if stands else ABSENT) == expect:
             return
         found = "is gone" if stands is None else "is there already" if expect is ABSENT else "was replaced"
@@ -113,9 +116,9 @@ class MemoryStorage(Storage):
     async def put(self, path: str, data: bytes, *, expect: Expect = ANYTHING) -> str:
         """Compare and replace the file under the lock."""
         made = _File(np.frombuffer(bytes(data), np.uint8))
-        with _lock:
+        with _tree.get().lock:
             self._expect(path, expect)
-            _files[self._key(path)] = made
+            _tree.get().files[self._key(path)] = made
         return made.token
 
     async def get(self, path: str, *, limit: int | None = None) -> bytes:
@@ -136,8 +139,8 @@ class MemoryStorage(Storage):
         if folder:
             check_path(folder)
         start = f"{self._root}/{prefix}"
-        with _lock:
-            rests = {key[len(start) :] for key in _files if key.startswith(start)}
+        with _tree.get().lock:
+            rests = {key[len(start) :] for key in _tree.get().files if key.startswith(start)}
         if not recursive:
             rests = {name + slash for name, slash, _ in (rest.partition("/") for rest in rests)}
         return sorted(prefix + rest for rest in rests)
@@ -145,35 +148,35 @@ class MemoryStorage(Storage):
     async def delete(self, paths: Sequence[str]) -> None:
         """Delete all files at once: another thread sees all of them, or none."""
         keys = [self._key(path) for path in paths]
-        with _lock:
+        with _tree.get().lock:
             for key in keys:
-                _files.pop(key, None)
+                _tree.get().files.pop(key, None)
 
     async def rename(self, source: str, path: str) -> None:
         """Rename a file in one step."""
         old, new = self._key(source), self._key(path)
-        with _lock:
-            if old not in _files:
+        with _tree.get().lock:
+            if old not in _tree.get().files:
                 raise StorageNotFoundError(f"{self.url.join(source)}: no such file")
-            _files[new] = _files.pop(old)
+            _tree.get().files[new] = _tree.get().files.pop(old)
 
     async def commit(self, claim: str, path: str, data: bytes, *, expect: Expect = ABSENT) -> str:
         """Replace the claim by the file in one step; raise StorageConflictError if the claim is gone."""
         made = _File(np.frombuffer(bytes(data), np.uint8))
         key = self._key(path)
-        with _lock:
-            if self._key(claim) not in _files:
+        with _tree.get().lock:
+            if self._key(claim) not in _tree.get().files:
                 raise StorageConflictError(f"{self.url.join(claim)}: was cleaned away by another take or delete")
             self._expect(path, expect)
-            del _files[self._key(claim)]
-            _files[key] = made
+            del _tree.get().files[self._key(claim)]
+            _tree.get().files[key] = made
         return made.token
 
     async def copy(self, source: str, path: str) -> None:
         """Copy a file; both share the bytes, which never change."""
         made, key = _File(self._find(source).content), self._key(path)
-        with _lock:
-            _files[key] = made
+        with _tree.get().lock:
+            _tree.get().files[key] = made
 
 
 class MemoryFileWriter(FileWriter):
@@ -209,8 +212,8 @@ class MemoryFileWriter(FileWriter):
         if reached < len(content):
             raise StorageError(f"{self._url}: nothing was written at byte {reached} of {len(content)}")
         self._content = None
-        with _lock:
-            _files[self._key] = _File(content)
+        with _tree.get().lock:
+            _tree.get().files[self._key] = _File(content)
 
     async def abort(self) -> None:
         """Drop the memory; a finished file stays."""

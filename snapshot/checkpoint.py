@@ -21,7 +21,7 @@ from snapshot.errors import (
 )
 from snapshot.events import emit
 from snapshot.formats.safetensors import SHARD
-from snapshot.load.open import exists, is_foreign, open_document, read_from
+from snapshot.load.open import checkpoint_exists, is_foreign, open_document, read_from
 from snapshot.load.read_object import read_object, read_state_dict
 from snapshot.manifest.document import Document, copy_manifest
 from snapshot.manifest.entry import Entry
@@ -123,7 +123,7 @@ class Checkpoint:
         whether it is whole."""
         session = self.new_session(None)
         try:
-            return run(exists(session))
+            return run(checkpoint_exists(session))
         finally:
             run(session.close())
 
@@ -267,12 +267,12 @@ class Checkpoint:
         >>> snapshot.convert("memory://docs/model.safetensors", "safetensors").tensors
         1
         """
-        from snapshot.verbs.conversion import converted
+        from snapshot.verbs.conversion import convert_checkpoint
         from snapshot.verbs.to_snapshot import Selection  # who only trains need not wait for it
 
         refuse_on_loop()
         choice = Selection(select, exclude, rename, dtype, verify, self._allow_pickle)
-        return converted(
+        return convert_checkpoint(
             self._url,
             self._options,
             URL.parse(os.fspath(url)),
@@ -327,11 +327,11 @@ class Checkpoint:
         >>> snapshot.copy("memory://docs/there").checked
         'digests'
         """
-        from snapshot.verbs.copy import copied
+        from snapshot.verbs.copy import copy_checkpoint
         from snapshot.verbs.to_snapshot import Selection  # who only trains need not wait for it
 
         refuse_on_loop()
-        return copied(
+        return copy_checkpoint(
             self._url,
             self._options,
             URL.parse(os.fspath(url)),

@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from snapshot.errors import MissingExtraError
 from snapshot.options import Settings
 
 VARIABLE = "SNAPSHOT_STORAGE_OPTIONS"
@@ -52,12 +51,8 @@ def _mapping(text: str, name: str = "") -> dict[str, Any]:
 
 
 def _yaml(text: str, name: str) -> Any:
-    try:
-        import yaml  # an extra: who writes JSON needs none
-    except ImportError:
-        raise MissingExtraError(
-            f"{name}: is not JSON, and for YAML there is no library; pip install 'snapshot-torch[yaml]'"
-        ) from None
+    import yaml  # few need it
+
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:

@@ -1,19 +1,106 @@
-"""What holds for all tests, and the ranks and the warm interpreter that they share."""
+"""The tiers of the tests, and fixtures that all rooms share: ranks, servers, a warm interpreter.
 
-import sys
+`python -m pytest` runs the fast tier: all tests without a tier's mark (see `[tool:pytest]` in setup.cfg), and those
+marked `smoke`. If files or folders are named, all of their tests run: `python -m pytest tests/storage`. `.ci/run` runs
+all tiers.
+"""
+
+import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests.helpers.servers import azurite, gcs, moto, nginx, sshd, webdav, weed  # noqa: F401 - fixtures
+from tests.helpers.warm_interpreter import Warm
+
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-sys.path.append(str(HERE / "distributed"))  # for `from pool import Pool`
-from forked import Warm  # noqa: E402 - it is found from here on
+TIERS = "servers or ranks or deadly or libraries or device or bench or examples or slow"
+SERVERS = {"moto", "weed", "gcs", "azurite", "nginx", "webdav", "sshd"}
 
 # A machine that is busy with something else is slow, and no test says anything about time.
 settings.register_profile("snapshot", deadline=None)
 settings.load_profile("snapshot")
+
+# gcsfs reads this when it is imported. Without it, the first call to an emulator waits a minute for gRPC.
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+# Tests name their credentials. No client asks the machine's metadata service for others.
+os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
+
+
+# Tiers, and processes that share the work
+
+FIRST = (
+    "distributed/test_silent_ranks.py",
+    "storage/test_s3_faults.py",
+    "interop/",
+    "device/",
+    "storage/test_s3.py",
+    "faults/",
+    "distributed/",
+    "test_examples.py",
+    "benchmarks/",
+    "hostile/",
+)
+"""Modules that take long begin first, so that no process ends alone with one: beginnings of their paths."""
+WORKERS = 3
+"""Processes that run the tests: one more than the cores of a small machine, since many tests wait."""
+
+
+def pytest_configure(config):
+    """Choose the fast tier if neither tests nor marks are named on the command line."""
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
+        config.option.markexpr = f"smoke or not ({TIERS})"
+
+
+def pytest_xdist_auto_num_workers(config):
+    """Start no process for single modules, and several for folders."""
+    if all("::" in each or each.endswith(".py") for each in config.args):
+        return 0
+    return max(WORKERS, min(len(os.sched_getaffinity(0)), 8))
+
+
+def pytest_ignore_collect(collection_path):
+    """Look for tests, and for doctests, in no helper module."""
+    if collection_path.suffix == ".py" and not collection_path.name.startswith("test_"):
+        return True
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items):
+    """Mark the tests that use servers or ranks, and put long modules in front."""
+    for item in items:
+        used = {*getattr(item, "fixturenames", ()), *_texts_in_parameters(item)}
+        if used & SERVERS:
+            item.add_marker("servers")
+        if used & {*POOLS, "fresh_pool"}:
+            item.add_marker("ranks")
+
+    def place(item):
+        path = item.path.relative_to(HERE).as_posix() if HERE in item.path.parents else ""
+        return next((i for i, first in enumerate(FIRST) if path.startswith(first)), len(FIRST))
+
+    items.sort(key=place)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """List the skipped tests: how many for each reason."""
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
+    if reasons:
+        terminalreporter.write_sep("=", "skipped, and why")
+        for reason, count in reasons.most_common():
+            terminalreporter.write_line(f"{count:4} {reason}")
+
+
+def _texts_in_parameters(item):
+    """Return the strings that a test was parametrized with: some name a fixture."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return [each for each in parameters.values() if isinstance(each, str)]
+
+
+# The warm interpreter
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +123,7 @@ def shared(name):
 
     @pytest.fixture(scope="session", name=name)
     def ranks():
-        from pool import Pool  # which few tests need
+        from tests.helpers.rank_pool import Pool  # which few tests need
 
         with Pool(POOLS[name]) as pool:
             SHARED[name] = pool
@@ -50,21 +137,46 @@ two, three, four = map(shared, POOLS)
 
 @pytest.fixture(autouse=True)
 def mended(request):
-    """A shared pool that an earlier test left broken, or that was closed, is made anew before a test that uses it."""
+    """Restart a shared pool that an earlier test left broken, or that was closed."""
     for name in POOLS.keys() & set(request.fixturenames):
         pool = request.getfixturevalue(name)
-        if pool is SHARED.get(name) and not pool.healthy():  # a test may have something of its own by that name
+        if pool is SHARED.get(name) and not pool.healthy():  # a test may have its own pool by that name
             pool.restart()
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Gloo's threads poll as long as their group is there: behind a folder's last test they only take time."""
-    if nextitem is None or nextitem.path.parent != item.path.parent:
-        for pool in SHARED.values():
+    """Close pools that the next test does not use: Gloo's threads poll as long as their group exists."""
+    for name, pool in SHARED.items():
+        if nextitem is None or (nextitem.path != item.path and name not in getattr(nextitem, "fixturenames", ())):
             pool.close()
+
+
+# Small ones
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A folder that all ranks see."""
     return str(tmp_path)
+
+
+@pytest.fixture
+def one_thread():
+    """Run torch with one thread: on a busy machine its threads wait for each other, and small tensors need none."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def writer_process(tmp_path_factory):
+    """Start the writer process, which is kept with its channel and some shared memory."""
+    import torch
+
+    from snapshot import Snapshot, StateDict
+
+    state = {"s": StateDict(x=torch.ones(1 << 20))}
+    Snapshot.async_take(tmp_path_factory.mktemp("first") / "s", state, worker="process").wait()

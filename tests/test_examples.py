@@ -11,9 +11,11 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
-from forked import Warm
 
 from snapshot import Snapshot, StateDict
+from tests.helpers.warm_interpreter import Warm
+
+pytestmark = pytest.mark.examples
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart.py"

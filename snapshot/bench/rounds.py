@@ -17,7 +17,7 @@ from snapshot.bench.competitors import SYSTEMS
 from snapshot.bench.tables import ResultTable, Row
 from snapshot.bench.workloads import Case
 from snapshot.bench.workspace import Workspace, available_memory
-from snapshot.runtime.cleanup_signals import held
+from snapshot.runtime.cleanup_signals import hold_signals
 
 LIBRARIES = 400 << 20
 """What a child holds besides its payload."""
@@ -145,7 +145,7 @@ def _children(tasks: Sequence[Task]) -> Iterator[list[Child]]:
     with ExitStack() as stack:
         children = []
         for task in tasks:
-            with held():
+            with hold_signals():
                 child = Child(task)
                 stack.callback(child.close)
             children.append(child)

@@ -19,7 +19,7 @@ from typing import Any
 from snapshot.errors import StorageError
 from snapshot.options import Settings
 from snapshot.registry import open_storage
-from snapshot.runtime.cleanup_signals import held
+from snapshot.runtime.cleanup_signals import hold_signals
 from snapshot.storage import map_exceptions
 from snapshot.storage_options import options_from_environment
 from snapshot.url import URL
@@ -80,7 +80,7 @@ def _folder(parsed: URL) -> Iterator[Path]:
     missing = [folder for folder in (base, *base.parents) if not folder.exists()]
     made: Path | None = None
     try:
-        with held(), map_exceptions(parsed):
+        with hold_signals(), map_exceptions(parsed):
             base.mkdir(parents=True, exist_ok=True)
             made = Path(tempfile.mkdtemp(prefix="snapshot-bench-", dir=base))
         yield made

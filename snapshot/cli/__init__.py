@@ -26,7 +26,7 @@ from snapshot.cli.screen import printable
 from snapshot.cli.status import ExitStatus
 from snapshot.cli.verbs import VERBS
 from snapshot.errors import SnapshotError
-from snapshot.runtime.cleanup_signals import unwinding
+from snapshot.runtime.cleanup_signals import unwind_on_signals
 
 if TYPE_CHECKING:
     from snapshot.events import Event
@@ -99,7 +99,7 @@ def _run(whole: argparse.ArgumentParser, argv: Sequence[str]) -> int:
     if run is None:
         whole.print_help(sys.stderr)
         return ExitStatus.FAILED
-    with unwinding(), _spoken():
+    with unwind_on_signals(), _spoken():
         return run(arguments)
 
 

@@ -17,7 +17,7 @@ from snapshot.bench.workspace import Workspace, describe, place
 from snapshot.cli.arguments import Verbs, add_storage, handed_on, options_of, verb
 from snapshot.cli.screen import say
 from snapshot.cli.status import ExitStatus
-from snapshot.runtime.cleanup_signals import unwinding
+from snapshot.runtime.cleanup_signals import unwind_on_signals
 
 
 def add(verbs: Verbs) -> None:
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    with unwinding(), place(arguments.url) as where:
+    with unwind_on_signals(), place(arguments.url) as where:
         host = describe(where)
         cold = where.local and host["file_system"] not in ("tmpfs", "ramfs")
         steps = _steps(arguments, where, cold)

@@ -21,7 +21,7 @@ from snapshot.cli.arguments import (
     verb,
 )
 from snapshot.cli.cp import in_our_words
-from snapshot.cli.locate import explained
+from snapshot.cli.locate import explain_missing
 from snapshot.cli.screen import as_json, bar, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.formats.safetensors import SHARD
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     """Convert, and say what was done."""
     options = options_of(arguments, "src")
     source = Snapshot(arguments.source, storage_options=options, allow_pickle=arguments.allow_pickle)
-    with in_our_words(), explained(arguments.source, options), bar("convert") as show:
+    with in_our_words(), explain_missing(arguments.source, options), bar("convert") as show:
         report = source.convert(
             arguments.target,
             arguments.to or _by_name(arguments.target),

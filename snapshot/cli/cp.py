@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from snapshot.cli.arguments import Verbs, add_json, add_memory, add_select, add_storage, options_of, verb
-from snapshot.cli.locate import explained
+from snapshot.cli.locate import explain_missing
 from snapshot.cli.screen import as_json, bar, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotExistsError
@@ -54,7 +54,7 @@ def in_our_words() -> Iterator[None]:
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Copy, and say what was copied."""
     options = options_of(arguments, "src")
-    with in_our_words(), explained(arguments.source, options), bar("copy") as show:
+    with in_our_words(), explain_missing(arguments.source, options), bar("copy") as show:
         report = Snapshot(arguments.source, storage_options=options).copy(
             arguments.target,
             arguments.select,

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_memory, add_select, add_storage, options_of, verb
-from snapshot.cli.locate import opened
-from snapshot.cli.quiet import torch_is_quiet
+from snapshot.cli.locate import open_all
+from snapshot.cli.quiet import mute_torch_warnings
 from snapshot.cli.screen import as_json, bar, paint, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotNotFoundError
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     sides = [(url, options_of(arguments, prefix)) for url, prefix in ((arguments.a, "src"), (arguments.b, "dst"))]
     a, b = (Snapshot(url, storage_options=options) for url, options in sides)
     try:
-        with torch_is_quiet(), bar("diff") as show:
+        with mute_torch_warnings(), bar("diff") as show:
             found = Snapshot.diff(
                 a,
                 b,
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
             )
     except SnapshotNotFoundError:
         for url, options in sides:
-            opened(url, options)  # says what stands there instead
+            open_all(url, options)  # says what stands there instead
         raise
     if arguments.json:
         print(as_json(_fields(found)))

@@ -30,9 +30,7 @@ EXTRAS = {
     "gcs": ("gcsfs", "aiohttp"),
     "azure": ("azure.storage.blob", "azure.identity"),
     "http": ("aiohttp",),
-    "fsspec": ("fsspec",),
     "zstd": ("zstandard",),
-    "yaml": ("yaml",),
     "cli": ("shtab",),
 }
 SHARED = "/dev/shm"  # noqa: S108 - where memory is shared between processes

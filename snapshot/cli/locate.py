@@ -25,17 +25,17 @@ ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".index.json")
 """How files are called that may be checkpoints by themselves."""
 
 
-def opened(url: str, options: Mapping[str, Any] | None = None, *, allow_pickle: bool = False) -> Checkpoint:
+def open_all(url: str, options: Mapping[str, Any] | None = None, *, allow_pickle: bool = False) -> Checkpoint:
     """Return the snapshot at a URL, its manifest read: to be looked at. Where there is none, the error says what is
     there instead."""
-    options = hasty(URL.parse(url), options)
+    options = suggest(URL.parse(url), options)
     snapshot = Checkpoint(url, storage_options=options, allow_pickle=allow_pickle)
-    with explained(url, options):
+    with explain_missing(url, options):
         _ = snapshot.metadata
     return snapshot
 
 
-def hasty(url: URL, options: Mapping[str, Any] | None) -> dict[str, Any]:
+def suggest(url: URL, options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the options for somebody who waits for an answer: a server that cannot be reached is given up soon."""
     made = {"deadline": SOON, **(options or {})}
     try:
@@ -46,7 +46,7 @@ def hasty(url: URL, options: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 @contextmanager
-def explained(url: str, options: Mapping[str, Any] | None) -> Iterator[None]:
+def explain_missing(url: str, options: Mapping[str, Any] | None) -> Iterator[None]:
     """Within, an error that there is no snapshot also says what is there instead."""
     try:
         yield
@@ -55,7 +55,7 @@ def explained(url: str, options: Mapping[str, Any] | None) -> Iterator[None]:
         raise SnapshotNotFoundError(f"{place}: there is no snapshot here{_instead(place, options)}") from error
 
 
-def listed(url: URL, options: Mapping[str, Any] | None) -> list[str]:
+def list_names(url: URL, options: Mapping[str, Any] | None) -> list[str]:
     """Return what lies directly below a URL; folders end in `/`. Raises what keeps the storage from saying so."""
 
     async def names() -> list[str]:
@@ -70,7 +70,7 @@ def listed(url: URL, options: Mapping[str, Any] | None) -> list[str]:
 
 def snapshots_below(url: URL, options: Mapping[str, Any] | None, names: Sequence[str] | None = None) -> list[str]:
     """Return the names of all checkpoints directly below a URL, numbers in their order."""
-    names = listed(url, options) if names is None else names
+    names = list_names(url, options) if names is None else names
     candidates = [name.rstrip("/") for name in names if name.endswith(("/", *ENDINGS)) and name != "data/"]
 
     def stands(name: str) -> bool:
@@ -78,11 +78,11 @@ def snapshots_below(url: URL, options: Mapping[str, Any] | None, names: Sequence
             return Checkpoint(url.join(name).reveal(), storage_options=options).exists()
         return False
 
-    found = [name for name, here in zip(candidates, side_by_side(stands, candidates), strict=True) if here]
+    found = [name for name, here in zip(candidates, work_concurrently(stands, candidates), strict=True) if here]
     return sorted(found, key=in_order)
 
 
-def side_by_side(work: Callable[[str], T], names: Sequence[str]) -> list[T]:
+def work_concurrently(work: Callable[[str], T], names: Sequence[str]) -> list[T]:
     """Work on several names, which waits for a storage, at once."""
     if not names:
         return []
@@ -100,9 +100,9 @@ def in_order(name: str) -> list[tuple[int, str]]:
 
 def _instead(url: URL, options: Mapping[str, Any] | None) -> str:
     try:
-        names = listed(url, options)
+        names = list_names(url, options)
         if any(save_id_of(name) for name in names) or (
-            "data/" in names and any(save_id_of(f"data/{name}") for name in listed(url.join("data"), options))
+            "data/" in names and any(save_id_of(f"data/{name}") for name in list_names(url.join("data"), options))
         ):
             return (
                 ": what is here was left by a take that was interrupted, or is still running; `snapshot rm` removes it"
@@ -122,7 +122,7 @@ def _beside(url: URL, options: Mapping[str, Any] | None) -> str:
     if not above or not name:
         return ""
     parent = URL(url.scheme, above, url.query)
-    beside = listed(parent, options)
+    beside = list_names(parent, options)
     if f"{name}/" in beside:
         return ": this folder is empty"
     near = difflib.get_close_matches(name, [each.rstrip("/") for each in beside if each != name], n=1)

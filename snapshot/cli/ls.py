@@ -11,7 +11,7 @@ from typing import Any
 from snapshot.checkpoint import Checkpoint
 from snapshot.cli.arguments import Verbs, add_json, add_storage, count, options_of, verb
 from snapshot.cli.listing import Fold, ListedItem, Total, by_key, folded, heaviest, items, shape_text
-from snapshot.cli.locate import explained, hasty, side_by_side, snapshots_below
+from snapshot.cli.locate import explain_missing, snapshots_below, suggest, work_concurrently
 from snapshot.cli.screen import Column, ScreenTable, as_json, paint, printable, width, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
@@ -57,12 +57,12 @@ def add(verbs: Verbs) -> None:
 
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """List what stands at the URL."""
-    options = hasty(URL.parse(arguments.url), options_of(arguments))
+    options = suggest(URL.parse(arguments.url), options_of(arguments))
     snapshot = Checkpoint(arguments.url, storage_options=options)
     try:
         metadata = snapshot.metadata
     except SnapshotNotFoundError:
-        with explained(arguments.url, options):
+        with explain_missing(arguments.url, options):
             return _root(arguments, options)
     found = _selected(list(items(snapshot.get_manifest(), metadata.world_size)), arguments.globs)
     name = str(URL.parse(arguments.url))
@@ -275,7 +275,7 @@ def _root(arguments: argparse.Namespace, options: Mapping[str, Any]) -> ExitStat
         except SnapshotError as error:
             return _Found(name, None, str(error))
 
-    found = side_by_side(look, names)
+    found = work_concurrently(look, names)
     if arguments.json:
         print(as_json({"url": str(url), "snapshots": [_as_json(each) for each in found]}))
     else:

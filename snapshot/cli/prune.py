@@ -10,12 +10,12 @@ from functools import reduce
 from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_storage, count, duration, options_of, verb
-from snapshot.cli.locate import explained
+from snapshot.cli.locate import explain_missing
 from snapshot.cli.screen import Column, ScreenTable, as_json, ask, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.load.open import is_foreign
-from snapshot.manager.cleaning import Fate, Removed, remove, survey
+from snapshot.manager.cleaning import Fate, Removed, remove_steps, survey_steps
 from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest, Policy
 from snapshot.manager.root import Root
 from snapshot.manifest.document import METADATA
@@ -91,10 +91,10 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     url = URL.parse(arguments.root)
     root = Root(url, options)
     policy: Policy | None = reduce(lambda one, other: one | other, arguments.keep) if arguments.keep else None
-    fates = on_loop(survey(root, policy, older_than=arguments.older_than, thorough=True))
+    fates = on_loop(survey_steps(root, policy, older_than=arguments.older_than, thorough=True))
     if not fates:
         on_loop(_expect_folder(root))
-        with explained(arguments.root, options):
+        with explain_missing(arguments.root, options):
             raise SnapshotNotFoundError("no steps")
     going = [fate for fate in fates if fate.goes]
     if not arguments.json:
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
         return _told(arguments, url, fates, Removed(()))
     if not confirmed(arguments, f"remove {_counted(going)} from {url}?"):
         return ExitStatus.FOUND
-    done = on_loop(remove(root, going, older_than=arguments.older_than))
+    done = on_loop(remove_steps(root, going, older_than=arguments.older_than))
     return _told(arguments, url, fates, done)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def torch_is_quiet() -> Iterator[None]:
+def mute_torch_warnings() -> Iterator[None]:
     """Within, what torch itself warns of is not shown; what we do is."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"(?s).*(Triggered internally at|ComplexHalf support)")

@@ -13,7 +13,7 @@ from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_storage, assignment, options_of, verb
 from snapshot.cli.listing import ListedItem, Total, folded, items, shape_text
-from snapshot.cli.locate import opened
+from snapshot.cli.locate import open_all
 from snapshot.cli.screen import as_json, bar, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.cli.timeline import events_in, timeline
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     if len(targets) != 1:
         raise ValueError("one file is wanted: -o report.html")
     events = events_in(Path(arguments.trace)) if arguments.trace else []
-    snapshot = opened(arguments.url, options_of(arguments))
+    snapshot = open_all(arguments.url, options_of(arguments))
     told = picture(str(URL.parse(arguments.url)), snapshot.metadata, snapshot.get_manifest())
     told |= timeline(events, told["save_id"])
     status = ExitStatus.OK

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_storage, options_of, verb
-from snapshot.cli.locate import explained
+from snapshot.cli.locate import explain_missing
 from snapshot.cli.prune import add_careful, confirmed
 from snapshot.cli.screen import Column, ScreenTable, as_json, printable, wrapped
 from snapshot.cli.status import ExitStatus
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     options = options_of(arguments)
     targets = []
     for text in {str(URL.parse(text)).rstrip("/"): text for text in arguments.urls}.values():
-        with explained(text, options):
+        with explain_missing(text, options):
             targets.append(on_loop(_target(URL.parse(text), options, arguments)))
     if not arguments.json:
         columns = [Column("what"), Column("files", right=True), Column("size", right=True), Column("url", shrinks=True)]

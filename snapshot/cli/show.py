@@ -15,8 +15,8 @@ from torch._tensor_str import PRINT_OPTS
 from snapshot.checkpoint import Checkpoint
 from snapshot.cli.arguments import Verbs, add_json, add_pickle, add_storage, options_of, verb
 from snapshot.cli.listing import items, shape_text, value_text
-from snapshot.cli.locate import opened
-from snapshot.cli.quiet import torch_is_quiet
+from snapshot.cli.locate import open_all
+from snapshot.cli.quiet import mute_torch_warnings
 from snapshot.cli.screen import as_json, bar, paint, printable, width, wrapped
 from snapshot.cli.statistics import ValueStatistics, countable, statistics
 from snapshot.cli.status import ExitStatus
@@ -67,12 +67,12 @@ def add(verbs: Verbs) -> None:
 
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Show the object."""
-    with torch_is_quiet():
+    with mute_torch_warnings():
         return _run(arguments)
 
 
 def _run(arguments: argparse.Namespace) -> ExitStatus:
-    snapshot = opened(arguments.url, options_of(arguments), allow_pickle=arguments.allow_pickle)
+    snapshot = open_all(arguments.url, options_of(arguments), allow_pickle=arguments.allow_pickle)
     manifest, world_size = snapshot.get_manifest(), snapshot.metadata.world_size
     name = arguments.path.strip("/")
     if arguments.rank is not None:

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from snapshot.cli.arguments import Verbs, add_json, add_memory, add_storage, options_of, verb
-from snapshot.cli.locate import ENDINGS, explained, snapshots_below
+from snapshot.cli.locate import ENDINGS, explain_missing, snapshots_below
 from snapshot.cli.screen import as_json, bar, paint, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError
@@ -111,7 +111,7 @@ def _verified(url: str, options: dict[str, Any], arguments: argparse.Namespace) 
     """Return the report on one snapshot; of one whose manifest is damaged, that."""
     snapshot = Snapshot(url, storage_options=options)
     try:
-        with explained(url, options), bar("verify") as show:
+        with explain_missing(url, options), bar("verify") as show:
             return snapshot.verify(
                 quick=arguments.quick,
                 resume=arguments.resume,

@@ -139,7 +139,7 @@ class Exchange:
         found = self._store.get(answered)
         self._store.delete_key(own)
         if found[:1] == FAILED:
-            raise _decoded(found[1:]).error()
+            raise _decode_fault(found[1:]).error()
         return msgspec.msgpack.decode(found[1:], type=answer)
 
     def _led_by(self, lead: Callable[[list[Any]], T], records: list[Any]) -> T:
@@ -226,7 +226,7 @@ class Exchange:
             key = self._key("decision")
             decided = self._guard(lambda: self._store.compare_set(key, "", COMMIT.decode()), self.timeout)
             if decided != COMMIT:
-                raise _decoded(decided).error()
+                raise _decode_fault(decided).error()
 
     def given_up(self) -> SnapshotError | None:
         """Return the error for which the call was given up, if it was."""
@@ -258,14 +258,14 @@ class Exchange:
     def _decide(self, fault: RankFault) -> RankFault | None:
         """Give the call up, unless that or the commit was decided before: the fault that stands, if one does."""
         decided = self._store.compare_set(self._key("decision"), "", msgspec.json.encode(fault).decode())
-        return None if decided == COMMIT else _decoded(decided)
+        return None if decided == COMMIT else _decode_fault(decided)
 
     def _fault(self) -> RankFault | None:
         key = self._key("decision")
         if not self._store.check([key]):
             return None
         decided = self._store.get(key)
-        return None if decided == COMMIT else _decoded(decided)
+        return None if decided == COMMIT else _decode_fault(decided)
 
     # The store
 
@@ -349,5 +349,5 @@ MOST_STEPS = 100
 """More than any verb has."""
 
 
-def _decoded(decided: bytes) -> RankFault:
+def _decode_fault(decided: bytes) -> RankFault:
     return msgspec.json.decode(decided, type=RankFault)

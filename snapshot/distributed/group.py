@@ -47,7 +47,7 @@ class Ranks:
                 # who destroys a group and makes another one on the same store would meet the first one's keys
                 session = self._shared.add(f"snapshot/sessions/{self.rank}", 1)
                 store, other = (
-                    dist.distributed_c10d.PrefixStore(f"snapshot/{session}", _client(self._shared)) for _ in range(2)
+                    dist.distributed_c10d.PrefixStore(f"snapshot/{session}", _connect(self._shared)) for _ in range(2)
                 )
                 self._connected = store, Heartbeat(other, self.rank, self.world)
             return self._connected
@@ -112,7 +112,7 @@ def ranks_of(pg: ProcessGroup | None) -> Ranks:
     return ranks
 
 
-def _client(store: Any) -> Any:
+def _connect(store: Any) -> Any:
     """Return a connection of our own to a store: a wait on a shared one would hold it for whoever else uses it."""
     if hasattr(store, "clone"):
         with contextlib.suppress(RuntimeError, NotImplementedError):

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 import msgspec
 
 from snapshot.aio import gather_limited
-from snapshot.errors import CorruptSnapshotError, MissingExtraError, StorageNotFoundError, UnsupportedFormatError
+from snapshot.errors import CorruptSnapshotError, StorageNotFoundError, UnsupportedFormatError
 from snapshot.formats.foreign import ForeignDocument, check_location, extend_file, make_document
 from snapshot.formats.to_entries import make_scalar
 from snapshot.manifest import entries as e
@@ -61,10 +61,8 @@ def _parse_document(data: bytes, where: object) -> dict[str, Any]:
 def _parse_yaml(data: bytes, where: object) -> Any:
     if b"manifest:" not in data:
         raise CorruptSnapshotError(f"{where}: is not a manifest ({counted(len(data), 'byte')})")
-    try:
-        import yaml  # of an extra; nearly all manifests are JSON
-    except ImportError as error:
-        raise MissingExtraError(f"{where}: is YAML: pip install 'snapshot-torch[yaml]'") from error
+    import yaml  # nearly all manifests are JSON
+
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         for number, event in enumerate(yaml.parse(data, Loader=loader)):

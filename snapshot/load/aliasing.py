@@ -14,7 +14,7 @@ from snapshot.state.stateful_kinds import Kind
 from snapshot.tensors.addresses import address_of_tensor
 
 
-def shared_memory(read_plan: ReadPlan) -> list[str]:
+def find_shared_memory(read_plan: ReadPlan) -> list[str]:
     """Two stored ranges that would land in one live memory cannot both be right."""
     found: list[tuple[str, str]] = []
     requests = [request for request in read_plan.requests if request.live and request.address]
@@ -62,7 +62,7 @@ FEW = 256
 """Of so few live tensors it is quicker to ask each whether torch allocated it than to read the process's memory map."""
 
 
-def read_only_memory(read_plan: ReadPlan) -> list[str]:
+def find_read_only_memory(read_plan: ReadPlan) -> list[str]:
     """Live tensors over memory that the process may not write to, such as a file that is mapped for reading: a write
     would kill the process."""
     spans = [(request.address, request.name) for request in read_plan.requests if request.live and request.address]
@@ -92,7 +92,7 @@ def _is_allocated(value: object) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.untyped_storage().resizable()  # type: ignore[attr-defined]
 
 
-def writable(tensor: torch.Tensor) -> bool:
+def is_writable(tensor: torch.Tensor) -> bool:
     """Whether a tensor can be written in place: strided, with memory, and no two elements in one place."""
     if tensor.layout is not torch.strided or tensor.is_quantized or (tensor.nbytes and not tensor.data_ptr()):
         return False
@@ -107,7 +107,7 @@ def writable(tensor: torch.Tensor) -> bool:
     return True
 
 
-def restored_by(
+def find_other_owner(
     kinds: Mapping[str, Kind], grouped: Mapping[str, Mapping[str, Any]], skipped: set[str]
 ) -> Callable[[Any], bool]:
     """Tell whether the memory of a live tensor is restored by one of the statefuls."""

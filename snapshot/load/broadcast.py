@@ -103,7 +103,7 @@ def agree_on_reads(exchange: Exchange, plan: RestorePlan, *, once: bool, atomic:
     ranges = {SharedRange(request.location, request.begin, request.end) for request in requests}
     named = {_digest(repr(each).encode()): each for each in ranges}
     ready = ReadVote(once, digest_range(b"".join(sorted(named))), list(plan.matched.unexpected), plan.unknown, atomic)
-    go = exchange.agree(ready, _go, ReadVote, ReadDecision)
+    go = exchange.agree(ready, _decide, ReadVote, ReadDecision)
     if go.names or (go.once and len(go.speakers) > 1):
         wishes = ReadSet()
         if go.once and exchange.rank in go.speakers:
@@ -111,7 +111,7 @@ def agree_on_reads(exchange: Exchange, plan: RestorePlan, *, once: bool, atomic:
         if go.names:
             wishes.names = b"".join(_digest(path.encode()) for kind in plan.kinds.values() for path in kind.live)
             wishes.unexpected = list(plan.matched.unexpected)
-        common = exchange.agree(wishes, lambda all_: _common(all_, go.speakers), ReadSet, bytes)
+        common = exchange.agree(wishes, lambda all_: _common_ranges(all_, go.speakers), ReadSet, bytes)
         if go.once and len(go.speakers) > 1:
             ranges = {named[key] for key in split_digests(common)}
     if not go.once or sum(each.end - each.begin for each in ranges) < WORTH:
@@ -119,11 +119,11 @@ def agree_on_reads(exchange: Exchange, plan: RestorePlan, *, once: bool, atomic:
     return frozenset(ranges), go.atomic
 
 
-def _go(all_: list[ReadVote]) -> ReadDecision:
+def _decide(all_: list[ReadVote]) -> ReadDecision:
     seen: dict[str, int] = {}
     for rank, ready in enumerate(all_):
         seen.setdefault(ready.requests, rank)
-    nowhere = [what for what in all_[0].unknown if all(what.partition(";")[0] in _heads(each) for each in all_)]
+    nowhere = [what for what in all_[0].unknown if all(what.partition(";")[0] in _unknown_heads(each) for each in all_)]
     if nowhere:
         raise RestoreError(f"does not fit the snapshot, and nothing was touched:{listed(nowhere)}", nowhere)
     return ReadDecision(
@@ -134,11 +134,11 @@ def _go(all_: list[ReadVote]) -> ReadDecision:
     )
 
 
-def _heads(ready: ReadVote) -> set[str]:
+def _unknown_heads(ready: ReadVote) -> set[str]:
     return {what.partition(";")[0] for what in ready.unknown}
 
 
-def _common(all_: list[ReadSet], speakers: Sequence[int]) -> bytes:
+def _common_ranges(all_: list[ReadSet], speakers: Sequence[int]) -> bytes:
     """Return what all who differ want. A name that no rank has a use for is an error, as it is on one rank."""
     names = set().union(*(split_digests(wishes.names) for wishes in all_))
     left = {path: None for wishes in all_ for path in wishes.unexpected if _digest(path.encode()) not in names}
@@ -150,7 +150,7 @@ def _common(all_: list[ReadSet], speakers: Sequence[int]) -> bytes:
     return b"".join(sorted(set.intersection(*({*split_digests(all_[rank].requests)} for rank in speakers))))
 
 
-def divided(requests: Sequence[ReadRequest], common: Ranges) -> tuple[list[ReadRequest], list[ReadRequest]]:
+def split_requests(requests: Sequence[ReadRequest], common: Ranges) -> tuple[list[ReadRequest], list[ReadRequest]]:
     """Return what this rank reads alone, and what all read together."""
     if not common:
         return list(requests), []

@@ -14,7 +14,7 @@ from snapshot.runtime.session import Session
 from snapshot.text import listed
 
 
-def expect_sums(session: Session, stored: Iterable[Any], files: Files) -> None:
+def expect_archive_checksums(session: Session, stored: Iterable[Any], files: Files) -> None:
     """Raise where stored ranges, or others in the same archives, are not what their archives say that they are."""
     archives = zip_checksums.find_archives(stored, files)
     if not archives:

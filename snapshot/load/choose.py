@@ -11,7 +11,7 @@ from typing import Any
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.events import warn
-from snapshot.load.foreign_objects import unfold
+from snapshot.load.foreign_objects import expand_objects
 from snapshot.load.matched import Chosen
 from snapshot.load.restore_options import RestoreOptions
 from snapshot.manifest.document import Document
@@ -28,7 +28,7 @@ from snapshot.state.state_tree import ChosenState
 from snapshot.text import counted
 
 
-def ordered(app_state: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def in_restore_order(app_state: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return the statefuls in the order in which they are asked and handed back: by key, the RNG state last."""
     items = sorted(app_state.items(), key=lambda item: (isinstance(item[1], RNGState), item[0]))
     return [(encode_component(key), stateful) for key, stateful in items]
@@ -61,7 +61,7 @@ class Chooser:
         notes = self._notes
         self._check_globs(grouped, view)
         wanted = self._chosen.grouped
-        for key, stateful in ordered(app_state):
+        for key, stateful in in_restore_order(app_state):
             if isinstance(stateful, RNGState) and self._exchange.rank >= self._document.world_size:
                 notes.add("skipped", key, "this rank was not there when the snapshot was taken")
                 continue
@@ -77,7 +77,7 @@ class Chooser:
                     continue
                 if not self._shared_alone(key, entries, view):
                     continue
-            unfold(self._session, self._document, entries, self.wanted, find_kind(stateful))
+            expand_objects(self._session, self._document, entries, self.wanted, find_kind(stateful))
             check_tree(key, entries)
             if not self._filtered or self._choose(key, entries, view):
                 wanted[key] = entries
@@ -147,7 +147,7 @@ class Chooser:
     def _shared_alone(self, key: str, entries: dict[str, Any], view: RankView) -> bool:
         """Whether a rank that was not there can have this key, with what all ranks shared of it."""
         for path in [path for path, entry in entries.items() if isinstance(entry, Container) and path != key]:
-            if path in entries and not self.wanted(path) and not _whole(path, entries):
+            if path in entries and not self.wanted(path) and not _is_complete(path, entries):
                 for below in [below for below in entries if below.startswith(f"{path}/")]:
                     del entries[below]
                 entries[path] = ListEntry(0)  # which nobody asked for: it stays as it is in the application
@@ -170,7 +170,7 @@ class Chooser:
         return False
 
 
-def _whole(path: str, entries: Mapping[str, Any]) -> bool:
+def _is_complete(path: str, entries: Mapping[str, Any]) -> bool:
     """Whether all that is in a container is there."""
     return all(
         f"{above}/{name}" in entries

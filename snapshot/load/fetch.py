@@ -13,7 +13,7 @@ from snapshot.runtime.session import Session
 from snapshot.text import listed
 
 
-def fetch(
+def fetch_requests(
     session: Session, requests: Sequence[ReadRequest], verify: bool, meter: Meter, touched: set[str] | None = None
 ) -> ReadResult:
     """Read wants, and raise for what does not verify. The names of live tensors that are written to go to `touched`."""
@@ -24,11 +24,11 @@ def fetch(
         session.storage, session.budget, verify=verify, wanted_part=session.settings.part_bytes, touched=touched
     )
     result = run(reader.read(requests, meter.wrote))
-    expect_good(session, result)
+    raise_faults(session, result)
     return result
 
 
-def expect_good(session: Session, result: ReadResult) -> None:
+def raise_faults(session: Session, result: ReadResult) -> None:
     """Raise for what did not verify."""
     if result.faults:
         touched = sorted(result.touched)

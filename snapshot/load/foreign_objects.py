@@ -26,7 +26,7 @@ LONGEST = 1 << 20
 """Longer objects stay what they are."""
 
 
-def unfold(
+def expand_objects(
     session: Session,
     document: Document,
     entries: dict[str, Any],
@@ -55,7 +55,7 @@ def unfold(
     for path in chosen:
         try:
             content = read_pickle(read_plan.values[path])
-            tree = EntryTree(path, _refused, len(content))
+            tree = EntryTree(path, _refuse_tensor, len(content))
             tree.add(path, safe_pickle.load_pickle(content, path))
         except (SnapshotError, ValueError, KeyError):
             continue  # whoever reads it is told
@@ -63,5 +63,5 @@ def unfold(
             entries.update(tree.entries)
 
 
-def _refused(path: str, found: RebuiltTensor) -> e.TensorEntry:
+def _refuse_tensor(path: str, found: RebuiltTensor) -> e.TensorEntry:
     raise ValueError("a tensor in an object")

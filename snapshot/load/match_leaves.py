@@ -9,7 +9,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from snapshot.errors import SnapshotError
-from snapshot.load.aliasing import writable
+from snapshot.load.aliasing import is_writable
 from snapshot.load.matched import Matched
 from snapshot.load.read_plan import ReadPlan
 from snapshot.load.restore_options import CASTS, RestoreOptions
@@ -45,11 +45,11 @@ class LeafMatcher:
             notes.mismatches.append(f"{path}: is on the meta device; give it memory first: module.to_empty(device=...)")
             return
         extra = getattr(entry, "extra", None) or e.PLAIN
-        if not kind.exact and extra.subclass != _subclass(held):
+        if not kind.exact and extra.subclass != _subclass_name(held):
             notes.add("replaced", path, f"a {extra.subclass or 'plain tensor'} instead of a {type(held).__name__}")
             self._make_new(read_plan, path, entry, held.device)
             return
-        if held.shape != entry.shape or not writable(held):
+        if held.shape != entry.shape or not is_writable(held):
             what = (
                 f"the snapshot has {list(entry.shape)}, the application {list(held.shape)}"
                 if held.shape != entry.shape
@@ -120,7 +120,7 @@ class LeafMatcher:
         elif any(piece.tensor.is_meta for piece in target.pieces):
             self._notes.mismatches.append(f"{path}: is on the meta device; give it memory first: to_empty(device=...)")
             return True
-        elif not all(writable(piece.tensor) for piece in target.pieces):
+        elif not all(is_writable(piece.tensor) for piece in target.pieces):
             what = "the application's tensor has elements that share memory"
         if what is not None:  # never replaced: a whole tensor may be larger than what one rank can hold
             self._misfit(path, what, held, read_plan)
@@ -143,7 +143,7 @@ class LeafMatcher:
         if isinstance(entry, e.TENSORS) and isinstance(held, torch.Tensor):
             self.match_tensor(kind, path, entry, held, read_plan)
             return
-        if type(entry) is e.NDArrayEntry and not entry.scalar and _fits(held, entry, path):
+        if type(entry) is e.NDArrayEntry and not entry.scalar and _array_fits(held, entry, path):
             read_plan.into_array(path, entry, held)
             return
         generator = type(entry) is e.TensorPartsEntry and isinstance(held, torch.Generator)
@@ -197,11 +197,11 @@ def tag_of(entry: Any) -> str:
     return str(type(entry).__struct_config__.tag)
 
 
-def _subclass(tensor: torch.Tensor) -> str | None:
+def _subclass_name(tensor: torch.Tensor) -> str | None:
     return None if type(tensor) is torch.Tensor else class_name(type(tensor))
 
 
-def _fits(held: Any, entry: e.NDArrayEntry, path: str) -> bool:
+def _array_fits(held: Any, entry: e.NDArrayEntry, path: str) -> bool:
     return (
         type(held) is np.ndarray
         and held.flags.c_contiguous

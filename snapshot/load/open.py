@@ -69,7 +69,7 @@ async def open_main(session: Session) -> Document:
     return document
 
 
-async def exists(session: Session) -> bool:
+async def checkpoint_exists(session: Session) -> bool:
     """Whether something stands here that can be opened."""
     try:
         await session.storage.stat(METADATA)

@@ -10,7 +10,7 @@ import torch
 
 from snapshot.errors import RestoreError
 from snapshot.formats.foreign import narrow_root
-from snapshot.load.aliasing import writable
+from snapshot.load.aliasing import is_writable
 from snapshot.load.class_binding import Binding
 from snapshot.load.open import expect_files
 from snapshot.load.read_plan import ReadPlan
@@ -42,7 +42,7 @@ def read_object(
     allow_pickle: bool,
 ) -> Any:
     """Return the object at a path of the manifest."""
-    path, tree = _found(session, document, path)
+    path, tree = _find_tree(session, document, path)
     entry = tree[path]
     if box is None:
         run(expect_files(session, document, find_locations({path: entry}, document.files)))
@@ -56,7 +56,7 @@ def read_object(
         _fill_shards(read_plan, path, entry, target, document)
         read_plan.values[path] = obj_out
     elif isinstance(obj_out, torch.Tensor) and isinstance(entry, e.TENSORS):
-        _fits(path, entry.shape, entry.dtype, obj_out)
+        _expect_fitting_out(path, entry.shape, entry.dtype, obj_out)
         check_tensor(path, entry, document.files)
         read_plan.into(path, entry, obj_out, live=True)
         read_plan.values[path] = obj_out
@@ -76,7 +76,7 @@ def read_object(
             )
     else:
         read_plan.new(path, entry)
-    _fetch(session, document, read_plan, verify)
+    _execute(session, document, read_plan, verify)
     return read_plan.values[path]
 
 
@@ -97,7 +97,7 @@ def read_state_dict(session: Session, document: Document, key: str, rank: int, *
     keys = (each.split("/") for each in document.manifest if each.count("/") == 1)
     known = [name for number, name in keys if number == str(rank)]
     try:
-        tree = _tree(session, document, path)
+        tree = _entries_below(session, document, path)
     except RestoreError:
         raise RestoreError(f"{session.url}: holds no key {key!r}; {suggest_names(key, known)}", [key]) from None
     return _read_tree(
@@ -105,18 +105,18 @@ def read_state_dict(session: Session, document: Document, key: str, rank: int, *
     )
 
 
-def _found(session: Session, document: Document, path: str) -> tuple[str, dict[str, Any]]:
+def _find_tree(session: Session, document: Document, path: str) -> tuple[str, dict[str, Any]]:
     """Return the manifest's path of what is named with a rank or without, and the entries there."""
     if is_rank(path.partition("/")[0], document.world_size):
         try:
-            return path, _tree(session, document, path)
+            return path, _entries_below(session, document, path)
         except RestoreError:  # the number may be a key of the app state
             pass
     path = resolve_path(document.manifest, document.world_size, path, str(session.url))
-    return path, _tree(session, document, path)
+    return path, _entries_below(session, document, path)
 
 
-def _tree(session: Session, document: Document, path: str) -> dict[str, Any]:
+def _entries_below(session: Session, document: Document, path: str) -> dict[str, Any]:
     """Return the entries at a path and beneath it, as the path's rank sees them: what all share may stand under
     another."""
     manifest: Mapping[str, Any] = document.manifest
@@ -130,13 +130,13 @@ def _tree(session: Session, document: Document, path: str) -> dict[str, Any]:
         manifest = {f"{number}/{below}": each for below, each in entries.items()}
     prefix = path + "/"
     if path not in manifest and is_rank(path, document.world_size):
-        return _all(path, manifest, document)
+        return _all_of_rank(path, manifest, document)
     if path not in manifest:
         raise RestoreError(f"{session.url}: holds no {path!r}; {suggest_names(path, manifest)}", [path])
     return {below: each for below, each in manifest.items() if below == path or below.startswith(prefix)}
 
 
-def _all(number: str, manifest: Mapping[str, Any], document: Document) -> dict[str, Any]:
+def _all_of_rank(number: str, manifest: Mapping[str, Any], document: Document) -> dict[str, Any]:
     """All that a rank has, under its number."""
     below = {path: entry for path, entry in manifest.items() if path.startswith(f"{number}/")}
     names = dict.fromkeys(path.split("/", 2)[1] for path in below)
@@ -155,7 +155,7 @@ def _read_tree(
 ) -> Any:
     check_tree(path, tree)
     run(expect_files(session, document, find_locations(tree, document.files)))
-    places = _bind(path, tree, out, read_plan)
+    places = _bind_classes(path, tree, out, read_plan)
     for below, entry in tree.items():
         if isinstance(entry, e.Container) or below in read_plan.values:
             continue
@@ -166,11 +166,11 @@ def _read_tree(
             read_plan.values[below] = held
         else:
             read_plan.new(below, entry)
-    _fetch(session, document, read_plan, verify)
+    _execute(session, document, read_plan, verify)
     return inflate_tree(path, tree, read_plan.values)
 
 
-def _bind(path: str, tree: dict[str, Any], out: Any, read_plan: ReadPlan) -> dict[str, Any]:
+def _bind_classes(path: str, tree: dict[str, Any], out: Any, read_plan: ReadPlan) -> dict[str, Any]:
     """Give what only names a class that of what `out` holds in its place; the tensors of `out` that are filled: those
     that objects hold which have a class of their own."""
     compounds: dict[str, Any] = {}
@@ -183,7 +183,7 @@ def _bind(path: str, tree: dict[str, Any], out: Any, read_plan: ReadPlan) -> dic
     for below, held in live.items():
         entry = tree.get(below)
         if isinstance(held, torch.Tensor) and isinstance(entry, e.TENSORS) and below.startswith(above):
-            fits = writable(held) and tuple(held.shape) == tuple(entry.shape)
+            fits = is_writable(held) and tuple(held.shape) == tuple(entry.shape)
             if fits and held.dtype == BY_NAME.get(entry.dtype):
                 places[below] = held
     values = dict(places)
@@ -200,7 +200,7 @@ def _fill_shards(read_plan: ReadPlan, path: str, entry: Any, target: Shards, doc
         raise RestoreError(
             f"{path}: is {entry.dtype}{list(entry.shape)}, and obj_out {target.dtype}{list(target.shape)}", [path]
         )
-    if not all(writable(piece.tensor) for piece in target.pieces):
+    if not all(is_writable(piece.tensor) for piece in target.pieces):
         raise RestoreError(f"{path}: obj_out has elements that share memory, or is of another layout", [path])
     check_tensor(path, entry, document.files)
     for piece in target.pieces:
@@ -221,22 +221,22 @@ def _read_box(
     if not isinstance(entry, e.TENSORS):
         raise RestoreError(f"{path}: only a tensor can be read by a box, and this is {type(entry).__name__}", [path])
     check_tensor(path, entry, document.files)
-    wanted, dropped = _box(path, entry.shape, box)
+    wanted, dropped = _parse_box(path, entry.shape, box)
     made = torch.empty(wanted.sizes, dtype=BY_NAME[entry.dtype], device="cpu")
     shape = [size for axis, size in enumerate(wanted.sizes) if axis not in dropped]
     if isinstance(obj_out, torch.Tensor):
-        _fits(path, tuple(shape), entry.dtype, obj_out)
+        _expect_fitting_out(path, tuple(shape), entry.dtype, obj_out)
         target = obj_out
         for axis in sorted(dropped):
             target = target.unsqueeze(axis)
         read_plan.into_box(path, entry, wanted, target, live=True)
     else:
         read_plan.into_box(path, entry, wanted, made)
-    _fetch(session, document, read_plan, verify)
+    _execute(session, document, read_plan, verify)
     return obj_out if isinstance(obj_out, torch.Tensor) else made.view(shape)
 
 
-def _box(path: str, shape: tuple[int, ...], box: Sequence[slice | int]) -> tuple[Box, set[int]]:
+def _parse_box(path: str, shape: tuple[int, ...], box: Sequence[slice | int]) -> tuple[Box, set[int]]:
     """Return the box that slices and ints name, and the dimensions that ints drop."""
     if len(box) > len(shape):
         raise ValueError(f"{path}: a box of {counted(len(box), 'dimension')} in a tensor of shape {list(shape)}")
@@ -256,14 +256,14 @@ def _box(path: str, shape: tuple[int, ...], box: Sequence[slice | int]) -> tuple
     return Box(tuple(offsets), tuple(sizes)), dropped
 
 
-def _fits(path: str, shape: tuple[int, ...], dtype: str, out: torch.Tensor) -> None:
-    if not writable(out):
+def _expect_fitting_out(path: str, shape: tuple[int, ...], dtype: str, out: torch.Tensor) -> None:
+    if not is_writable(out):
         raise RestoreError(f"{path}: obj_out has elements that share memory, or is of another layout", [path])
     if tuple(out.shape) != shape or out.dtype != BY_NAME.get(dtype):
         raise RestoreError(f"{path}: is {dtype}{list(shape)}, and obj_out {out.dtype}{list(out.shape)}", [path])
 
 
-def _fetch(session: Session, document: Document, read_plan: ReadPlan, verify: bool) -> None:
+def _execute(session: Session, document: Document, read_plan: ReadPlan, verify: bool) -> None:
     partial = [
         request for request in read_plan.requests if (request.begin, request.end) != tuple(request.stored.byte_range)
     ]

@@ -19,10 +19,10 @@ from snapshot.formats.foreign import is_packed
 from snapshot.formats.from_pickle import NotPlainError, read_plain_value
 from snapshot.formats.pickled_objects import load_object, run_pickle
 from snapshot.formats.unpickling import SavedFile, find_object, is_refused
-from snapshot.load.fetch import fetch
+from snapshot.load.fetch import fetch_requests
 from snapshot.load.reader import ReadResult
-from snapshot.load.requests import ReadRequest, want_all
-from snapshot.load.scatter import copy_into, place_of, unpacked, wanted
+from snapshot.load.requests import ReadRequest, request_all
+from snapshot.load.scatter import add_requests, add_unpacked_requests, copy_into, place_of
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entry import Entry
@@ -162,7 +162,7 @@ class ReadPlan:
         check_range(path, entry, self.files)
         self._claim(path, entry, entry.serializer)
         data = bytearray(entry.nbytes)
-        self.objects.append(want_all(path, entry, address_of(memoryview(data))))
+        self.objects.append(request_all(path, entry, address_of(memoryview(data))))
 
         def finish() -> None:
             held, serializer = data, entry.serializer
@@ -190,7 +190,7 @@ class ReadPlan:
         if where not in self._whole:
             data = bytearray(self.files[where].size)
             whole = e.ObjectEntry(where, (0, len(data)), "torch_save", entry.obj_type)
-            self.objects.append(want_all(path, whole, address_of(memoryview(data))))
+            self.objects.append(request_all(path, whole, address_of(memoryview(data))))
             self._whole[where] = data
 
         def finish() -> None:
@@ -346,7 +346,7 @@ class ReadPlan:
         """Return what a stored piece of a tensor shares with a box of it, into a tensor of that box's shape; how much
         that is."""
         if not is_packed(stored):
-            return wanted(self.requests, path, stored, piece, target=target, box=box, live=live)
+            return add_requests(self.requests, path, stored, piece, target=target, box=box, live=live)
         shared = intersect(piece, box)
         if shared is None:
             return 0
@@ -355,9 +355,9 @@ class ReadPlan:
         finish = self._finish  # and not this gathering, which holds the want
 
         def opens(layout: EmbeddedLayout) -> list[ReadRequest]:
-            return unpacked(path, stored, layout, inner, target=part, live=live, finish=finish)
+            return add_unpacked_requests(path, stored, layout, inner, target=part, live=live, finish=finish)
 
-        request = want_all(path, stored, 0, None, live)
+        request = request_all(path, stored, 0, None, live)
         request.opens = opens
         self.requests.append(request)
         return shared.numel
@@ -375,9 +375,9 @@ class ReadPlan:
     ) -> ReadResult:
         """Read everything, and make the values. Objects come first: one that is refused leaves live tensors alone."""
         meter = meter or Meter("read", None)
-        first = fetch(session, self.objects, verify, meter)
+        first = fetch_requests(session, self.objects, verify, meter)
         self.finish_objects(all_or_none=all_or_none)
-        result = fetch(session, self.requests, verify, meter)
+        result = fetch_requests(session, self.requests, verify, meter)
         self.finish()
         result.add(first)
         return result

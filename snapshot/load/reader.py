@@ -27,13 +27,13 @@ from snapshot.formats.embedded_tensors import (
     is_streamed,
 )
 from snapshot.load.requests import BlockCheck, ReadRequest
-from snapshot.load.unpack import Unpack, arrived, opened
+from snapshot.load.unpack import Unpack, open_packed, unpack_whole
 from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.coalesce import ReadPart, plan_reads
 from snapshot.progress import unmetered
 from snapshot.runtime.arena import Slot
 from snapshot.runtime.budget import MemoryBudget
-from snapshot.runtime.loop import cancelled
+from snapshot.runtime.loop import cancel_all
 from snapshot.storage import Buffer, Storage
 from snapshot.tensors.addresses import wrap_memory
 from snapshot.tensors.digest import BLOCK, digest_range, digest_table
@@ -148,10 +148,12 @@ class Reader:
             await asyncio.gather(*lanes)
         except BaseException as error:
             self._stopped = True
-            await shielded(cancelled(lanes))
+            await shielded(cancel_all(lanes))
             if isinstance(error, (CorruptSnapshotError, StorageNotFoundError)):
                 raise CorruptSnapshotError(
-                    f"{error}{_touched(self.result.touched)}", faults=[str(error)], touched=sorted(self.result.touched)
+                    f"{error}{_touched_text(self.result.touched)}",
+                    faults=[str(error)],
+                    touched=sorted(self.result.touched),
                 ) from error
             if self.result.touched:
                 error.add_note(f"live tensors that have been written to: {', '.join(sorted(self.result.touched))}")
@@ -187,7 +189,7 @@ class Reader:
                     f"{request.name}: it cannot be found in {request.location}[{request.begin}:...]"
                 )
             if layout.plain:
-                found += opened(request, layout)
+                found += open_packed(request, layout)
             else:
                 followed.append((request, layout))
         return found, followed
@@ -288,11 +290,11 @@ class Reader:
         try:
             await asyncio.gather(*reads)
         except BaseException:
-            await shielded(cancelled(reads))
+            await shielded(cancel_all(reads))
             raise
 
     async def _fetch(self, part: ReadPart, requests: Sequence[ReadRequest]) -> None:
-        scratch = _scratch(part, requests)
+        scratch = _slot_bytes(part, requests)
         if scratch:
             async with self._budget.slot(scratch) as slot:
                 await self._read(part, requests, slot)
@@ -351,7 +353,7 @@ class Reader:
                 if request.opens is not None and slot is not None:
                     if request.live:
                         self.result.touched.add(request.name)
-                    arrived(request, share, slot.tensor[at : at + segment.end - segment.begin])
+                    unpack_whole(request, share, slot.tensor[at : at + segment.end - segment.begin])
                 elif good and request.place is not None and slot is not None:
                     if request.live:
                         self.result.touched.add(request.name)
@@ -390,11 +392,11 @@ class Reader:
         return False
 
 
-def _touched(names: set[str]) -> str:
+def _touched_text(names: set[str]) -> str:
     return f"; live tensors that have been written to: {', '.join(sorted(names))}" if names else ""
 
 
-def _scratch(part: ReadPart, requests: Sequence[ReadRequest]) -> int:
+def _slot_bytes(part: ReadPart, requests: Sequence[ReadRequest]) -> int:
     """How much of a slot a part needs: what is to be placed (each at a multiple of 16), and gaps."""
     used, position = 0, part.begin
     for segment in part.segments:

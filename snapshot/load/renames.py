@@ -57,7 +57,7 @@ def follow_rename(view: RankView, rename: Rename, app_state: Mapping[str, Any]) 
         for old in known:
             new = change(old)
             if new != old and new.startswith(f"{key}/model/"):
-                names[_third(old)] = _third(new)
+                names[_third_component(old)] = _third_component(new)
         if names:
             inner[f"{key}/optim/"] = optimizer_change(f"{key}/optim/", names), names
 
@@ -104,7 +104,7 @@ def _is_sequence(entry: Any) -> bool:
     return isinstance(entry, Container) and not isinstance(entry, DictEntry)
 
 
-def _third(path: str) -> str:
+def _third_component(path: str) -> str:
     return path.split("/", 3)[2] if path.count("/") > 1 else ""
 
 
@@ -147,7 +147,9 @@ def _match_model(view: RankView, kind: Kind, base: str, notes: RestoreIssues) ->
         )
         notes.mismatches.append(f"{names}: may be {candidates} of the snapshot; say which with rename={{...}}")
     for name in found.left_out:
-        notes.add("skipped", prefix + name, f"belongs to a wrapper ({_owner(name)}) that this model does not have")
+        notes.add(
+            "skipped", prefix + name, f"belongs to a wrapper ({_owner_of_name(name)}) that this model does not have"
+        )
         view.elsewhere.pop(prefix + name, None)
         if prefix + name in view.entries:
             remove_entry(view.entries, prefix + name)
@@ -166,7 +168,7 @@ def _match_model(view: RankView, kind: Kind, base: str, notes: RestoreIssues) ->
     return _rename_optimizer(view, kind.key, found.names) if isinstance(kind.stateful, ModelState) else view
 
 
-def _owner(name: str) -> str:
+def _owner_of_name(name: str) -> str:
     return next(wrapper for wrapper, own in OWN.items() if name.rpartition(".")[2] == own)
 
 
@@ -189,7 +191,7 @@ def optimizer_change(base: str, names: Mapping[str, str]) -> Change:
             name, slash, below = rest.partition("/")
             return f"{base}state/{names.get(name, name)}{slash}{below}" if rest else path
         what, dot, flat = head.partition(".")  # torch's flattened form: state.<name>.<what>
-        for end in _ends(flat) if dot and what in ("state", "param_groups") else ():
+        for end in _dot_positions(flat) if dot and what in ("state", "param_groups") else ():
             if flat[:end] in names:
                 return f"{base}{what}.{names[flat[:end]]}{flat[end:]}" + (f"/{rest}" if rest else "")
         return path
@@ -207,5 +209,5 @@ def _rename_params(view: RankView, base: str, names: Mapping[str, str]) -> None:
                 view.entries[path] = replace(entry, serialized_value=decode_component(names[name]), escaped=False)
 
 
-def _ends(text: str) -> Iterable[int]:
+def _dot_positions(text: str) -> Iterable[int]:
     return [found.start() for found in re.finditer(r"\.", text)]

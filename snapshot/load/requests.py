@@ -34,7 +34,7 @@ class ReadRequest(msgspec.Struct, gc=False):
     """Of a packed tensor: what is wanted of the file itself, once it is known where in the range it is."""
 
 
-def want_all(
+def request_all(
     name: str, stored: TensorEntry | ObjectEntry, address: int = 0, place: Place | None = None, live: bool = False
 ) -> ReadRequest:
     """Return the want of a whole stored range."""

@@ -10,9 +10,9 @@ from typing import Any
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.events import log
-from snapshot.load.broadcast import BroadcastReader, Ranges, agree_on_reads, divided
-from snapshot.load.checksums import expect_sums
-from snapshot.load.fetch import expect_good, fetch
+from snapshot.load.broadcast import BroadcastReader, Ranges, agree_on_reads, split_requests
+from snapshot.load.checksums import expect_archive_checksums
+from snapshot.load.fetch import fetch_requests, raise_faults
 from snapshot.load.open import expect_files
 from snapshot.load.read_plan import ReadPlan
 from snapshot.load.reader import ReadResult
@@ -116,7 +116,9 @@ class Restore:
             seen = self._fetch_shared(reads.objects, common)
             reads.finish_objects()
             if self._options.atomic:
-                expect_sums(self._session, (request.stored for request in reads.requests), self._document.files)
+                expect_archive_checksums(
+                    self._session, (request.stored for request in reads.requests), self._document.files
+                )
                 dry = [
                     ReadRequest(request.name, request.stored, request.location, request.begin, request.end)
                     for request in reads.requests
@@ -131,7 +133,7 @@ class Restore:
 
     def _fetch_shared(self, requests: Sequence[ReadRequest], common: Ranges) -> ReadResult:
         """Read what this rank alone wants, and then with the others what all want."""
-        alone, together = divided(requests, common)
+        alone, together = split_requests(requests, common)
         result = self._fetch(alone)
         if common:
             relay = BroadcastReader(
@@ -139,7 +141,7 @@ class Restore:
             )
             self._expect_all()  # from here on, who fails must not leave others waiting
             relay.run(result)
-            expect_good(self._session, result)
+            raise_faults(self._session, result)
         return result
 
     def _expect_all(self) -> None:
@@ -148,7 +150,7 @@ class Restore:
             raise SnapshotError(f"{self._session.url}: what one rank had read did not reach all others")
 
     def _fetch(self, requests: Sequence[ReadRequest], *, verify: bool | None = None) -> ReadResult:
-        return fetch(
+        return fetch_requests(
             self._session, requests, self._options.verify if verify is None else verify, self._meter, self._touched
         )
 

@@ -9,8 +9,8 @@ from typing import Any
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import RestoreError
 from snapshot.formats.unpickling import expect_no_module
-from snapshot.load.aliasing import read_only_memory, restored_by, shared_memory
-from snapshot.load.choose import Chooser, ordered
+from snapshot.load.aliasing import find_other_owner, find_read_only_memory, find_shared_memory
+from snapshot.load.choose import Chooser, in_restore_order
 from snapshot.load.match import Matcher
 from snapshot.load.matched import Chosen, Matched
 from snapshot.load.open import expect_files, load_parts
@@ -127,12 +127,12 @@ class _Planner:
         if rename:
             self._change = compile_rename(rename, {**view.elsewhere, **view.entries})[0]
             view = follow_rename(view, rename, app_state)
-        return match_wrappers(view, ordered(app_state), self._kinds, self._issues, self._chooser.may_want)
+        return match_wrappers(view, in_restore_order(app_state), self._kinds, self._issues, self._chooser.may_want)
 
     def _match(self, app_state: Mapping[str, Any], view: RankView, chosen: Chosen, reads: ReadPlan) -> Matched:
         """Find the place of each entry that is asked for."""
         kinds, grouped = self._kinds, chosen.grouped
-        for key, stateful in ordered(app_state):
+        for key, stateful in in_restore_order(app_state):
             if key in grouped and key not in kinds:
                 kinds[key] = make_kind(key, stateful)
         matcher = Matcher(
@@ -140,13 +140,13 @@ class _Planner:
             chosen,
             view,
             wanted=self._chooser.wanted,
-            beside=restored_by(kinds, grouped, chosen.skipped),
+            beside=find_other_owner(kinds, grouped, chosen.skipped),
             holders=self._holders,
             several=not self._exchange.alone,
             every=self._document.world_size == 1,
             issues=self._issues,
         )
-        keys = [key for key, _ in ordered(app_state) if key in grouped]
+        keys = [key for key, _ in in_restore_order(app_state) if key in grouped]
         for key in sorted(keys, key=lambda key: isinstance(kinds[key], OptimizerKind)):  # which follow their models
             if not matcher.add(kinds[key], grouped[key], reads):
                 del grouped[key]
@@ -155,7 +155,7 @@ class _Planner:
     def _expect_fit(self, view: RankView, reads: ReadPlan, matched: Matched, *, allow_pickle: bool) -> None:
         """Raise if something does not fit."""
         mismatches = self._issues.mismatches
-        mismatches += shared_memory(reads) + read_only_memory(reads)
+        mismatches += find_shared_memory(reads) + find_read_only_memory(reads)
         self._expect_any(view, matched)
         self._expect_written(reads, matched)
         if mismatches:

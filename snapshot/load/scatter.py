@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from snapshot.formats.embedded_tensors import EmbeddedLayout
-from snapshot.load.requests import Place, ReadRequest, want_all
+from snapshot.load.requests import Place, ReadRequest, request_all
 from snapshot.manifest import entries as e
 from snapshot.runtime.arena import Slot
 from snapshot.tensors.addresses import is_plain
@@ -28,7 +28,7 @@ _GAP = 64 << 10
 """Bytes of a partly wanted range that are rather read than asked around."""
 
 
-def wanted(
+def add_requests(
     requests: list[ReadRequest],
     path: str,
     stored: e.TensorEntry,
@@ -48,11 +48,11 @@ def wanted(
     within = shared.relative_to(box.offsets)
     if shared == piece and same and is_flat_range(box.sizes, within):
         first = find_flat_ranges(box.sizes, within, 0)[0][0]
-        requests.append(want_all(path, stored, target.data_ptr() + first * itemsize, None, live))
+        requests.append(request_all(path, stored, target.data_ptr() + first * itemsize, None, live))
         return shared.numel
-    place = _placer(stored, piece, target, box)
+    place = _make_placer(stored, piece, target, box)
     if shared == piece:
-        requests.append(want_all(path, stored, 0, place, live))
+        requests.append(request_all(path, stored, 0, place, live))
         return shared.numel
     begin, end = stored.byte_range
     last = -1
@@ -66,7 +66,7 @@ def wanted(
     return shared.numel
 
 
-def unpacked(
+def add_unpacked_requests(
     path: str,
     stored: e.TensorEntry,
     layout: EmbeddedLayout,
@@ -83,14 +83,14 @@ def unpacked(
     if layout.strides == contiguous_strides(stored.shape):
         end = begin + math.prod(stored.shape) * itemsize
         raw = e.TensorEntry(stored.location, (begin, end), stored.dtype, stored.shape)
-        wanted(requests, path, raw, whole_box(stored.shape), target=target, box=box, live=live)
+        add_requests(requests, path, raw, whole_box(stored.shape), target=target, box=box, live=live)
         return requests
     found = find_enclosing_tensor(stored.shape, layout.strides)
     if found is None:  # elements that overlap, or are repeated: they are read as they lie, and copied from there
         count = measure_span(stored.shape, layout.strides)
         held = torch.empty(count, dtype=BY_NAME[stored.dtype])
         raw = e.TensorEntry(stored.location, (begin, begin + count * itemsize), stored.dtype, (count,))
-        requests.append(want_all(path, raw, held.data_ptr(), None, live))
+        requests.append(request_all(path, raw, held.data_ptr(), None, live))
         finish.append(lambda: copy_into(target, held.as_strided(stored.shape, layout.strides)[box.slices()]))
         return requests
     end = min(begin + math.prod(found.sizes) * itemsize, layout.begin + layout.nbytes)
@@ -99,7 +99,7 @@ def unpacked(
     sizes = tuple(box.sizes[axis] for axis in found.order) + (1,) * found.padded
     target = target.permute(found.order)
     target = target.unsqueeze(-1) if found.padded else target
-    wanted(requests, path, raw, whole_box(found.sizes), target=target, box=Box(offsets, sizes), live=live)
+    add_requests(requests, path, raw, whole_box(found.sizes), target=target, box=Box(offsets, sizes), live=live)
     return requests
 
 
@@ -111,7 +111,7 @@ def place_of(stored: e.TensorEntry) -> tuple[str, int]:
     return stored.location + view + packed, stored.byte_range[0]
 
 
-def _placer(stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box) -> Place:
+def _make_placer(stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box) -> Place:
     """Return what copies what arrives of a stored piece to where it belongs in a tensor that stands for `box`."""
     dtype, itemsize = BY_NAME[stored.dtype], ITEMSIZE[stored.dtype]
     target = target.detach()

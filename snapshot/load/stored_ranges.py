@@ -10,7 +10,7 @@ from typing import Any
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats.foreign import is_packed
 from snapshot.formats.unpickling import INLINE
-from snapshot.load.requests import ReadRequest, want_all
+from snapshot.load.requests import ReadRequest, request_all
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.scalars import Scalar
@@ -44,7 +44,7 @@ def stored_in(manifest: Mapping[str, Any]) -> Iterator[e.TensorEntry | e.ObjectE
         yield from stored_of(entry)
 
 
-def wants_of(
+def requests_of(
     manifests: Sequence[Mapping[str, Any]],
     files: Files,
     faults: list[str],
@@ -73,15 +73,15 @@ def wants_of(
                 place = (each.location, *each.byte_range)
                 if bare is not None and each.digest is None and each.location != INLINE:
                     bare.setdefault(path, []).append(place)
-                requests.setdefault(place, _want(path, each))
+                requests.setdefault(place, _request_of(path, each))
                 if each.blocks is not None and each.digest is not None:
                     requests.setdefault(each.blocks, _table_want(path, each.blocks, each.digest))
     return list(requests.values())
 
 
-def _want(path: str, stored: e.TensorEntry | e.ObjectEntry) -> ReadRequest:
+def _request_of(path: str, stored: e.TensorEntry | e.ObjectEntry) -> ReadRequest:
     """All of a stored range; of a packed tensor it is looked at whether it is the one that its entry says."""
-    request = want_all(path, stored)
+    request = request_all(path, stored)
     if isinstance(stored, e.TensorEntry) and is_packed(stored):
         request.opens = lambda layout: []
     return request
@@ -97,7 +97,7 @@ def _table_want(path: str, blocks: Place, digest: str) -> ReadRequest:
     return ReadRequest(f"{path} (digests)", table, location, begin, end)
 
 
-def uncovered(files: Files, requests: Iterable[ReadRequest]) -> list[str]:
+def find_uncovered(files: Files, requests: Iterable[ReadRequest]) -> list[str]:
     """Return a line for each part of a file that has no digest, or two: what is written fills its files, and nothing
     twice."""
     ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)

@@ -42,7 +42,9 @@ class Bytes:
         self.tensor = tensor
 
 
-def serve(requests: Sequence[ReadRequest], layout: EmbeddedLayout, dtype: str, begin: int, held: torch.Tensor) -> None:
+def unpack_stream(
+    requests: Sequence[ReadRequest], layout: EmbeddedLayout, dtype: str, begin: int, held: torch.Tensor
+) -> None:
     """Give wants what they want of the bytes that begin at `begin`: in the file, or in what was decompressed."""
     if not layout.plain:
         held = _turned(held, layout.begin - begin, dtype, layout)
@@ -77,7 +79,7 @@ def _turned(held: torch.Tensor, at: int, dtype: str, layout: EmbeddedLayout) -> 
     return held
 
 
-def arrived(request: ReadRequest, share: Any, tensor: torch.Tensor) -> None:
+def unpack_whole(request: ReadRequest, share: Any, tensor: torch.Tensor) -> None:
     """Unpack a short range whose bytes are all here."""
     stored = request.stored
     assert isinstance(stored, TensorEntry)
@@ -91,10 +93,10 @@ def arrived(request: ReadRequest, share: Any, tensor: torch.Tensor) -> None:
         layout = find_layout(request.name, stored, share, share)
     except MoreBytesNeeded as short:
         raise CorruptSnapshotError(f"{request.name}: its archive names bytes that it does not have") from short
-    serve(opened(request, layout), layout, stored.dtype, request.begin, tensor)
+    unpack_stream(open_packed(request, layout), layout, stored.dtype, request.begin, tensor)
 
 
-def opened(request: ReadRequest, layout: EmbeddedLayout) -> list[ReadRequest]:
+def open_packed(request: ReadRequest, layout: EmbeddedLayout) -> list[ReadRequest]:
     """Return what is wanted of the file itself, now that it is known where a packed tensor is."""
     assert request.opens is not None
     return request.opens(layout)
@@ -162,7 +164,7 @@ class Unpack:
 
     def _begin(self, layout: EmbeddedLayout, position: int = 0) -> None:
         self._layout = layout
-        self._wants = opened(self._want, layout)
+        self._wants = open_packed(self._want, layout)
         self._end = max((request.end for request in self._wants), default=0)
         self._position = position
 
@@ -194,6 +196,6 @@ class Unpack:
         if count <= 0:
             return
         held = torch.frombuffer(self._held[:count], dtype=torch.uint8)
-        serve(self._wants, layout, self._stored.dtype, self._position, held)
+        unpack_stream(self._wants, layout, self._stored.dtype, self._position, held)
         del self._held[:count]
         self._position += count

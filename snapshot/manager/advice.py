@@ -66,7 +66,7 @@ class Advice:
         return "\n".join(lines)
 
 
-def daly(cost: float, mtbf: float) -> float:
+def daly_interval(cost: float, mtbf: float) -> float:
     """Daly's optimum interval between takes that cost so much.
 
     >>> round(daly(60, 86400)), round(math.sqrt(2 * 60 * 86400))
@@ -78,7 +78,7 @@ def daly(cost: float, mtbf: float) -> float:
     return math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
 
 
-def lost(interval: float, cost: float, mtbf: float, rest: float) -> float:
+def lost_share(interval: float, cost: float, mtbf: float, rest: float) -> float:
     """Return the share of time lost with takes every so many seconds; `rest`: what a failure costs besides."""
     period = interval + cost
     return min(1.0, cost / period + (period / 2 + rest) / mtbf)
@@ -152,7 +152,7 @@ class Measured:
             )
         blocked, takes = self._mean(self._blocked)
         durable = max(blocked, self._mean(self._durable)[0])
-        interval = max(daly(blocked, mean), durable - blocked)
+        interval = max(daly_interval(blocked, mean), durable - blocked)
         now = None
         if len(self._blocked) > 1:
             now = max(0.0, (self._blocked[-1][0] - self._blocked[0][0]) / (len(self._blocked) - 1) - blocked)
@@ -166,7 +166,7 @@ class Measured:
             takes,
             math.sqrt(2 * blocked * mean),
             interval,
-            lost(interval, blocked, mean, rest),
+            lost_share(interval, blocked, mean, rest),
             now,
-            None if now is None else lost(now, blocked, mean, rest),
+            None if now is None else lost_share(now, blocked, mean, rest),
         )

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from snapshot.events import emit, log
-from snapshot.manager.cleaning import UnknownMetric, remove, survey
+from snapshot.manager.cleaning import UnknownMetric, remove_steps, survey_steps
 from snapshot.manager.policies import Policy
 from snapshot.manager.root import Root
 from snapshot.runtime.loop import run
@@ -64,14 +64,14 @@ class Cleaner:
 
     def _clean(self, upto: int) -> None:
         try:
-            fates = run(survey(self._root, self._policy, upto=upto, damaged=self._damaged()))
+            fates = run(survey_steps(self._root, self._policy, upto=upto, damaged=self._damaged()))
         except UnknownMetric as unknown:
             self._say("metric", str(unknown))
             return
         for fate in fates:
             if fate.what == "damaged":
                 self._say(fate.step, f"{self._root.step_url(fate.step)}: stays, and counts for no policy: {fate.why}")
-        for fate, error in run(remove(self._root, fates, spared=self._spared)).failed:
+        for fate, error in run(remove_steps(self._root, fates, spared=self._spared)).failed:
             log.warning("%s could not be removed, which is tried again: %s", self._root.step_url(fate.step), error)
 
     def _say(self, about: str | int, what: str) -> None:

@@ -49,7 +49,7 @@ class Fate:
     """Of the manifest that was looked at: another one is another snapshot."""
 
 
-async def survey(
+async def survey_steps(
     root: Root,
     policy: Policy | None,
     *,
@@ -84,7 +84,7 @@ async def survey(
     if thorough:
         looked += [fate.step for fate in fates if fate.what in ("snapshot", "damaged") and not fate.goes]
     found = await gather_limited(
-        looked, lambda step: _leftovers(root, step, older_than, alone=step in folders.others, thorough=thorough)
+        looked, lambda step: _find_leftovers(root, step, older_than, alone=step in folders.others, thorough=thorough)
     )
     return sorted([*fates, *(fate for fate in found if fate)], key=lambda fate: (fate.step, fate.what != "snapshot"))
 
@@ -131,7 +131,7 @@ async def _of_snapshots(
     going = [step for step in taken if step not in kept and step not in broken] if good else []
     if policy is not None and (going or thorough):
         expect_metrics(root, policy, taken.values())
-    held = dict(zip(going, await gather_limited(going, lambda step: _held(root, step, older_than)), strict=True))
+    held = dict(zip(going, await gather_limited(going, lambda step: _held_bytes(root, step, older_than)), strict=True))
     for step, each in taken.items():
         head = heads[step]
         read = each if isinstance(head, ManifestHead) else None
@@ -156,7 +156,7 @@ def expect_metrics(root: Root, policy: Policy, taken: Collection[Taken]) -> None
             raise UnknownMetric(f"{root.url}: no snapshot has the metric {each.metric!r}{there}; nothing was removed")
 
 
-async def _held(root: Root, step: int, older_than: float) -> str:
+async def _held_bytes(root: Root, step: int, older_than: float) -> str:
     """Why a step stays that no policy keeps, or nothing."""
     try:
         if await root.pinned([step]):
@@ -169,14 +169,14 @@ async def _held(root: Root, step: int, older_than: float) -> str:
         return str(error)
 
 
-async def _leftovers(root: Root, step: int, older_than: float, *, alone: bool, thorough: bool) -> Fate | None:
+async def _find_leftovers(root: Root, step: int, older_than: float, *, alone: bool, thorough: bool) -> Fate | None:
     """Return what is left in a step's folder of takes that are over. `alone`: there is no snapshot beside it."""
     async with root.opened(step) as session:
         storage = session.storage
         try:
             files = await cleanup.find_leftovers(storage, older_than)
             if files:
-                size = await _size(storage, files) if thorough else None
+                size = await _size_of(storage, files) if thorough else None
                 return Fate(step, "leftovers", goes=True, why="a take that was cut off", nbytes=size, files=len(files))
             if not (alone and thorough):
                 return None
@@ -188,7 +188,7 @@ async def _leftovers(root: Root, step: int, older_than: float, *, alone: bool, t
         return Fate(step, "other", goes=False, why=why)
 
 
-async def _size(storage: Storage, files: Iterable[str]) -> int:
+async def _size_of(storage: Storage, files: Iterable[str]) -> int:
     total = 0
     for path in files:
         with suppress(StorageNotFoundError):
@@ -204,7 +204,7 @@ class Removed:
     failed: tuple[tuple[Fate, Exception], ...] = ()
 
 
-async def remove(
+async def remove_steps(
     root: Root,
     fates: Iterable[Fate],
     *,
@@ -217,7 +217,7 @@ async def remove(
     async def one(index: int) -> Exception | bool:
         fate = going[index]
         try:
-            return await _remove(root, fate, older_than, spared)
+            return await _remove_step(root, fate, older_than, spared)
         except (SnapshotError, OSError) as error:
             emit("failed", "prune", str(root.step_url(fate.step)), error=error)
             return error
@@ -229,11 +229,11 @@ async def remove(
         steps = [fate.step for fate in gone if fate.what == "snapshot"]
         leftovers = [fate.step for fate in gone if fate.what == "leftovers"]
         emit("pruned", "prune", str(root.url), steps=steps, leftovers=leftovers)
-        log.info("prune %s: removed %s", root.url, _named(steps, leftovers))
+        log.info("prune %s: removed %s", root.url, _name_steps(steps, leftovers))
     return Removed(gone, failed)
 
 
-async def _remove(root: Root, fate: Fate, older_than: float, spared: Callable[[int], bool]) -> bool:
+async def _remove_step(root: Root, fate: Fate, older_than: float, spared: Callable[[int], bool]) -> bool:
     """Remove one; False where it is wanted now, or gone already."""
     async with root.opened(fate.step) as session:
         if fate.what == "leftovers":
@@ -251,7 +251,7 @@ async def _remove(root: Root, fate: Fate, older_than: float, spared: Callable[[i
         return removed
 
 
-def _named(steps: Sequence[int], leftovers: Sequence[int]) -> str:
+def _name_steps(steps: Sequence[int], leftovers: Sequence[int]) -> str:
     """Return the names of steps, and of steps with leftovers.
 
     >>> _named([10, 20], [5])

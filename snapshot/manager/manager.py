@@ -28,7 +28,7 @@ from snapshot.manager.root import ManifestHead, Root
 from snapshot.manager.schedule import Every, Schedule
 from snapshot.manager.signals import Signals
 from snapshot.manager.step_agreement import agree_on
-from snapshot.manager.step_metadata import checked_metrics, checked_step, note, noted_metrics
+from snapshot.manager.step_metadata import add_note, checked_metrics, checked_step, noted_metrics
 from snapshot.options import Settings
 from snapshot.runtime.loop import LoopFuture, run
 from snapshot.save.take_options import AsyncTakeArguments, TakeArguments
@@ -195,7 +195,7 @@ class SnapshotManager:
         """Agree on a step; and if it was taken asynchronously, what became of that."""
         with self._exchange(verb, given.get("timeout")) as exchange:
             number = checked_step(step)
-            noted = note(number, checked_metrics(metrics), metadata)
+            noted = add_note(number, checked_metrics(metrics), metadata)
             before = self._pendings.of(number)
             latest = self._pendings.is_latest(number) and number not in self._damaged and not overwrite
             known = agree_on(exchange, self._root, number, before, latest=latest)

@@ -27,7 +27,7 @@ class PendingTakes:
         self._all[step] = pending
         self._latest, self._calls = step, 0
         if len(self._all) > REMEMBERED:  # by their order, which all ranks share, and not by what is done here
-            settle(self._all.pop(next(iter(self._all))))
+            wait_for_pending(self._all.pop(next(iter(self._all))))
 
     def at_call(self) -> None:
         """Note that the application goes on to another step."""
@@ -57,12 +57,12 @@ class PendingTakes:
     def close(self) -> None:
         """Wait for all, and forget them."""
         for pending in list(self._all.values()):
-            settle(pending)
+            wait_for_pending(pending)
         self._all.clear()
         self._latest = None
 
 
-def settle(pending: PendingSnapshot) -> None:
+def wait_for_pending(pending: PendingSnapshot) -> None:
     """Wait until it is over, however it ends: `wait()` would keep a failure from the log."""
     while not pending.done():
         time.sleep(0.005)

@@ -135,8 +135,8 @@ class Root:
                     f"{self.url}: this storage cannot list what is there, so its steps are not known; name one: "
                     "manager.snapshot(step).restore(app_state)"
                 )
-            steps = steps_of(await listed(storage, "step-"))
-            found = await gather_limited(steps, lambda step: _seen(storage, f"step-{step}/{METADATA}"))
+            steps = steps_of(await list_folder(storage, "step-"))
+            found = await gather_limited(steps, lambda step: _is_there(storage, f"step-{step}/{METADATA}"))
         folders = StepFolders()
         for step, stat in zip(steps, found, strict=True):
             if isinstance(stat, StorageError):
@@ -187,7 +187,7 @@ class Root:
         async with self.opened(step) as session:
 
             async def fault(name: str) -> str:
-                found = await _seen(session.storage, name)
+                found = await _is_there(session.storage, name)
                 if isinstance(found, StorageError):
                     return str(found)
                 if found is None:
@@ -202,7 +202,7 @@ class Root:
     async def token(self, step: int) -> str | None:
         """Return the token of a step's manifest; None if there is none."""
         async with self.opened(step) as session:
-            stat = await _stat(session.storage, METADATA)
+            stat = await _stat_if_there(session.storage, METADATA)
         return None if stat is None else stat.token
 
     async def fault(self, step: int) -> str | None:
@@ -236,11 +236,11 @@ class Root:
     async def pin(self, step: int) -> None:
         """Keep a step, for all who look, until it is unpinned."""
         async with self.opened(step) as session:
-            if await _stat(session.storage, METADATA) is None:
+            if await _stat_if_there(session.storage, METADATA) is None:
                 raise SnapshotNotFoundError(f"{session.url}: there is no snapshot to pin")
             await session.storage.put(PINNED, b"", expect=ANYTHING)
             await session.storage.settle()
-            if await _stat(session.storage, METADATA) is None:  # it was removed meanwhile
+            if await _stat_if_there(session.storage, METADATA) is None:  # it was removed meanwhile
                 await session.storage.delete([PINNED])
                 raise SnapshotNotFoundError(f"{session.url}: was removed while it was being pinned")
 
@@ -253,25 +253,28 @@ class Root:
         """Take away a pin of what is not there any more: it is not meant for what comes in its place."""
         async with self.opened(step) as session:
             with suppress(StorageError):  # who writes there next is told
-                if await _stat(session.storage, PINNED) and await _stat(session.storage, METADATA) is None:
+                if (
+                    await _stat_if_there(session.storage, PINNED)
+                    and await _stat_if_there(session.storage, METADATA) is None
+                ):
                     await session.storage.delete([PINNED])
 
     async def pinned(self, steps: Iterable[int]) -> set[int]:
         """Which of some steps are pinned."""
         steps = list(steps)
         async with self.opened() as session:
-            found = await gather_limited(steps, lambda step: _stat(session.storage, f"step-{step}/{PINNED}"))
+            found = await gather_limited(steps, lambda step: _stat_if_there(session.storage, f"step-{step}/{PINNED}"))
         return {step for step, stat in zip(steps, found, strict=True) if stat is not None}
 
 
-def steps_of(listed: Iterable[str]) -> list[int]:
+def steps_of(list_folder: Iterable[str]) -> list[int]:
     """Return the steps whose folders are among what was listed, ascending. `step-007` is none of ours, nor is a
     file."""
-    found = (_STEP.fullmatch(path[:-1]) for path in listed if path.endswith("/"))
+    found = (_STEP.fullmatch(path[:-1]) for path in list_folder if path.endswith("/"))
     return sorted(int(each[1]) for each in found if each)
 
 
-async def listed(storage: Storage, prefix: str) -> list[str]:
+async def list_folder(storage: Storage, prefix: str) -> list[str]:
     """One level; nothing where there is no such folder."""
     try:
         return await storage.list(prefix, recursive=False)
@@ -279,7 +282,7 @@ async def listed(storage: Storage, prefix: str) -> list[str]:
         return []
 
 
-async def _stat(storage: Storage, path: str) -> FileStat | None:
+async def _stat_if_there(storage: Storage, path: str) -> FileStat | None:
     try:
         return await storage.stat(path)
     except StorageError as error:
@@ -288,10 +291,10 @@ async def _stat(storage: Storage, path: str) -> FileStat | None:
         return None
 
 
-async def _seen(storage: Storage, path: str) -> FileStat | StorageError | None:
-    """As `_stat`; and of what cannot be read, the error that says so."""
+async def _is_there(storage: Storage, path: str) -> FileStat | StorageError | None:
+    """As `_stat_if_there`; and of what cannot be read, the error that says so."""
     try:
-        return await _stat(storage, path)
+        return await _stat_if_there(storage, path)
     except StorageError as error:
         if error.errno not in UNREADABLE:
             raise

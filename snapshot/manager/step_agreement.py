@@ -34,12 +34,12 @@ def agree_on(exchange: Exchange, root: Root, step: int, pending: PendingSnapshot
             said = ", ".join(f"rank {rank} {number}" for number, rank in ranks.items())
             raise SnapshotError(f"{root.url}: the ranks gave different steps to take: {said}; nothing was done")
         run(root.forget_pin(step))
-        return all(each.saved for each in all_) and pending is not None and run(_stands(root, step, pending))
+        return all(each.saved for each in all_) and pending is not None and run(_is_committed(root, step, pending))
 
-    return exchange.agree(StepBegin(step, _may_stand(pending) and latest), lead, StepBegin, bool)
+    return exchange.agree(StepBegin(step, _may_be_committed(pending) and latest), lead, StepBegin, bool)
 
 
-def _may_stand(pending: PendingSnapshot | None) -> bool:
+def _may_be_committed(pending: PendingSnapshot | None) -> bool:
     """Wait for it; whether it may be committed."""
     if pending is None:
         return False
@@ -53,6 +53,6 @@ def _may_stand(pending: PendingSnapshot | None) -> bool:
     return True
 
 
-async def _stands(root: Root, step: int, pending: PendingSnapshot) -> bool:
+async def _is_committed(root: Root, step: int, pending: PendingSnapshot) -> bool:
     async with root.opened(step) as session:
         return await cleanup.committed_save_id(session.storage) == pending.save_id

@@ -54,7 +54,7 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"metrics[{name!r}] is no number that a float can hold: {error}") from error
 
 
-def note(step: int, metrics: Mapping[str, float], metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+def add_note(step: int, metrics: Mapping[str, float], metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a snapshot's metadata: the user's, and ours beside it. JSON has no NaN and no infinity, but their
     names."""
     given = dict(metadata or {})

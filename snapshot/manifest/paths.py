@@ -54,7 +54,7 @@ def _is_long(key: Any) -> bool:
 def _parse_int(text: str) -> int:
     value = int(text, 16)
     if _is_long(value):
-        raise ValueError(f"an int key must have at most {LONGEST_INT} bits")
+        raise ValueError(f"an int key must have fewer than {LONGEST_INT} bits")
     return value
 
 

@@ -45,7 +45,7 @@ _state = _State()
 
 
 @contextmanager
-def unwinding() -> Iterator[None]:
+def unwind_on_signals() -> Iterator[None]:
     """Within, the first SIGINT, SIGTERM or SIGHUP unwinds the stack, and those that follow do nothing."""
     if threading.current_thread() is not threading.main_thread():  # only there can handlers be set, and are they called
         yield
@@ -60,7 +60,7 @@ def unwinding() -> Iterator[None]:
 
 
 @contextmanager
-def held() -> Iterator[None]:
+def hold_signals() -> Iterator[None]:
     """Within, signals wait; they strike at its end, when what was made is noted."""
     _state.held += 1
     try:

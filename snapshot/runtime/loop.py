@@ -62,7 +62,7 @@ def _start_threads(pool: ThreadPoolExecutor, count: int) -> None:
 _loop = PerProcess(_Loop)  # threads do not survive a fork: a child makes its own
 
 
-def clients() -> SharedClients:
+def shared_clients() -> SharedClients:
     """Return the clients that storages share, as long as this loop runs."""
     return _loop.get().clients
 
@@ -208,7 +208,7 @@ def refuse_on_loop() -> None:
         raise RuntimeError("a snapshot's blocking call was made on the library's own I/O loop (from a callback?)")
 
 
-async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()

@@ -14,7 +14,7 @@ from snapshot.events import emit, log
 from snapshot.options import MiB, Settings, expect_positive
 from snapshot.registry import open_storage, plugin_for
 from snapshot.runtime.budget import MemoryBudget, Pool
-from snapshot.runtime.loop import clients
+from snapshot.runtime.loop import shared_clients
 from snapshot.storage import Context, Storage
 from snapshot.url import URL
 
@@ -47,7 +47,9 @@ class Session:
         limit = budget if budget is not None else self.settings.memory_budget_bytes or default_budget or usual
         expect_positive("memory_budget_bytes", limit)
         self.budget = MemoryBudget(limit, pool(limit) if pool is not None else None)
-        self._context = Context(durable, self.budget, clients(), self.settings.direct_io, self.settings.lane_count())
+        self._context = Context(
+            durable, self.budget, shared_clients(), self.settings.direct_io, self.settings.lane_count()
+        )
         self.storage: Storage = open_storage(url, options, self._context)
 
     def open_beside(self, url: URL) -> Storage:

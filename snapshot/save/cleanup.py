@@ -81,23 +81,28 @@ async def _remove_claims(
     found = [path for path in found if save_id_of(path) not in pending]
     claims = [path for path in found if path.startswith(".take-")]
     if claims and not storage.capabilities.guarded_commit:
-        young = {save_id_of(claim) for claim in claims if await _young(storage, claim, older_than)} - {committed}
+        young = {save_id_of(claim) for claim in claims if await is_younger_than(storage, claim, older_than)} - {
+            committed
+        }
         found = [path for path in found if save_id_of(path) not in young]
         claims = [claim for claim in claims if save_id_of(claim) not in young]
     if claims:
         await storage.delete(claims)
-        await _sweep(storage, {save_id for claim in claims if (save_id := save_id_of(claim))}, older_than)
+        await drop_unfinished_uploads(
+            storage, {save_id for claim in claims if (save_id := save_id_of(claim))}, older_than
+        )
     return [path for path in found if not path.startswith(".take-")]
 
 
-async def _young(storage: Storage, claim: str, older_than: float) -> bool:
+async def is_younger_than(storage: Storage, claim: str, older_than: float) -> bool:
+    """Return True if a claim is younger than so many seconds."""
     try:
         return (await storage.stat(claim)).mtime > time.time() - older_than
     except StorageNotFoundError:
         return False
 
 
-async def _sweep(storage: Storage, save_ids: set[str], older_than: float = DAY) -> None:
+async def drop_unfinished_uploads(storage: Storage, save_ids: set[str], older_than: float = DAY) -> None:
     """Drop the uploads that takes which were killed a day ago did not finish: theirs, and nobody else's."""
     try:
         for save_id in save_ids:
@@ -143,7 +148,7 @@ async def find_leftovers(storage: Storage, older_than: float = DAY) -> list[str]
     found = await list_save_files(storage)
     spared = set(pending_saves())
     for claim in (path for path in found if path.startswith(".take-")):
-        if await _young(storage, claim, older_than):
+        if await is_younger_than(storage, claim, older_than):
             spared.add(save_id_of(claim) or "")
     if found:  # last: what had no claim any more may have been committed
         now = await committed_save_id(storage)
@@ -167,7 +172,7 @@ async def is_busy(storage: Storage, older_than: float = DAY) -> bool:
     """Whether a take may be running here, beside what is committed."""
     claims = [path for path in await storage.list(".take-") if save_id_of(path) is not None]
     now = await committed_save_id(storage) if claims else None
-    return any([save_id_of(claim) != now and await _young(storage, claim, older_than) for claim in claims])
+    return any([save_id_of(claim) != now and await is_younger_than(storage, claim, older_than) for claim in claims])
 
 
 _OTHERS = re.compile(rb'\s*(\{\s*"version"|version:|manifest:|world_size:)')

@@ -25,7 +25,7 @@ from snapshot.tensors.composite import find_stride_order
 from snapshot.text import listed
 
 
-def collect(
+def collect_state(
     app_state: Mapping[str, Any], prepare: Prepare | None, exclude: Sequence[str], replicated: Sequence[str]
 ) -> Flattened:
     """Call each `state_dict()` and flatten what it gives. The RNG state is captured first, and put back after all."""
@@ -44,7 +44,7 @@ def collect(
     for glob in find_unmatched(exclude, [*flat.entries, *flat.excluded]) if exclude else ():
         warn(f"exclude: the glob {glob!r} matches nothing in the app state")
     warn_of_pickles(flat.pickled, flat.lossy)
-    apart = shared_apart(flat.leaves)
+    apart = find_overlaps(flat.leaves)
     for leaf, owner in apart:
         leaf.extra = replace(leaf.extra or Extra(), shares=owner.path)
     lines = [f"{leaf.path} shares memory with {owner.path}" for leaf, owner in apart]
@@ -70,7 +70,7 @@ _logged: PerProcess[set[str]] = PerProcess(set)
 """Messages about shared memory that were logged already: a run logs each once, not at every take."""
 
 
-def shared_apart(leaves: Sequence[Leaf]) -> list[tuple[Leaf, Leaf]]:
+def find_overlaps(leaves: Sequence[Leaf]) -> list[tuple[Leaf, Leaf]]:
     """Return each tensor that begins within the memory of another one, which has no gaps, and that one."""
     found: list[tuple[Leaf, Leaf]] = []
     order = sorted(range(len(leaves)), key=[leaf.address for leaf in leaves].__getitem__)

@@ -69,7 +69,7 @@ def build_entries(
     entries = share.flat.entries
     binary = _Binary(binary_path)
     for blob in share.blobs:
-        entries[blob.path] = _object(blob, binary)
+        entries[blob.path] = _object_entry(blob, binary)
     pieces: dict[int, list[e.Shard]] = {}
     leaves = share.leaves
     for each in written:
@@ -95,9 +95,9 @@ def build_entries(
                     stored.extra = leaf.extra
                 entries[leaf.path] = stored
     if pieces:
-        _gather(leaves, pieces, entries)
+        _add_chunked_entries(leaves, pieces, entries)
     for path, owner in share.flat.ties.items():
-        entries[path] = _twin(entries[owner])
+        entries[path] = _entry_of_tie(entries[owner])
     own, shared = share.entries(entries)
     files = {
         each.location: FileEntry(each.file.size, len(each.file.header), digest_range(each.file.header))
@@ -112,7 +112,7 @@ def build_entries(
     )
 
 
-def _twin(entry: Any) -> Any:
+def _entry_of_tie(entry: Any) -> Any:
     """Return the entry of another name for the same tensor. Its list of parts is its own: the leader adds to it."""
     if isinstance(entry, e.ChunkedTensorEntry):
         return msgspec.structs.replace(entry, chunks=list(entry.chunks))
@@ -121,15 +121,15 @@ def _twin(entry: Any) -> Any:
     return entry
 
 
-def _object(blob: Blob, binary: _Binary) -> e.ObjectEntry:
+def _object_entry(blob: Blob, binary: _Binary) -> e.ObjectEntry:
     data_range = binary.append(blob.data)
-    table = _table(blob.data)
+    table = _digest_table(blob.data)
     blocks = (binary.location, *binary.append(table)) if table else None
     digest = digest_range(table) if table else digest_bytes(blob.data)
     return e.ObjectEntry(binary.location, data_range, blob.serializer, blob.obj_type, digest, blocks)
 
 
-def _gather(leaves: Sequence[Leaf], pieces: Mapping[int, list[e.Shard]], entries: dict[str, Any]) -> None:
+def _add_chunked_entries(leaves: Sequence[Leaf], pieces: Mapping[int, list[e.Shard]], entries: dict[str, Any]) -> None:
     """Add the entries of tensors that were stored in pieces."""
     for whole in {id(leaf.whole or leaf): leaf.whole or leaf for leaf in leaves}.values():
         shards = pieces.get(id(whole))
@@ -144,7 +144,7 @@ def _gather(leaves: Sequence[Leaf], pieces: Mapping[int, list[e.Shard]], entries
             entries[whole.path] = chunked
 
 
-def _table(data: bytes | bytearray) -> bytes:
+def _digest_table(data: bytes | bytearray) -> bytes:
     """Return the digests of a blob's blocks; nothing where one is enough."""
     running = RunningDigest()
     running.update(memoryview(data))

@@ -15,7 +15,7 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.manifest import entries as e
 from snapshot.manifest.scalars import Scalar
 from snapshot.plan.partition import Assignment, PartitionItem, partition_items
-from snapshot.save.collect import ReplicationRules, collect
+from snapshot.save.collect import ReplicationRules, collect_state
 from snapshot.save.replication import Replication, agree_on_replicas, check_replicas, holders_of
 from snapshot.save.take_options import TakeOptions
 from snapshot.state.flatten import Flattened
@@ -72,7 +72,7 @@ class RankShare:
             self.loads[0] += sum(leaf.nbytes for leaf in group)
             self.leaves += group if self._exchange.rank == 0 else []
         groups = [common[path] for path in sorted(common)]
-        items = [_item(group) for group in groups]
+        items = [_partition_item(group) for group in groups]
         for rank, share in enumerate(partition_items(items, self.loads)):
             for dealt in share:
                 size = items[dealt.item].nbytes if dealt.box is None else dealt.box.numel * items[dealt.item].itemsize
@@ -169,7 +169,7 @@ class RankShare:
         return self._exchange.ranks.numbers(shards.ranks or ())[0]
 
 
-def _item(leaves: Sequence[Leaf]) -> PartitionItem:
+def _partition_item(leaves: Sequence[Leaf]) -> PartitionItem:
     first = leaves[0]
     if len(leaves) == 1 and first.splits:
         return PartitionItem(first.shape, ITEMSIZE[first.dtype])
@@ -183,7 +183,7 @@ def collect_rank_share(
 
     `globs`: those of `replicated` that all ranks gave.
     """
-    flat = collect(app_state, options.prepare, options.exclude, globs)
+    flat = collect_state(app_state, options.prepare, options.exclude, globs)
     replication = agree_on_replicas(exchange, flat, ReplicationRules(app_state, globs, exchange.ranks))
     if options.check_replicated:
         check_replicas(exchange, flat, replication)

@@ -63,7 +63,7 @@ class TakeOpening:
         """Begin to look at what is at the path, and refuse to write over a snapshot. Of several ranks, the leader has
         looked already."""
         if self.exchange.alone:
-            self._expected = start(expectation(self.session, overwrite=overwrite))
+            self._expected = start(expect_at_path(self.session, overwrite=overwrite))
 
     def transaction(self) -> Transaction:
         """Wait for what was found at the path, and return the transaction."""
@@ -101,15 +101,15 @@ def open_take(
     """Agree on a take. The leader of several ranks refuses to write over a snapshot, and claims the path."""
     if exchange.alone:
         session = open_session(url)
-        return TakeOpening(exchange, session, _new(session, exchange, secrets.token_hex(6)), globs, meter)
+        return TakeOpening(exchange, session, _new_transaction(session, exchange, secrets.token_hex(6)), globs, meter)
     opened: list[tuple[Session, Transaction]] = []
 
     def lead(hellos: list[Hello]) -> Answer:
         expect_same_verb(hellos)
         session = open_session(url)
-        transaction = _new(session, exchange, secrets.token_hex(6))
+        transaction = _new_transaction(session, exchange, secrets.token_hex(6))
         opened.append((session, transaction))
-        transaction.expect(run(expectation(session, overwrite=overwrite)))
+        transaction.expect(run(expect_at_path(session, overwrite=overwrite)))
         run(transaction.claim())
         return Answer(hellos[0].path, transaction.save_id, common_globs(hellos))
 
@@ -126,11 +126,11 @@ def open_take(
         session, transaction = opened[0]
     else:
         session = open_session(url)
-        transaction = _new(session, exchange, answer.save_id)
+        transaction = _new_transaction(session, exchange, answer.save_id)
     return TakeOpening(exchange, session, transaction, answer.globs, meter)
 
 
-def _new(session: Session, exchange: Exchange, save_id: str) -> Transaction:
+def _new_transaction(session: Session, exchange: Exchange, save_id: str) -> Transaction:
     return Transaction(session, exchange, save_id)
 
 
@@ -162,7 +162,7 @@ def open_dry_run(
     return open_session(agreed_url(url, answer.path)), answer.globs
 
 
-async def expectation(session: Session, *, overwrite: bool) -> Expect:
+async def expect_at_path(session: Session, *, overwrite: bool) -> Expect:
     """Return what the commit expects at the path. Raise if a snapshot is there, unless it may be overwritten."""
     capabilities = session.storage.capabilities
     if not (capabilities.write and capabilities.atomic_put):

@@ -109,7 +109,7 @@ def find_candidates(flat: Flattened, alike: ReplicationRules) -> ReplicaCandidat
             structure.append(text)
         else:
             held = leaves.get(flat.ties.get(path, path), [])
-            text = f"{_text(path, flat.ties.get(path, path), held)}\0{alike.leading(path)}"
+            text = f"{_identity_of(path, flat.ties.get(path, path), held)}\0{alike.leading(path)}"
             structure.append(f"{text}\0{wanted}")
             if wanted:
                 found.items[path] = _digest(text.encode())
@@ -130,7 +130,7 @@ def _by_path(flat: Flattened) -> dict[str, list[Leaf]]:
     return leaves
 
 
-def _text(path: str, owner: str, leaves: Sequence[Leaf]) -> str:
+def _identity_of(path: str, owner: str, leaves: Sequence[Leaf]) -> str:
     """Return what must be equal for tensors to be the same, but for their bytes."""
     return "\0".join(
         f"{path}\0{owner}\0{leaf.path[len(owner) :]}\0{leaf.dtype}\0{leaf.shape}\0{leaf.note}" for leaf in leaves
@@ -159,7 +159,7 @@ def agree_on_replicas(exchange: Exchange, flat: Flattened, alike: ReplicationRul
     basis = known.structure if known else a.FIRST
     paths = frozenset(found.items) if known is None else known.paths & found.items.keys()
     spare = known.written_elsewhere if known else frozenset()
-    have, expected = _sums(exchange, flat)
+    have, expected = _layout_sums(exchange, flat)
     for _ in range(MOST_ASKED):
         record = a.RankRecord(
             found.structure,
@@ -169,19 +169,19 @@ def agree_on_replicas(exchange: Exchange, flat: Flattened, alike: ReplicationRul
             have,
             expected,
             own_bytes(exchange, flat, paths, spare),
-            _entries(flat, paths, leader=exchange.rank == 0),
+            _count_entries(flat, paths, leader=exchange.rank == 0),
             asks and basis == a.FIRST,
             found.sketch(paths) if basis not in (a.FIRST, a.ASKED) else b"",
         )
         answer = exchange.agree(record, a.compare_records, a.RankRecord, a.ConsensusReply)
         if answer.settled:
             break
-        paths, spare = _ask(exchange, flat, found, answer)
+        paths, spare = _exchange_details(exchange, flat, found, answer)
         basis = a.ASKED
     else:
         raise SnapshotError("the ranks cannot agree on what they share: their states change while they are saved")
     if basis != answer.structure:
-        _warn(flat, alike, paths)
+        _warn_of_differences(flat, alike, paths)
     return Replication(
         answer.structure,
         paths,
@@ -198,7 +198,7 @@ SKETCH = 64
 """So many of the values that were not shared last time are looked at again."""
 
 
-def _ask(
+def _exchange_details(
     exchange: Exchange, flat: Flattened, found: ReplicaCandidates, answer: a.ConsensusReply
 ) -> tuple[frozenset[str], frozenset[tuple[str, int]]]:
     """Say what this rank is asked for; what is shared, and which boxes others write."""
@@ -211,46 +211,46 @@ def _ask(
             details.boxes.append(a.ShardBoxes(path, str(shards.dtype), shards.shape, boxes))
     for path, shards in flat.shards.items() if answer.layouts else ():
         if not shards.is_open and exchange.ranks.among(shards.ranks or ()):
-            details.layouts[path] = _layout(flat, path, shards), list(_numbers(exchange, path, shards))
+            details.layouts[path] = _layout_text(flat, path, shards), list(_holder_numbers(exchange, path, shards))
     settlement = exchange.agree(details, lambda all_: a.settle_details(all_, answer.speakers), a.Details, a.Settlement)
     common = set(split_digests(settlement.items))
     differ = [path for path, name in found.names.items() if name in common and found.items[path] not in common]
     if differ:
         raise SnapshotError(
             "said to be replicated, and not the same on all ranks:"
-            + listed([f"{path} (here {_shown(flat.entries[path])})" for path in differ])
+            + listed([f"{path} (here {_value_text(flat.entries[path])})" for path in differ])
         )
     paths = frozenset(path for path, item in found.items.items() if item in common)
     spare = frozenset((path, number) for rank, path, number in settlement.spare if rank == exchange.rank)
     return paths, spare
 
 
-def _shown(entry: Any) -> str:
+def _value_text(entry: Any) -> str:
     return str(entry.readable or entry.serialized_value)[:80]
 
 
-def _sums(exchange: Exchange, flat: Flattened) -> tuple[bytes, bytes]:
+def _layout_sums(exchange: Exchange, flat: Flattened) -> tuple[bytes, bytes]:
     """Return this rank's part in the check that all holders of a sharded tensor have it, in one layout."""
     have, expected = [], []
     for path, shards in flat.shards.items():
         if shards.is_open:
             continue
-        numbers = _numbers(exchange, path, shards)
+        numbers = _holder_numbers(exchange, path, shards)
         if not exchange.ranks.among(shards.ranks or ()):
             continue  # torch gives a DTensor to ranks outside of its mesh as well
-        digest = a.digest_layout(path, _layout(flat, path, shards))
+        digest = a.digest_layout(path, _layout_text(flat, path, shards))
         have.append(digest)
         if numbers[0] == exchange.rank:
             expected.append(digest * len(numbers))
     return a.sum_digests(have), a.sum_digests(expected)
 
 
-def _layout(flat: Flattened, path: str, shards: Shards) -> str:
+def _layout_text(flat: Flattened, path: str, shards: Shards) -> str:
     """Return what all holders must agree on: a tie as well, since they share the work by it."""
     return f"{shards.layout}, the same as {flat.ties[path]}" if path in flat.ties else shards.layout
 
 
-def _numbers(exchange: Exchange, path: str, shards: Shards) -> tuple[int, ...]:
+def _holder_numbers(exchange: Exchange, path: str, shards: Shards) -> tuple[int, ...]:
     """Return the ranks that hold a sharded tensor, as this call numbers them."""
     numbers = exchange.ranks.numbers(shards.ranks or ())
     if len(numbers) != len(shards.ranks or ()):
@@ -279,12 +279,12 @@ def own_bytes(exchange: Exchange, flat: Flattened, paths: frozenset[str], spare:
     return total
 
 
-def _entries(flat: Flattened, paths: frozenset[str], *, leader: bool) -> int:
+def _count_entries(flat: Flattened, paths: frozenset[str], *, leader: bool) -> int:
     pieces = sum(len(shards.pieces) for shards in flat.shards.values())
     return pieces + len(flat.entries) - (0 if leader else len(paths))
 
 
-def _warn(flat: Flattened, alike: ReplicationRules, paths: frozenset[str]) -> None:
+def _warn_of_differences(flat: Flattened, alike: ReplicationRules, paths: frozenset[str]) -> None:
     left = [
         path
         for path, entry in flat.entries.items()

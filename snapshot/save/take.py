@@ -18,7 +18,7 @@ from snapshot.events import emit
 from snapshot.per_process import PerProcess
 from snapshot.plan.layout import SavePlan, name_data_file
 from snapshot.plan.plan_cache import PlanCache
-from snapshot.runtime.loop import cancelled, in_own_thread
+from snapshot.runtime.loop import cancel_all, in_own_thread
 from snapshot.runtime.session import Session
 from snapshot.save.commit import RankDone, commit_with_ranks, leader_part_path, own_part_path
 from snapshot.save.manifest_builder import (
@@ -204,6 +204,6 @@ class Take:
                 if error is not None:
                     raise error
         except BaseException:
-            await shielded(cancelled([task]))
+            await shielded(cancel_all([task]))
             raise
         return task.result()

@@ -18,7 +18,7 @@ from snapshot.plan.plan_cache import find_parts
 from snapshot.progress import unmetered
 from snapshot.runtime.arena import GRAIN, arena
 from snapshot.runtime.budget import MemoryBudget
-from snapshot.runtime.loop import cancelled
+from snapshot.runtime.loop import cancel_all
 from snapshot.runtime.session import Session
 from snapshot.save.staging import FileDigests, StagedPart, Stager
 from snapshot.storage import FileWriter, Storage
@@ -134,7 +134,7 @@ class Writer:
 
     async def _abort(self, lanes: Sequence[asyncio.Task[WrittenFile]]) -> None:
         self._stopped = True
-        await cancelled(lanes)
+        await cancel_all(lanes)
         # the first error is the one that counts
         await asyncio.gather(*(writer.abort() for writer in self._open), return_exceptions=True)
 
@@ -186,7 +186,7 @@ class Writer:
                 writes.add(write)
             await asyncio.gather(*writes)
         except BaseException:
-            await shielded(cancelled(writes))
+            await shielded(cancel_all(writes))
             raise
         await writer.finish()
         digests.finish()
@@ -206,7 +206,7 @@ class Writer:
         try:
             if ahead is None:
                 return await self._next(file, part, digests)
-            await in_thread(_digest, digests, file, part, ahead)
+            await in_thread(_digest_part, digests, file, part, ahead)
             return ahead
         except BaseException:
             if ahead is not None:
@@ -232,7 +232,7 @@ class Writer:
         slot = arena().take(needed)  # not in a thread: a cancellation would lose it
         try:
             staged = await self.source.fetch(file, part, slot, self._budget)
-            await in_thread(_digest, digests, file, part, staged)
+            await in_thread(_digest_part, digests, file, part, staged)
         except BaseException:
             arena().give(slot)
             raise
@@ -242,7 +242,7 @@ class Writer:
         slot = arena().take(needed, pinned=self.source.pinned) if needed else None
         try:
             staged = self.source.stage(file, part, slot, self._budget)
-            _digest(digests, file, part, staged)
+            _digest_part(digests, file, part, staged)
         except BaseException:
             if slot is not None:
                 arena().give(slot)
@@ -259,7 +259,7 @@ class Writer:
         self._slots.release()
 
 
-def _digest(digests: FileDigests, file: FilePlan, part: FilePart, staged: StagedPart) -> None:
+def _digest_part(digests: FileDigests, file: FilePlan, part: FilePart, staged: StagedPart) -> None:
     with span("digest", bytes=part.end - part.begin):
         digests.update(part, staged.shares(file, part))
 

@@ -17,10 +17,10 @@ from snapshot.aio import in_thread
 from snapshot.errors import CorruptSnapshotError, StorageError
 from snapshot.formats.embedded_tensors import EmbeddedLayout, is_streamed
 from snapshot.formats.foreign import is_packed
-from snapshot.load.fetch import expect_good
+from snapshot.load.fetch import raise_faults
 from snapshot.load.read_plan import MOST_TIMES, ROOM, ReadPlan
 from snapshot.load.reader import Reader
-from snapshot.load.requests import ReadRequest, want_all
+from snapshot.load.requests import ReadRequest, request_all
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import TENSORS
 from snapshot.plan.layout import FilePart, FilePlan
@@ -54,7 +54,7 @@ def expect_room(document: Document, leaves: Sequence[Leaf], origins: Sequence[An
                 )
 
 
-class Fetched(Stager):
+class CheckpointStager(Stager):
     """Leaves whose tensors are read from a checkpoint, part by part; or whose bytes are given, or made in time."""
 
     fetches = waits = True
@@ -195,8 +195,8 @@ class Fetched(Stager):
         layouts: list[tuple[tuple[int, ...], EmbeddedLayout]] = []
         requests = []
         for stored in packed:
-            request = want_all(self.leaves[index].path, stored)
-            request.opens = partial(_noted, layouts, stored.shape)
+            request = request_all(self.leaves[index].path, stored)
+            request.opens = partial(_note_layout, layouts, stored.shape)
             requests.append(request)
         if requests:  # only what says where they are is read
             await self._reader().read(requests, unmetered)
@@ -205,7 +205,7 @@ class Fetched(Stager):
     async def _read(self, read_plan: ReadPlan) -> None:
         result = await self._reader().read(read_plan.requests, unmetered)
         self.bytes_read += result.bytes_read
-        expect_good(self._session, result)
+        raise_faults(self._session, result)
 
     def _reader(self) -> Reader:
         session = self._session
@@ -227,7 +227,7 @@ class Fetched(Stager):
                 self._sums[extent.leaf] = zlib.crc32(slot.view[at], self._sums.get(extent.leaf, 0))
 
 
-def _noted(
+def _note_layout(
     layouts: list[tuple[tuple[int, ...], EmbeddedLayout]], shape: tuple[int, ...], layout: EmbeddedLayout
 ) -> list[ReadRequest]:
     """Note where a tensor is, and want nothing of it."""

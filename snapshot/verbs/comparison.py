@@ -14,7 +14,7 @@ from typing import Any
 
 from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.events import emit
-from snapshot.load.foreign_objects import unfold
+from snapshot.load.foreign_objects import expand_objects
 from snapshot.load.open import open_document
 from snapshot.load.scatter import place_of
 from snapshot.manifest import entries as e
@@ -30,8 +30,8 @@ from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.state.stateful_kinds import Kind
-from snapshot.verbs.diff_bytes import Pair, Side, compare
-from snapshot.verbs.diff_entries import NO_NUMBERS, EntryDifference, compared, content_of, shown
+from snapshot.verbs.diff_bytes import Pair, Side, compare_pairs
+from snapshot.verbs.diff_entries import NO_NUMBERS, EntryDifference, compare_entries, content_of, value_text
 from snapshot.verbs.select import change_of
 
 Rank = int | None
@@ -129,7 +129,7 @@ def compare_snapshots(
     try:
         for opener in openers:
             opened.append(opener(None if budget is None else max(1, budget // 4)))
-        return differences(
+        return find_differences(
             *opened, values=values, select=select, exclude=exclude, rename=rename, budget=budget, meter=meter
         )
     finally:
@@ -138,7 +138,7 @@ def compare_snapshots(
             run(session.close())
 
 
-def differences(
+def find_differences(
     a: Session,
     b: Session,
     *,
@@ -153,19 +153,19 @@ def differences(
     began = time.perf_counter()
     documents = [run(open_document(session)) for session in (a, b)]
     sides = [Side(session, document) for session, document in zip((a, b), documents, strict=True)]
-    here, there = (_names(side) for side in sides)
+    here, there = (_read_names(side) for side in sides)
     here.rename(rename)
-    chosen = _chosen([*here.forms, *there.forms], select, exclude)
-    removed, added, items = _matched(here, there, chosen, values)
-    changes = _moved(removed, added)
+    chosen = _choose_items([*here.forms, *there.forms], select, exclude)
+    removed, added, items = _match_items(here, there, chosen, values)
+    changes = _find_renamed(removed, added)
     pairs = [pair for item in items for pair in item.pairs]
     nbytes = 0
     if pairs:
         held = MemoryBudget(max(1, budget // 2) if budget is not None else min(a.budget.total, b.budget.total))
-        nbytes = run(compare(sides[0], sides[1], pairs, held, meter))
+        nbytes = run(compare_pairs(sides[0], sides[1], pairs, held, meter))
     equal = 0
     for item in items:
-        change = _change(item)
+        change = _make_change(item)
         if change is None:
             equal += item.found.counts
         else:
@@ -178,13 +178,13 @@ def differences(
     return found
 
 
-def _names(side: Side) -> DiffNames:
+def _read_names(side: Side) -> DiffNames:
     manifest = dict(side.document.manifest)
-    unfold(side.session, side.document, manifest, lambda _: True, Kind)
+    expand_objects(side.session, side.document, manifest, lambda _: True, Kind)
     return DiffNames(side.document, manifest)
 
 
-def _chosen(names: Iterable[str], select: Sequence[str], exclude: Sequence[str]) -> Any:
+def _choose_items(names: Iterable[str], select: Sequence[str], exclude: Sequence[str]) -> Any:
     """Whether a name is to be looked at. Raises for a glob that matches nothing in either."""
     included, excluded = matcher(select or ["**"]), matcher(exclude)
     missing = find_unmatched([*select, *exclude], names) if select or exclude else []
@@ -205,7 +205,7 @@ def _ranks(here: Mapping[Rank, Any], there: Mapping[Rank, Any], world: int) -> l
     return [*[None] * (all(shared) or (any(shared) and not (here and there))), *sorted(own)]
 
 
-def _matched(
+def _match_items(
     here: DiffNames, there: DiffNames, chosen: Any, values: bool
 ) -> tuple[dict[str, Any], dict[str, Any], list[_DiffItem]]:
     """Return what only the first has, what only the second has, and what both have."""
@@ -226,14 +226,14 @@ def _matched(
                 if is_leaf(entry):
                     only[path] = entry
                 continue
-            item = _DiffItem(path, *compared(path, a, b, values, same_format=here.format == there.format))
+            item = _DiffItem(path, *compare_entries(path, a, b, values, same_format=here.format == there.format))
             if known:
-                _tied(item, name, rank, ties, here=here, there=there)
+                _compare_ties(item, name, rank, ties, here=here, there=there)
             items.append(item)
     return removed, added, items
 
 
-def _tied(item: _DiffItem, name: str, rank: Rank, ties: Any, *, here: DiffNames, there: DiffNames) -> None:
+def _compare_ties(item: _DiffItem, name: str, rank: Rank, ties: Any, *, here: DiffNames, there: DiffNames) -> None:
     """Whether a tensor is the same as others in both, of those that both have."""
     before, after = (
         {each for each in tied.get((name, rank), ()) if each in here.forms and each in there.forms} for tied in ties
@@ -243,7 +243,7 @@ def _tied(item: _DiffItem, name: str, rank: Rank, ties: Any, *, here: DiffNames,
         item.found.add("ties", f"{text[0]} -> {text[1]}")
 
 
-def _moved(removed: dict[str, Any], added: dict[str, Any]) -> list[Change]:
+def _find_renamed(removed: dict[str, Any], added: dict[str, Any]) -> list[Change]:
     """Return what was removed and added: as renamed, where exactly one of each has the same bytes."""
     by_content: dict[Any, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
     for which, entries in enumerate((removed, added)):
@@ -259,12 +259,14 @@ def _moved(removed: dict[str, Any], added: dict[str, Any]) -> list[Change]:
             changes.append(Change("renamed", after[0], before=before[0]))
             gone.add(before[0])
             come.add(after[0])
-    changes += [Change("removed", path, detail=shown(entry)) for path, entry in removed.items() if path not in gone]
-    changes += [Change("added", path, detail=shown(entry)) for path, entry in added.items() if path not in come]
+    changes += [
+        Change("removed", path, detail=value_text(entry)) for path, entry in removed.items() if path not in gone
+    ]
+    changes += [Change("added", path, detail=value_text(entry)) for path, entry in added.items() if path not in come]
     return changes
 
 
-def _change(item: _DiffItem) -> Change | None:
+def _make_change(item: _DiffItem) -> Change | None:
     found = item.found
     if any(pair.differs and not pair.cast for pair in item.pairs) and "bytes" not in found.what:
         found.add("bytes", "")

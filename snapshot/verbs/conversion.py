@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from snapshot.events import emit
-from snapshot.load.checksums import expect_sums
+from snapshot.load.checksums import expect_archive_checksums
 from snapshot.load.open import expect_files, open_document
 from snapshot.load.stored_ranges import stored_in
 from snapshot.manifest.document import Document
@@ -22,12 +22,12 @@ from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.url import URL
 from snapshot.verbs.export import Export, Plan
-from snapshot.verbs.to_snapshot import Selection, as_snapshot
+from snapshot.verbs.to_snapshot import Selection, write_as_snapshot
 
 FORMATS = ("snapshot", "safetensors", "torch", "dcp")
 
 
-def converted(
+def convert_checkpoint(
     origin: URL,
     options: Mapping[str, Any] | None,
     url: URL,
@@ -57,9 +57,9 @@ def converted(
         document = run(open_document(source))
         run(expect_files(source, document, find_locations(document.manifest, document.files)))
         if choice.verify:
-            expect_sums(source, stored_in(document.manifest), document.files)
+            expect_archive_checksums(source, stored_in(document.manifest), document.files)
         if to == "snapshot":
-            report = as_snapshot(
+            report = write_as_snapshot(
                 source,
                 document,
                 choice,
@@ -70,7 +70,7 @@ def converted(
                 timeout=Settings.current().timeout,
             )
         else:
-            report = _exported(
+            report = _export(
                 source,
                 document,
                 choice,
@@ -93,7 +93,7 @@ def converted(
     return report
 
 
-def _exported(
+def _export(
     source: Session,
     document: Document,
     choice: Selection,

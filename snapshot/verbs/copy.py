@@ -20,9 +20,9 @@ from snapshot.aio import in_thread, shielded
 from snapshot.errors import CommitUnknown, CorruptSnapshotError, SnapshotError, StorageError, UnsupportedFormatError
 from snapshot.events import emit
 from snapshot.formats.foreign import ForeignDocument
-from snapshot.load.checksums import expect_sums
+from snapshot.load.checksums import expect_archive_checksums
 from snapshot.load.open import expect_files, load_parts, open_document, open_main, read_parts
-from snapshot.load.stored_ranges import TABLE, stored_in, uncovered, wants_of
+from snapshot.load.stored_ranges import TABLE, find_uncovered, requests_of, stored_in
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document, ManifestPart, PartEntry, encode
 from snapshot.manifest.validate import find_locations
@@ -32,15 +32,15 @@ from snapshot.reports import CopyReport
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
-from snapshot.save.rendezvous import expectation
+from snapshot.save.rendezvous import expect_at_path
 from snapshot.save.transaction import Transaction
 from snapshot.save.writer import write_small
 from snapshot.tensors.digest import digest_range
 from snapshot.text import listed
 from snapshot.url import URL
 from snapshot.verbs.copy_foreign import copy_files
-from snapshot.verbs.copy_stream import CheckedRange, CopiedFile, pass_files, tokens
-from snapshot.verbs.to_snapshot import Selection, alone, as_snapshot
+from snapshot.verbs.copy_stream import CheckedRange, CopiedFile, copy_files_through, stat_files
+from snapshot.verbs.to_snapshot import Selection, solo_exchange, write_as_snapshot
 
 WHERE = re.compile(
     r"endpoint|account_(name|host)|profile|connection_string|host|(^|_)port$|url|protocol|project|(^|_)fo$",
@@ -49,7 +49,7 @@ WHERE = re.compile(
 """What options of storages are called that lead to another place."""
 
 
-def copied(
+def copy_checkpoint(
     origin: URL,
     options: Mapping[str, Any] | None,
     url: URL,
@@ -72,7 +72,7 @@ def copied(
 
     try:
         document = run(open_main(source))
-        if _servers(options) == _servers(target_options):
+        if _server_options(options) == _server_options(target_options):
             _expect_apart(origin, url)
         if isinstance(document, ForeignDocument):
             if choice.select or choice.exclude:
@@ -82,9 +82,9 @@ def copied(
                 )
             report = copy_files(source, document, url, opener, meter, overwrite=overwrite, verify=choice.verify)
         elif choice.select or choice.exclude:
-            report = _part(source, document, choice, url, opener=opener, meter=meter, overwrite=overwrite)
+            report = _copy_selection(source, document, choice, url, opener=opener, meter=meter, overwrite=overwrite)
         else:
-            report = _whole(source, document, opener(url), meter, overwrite=overwrite, verify=choice.verify)
+            report = _copy_whole(source, document, opener(url), meter, overwrite=overwrite, verify=choice.verify)
     except BaseException as error:
         emit("failed", "copy", str(url), error=error)
         raise
@@ -96,13 +96,13 @@ def copied(
     return report
 
 
-def _servers(options: Mapping[str, Any] | None) -> dict[str, Any]:
+def _server_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Those of a storage's options that say which server, and whose account, is meant; not how to use it, nor as
     whom."""
     made: dict[str, Any] = {}
     for name, value in dict(options or {}).items():
         if isinstance(value, Mapping):
-            made |= {f"{name}.{below}": each for below, each in _servers(value).items()}
+            made |= {f"{name}.{below}": each for below, each in _server_options(value).items()}
         elif WHERE.search(name):
             made[name] = value
     return made
@@ -122,15 +122,15 @@ def _expect_apart(origin: URL, url: URL) -> None:
         raise ValueError(f"{url}: lies within {origin}, which is copied; copy to another place")
 
 
-def _part(
+def _copy_selection(
     source: Session, document: Document, choice: Selection, url: URL, *, opener: Any, meter: Meter, overwrite: bool
 ) -> CopyReport:
     """Return what of a snapshot was selected, as a snapshot: the files hold other things, too, and are written anew."""
     run(load_parts(source, document, list(document.parts)))
     run(expect_files(source, document, find_locations(document.manifest, document.files)))
     if choice.verify:
-        expect_sums(source, stored_in(document.manifest), document.files)
-    as_snapshot(
+        expect_archive_checksums(source, stored_in(document.manifest), document.files)
+    write_as_snapshot(
         source,
         document,
         choice,
@@ -150,7 +150,7 @@ def _part(
     return CopyReport("snapshot", count_entries(written.manifest), len(written.files), nbytes, checked)
 
 
-def _whole(
+def _copy_whole(
     source: Session, document: Document, target: Session, meter: Meter, *, overwrite: bool, verify: bool
 ) -> CopyReport:
     try:
@@ -173,14 +173,14 @@ class _Copy:
     async def make(self, *, overwrite: bool) -> CopyReport:
         """Copy it. Over a network bytes may be damaged on their way only: then once more, from the beginning."""
         document, url = self._document, str(self._target.url)
-        expect = await expectation(self._target, overwrite=overwrite)
+        expect = await expect_at_path(self._target, overwrite=overwrite)
         parts = await read_parts(self._source, document.parts)
         names = [each.location for each in document.parts]
         await expect_files(self._source, document, set(document.files))
-        files = await in_thread(self._files, parts, await tokens(self._source.storage, document.files))
+        files = await in_thread(self._files, parts, await stat_files(self._source.storage, document.files))
         nbytes = sum(file.size for file in files)
         for again in (False, True):
-            exchange = alone("copy", Settings.current().timeout)
+            exchange = solo_exchange("copy", Settings.current().timeout)
             transaction = Transaction(self._target, exchange, secrets.token_hex(6))
             transaction.expect(expect)
             self._meter.wrote(-self._meter.now().done)
@@ -209,8 +209,8 @@ class _Copy:
         ranges: dict[str, list[CheckedRange]] = {location: [] for location in document.files}
         if self._verify:
             faults: list[str] = []
-            wants = wants_of([document.manifest, *(part.manifest for part in parts)], document.files, faults)
-            faults += uncovered(document.files, wants)
+            wants = requests_of([document.manifest, *(part.manifest for part in parts)], document.files, faults)
+            faults += find_uncovered(document.files, wants)
             if faults:
                 raise CorruptSnapshotError(
                     f"{self._source.url}: its manifest does not say what its files hold:{listed(faults)}", faults=faults
@@ -238,11 +238,11 @@ class _Copy:
     ) -> None:
         """Claim, write, commit, clean, as a take does it; if anything fails, leave nothing."""
         storage = self._target.storage
-        places = _places(transaction.save_id, [*self._document.files, *parts])
+        places = _new_paths(transaction.save_id, [*self._document.files, *parts])
         names = [places[each.location] for each in files]
         async with transaction:
             transaction.will_write(list(places.values()))
-            await pass_files(
+            await copy_files_through(
                 self._source,
                 self._target,
                 files,
@@ -251,10 +251,10 @@ class _Copy:
             )
             entries = []
             for kept, (location, part) in zip(self._document.parts, parts.items(), strict=True):
-                data = await in_thread(_moved_part, part, places)
+                data = await in_thread(_encode_moved_part, part, places)
                 await write_small(storage, places[location], [data])
                 entries.append(PartEntry(places[location], len(data), digest_range(data), kept.ranks, kept.count))
-            data = await in_thread(_moved, self._document, transaction.save_id, places, entries)
+            data = await in_thread(_encode_moved, self._document, transaction.save_id, places, entries)
             await shielded(transaction.commit(data))
 
     async def _expect_unchanged(self, cause: BaseException) -> None:
@@ -270,7 +270,7 @@ class _Copy:
             ) from cause
 
 
-def _places(save_id: str, locations: Sequence[str]) -> dict[str, str]:
+def _new_paths(save_id: str, locations: Sequence[str]) -> dict[str, str]:
     """Each file's name under another save id: its rank and number stay."""
     places = {each: f"data/{save_id}{each[each.index('-') :]}" for each in locations}
     if len(set(places.values())) < len(places):
@@ -278,23 +278,23 @@ def _places(save_id: str, locations: Sequence[str]) -> dict[str, str]:
     return places
 
 
-def _moved(document: Document, save_id: str, places: Mapping[str, str], parts: list[PartEntry]) -> bytes:
+def _encode_moved(document: Document, save_id: str, places: Mapping[str, str], parts: list[PartEntry]) -> bytes:
     """Return a manifest that says the same of files under other names."""
     files = {places[name]: file for name, file in document.files.items()}
-    _move(document.manifest, places)
+    _replace_paths(document.manifest, places)
     data = encode(msgspec.structs.replace(document, save_id=save_id, files=files, parts=parts))
-    _move(document.manifest, {there: here for here, there in places.items()})
+    _replace_paths(document.manifest, {there: here for here, there in places.items()})
     return data
 
 
-def _moved_part(part: ManifestPart, places: Mapping[str, str]) -> bytes:
-    _move(part.manifest, places)
+def _encode_moved_part(part: ManifestPart, places: Mapping[str, str]) -> bytes:
+    _replace_paths(part.manifest, places)
     data = encode(part)
-    _move(part.manifest, {there: here for here, there in places.items()})
+    _replace_paths(part.manifest, {there: here for here, there in places.items()})
     return data
 
 
-def _move(manifest: Mapping[str, Any], places: Mapping[str, str]) -> None:
+def _replace_paths(manifest: Mapping[str, Any], places: Mapping[str, str]) -> None:
     """Have entries point at other files. In place, since there may be millions."""
     for stored in stored_in(manifest):
         stored.location = places.get(stored.location, stored.location)

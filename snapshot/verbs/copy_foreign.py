@@ -12,7 +12,7 @@ from snapshot.events import emit
 from snapshot.formats import dcp, safetensors, zip_checksums
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.unpickling import INLINE
-from snapshot.load.checksums import expect_sums
+from snapshot.load.checksums import expect_archive_checksums
 from snapshot.load.open import expect_files
 from snapshot.load.stored_ranges import stored_in
 from snapshot.manifest.counting import count_entries
@@ -24,7 +24,7 @@ from snapshot.runtime.session import Session
 from snapshot.storage import Storage
 from snapshot.tensors.digest import digest_range
 from snapshot.url import URL
-from snapshot.verbs.copy_stream import CopiedFile, pass_files, tokens
+from snapshot.verbs.copy_stream import CopiedFile, copy_files_through, stat_files
 from snapshot.verbs.staged_files import StagedFiles
 
 MEGATRON = "metadata.json"
@@ -63,17 +63,17 @@ def copy_files(
     verify: bool,
 ) -> CopyReport:
     """Copy a checkpoint of another library, file by file."""
-    layout = run(_layout(source, document, url))
+    layout = run(_find_layout(source, document, url))
     if source.storage.url == layout.place and layout.names.keys() & {*layout.names.values(), *layout.markers}:
         raise ValueError(f"{url}: is where it is copied from; copy to another place")
     checked = "sizes"
     if verify:
         stored = list(stored_in(document.manifest))
-        expect_sums(source, stored, document.files)
+        expect_archive_checksums(source, stored, document.files)
         checked = "checksums" if zip_checksums.find_archives(stored, document.files) else "sizes"
     target = opener(layout.place)
     try:
-        nbytes = run(_write(source, layout, target, meter, overwrite=overwrite))
+        nbytes = run(_write_files(source, layout, target, meter, overwrite=overwrite))
     finally:
         run(target.close())
     return CopyReport(
@@ -81,7 +81,7 @@ def copy_files(
     )
 
 
-async def _write(source: Session, layout: _Layout, target: Session, meter: Meter, *, overwrite: bool) -> int:
+async def _write_files(source: Session, layout: _Layout, target: Session, meter: Meter, *, overwrite: bool) -> int:
     """Copy the files; how many bytes they have."""
     if not target.storage.capabilities.write:
         raise SnapshotError(f"{target.url}: this storage cannot be written to")
@@ -95,7 +95,7 @@ async def _write(source: Session, layout: _Layout, target: Session, meter: Meter
     meter.begin(nbytes)
     emit("start", "copy", str(target.url), bytes=nbytes)
     try:
-        await pass_files(
+        await copy_files_through(
             source,
             target,
             files,
@@ -112,13 +112,13 @@ async def _write(source: Session, layout: _Layout, target: Session, meter: Meter
 async def _expect_unchanged(source: Session, layout: _Layout, cause: SnapshotError) -> None:
     """Say so where what was read was replaced meanwhile."""
     with suppress(SnapshotError):
-        if await tokens(source.storage, layout.names) == layout.held:
+        if await stat_files(source.storage, layout.names) == layout.held:
             return
         raised = SnapshotError(f"{source.url}: was replaced while it was copied; copy again ({cause})")
     raise raised from cause
 
 
-async def _layout(source: Session, document: ForeignDocument, url: URL) -> _Layout:
+async def _find_layout(source: Session, document: ForeignDocument, url: URL) -> _Layout:
     """Which files are copied, and where to. What describes them is read again, and is still what it was: so they are
     of one checkpoint, unless their tokens change."""
     storage = source.storage
@@ -145,7 +145,7 @@ async def _layout(source: Session, document: ForeignDocument, url: URL) -> _Layo
     elif document.format == "torchsnapshot":
         made = _Layout(url, {each: each for each in locations}, {METADATA: b""}, (), (METADATA, dcp.METADATA))
     else:
-        index = found = await _index(storage) if folder else opened
+        index = found = await _index_of(storage) if folder else opened
         if not folder and name.endswith(".json"):  # an index by its own name, to an index
             url, index = beside, name
         made = _Layout(
@@ -157,7 +157,7 @@ async def _layout(source: Session, document: ForeignDocument, url: URL) -> _Layo
             r"model-\d{5}-of-\d{5}\.safetensors",
         )
     await expect_files(source, document, document.files.keys() & made.names.keys())
-    made.held = await tokens(storage, made.names)
+    made.held = await stat_files(storage, made.names)
     for marker in made.markers:
         there = found if marker == index else marker
         made.markers[marker] = await storage.get(there, limit=source.settings.manifest_bytes)
@@ -166,7 +166,7 @@ async def _layout(source: Session, document: ForeignDocument, url: URL) -> _Layo
     return made
 
 
-async def _index(storage: Storage) -> str:
+async def _index_of(storage: Storage) -> str:
     """Return the index of a folder's files of safetensors; nothing where one file stands alone."""
     if await _exists(storage, safetensors.INDEX):
         return safetensors.INDEX

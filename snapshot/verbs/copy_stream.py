@@ -19,7 +19,7 @@ from snapshot.load.reader import HOT
 from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.runtime.arena import Slot, arena
 from snapshot.runtime.budget import MemoryBudget
-from snapshot.runtime.loop import cancelled
+from snapshot.runtime.loop import cancel_all
 from snapshot.runtime.session import Session
 from snapshot.save.staging import FileDigests, StagedPart, Stager
 from snapshot.save.writer import Writer, arena_bytes
@@ -177,7 +177,7 @@ class ReadAhead:
     async def close(self) -> None:
         """Wait until nothing is read any more, and give back what nobody got."""
         self._stopped = True
-        await shielded(cancelled(list(self._reads.values())))
+        await shielded(cancel_all(list(self._reads.values())))
         for read in self._reads.values():
             if not read.cancelled() and read.exception() is None:
                 read.result().release()
@@ -187,7 +187,7 @@ class ReadAhead:
 Write = Callable[[Writer, Sequence[FilePlan], ReadAhead | None], Coroutine[Any, Any, object]]
 
 
-async def pass_files(
+async def copy_files_through(
     source: Session, target: Session, files: Sequence[CopiedFile], progress: Callable[[int], None], write: Write
 ) -> None:
     """Have files pass from one storage to another, several parts of several files at once. `write` has the writer write
@@ -206,7 +206,7 @@ async def pass_files(
         await ahead.close()
 
 
-async def tokens(storage: Storage, locations: Iterable[str]) -> dict[str, tuple[int, str | None]]:
+async def stat_files(storage: Storage, locations: Iterable[str]) -> dict[str, tuple[int, str | None]]:
     """How long each file is, and what it is now, by which it is seen if another one comes to have its name."""
     names = list(locations)
 

@@ -20,12 +20,12 @@ from snapshot.plan.layout import PAGE, Extent, FilePart, FilePlan, cut_file
 from snapshot.progress import Meter
 from snapshot.runtime.arena import Slot, arena
 from snapshot.runtime.budget import MemoryBudget
-from snapshot.runtime.loop import cancelled
+from snapshot.runtime.loop import cancel_all
 from snapshot.runtime.session import Session
 from snapshot.save.writer import arena_bytes
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.dtypes import ITEMSIZE
-from snapshot.verbs.checkpoint_source import Fetched
+from snapshot.verbs.checkpoint_source import CheckpointStager
 from snapshot.verbs.diff_stats import Numbers
 
 LANES = 2
@@ -65,7 +65,7 @@ def as_bytes(stored: e.ObjectEntry) -> e.TensorEntry:
     return e.TensorEntry(stored.location, stored.byte_range, "uint8", (stored.nbytes,), stored.digest, stored.blocks)
 
 
-async def compare(a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryBudget, meter: Meter) -> int:
+async def compare_pairs(a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryBudget, meter: Meter) -> int:
     """Compare pairs; how many bytes were read for that."""
     for side, of in ((a, "a"), (b, "b")):
         entries = {pair.name: getattr(pair, of) for pair in pairs}
@@ -93,7 +93,7 @@ async def compare(a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryBudget,
                 try:
                     await asyncio.gather(*reads)
                 finally:
-                    await shielded(cancelled(reads))
+                    await shielded(cancel_all(reads))
                 await in_thread(_look, file, part, pairs, *slots)
                 meter.wrote(2 * sum(high - low for _, low, high in _shares(file, part)))
             finally:
@@ -105,7 +105,7 @@ async def compare(a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryBudget,
     try:
         await asyncio.gather(*lanes)
     finally:
-        await shielded(cancelled(lanes))
+        await shielded(cancel_all(lanes))
     return here.bytes_read + there.bytes_read
 
 
@@ -119,10 +119,10 @@ def _file(pairs: Sequence[Pair]) -> FilePlan:
     return FilePlan(b"", tuple(extents), position)
 
 
-def _fetched(side: Side, pairs: Sequence[Pair], of: str) -> Fetched:
+def _fetched(side: Side, pairs: Sequence[Pair], of: str) -> CheckpointStager:
     nothing = torch.empty(0, device="meta")
     leaves = [Leaf(pair.name, nothing, pair.dtype, tuple(pair.a.shape), pair.nbytes) for pair in pairs]
-    return Fetched(side.session, side.document, leaves, [getattr(pair, of) for pair in pairs], verify=True)
+    return CheckpointStager(side.session, side.document, leaves, [getattr(pair, of) for pair in pairs], verify=True)
 
 
 def _look(file: FilePlan, part: FilePart, pairs: Sequence[Pair], here: Slot, there: Slot) -> None:

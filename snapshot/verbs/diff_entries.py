@@ -14,8 +14,8 @@ from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.scalars import Scalar
 from snapshot.text import counted
 from snapshot.verbs.diff_bytes import Pair, as_bytes
-from snapshot.verbs.diff_stats import Numbers, comparable
-from snapshot.verbs.select import clean
+from snapshot.verbs.diff_stats import Numbers, are_comparable
+from snapshot.verbs.select import clean_extra
 
 LONGEST = 60
 """Characters of a value that are shown."""
@@ -47,7 +47,7 @@ def kind_of(entry: Any) -> str:
     return entry.kind if isinstance(entry, e.TensorPartsEntry) else str(type(entry).__struct_config__.tag)
 
 
-def shown(entry: Any) -> str:
+def value_text(entry: Any) -> str:
     """Return an entry in a few words."""
     if isinstance(entry, Scalar):
         text = entry.readable or entry.serialized_value
@@ -59,29 +59,31 @@ def shown(entry: Any) -> str:
     return kind_of(entry)
 
 
-def compared(path: str, a: Any, b: Any, values: bool, *, same_format: bool) -> tuple[EntryDifference, list[Pair]]:
+def compare_entries(
+    path: str, a: Any, b: Any, values: bool, *, same_format: bool
+) -> tuple[EntryDifference, list[Pair]]:
     """Return what differs between two entries, and the pairs of tensors that have to be read to know the rest."""
     found = EntryDifference(counts=int(is_leaf(b)))
     pairs: list[Pair] = []
     if kind_of(a) != kind_of(b):
-        found.add("kind", f"{shown(a)} -> {shown(b)}")
+        found.add("kind", f"{value_text(a)} -> {value_text(b)}")
     elif isinstance(a, e.Container):
-        _containers(found, a, b, same_format)
+        _compare_containers(found, a, b, same_format)
     elif isinstance(a, Scalar):
         if a.identity != b.identity:
-            found.add("value", _apart(a, b))
+            found.add("value", _compare_kinds(a, b))
     elif isinstance(a, e.TENSORS):
-        _tensors(found, pairs, path, a, b=b, values=values)
+        _compare_tensors(found, pairs, path, a, b=b, values=values)
     elif isinstance(a, e.NDArrayEntry):
-        _arrays(found, pairs, path, a, b=b, values=values)
+        _compare_arrays(found, pairs, path, a, b=b, values=values)
     elif isinstance(a, e.TensorPartsEntry):
-        _parts(found, pairs, path, a, b=b, values=values)
+        _compare_parts(found, pairs, path, a, b=b, values=values)
     else:
-        _objects(found, pairs, path, a, b)
+        _compare_objects(found, pairs, path, a, b)
     return found, pairs
 
 
-def _apart(a: Scalar, b: Scalar) -> str:
+def _compare_kinds(a: Scalar, b: Scalar) -> str:
     """Two values in a few words; of long ones what is around the first character that differs."""
     here, there = (each.readable or each.serialized_value for each in (a, b))
     if here == there:  # a person sees no difference: what is stored does
@@ -98,7 +100,7 @@ def _apart(a: Scalar, b: Scalar) -> str:
     return f"{kind_of(a)} {texts[0]} -> {texts[1]}, from character {first:,} on"
 
 
-def _containers(found: EntryDifference, a: e.Container, b: e.Container, same_format: bool) -> None:
+def _compare_containers(found: EntryDifference, a: e.Container, b: e.Container, same_format: bool) -> None:
     """Compare what a container's children do not say themselves: their order and number, keys' types, its own
     settings."""
     if isinstance(a, e.DictEntry) and isinstance(b, e.DictEntry):
@@ -118,27 +120,27 @@ def _containers(found: EntryDifference, a: e.Container, b: e.Container, same_for
             found.add(what, what if name in long else f"{what} {before} -> {after}")
 
 
-def _tensors(found: EntryDifference, pairs: list[Pair], path: str, a: Any, *, b: Any, values: bool) -> None:
+def _compare_tensors(found: EntryDifference, pairs: list[Pair], path: str, a: Any, *, b: Any, values: bool) -> None:
     if (a.dtype, tuple(a.shape)) != (b.dtype, tuple(b.shape)):
         found.what += [name for name in ("dtype", "shape") if getattr(a, name) != getattr(b, name)]
-        found.details.append(f"{shown(a)} -> {shown(b)}")
-    here, there = (clean(each) or e.PLAIN for each in (a, b))
+        found.details.append(f"{value_text(a)} -> {value_text(b)}")
+    here, there = (clean_extra(each) or e.PLAIN for each in (a, b))
     for name in ("stride_order", "subclass", "requires_grad"):
         before, after = getattr(here, name), getattr(there, name)
         if before != after:
             found.add(name, f"{name} {before} -> {after}")
     if tuple(a.shape) == tuple(b.shape):
-        _bytes(found, pairs, path, a, b=b, values=values)
+        _compare_bytes(found, pairs, path, a, b=b, values=values)
 
 
-def _bytes(found: EntryDifference, pairs: list[Pair], path: str, a: Any, *, b: Any, values: bool) -> None:
+def _compare_bytes(found: EntryDifference, pairs: list[Pair], path: str, a: Any, *, b: Any, values: bool) -> None:
     """Whether two tensors of one shape have the same bytes, if that is known; what has to be read, if not."""
     differs = True if a.dtype != b.dtype else by_digests(a, b)
     if differs and a.dtype == b.dtype:
         found.add("bytes", "")
     if not math.prod(a.shape):
         return
-    numbers = values and comparable(a.dtype) and comparable(b.dtype)
+    numbers = values and are_comparable(a.dtype) and are_comparable(b.dtype)
     if differs is None or (differs and numbers):
         made = Numbers(a.dtype, b.dtype) if numbers else None
         pairs.append(Pair(path, a, b, a.dtype if made is None else made.dtype, made, cast=a.dtype != b.dtype))
@@ -148,13 +150,13 @@ def _bytes(found: EntryDifference, pairs: list[Pair], path: str, a: Any, *, b: A
 def by_digests(a: Any, b: Any) -> bool | None:
     """Whether two tensors of one dtype and shape differ, by their digests; None where these do not say it: one has
     none, or it was cut otherwise."""
-    before, after = _digests(a), _digests(b)
+    before, after = _digests_of(a), _digests_of(b)
     if before is None or after is None or before.keys() != after.keys():
         return None
     return before != after
 
 
-def _digests(entry: Any) -> dict[Any, str] | None:
+def _digests_of(entry: Any) -> dict[Any, str] | None:
     made = {}
     for box, stored in entry.pieces():
         if not box.numel:
@@ -165,7 +167,7 @@ def _digests(entry: Any) -> dict[Any, str] | None:
     return made
 
 
-def _arrays(
+def _compare_arrays(
     found: EntryDifference, pairs: list[Pair], path: str, a: e.NDArrayEntry, *, b: e.NDArrayEntry, values: bool
 ) -> None:
     for name in ("dtype", "shape", "order", "scalar"):
@@ -175,15 +177,15 @@ def _arrays(
     if (a.data.dtype, tuple(a.data.shape)) == (b.data.dtype, tuple(b.data.shape)):
         plain = isinstance(a.dtype, str) and a.dtype[1:2] in "biufc" and a.data.shape == a.shape
         numbers = plain and a.dtype == b.dtype
-        _bytes(found, pairs, path, a.data, b=b.data, values=values and numbers)
+        _compare_bytes(found, pairs, path, a.data, b=b.data, values=values and numbers)
         found.numberless |= values and not numbers
 
 
-def _parts(
+def _compare_parts(
     found: EntryDifference, pairs: list[Pair], path: str, a: e.TensorPartsEntry, *, b: e.TensorPartsEntry, values: bool
 ) -> None:
     if a.params != b.params or a.parts.keys() != b.parts.keys():
-        found.add("kind", _params(a.params, b.params))
+        found.add("kind", _compare_params(a.params, b.params))
     both = [name for name in a.parts if name in b.parts]
     where = [name for name in both if name.endswith("indices")]
     numbers = values and bool(where) and a.params == b.params
@@ -191,7 +193,7 @@ def _parts(
     inner = EntryDifference()
     for name in both:
         own = numbers and name == "values"
-        _tensors(inner, pairs, f"{path}[{name}]", a.parts[name], b=b.parts[name], values=own)
+        _compare_tensors(inner, pairs, f"{path}[{name}]", a.parts[name], b=b.parts[name], values=own)
     for what in dict.fromkeys(inner.what):
         found.add(what, "")
     found.details += [each for each in inner.details if each]
@@ -202,26 +204,29 @@ def _known_to_differ(a: Any, b: Any) -> bool:
     return (a.dtype, tuple(a.shape)) != (b.dtype, tuple(b.shape)) or by_digests(a, b) is True
 
 
-def _params(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+def _compare_params(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     """Return the parameters that differ."""
     lines = []
     for name in [*a, *(name for name in b if name not in a)]:
         if a.get(name) != b.get(name):
-            here, there = (_short(each.get(name)) for each in (a, b))
+            here, there = (_shorten(each.get(name)) for each in (a, b))
             lines.append(f"{name} {here} -> {there}" if here != there else f"{name} differs")
     return ", ".join(lines) or "other parts"
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = str(float.fromhex(value)) if isinstance(value, str) and value.lstrip("-").startswith("0x") else str(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-def _objects(found: EntryDifference, pairs: list[Pair], path: str, a: e.ObjectEntry, b: e.ObjectEntry) -> None:
+def _compare_objects(found: EntryDifference, pairs: list[Pair], path: str, a: e.ObjectEntry, b: e.ObjectEntry) -> None:
     if (a.serializer, a.obj_type) != (b.serializer, b.obj_type) and a.obj_type != b.obj_type:
         found.add("kind", f"{a.obj_type} -> {b.obj_type}")
     if a.nbytes != b.nbytes or is_refused(a) or is_refused(b):
-        found.add("bytes", f"{shown(a)} -> {shown(b)}" if a.nbytes != b.nbytes else "cannot be read without a pickle")
+        found.add(
+            "bytes",
+            f"{value_text(a)} -> {value_text(b)}" if a.nbytes != b.nbytes else "cannot be read without a pickle",
+        )
     elif a.digest is not None and b.digest is not None:
         if a.digest != b.digest:
             found.add("bytes", "")
@@ -232,15 +237,15 @@ def _objects(found: EntryDifference, pairs: list[Pair], path: str, a: e.ObjectEn
 def content_of(entry: Any) -> Any:
     """Return what tells an entry by its bytes; None for what has none, or none that are known without reading."""
     if isinstance(entry, e.TENSORS):
-        held = _digests(entry)
-        return ("Tensor", entry.dtype, tuple(entry.shape), repr(clean(entry)), _frozen(held)) if held else None
+        held = _digests_of(entry)
+        return ("Tensor", entry.dtype, tuple(entry.shape), repr(clean_extra(entry)), _freeze(held)) if held else None
     if isinstance(entry, e.NDArrayEntry):
-        held = _digests(entry.data)
-        return ("ndarray", str(entry.dtype), tuple(entry.shape), entry.order, _frozen(held)) if held else None
+        held = _digests_of(entry.data)
+        return ("ndarray", str(entry.dtype), tuple(entry.shape), entry.order, _freeze(held)) if held else None
     if isinstance(entry, e.ObjectEntry) and entry.digest is not None and entry.nbytes:
         return "object", entry.serializer, entry.obj_type, entry.nbytes, entry.digest
     return None
 
 
-def _frozen(held: dict[Any, str]) -> Iterable[Any]:
+def _freeze(held: dict[Any, str]) -> Iterable[Any]:
     return tuple(sorted(held.items()))

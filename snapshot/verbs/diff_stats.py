@@ -14,7 +14,7 @@ STEP = 1 << 18
 """Elements that are looked at at once: what is made of them on the way is a few times as long as they are."""
 
 
-def comparable(dtype: str) -> bool:
+def are_comparable(dtype: str) -> bool:
     """Whether the elements of a dtype are numbers that can be subtracted."""
     if dtype == "bool" or np_integer(dtype):
         return True
@@ -35,7 +35,7 @@ def np_integer(dtype: str) -> bool:
     return dtype in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
-def common(a: str, b: str) -> str:
+def common_dtype(a: str, b: str) -> str:
     """Return the dtype in which two are read to be compared: their own where that is one, 64 bits of two that are
     integers, else one of floating point."""
     if a == b:
@@ -51,7 +51,7 @@ class Numbers:
     def __init__(self, a: str, b: str | None = None) -> None:
         """Of a tensor of dtype `a`, and one of `b`, both read in `dtype`."""
         b = a if b is None else b
-        self.dtype = common(a, b)
+        self.dtype = common_dtype(a, b)
         exact = self.dtype == "bool" or np_integer(self.dtype)
         self._bits = (self.dtype, self.dtype)
         """What the bytes of both are: those of a uint64 are its own, also where they are read as of an int64."""
@@ -72,7 +72,7 @@ class Numbers:
             if self._exact:
                 self._exactly(a[piece], b[piece])
             else:
-                self._nearly(*(_wide(each[piece], dtype) for each in (a, b)))
+                self._nearly(*(_widen(each[piece], dtype) for each in (a, b)))
 
     def _exactly(self, a: torch.Tensor, b: torch.Tensor) -> None:
         here, there = (
@@ -125,7 +125,7 @@ class Numbers:
         )
 
 
-def _wide(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _widen(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the elements in 64 bits; of complex ones each half by itself, since torch warns of short ones."""
     if dtype.is_complex:
         return data.view(dtype.to_real()).to(torch.float64).view(torch.complex128)

@@ -38,9 +38,9 @@ from snapshot.state.state_tree import inflate_tree
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, SAFETENSORS
 from snapshot.text import listed, with_article
 from snapshot.verbs import losses
-from snapshot.verbs.checkpoint_source import Fetched, expect_room
+from snapshot.verbs.checkpoint_source import CheckpointStager, expect_room
 from snapshot.verbs.classless import without_classes
-from snapshot.verbs.select import Objects, clean, expect_sound, is_leaf_value, places_of, seen
+from snapshot.verbs.select import Objects, clean_extra, expect_sound, is_leaf_value, places_of, seen_by_rank
 from snapshot.verbs.staged_files import StagedFiles
 from snapshot.verbs.to_snapshot import Selection
 
@@ -94,7 +94,7 @@ class Export:
         self._source = source
         self._document = document
         self._choice = choice
-        view = seen(document, choice.select, choice.exclude, choice.rename)
+        view = seen_by_rank(document, choice.select, choice.exclude, choice.rename)
         self._entries = view.entries
         expect_sound(self._entries, document)
         self._gone = [f"{path}: of a rank other than 0" for path in view.gone]
@@ -188,7 +188,7 @@ class Export:
         extents: list[Extent],
     ) -> int:
         """Lay out an archive of torch's at `base` in a file: a pickle, and the leaves of these numbers; its length."""
-        members = [_member(plan, str(number), plan.leaves[number].nbytes, number) for number in numbers]
+        members = [_member_header(plan, str(number), plan.leaves[number].nbytes, number) for number in numbers]
         members += [torch_archive.ArchiveMember(key, len(data), data) for key, data in held.items()]
         found, size = torch_archive.lay_out_archive(
             torch_archive.wrap_storages(root, content, members, _identity()), zlib.crc32
@@ -197,7 +197,7 @@ class Export:
         return size
 
     def _absent(self, plan: Plan, path: str, entry: Any) -> Any:
-        extra = clean(entry) or e.PLAIN
+        extra = clean_extra(entry) or e.PLAIN
         key = repr(places_of(entry))
         dtype, shape, order = self._dtype(entry), tuple(entry.shape), extra.stride_order
         tied = f"{key} {dtype} {shape} {extra}" if math.prod(shape) else path
@@ -351,7 +351,7 @@ class Export:
             else:
                 dtype, shape = self._dtype(what), tuple(what.shape)
                 number = plan.leaf(name, dtype, shape, what)
-                member = _member(plan, "0", plan.leaves[number].nbytes, number)
+                member = _member_header(plan, "0", plan.leaves[number].nbytes, number)
                 content = torch_archive.pickle_tensor(dtype, shape)
                 found, size = torch_archive.lay_out_archive(
                     torch_archive.wrap_storages("archive", content, [member], _identity()), zlib.crc32
@@ -371,7 +371,7 @@ class Export:
             raise ValueError(f"{target.url}: holds {min(read)}, which is read; convert to another place")
         expect_room(self._document, plan.leaves, plan.origins)
         await outputs.expect(overwrite=overwrite)
-        source = Fetched(
+        source = CheckpointStager(
             self._source,
             self._document,
             plan.leaves,
@@ -392,7 +392,7 @@ class Export:
         return ConvertReport(plan.kind, len(tensors), nbytes, left_out, names, changed=tuple(plan.changed))
 
 
-def _member(plan: Plan, name: str, size: int, number: int) -> torch_archive.ArchiveMember:
+def _member_header(plan: Plan, name: str, size: int, number: int) -> torch_archive.ArchiveMember:
     """Return a member whose bytes are a leaf's."""
     sums = plan.sums
     assert sums is not None

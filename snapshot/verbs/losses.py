@@ -12,7 +12,7 @@ import numpy as np
 from snapshot.manifest import entries as e
 from snapshot.state import numpy_arrays
 from snapshot.tensors.strides import contiguous_strides, measure_span
-from snapshot.verbs.select import clean, places_of
+from snapshot.verbs.select import clean_extra, places_of
 
 PARAMETER = "torch.nn.parameter.Parameter"
 
@@ -44,15 +44,15 @@ def memory_changes(entries: Mapping[str, Any], is_kept: Callable[[str, str], boo
             begin = extra.storage_offset or 0
             count = math.prod(first.shape)
             dense = measure_span(first.shape, extra.strides or contiguous_strides(first.shape)) == count
-            view = repr((places_of(entry), entry.dtype, entry.shape, clean(entry)))
+            view = repr((places_of(entry), entry.dtype, entry.shape, clean_extra(entry)))
             place = first.location, first.byte_range
             stored.setdefault(place, []).append((begin, begin + count if dense else begin, path, view))
     for views in stored.values():
         if len(views) > 1:
-            yield from _apart(sorted(views, key=lambda view: view[0]), is_kept)
+            yield from _find_overlaps(sorted(views, key=lambda view: view[0]), is_kept)
 
 
-def _apart(views: list[tuple[int, int, str, str]], is_kept: Callable[[str, str], bool]) -> Iterator[str]:
+def _find_overlaps(views: list[tuple[int, int, str, str]], is_kept: Callable[[str, str], bool]) -> Iterator[str]:
     """Yield the lines of one storage's views: first element, end (if they have no gaps), path, and what they are."""
     seen: dict[str, str] = {}
     reach, owner = 0, ""

@@ -51,19 +51,19 @@ def chosen_of_ranks(
                 if below not in seen and below in union:
                     seen[below] = union[below]
                     rest.append(below)
-        kept = _selected(seen, select, exclude)
+        kept = _select_paths(seen, select, exclude)
         known = {change(path): path in own for path in kept}
-        for path, entry in _renamed(kept, change).items():
+        for path, entry in _rename_paths(kept, change).items():
             if known.get(path, True):  # its own, or a container that a new name supposes
                 made[f"{number}/{path}"] = entry
     return made
 
 
-def chosen(
+def choose_entries(
     entries: Mapping[str, Any], select: Sequence[str], exclude: Sequence[str], rename: Rename | None
 ) -> dict[str, Any]:
     """Return the entries of one view that are wanted, under the names that are wanted."""
-    return _renamed(_selected(entries, select, exclude), change_of(rename, entries))
+    return _rename_paths(_select_paths(entries, select, exclude), change_of(rename, entries))
 
 
 def change_of(rename: Rename | None, known: Mapping[str, Any]) -> Callable[[str], str]:
@@ -77,7 +77,7 @@ def change_of(rename: Rename | None, known: Mapping[str, Any]) -> Callable[[str]
     return change
 
 
-def _selected(entries: Mapping[str, Any], select: Sequence[str], exclude: Sequence[str]) -> dict[str, Any]:
+def _select_paths(entries: Mapping[str, Any], select: Sequence[str], exclude: Sequence[str]) -> dict[str, Any]:
     if not (select or exclude):
         return dict(entries)
     included, excluded = matcher(select or ["**"]), matcher(exclude)
@@ -91,7 +91,7 @@ def expect_something(entries: Mapping[str, Any]) -> None:
         raise RestoreError("nothing is left of what was selected")
 
 
-def _renamed(entries: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+def _rename_paths(entries: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     if change is str:
         return entries
     for path in entries:
@@ -134,14 +134,14 @@ def expect_matches(document: Document, select: Sequence[str], exclude: Sequence[
         raise RestoreError(f"the glob {missing[0]!r} matches nothing in the checkpoint", missing)
 
 
-def seen(document: Document, select: Sequence[str], exclude: Sequence[str], rename: Rename | None) -> RankView:
+def seen_by_rank(document: Document, select: Sequence[str], exclude: Sequence[str], rename: Rename | None) -> RankView:
     """Return what rank 0 sees of a checkpoint, with all that is sharded or shared; `gone` is what only other ranks
     had."""
     expect_matches(document, select, exclude)
     view = make_rank_view(document.manifest, 0, document.world_size, 1)
     wanted, unwanted = matcher(select or ["**"]), matcher(exclude)
     gone = [path for path in view.gone if wanted(path.partition("/")[2]) and not unwanted(path.partition("/")[2])]
-    kept = chosen(view.entries, select, exclude, rename)
+    kept = choose_entries(view.entries, select, exclude, rename)
     if select or exclude:
         expect_something(kept)
     return RankView(kept, gone=gone)
@@ -210,7 +210,7 @@ def places_of(entry: Any) -> list[tuple[Any, ...]]:
     return [(box, each.location, each.byte_range, each.extra, each.serializer) for box, each in entry.pieces()]
 
 
-def clean(entry: Any) -> Any:
+def clean_extra(entry: Any) -> Any:
     """Return an entry's `extra` without what only others' formats need."""
     extra = getattr(entry, "extra", None)
     if extra is None:

@@ -34,11 +34,11 @@ from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
 from snapshot.text import with_article
 from snapshot.url import URL
 from snapshot.verbs import losses
-from snapshot.verbs.checkpoint_source import Fetched, expect_room
+from snapshot.verbs.checkpoint_source import CheckpointStager, expect_room
 from snapshot.verbs.select import (
     Objects,
     chosen_of_ranks,
-    clean,
+    clean_extra,
     expect_matches,
     expect_something,
     expect_sound,
@@ -47,7 +47,7 @@ from snapshot.verbs.select import (
 )
 
 
-def alone(verb: str, timeout: float) -> Exchange:
+def solo_exchange(verb: str, timeout: float) -> Exchange:
     """Return a call of this process alone, whatever group it is in."""
     return Exchange(SOLO, verb, timeout)
 
@@ -68,7 +68,7 @@ class Selection:
             expect_globs(name, globs)
 
 
-class Recorded(RankShare):
+class RecordedShare(RankShare):
     """What a checkpoint holds, as if it had been flattened here."""
 
     def __init__(self, exchange: Exchange, flat: Flattened, world: int, replicated: set[str]) -> None:
@@ -132,7 +132,7 @@ class Recording:
     def _tensor(self, path: str, entry: Any) -> None:
         self.tensors += 1
         self.flat.entries[path] = None
-        extra = clean(entry)
+        extra = clean_extra(entry)
         dtype = self._cast(entry.dtype)
         if math.prod(entry.shape):
             key = repr((places_of(entry), entry.dtype, entry.shape, extra, type(entry)))
@@ -168,7 +168,7 @@ class Recording:
         def wrap(_: str, written: Any) -> None:
             made.parts[name] = written
 
-        self._leaf(f"{path}%[{name}]", part, part.dtype, clean(part), wrap)
+        self._leaf(f"{path}%[{name}]", part, part.dtype, clean_extra(part), wrap)
 
     def _leaf(self, path: str, entry: Any, dtype: str, extra: Any, wrap: Any) -> None:
         nbytes = math.prod(entry.shape) * ITEMSIZE[dtype]
@@ -198,7 +198,7 @@ class Recording:
             self.flat.blobs.append(Blob(path, bytes(data), entry.serializer, entry.obj_type))
 
 
-def as_snapshot(
+def write_as_snapshot(
     source: Session,
     document: Document,
     choice: Selection,
@@ -223,14 +223,14 @@ def as_snapshot(
     if recording.flat.pickled:
         log.warning("%s: stored as pickles, as they were: %s", url, ", ".join(sorted(recording.flat.pickled)[:20]))
     with (
-        alone("convert", timeout) as exchange,
+        solo_exchange("convert", timeout) as exchange,
         open_take(exchange, url, (), meter, open_session, overwrite=overwrite) as opening,
     ):
         opening.look_at_path(overwrite=overwrite)
         opening.transaction()
-        share = Recorded(exchange, recording.flat, document.world_size, recording.replicated)
+        share = RecordedShare(exchange, recording.flat, document.world_size, recording.replicated)
         plan = plan_writes(share, opening.session, staged=False)
-        stager = Fetched(source, document, share.leaves, recording.origins, verify=choice.verify)
+        stager = CheckpointStager(source, document, share.leaves, recording.origins, verify=choice.verify)
         run(Take(opening, share, plan, stager=stager, metadata=add_root(document)).write())
     changed = tuple(losses.memory_changes(entries, lambda *_: True))
     return ConvertReport("snapshot", recording.tensors, share.nbytes, tuple(recording.uncast), changed=changed)

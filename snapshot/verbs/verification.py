@@ -17,7 +17,7 @@ from snapshot.formats.unpickling import INLINE
 from snapshot.load.open import missing_files, open_document
 from snapshot.load.reader import Reader
 from snapshot.load.requests import ReadRequest
-from snapshot.load.stored_ranges import TABLE, Place, stored_of, uncovered, wants_of
+from snapshot.load.stored_ranges import TABLE, Place, find_uncovered, requests_of, stored_of
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document
@@ -28,7 +28,7 @@ from snapshot.reports import VerifyReport
 from snapshot.runtime.session import Session
 from snapshot.tensors.digest import BLOCK, digest_range
 from snapshot.text import counted
-from snapshot.verbs.copy_stream import tokens
+from snapshot.verbs.copy_stream import stat_files
 from snapshot.verbs.verify_journal import Key, VerifyJournal
 
 AGAIN = 10
@@ -125,8 +125,8 @@ class Verification:
         missing = await missing_files(session, document, set(document.files), errno.EIO)
         self.faults += _held_by(missing, document.manifest)
         bare: dict[str, list[Place]] = {}
-        requests = wants_of([document.manifest], document.files, self.faults, bare)
-        self.faults += uncovered(document.files, requests) + await in_thread(_tree_faults, document)
+        requests = requests_of([document.manifest], document.files, self.faults, bare)
+        self.faults += find_uncovered(document.files, requests) + await in_thread(_tree_faults, document)
         requests = [request for request in requests if request.location not in missing]
         sums = zip_checksums.find_archives((request.stored for request in requests), document.files)
         before = 0
@@ -171,15 +171,15 @@ class Verification:
         """Go on where a verification of the same was interrupted, and note how far this one comes; how many bytes
         were verified before."""
         session, document = self._session, self._document
-        known = sorted(each for each in document.files if each != INLINE and each in _locations(everything))
-        held = await tokens(session.storage, known)
+        known = sorted(each for each in document.files if each != INLINE and each in _locations_of(everything))
+        held = await stat_files(session.storage, known)
         notes = await in_thread(VerifyJournal.open, resume, str(session.url), document.save_id, held)
         try:
             self.faults += notes.faults
             self._without |= notes.without
             self._meter.begin(everything.nbytes)
             self._meter.wrote(notes.before)
-            for stretch in _stretches(everything, notes.done):
+            for stretch in _cut_stretches(everything, notes.done):
                 if not stretch.nbytes:
                     continue
                 met = len(self.faults)
@@ -219,7 +219,7 @@ class Verification:
             if found != request.stored.digest and not self._session.storage.capabilities.blocking:
                 found = await actual()
         except (CorruptSnapshotError, StorageError) as error:
-            return [f"{name}{where}: {each}" for each in _damage(error)]
+            return [f"{name}{where}: {each}" for each in _damage_text(error)]
         if found == request.stored.digest:
             return []
         return [f"{name}{where} is {found}, and {request.stored.digest} was written"]
@@ -236,7 +236,7 @@ class Verification:
         try:
             await reader.read(requests, progress)
         except (CorruptSnapshotError, StorageError) as error:
-            damage = _damage(error)
+            damage = _damage_text(error)
             if len(requests) == 1:
                 (request,) = requests
                 where = f"{request.name}: {request.location}[{request.begin}:{request.end}]"
@@ -263,7 +263,7 @@ class Verification:
         try:
             found, without = await zip_checksums.find_faults(session.storage, session.budget, archives, progress)
         except (CorruptSnapshotError, StorageError) as error:
-            return _damage(error)
+            return _damage_text(error)
         self._without |= without
         return found
 
@@ -287,14 +287,14 @@ def _held_by(missing: Mapping[str, str], manifest: Mapping[str, Any]) -> list[st
     return lines
 
 
-def _locations(stretch: Stretch) -> set[str]:
+def _locations_of(stretch: Stretch) -> set[str]:
     return {each.location for each in (*stretch.plain, *stretch.requests)} | {place[0] for place in stretch.sums}
 
 
-def _stretches(everything: Stretch, done: set[Key]) -> Iterator[Stretch]:
+def _cut_stretches(everything: Stretch, done: set[Key]) -> Iterator[Stretch]:
     """All that is not done, in pieces."""
     made = Stretch()
-    for request in cut_wants((*everything.plain, *everything.requests)):
+    for request in cut_requests((*everything.plain, *everything.requests)):
         if ("range", request.location, request.begin, request.end) in done:
             continue
         made.add(request)
@@ -311,7 +311,7 @@ def _stretches(everything: Stretch, done: set[Key]) -> Iterator[Stretch]:
     yield made
 
 
-def cut_wants(requests: Iterable[ReadRequest], length: int = 0) -> Iterator[ReadRequest]:
+def cut_requests(requests: Iterable[ReadRequest], length: int = 0) -> Iterator[ReadRequest]:
     """Yield wants in the order of their places on storage; the long ones, whose blocks have digests, in pieces."""
     length = length or STRETCH
     for request in sorted(requests, key=lambda request: (request.location, request.begin)):
@@ -323,7 +323,7 @@ def cut_wants(requests: Iterable[ReadRequest], length: int = 0) -> Iterator[Read
             yield ReadRequest(request.name, request.stored, request.location, begin, end)
 
 
-def _damage(error: CorruptSnapshotError | StorageError) -> list[str]:
+def _damage_text(error: CorruptSnapshotError | StorageError) -> list[str]:
     """Return what an error says about the bytes; raises what says nothing about them, such as a server that is away."""
     if isinstance(error, StorageError) and error.errno not in (errno.EIO, errno.ENOENT):
         raise error

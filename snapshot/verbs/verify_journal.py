@@ -63,7 +63,7 @@ class VerifyJournal:
             file.seek(0)
             lines = file.read().splitlines(keepends=True)
             notes = VerifyJournal(place, file)
-            if _known(place, lines, url) == head and all(token for _, token in held.values()):
+            if _read_journal(place, lines, url) == head and all(token for _, token in held.values()):
                 kept = len(lines[0]) + notes._read(lines[1:])
                 file.truncate(kept)
             else:
@@ -124,7 +124,7 @@ def _read_line(line: bytes) -> dict[str, Any]:
     return dict(noted)
 
 
-def _known(path: Path, lines: Sequence[bytes], url: str) -> Any:
+def _read_journal(path: Path, lines: Sequence[bytes], url: str) -> Any:
     """Return the first line of notes, where they are of a verification of this URL; None where there is none yet."""
     if not lines:
         return None

@@ -12,14 +12,14 @@ import msgspec
 from snapshot.errors import CorruptSnapshotError
 from snapshot.events import emit
 from snapshot.load.requests import ReadRequest
-from snapshot.load.stored_ranges import wants_of
+from snapshot.load.stored_ranges import requests_of
 from snapshot.manifest.document import FORMAT, Document
 from snapshot.progress import Meter
 from snapshot.runtime.session import Session
 from snapshot.save.manifest_builder import RankManifest
 from snapshot.save.take import Verify
 from snapshot.text import listed
-from snapshot.verbs.verification import Stretch, Verification, cut_wants
+from snapshot.verbs.verification import Stretch, Verification, cut_requests
 
 PIECE = 4 << 20
 """Bytes that are read together where only a sample is read."""
@@ -37,8 +37,8 @@ async def expect_written(session: Session, described: RankManifest, *, share: fl
     await storage.drop_caches(list(files))
     document = Document(FORMAT, "", "", 1, "", "", msgspec.Raw(b"{}"), files, [], manifest)
     verification = Verification(session, document, Meter(verb, None))
-    everything = verification.everything(wants_of([manifest, {}], files, verification.faults), {}, {})
-    chosen = everything if share == 1.0 else _sampled(everything, share)
+    everything = verification.everything(requests_of([manifest, {}], files, verification.faults), {}, {})
+    chosen = everything if share == 1.0 else _sample(everything, share)
     await verification.look(chosen, lambda _: None)
     faults = list(dict.fromkeys(verification.faults))
     if faults:
@@ -50,17 +50,17 @@ async def expect_written(session: Session, described: RankManifest, *, share: fl
     emit("read_back", verb, str(session.url), bytes=chosen.nbytes)
 
 
-def _sampled(everything: Stretch, share: float) -> Stretch:
+def _sample(everything: Stretch, share: float) -> Stretch:
     """Choose pieces at random: of each file that share, and one at least."""
     pieces: dict[str, list[ReadRequest]] = defaultdict(list)
-    for request in cut_wants((*everything.plain, *everything.requests), PIECE):
+    for request in cut_requests((*everything.plain, *everything.requests), PIECE):
         pieces[request.location].append(request)
     made = Stretch()
     for held in pieces.values():
-        for request in _some(held, share):
+        for request in _choose_pieces(held, share):
             made.add(request)
     return made
 
 
-def _some(pieces: Sequence[ReadRequest], share: float) -> list[ReadRequest]:
+def _choose_pieces(pieces: Sequence[ReadRequest], share: float) -> list[ReadRequest]:
     return random.SystemRandom().sample(pieces, max(1, round(share * len(pieces))))

@@ -33,7 +33,7 @@ from snapshot.errors import SnapshotError
 from snapshot.events import emit, log
 from snapshot.per_process import PerProcess
 from snapshot.plan.layout import FilePart, FilePlan
-from snapshot.runtime.loop import cancelled, in_own_thread
+from snapshot.runtime.loop import cancel_all, in_own_thread
 from snapshot.runtime.session import Session
 from snapshot.runtime.shared_memory import SharedSegment
 from snapshot.save.staging import StagedPart
@@ -106,7 +106,7 @@ class WriterProcess:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            where = [theirs.fileno(), _path(), str(Path(__file__).parents[1] / "__init__.py")]
+            where = [theirs.fileno(), _import_path(), str(Path(__file__).parents[1] / "__init__.py")]
             try:
                 # A session of its own: Ctrl-C is for the whole foreground group, and not for what cleans up after it.
                 self._process = subprocess.Popen(  # noqa: S603 - this very interpreter
@@ -162,10 +162,10 @@ class WriterProcess:
                     session.durable,
                     session.budget.total,
                     lanes,
-                    _plugins(),
+                    _registered_plugins(),
                     list(os.environb.items()),
-                    list(map(os.fsencode, _path())),
-                    _umask(),
+                    list(map(os.fsencode, _import_path())),
+                    _read_umask(),
                 )
             )
             self._takes[take.number] = take
@@ -220,7 +220,7 @@ class WriterProcess:
 
     async def _give_up(self, take: _Take, pumps: Sequence[asyncio.Task[None]]) -> None:
         """Have the process leave nothing of a take, and its memory alone."""
-        await cancelled(pumps)
+        await cancel_all(pumps)
         if take.number in self._takes and not take.ended.done():
             self._channel.send(Cancel(take.number))
             await asyncio.wait([take.ended], timeout=PATIENCE)
@@ -258,7 +258,7 @@ class WriterProcess:
             self._process.kill()
         status = await in_own_thread(self._process.wait)
         self._end = SnapshotError(
-            f"the writer process ended with {_ending(status)}: nothing of this snapshot is left, and the next one "
+            f"the writer process ended with {_exit_text(status)}: nothing of this snapshot is left, and the next one "
             "starts a new process"
         )
         for take in list(self._takes.values()):
@@ -287,7 +287,7 @@ class WriterProcess:
         return f"WriterProcess({self.pid}, {counted(len(self._takes), 'take')}{'' if self.alive else ', ended'})"
 
 
-def _ending(status: int) -> str:
+def _exit_text(status: int) -> str:
     if status >= 0:
         return f"exit code {status}"
     name = signal.Signals(-status).name if -status in set(signal.Signals) else str(-status)
@@ -342,9 +342,9 @@ def expect_reachable(url: URL, options: Mapping[str, Any] | None) -> None:
     """`ValueError` for what another process cannot write to, or cannot be told."""
     if "memory" in re.split(r"\+|::", url.scheme):
         raise ValueError(f"{url}: lies in this process's memory, where a writer process cannot write; {_THREAD}")
-    for scheme in _schemes(url):
+    for scheme in _schemes_of(url):
         plugin = registry.registered().get(scheme)
-        if plugin is not None and not _importable(plugin):
+        if plugin is not None and not _is_importable(plugin):
             raise ValueError(
                 f"{url}: {plugin.__module__}.{plugin.__qualname__} was registered in this process, and a writer "
                 f"process cannot import it; {_THREAD}"
@@ -367,14 +367,14 @@ def expect_reachable(url: URL, options: Mapping[str, Any] | None) -> None:
 _THREAD = 'use worker="thread"'
 
 
-def _schemes(url: URL) -> list[str]:
+def _schemes_of(url: URL) -> list[str]:
     """Return the names under which plugins may be registered that a URL is opened with."""
     names = url.scheme.split("+")
     inner = ["+".join(names[at:]) for at in range(len(names))]
     return [*inner, *(f"{name}+" for name in names)]
 
 
-def _importable(plugin: type[Storage]) -> bool:
+def _is_importable(plugin: type[Storage]) -> bool:
     module = sys.modules.get(plugin.__module__)
     if module is None or plugin.__module__ == "__main__" or "<locals>" in plugin.__qualname__:
         return False
@@ -384,19 +384,19 @@ def _importable(plugin: type[Storage]) -> bool:
     return found is plugin
 
 
-def _path() -> list[str]:
+def _import_path() -> list[str]:
     return [path or os.getcwd() for path in sys.path if isinstance(path, str)]
 
 
-def _plugins() -> list[tuple[str, str, str]]:
+def _registered_plugins() -> list[tuple[str, str, str]]:
     return [
         (scheme, plugin.__module__, plugin.__qualname__)
         for scheme, plugin in registry.registered().items()
-        if _importable(plugin)
+        if _is_importable(plugin)
     ]
 
 
-def _umask() -> int:
+def _read_umask() -> int:
     """Return this process's; Python itself can only tell by changing it, for all threads."""
     with (
         contextlib.suppress(OSError, ValueError),

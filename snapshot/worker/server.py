@@ -27,7 +27,7 @@ from snapshot import registry
 from snapshot.aio import shielded
 from snapshot.events import Event, add_handler
 from snapshot.plan.layout import FilePart, FilePlan, cut_file
-from snapshot.runtime.loop import cancelled, run
+from snapshot.runtime.loop import cancel_all, run
 from snapshot.runtime.session import Session
 from snapshot.save.staging import StagedPart, Stager
 from snapshot.save.writer import Writer, WrittenFile
@@ -158,7 +158,7 @@ class Server:
         self._channel.open()
         await self._ended.wait()
         async with asyncio.timeout(PATIENCE):
-            await cancelled([task for task, _ in self._takes.values()])
+            await cancel_all([task for task, _ in self._takes.values()])
 
     def _received(self, message: Received) -> None:
         match message:
@@ -191,7 +191,7 @@ class Server:
             self._channel.send(Failed.of(take, error))
 
     async def _write(self, begin: Begin, arrivals: RemoteParts) -> list[WrittenFile]:
-        _imitate(begin)
+        _imitate_parent(begin)
         options = pickle.loads(begin.options)  # noqa: S301 - the parent's own
         session = Session(URL.parse(begin.url), options, durable=begin.durable, budget=begin.budget)
         try:
@@ -210,7 +210,7 @@ class Server:
             await shielded(session.close())
 
 
-def _imitate(begin: Begin) -> None:
+def _imitate_parent(begin: Begin) -> None:
     """Have the parent's environment, and its plugins, as they are now."""
     theirs = dict(begin.environment)
     for name in os.environb.keys() - theirs.keys():

@@ -16,7 +16,7 @@ from snapshot.bench.workspace import describe, place
 from snapshot.cli.arguments import add_storage, handed_on, options_of
 from snapshot.cli.bench import NameList, count, header, positive
 from snapshot.errors import SnapshotError
-from snapshot.runtime.cleanup_signals import unwinding
+from snapshot.runtime.cleanup_signals import unwind_on_signals
 from tests.benchmarks import background, dcp, formats, multi_rank, object_store, planning_scale
 from tests.benchmarks.background_systems import TRAINED
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     failed = False
     try:
-        with unwinding(), handed_on(options_of(arguments) if hasattr(arguments, "options") else {}):
+        with unwind_on_signals(), handed_on(options_of(arguments) if hasattr(arguments, "options") else {}):
             for line in arguments.lines(arguments):
                 failed = failed or line.startswith("  FAILED")
                 print(line, flush=True)

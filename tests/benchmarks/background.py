@@ -23,7 +23,7 @@ from snapshot.bench.competitors import installed
 from snapshot.bench.rounds import LIBRARIES, Child, ChildFailed
 from snapshot.bench.workspace import Workspace, available_memory
 from snapshot.cli.screen import say
-from snapshot.runtime.cleanup_signals import held
+from snapshot.runtime.cleanup_signals import hold_signals
 from snapshot.text import size_text
 from tests.benchmarks.background_child import family
 from tests.benchmarks.background_report import READING, Row, Table, mib, panels, said, saving, title, training
@@ -150,7 +150,7 @@ def _started(run: Run, table: Table, systems: Sequence[str]) -> Iterator[list[_S
         for name in systems:
             traced = {"SNAPSHOT_TRACE": str(run.trace)} if run.trace and _traced(name) else {}
             task = Task(name, table.case, run.scale, "async", run.where.text())
-            with held():
+            with hold_signals():
                 children[name] = _Child(task, ONE_THREAD | traced)
                 stack.callback(children[name].close)
         seats = []

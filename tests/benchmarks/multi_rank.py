@@ -29,7 +29,7 @@ from snapshot.bench.workloads import CASES
 from snapshot.bench.workspace import Workspace, available_memory
 from snapshot.cli.screen import say
 from snapshot.errors import SnapshotError
-from snapshot.runtime.cleanup_signals import held
+from snapshot.runtime.cleanup_signals import hold_signals
 from snapshot.storage_options import options_from_environment
 from snapshot.text import size_text
 
@@ -200,7 +200,7 @@ def _started(world: int, where: Workspace, scale: float) -> Iterator[tuple[_Rank
     folder = tempfile.mkdtemp(prefix="snapshot-bench-store-")
     try:
         for rank in range(world):
-            with held():
+            with hold_signals():
                 ours, theirs = context.Pipe()
                 arguments = (rank, world, where.text(), scale, str(Path(folder) / "store"), theirs)
                 process = context.Process(target=_serve, args=arguments, name=f"rank-{rank}", daemon=True)

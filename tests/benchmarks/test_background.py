@@ -14,7 +14,6 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from forked import Failed, Warm
 
 from snapshot.bench.competitors import installed
 from snapshot.bench.rounds import ChildFailed
@@ -27,6 +26,9 @@ from tests.benchmarks.background_child import Training, family
 from tests.benchmarks.background_report import Row, Table, said, saving, training
 from tests.benchmarks.background_systems import HELD, WAYS, RawCopy
 from tests.benchmarks.figure import Panel, draw
+from tests.helpers.warm_interpreter import Failed, Warm
+
+pytestmark = pytest.mark.bench
 
 ROOT = Path(__file__).parents[2]
 OURS = ["snapshot: blocking, thread", "snapshot: overlapped, thread", "snapshot: overlapped, process"]

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from forked import Warm
 
 from snapshot.bench.workloads import CASES
 from tests.benchmarks import planning_scale
 from tests.benchmarks.__main__ import main
+from tests.helpers.warm_interpreter import Warm
+
+pytestmark = pytest.mark.bench
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +30,6 @@ def environment() -> dict[str, str]:
 IN_A_FORK = """
 import os, sys
 
-sys.path.insert(0, os.environ["PYTHONPATH"])  # the warm interpreter has begun without it
 from tests.benchmarks.__main__ import main
 
 folder, *arguments = sys.argv[1:]

@@ -1,7 +1,11 @@
 """What `snapshot bench --dcp` measures it has checked, and nothing of it is left."""
 
+import pytest
+
 from snapshot.bench.workspace import place
 from tests.benchmarks.dcp import compare
+
+pytestmark = pytest.mark.bench
 
 
 def test_each_storage_is_measured_and_what_is_loaded_is_what_was_saved(tmp_path):

@@ -1,17 +1,12 @@
 """A snapshot to look at, and a terminal to look at it in."""
 
 import io
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from snapshot import Snapshot, StateDict
-
-sys.path.insert(0, str(Path(__file__).parent))  # for `import pages`
-collect_ignore = ["pages.py"]
 
 
 def trained():

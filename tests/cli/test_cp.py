@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
-from forked import Failed
 
 from snapshot import Snapshot, StateDict
 from snapshot.cli import main
 from snapshot.testing import faulty
 from snapshot.verbs import copy
+from tests.helpers.warm_interpreter import Failed
 
 
 @pytest.fixture
@@ -88,9 +88,9 @@ KEYS = {"part_bytes": "8MiB", "timeout": 3, "concurrency": 2, "account_key": "x"
 
 
 def test_how_a_storage_is_used_makes_no_other_place_of_it(taken, tmp_path):
-    assert copy._servers(KEYS) == copy._servers(None) == {}
+    assert copy._server_options(KEYS) == copy._server_options(None) == {}
     for other in ({"endpoint_url": "http://a"}, {"client_kwargs": {"endpoint_url": "http://a"}}, {"profile": "x"}):
-        assert copy._servers({**KEYS, **other}) not in ({}, copy._servers({"account_name": "x"}))
+        assert copy._server_options({**KEYS, **other}) not in ({}, copy._server_options({"account_name": "x"}))
     taken.copy("memory://cp/apart", overwrite=True)
     for target, said in (("memory://cp/apart", "copied from"), ("memory://cp/apart/x", "lies within")):
         with pytest.raises(ValueError, match=said):

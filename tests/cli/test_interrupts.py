@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from snapshot.runtime.cleanup_signals import held, unwinding
+from snapshot.runtime.cleanup_signals import hold_signals, unwind_on_signals
 
 
 def send(number: int) -> None:
@@ -20,7 +20,7 @@ def send(number: int) -> None:
 )
 def test_a_signal_unwinds_the_stack(number: int, raised: type[BaseException]) -> None:
     before = signal.getsignal(number)
-    with pytest.raises(raised), unwinding():
+    with pytest.raises(raised), unwind_on_signals():
         send(number)
     assert signal.getsignal(number) is before
 
@@ -29,8 +29,8 @@ def test_a_signal_waits_until_what_was_made_is_noted() -> None:
     noted = []
 
     def make() -> None:
-        with unwinding(), held():
-            with held():
+        with unwind_on_signals(), hold_signals():
+            with hold_signals():
                 send(signal.SIGTERM)
                 noted.append("inner")
             noted.append("outer")
@@ -52,12 +52,12 @@ def test_a_second_signal_does_not_interrupt_the_cleaning() -> None:
             send(signal.SIGINT)
             cleaned.append(True)
 
-    with pytest.raises(KeyboardInterrupt), unwinding(), cleaning():
+    with pytest.raises(KeyboardInterrupt), unwind_on_signals(), cleaning():
         send(signal.SIGINT)
     assert cleaned == [True]
 
 
 def test_a_use_after_one_that_was_struck_can_be_struck_again() -> None:
     for _ in range(2):
-        with pytest.raises(KeyboardInterrupt), unwinding():
+        with pytest.raises(KeyboardInterrupt), unwind_on_signals():
             send(signal.SIGINT)

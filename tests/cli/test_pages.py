@@ -2,8 +2,9 @@
 
 import os
 
-import pages
 import pytest
+
+from tests.cli import pages
 
 
 @pytest.fixture(scope="module")

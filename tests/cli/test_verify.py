@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import Failed, Warm
 
 from snapshot import Snapshot, SnapshotManager, StateDict
 from snapshot.cli import main
 from snapshot.testing import faulty
+from tests.helpers.warm_interpreter import Failed, Warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,6 +92,7 @@ def test_what_it_does_not_understand_is_status_2(arguments: list[str], capsys: p
     assert "usage: snapshot" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_installed_command_gives_the_status_to_its_shell(tmp_path: Path) -> None:
     path = damage(taken(tmp_path / "s"))
     done = subprocess.run(

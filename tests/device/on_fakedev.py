@@ -3,14 +3,10 @@
 `fakedev` crashes who reads its memory from the host, and shows old bytes to who does not wait for its streams.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-import fakedev
+from tests.device import fakedev
 
 extension = fakedev.load()
 

@@ -4,7 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import failing_ranks as ranks
 import pytest
 
 from snapshot import (
@@ -17,6 +16,7 @@ from snapshot import (
     StorageError,
 )
 from snapshot.errors import CancelledError
+from tests.distributed import failing_ranks as ranks
 
 SOON = 8
 """Seconds in which a rank that lives is heard of, on a busy machine."""
@@ -365,6 +365,7 @@ assert not pending.done() or not rank
 """
 
 
+@pytest.mark.ranks
 def test_what_is_pending_is_finished_at_exit(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", EXIT]
     jobs = [

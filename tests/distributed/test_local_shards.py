@@ -1,9 +1,7 @@
 """What each rank holds of a sharded tensor: prepared part by part, read into place, and stored as it is if it wraps."""
 
 import dataclasses
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from snapshot import RestoreError, Snapshot, StateDict
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "public"))
-from wrapped import Quantised, quantised
+from tests.helpers.wrapper_tensors import Quantised, quantised
 
 WHOLE = torch.arange(40.0).view(10, 4)
 

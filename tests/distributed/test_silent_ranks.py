@@ -1,12 +1,14 @@
 """A rank that dies or stops, at any point: all others raise in time and name it, and nothing is committed. One that is
 only slow is waited for. What this samples, tests/soak tries at every point."""
 
-import failing_ranks as ranks
 import pytest
-from matrix import SOON, Case, attempt, known
-from pool import Died
 
 from snapshot import CommitUnknown, RankError, Snapshot, SnapshotError
+from tests.distributed import failing_ranks as ranks
+from tests.distributed.fault_cases import SOON, Case, attempt, known
+from tests.helpers.rank_pool import Died
+
+pytestmark = pytest.mark.ranks
 
 SAVES = [
     # world, rank, point, act

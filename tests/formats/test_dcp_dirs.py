@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from snapshot import ModelState, Snapshot, StateDict, UnsafeObjectError
 from snapshot.testing import recording
-from tests.formats.making import DTYPES, bits, of_dtype, same
+from tests.helpers.foreign_states import DTYPES, bits, of_dtype, same
 
 
 def save(state, folder, **options):
@@ -338,7 +338,7 @@ def test_shards_of_two_ranks_in_another_placement_and_whole(two, tmp_path):
 
 def test_megatron_s_directory_is_one_of_these(two, tmp_path):
     pytest.importorskip("megatron")
-    from megatron_dirs import write_directory
+    from tests.interop.megatron_dirs import write_directory
 
     assert ".metadata" in two.run(write_directory, str(tmp_path / "m"), timeout=100)[0]
     snapshot = Snapshot(tmp_path / "m")

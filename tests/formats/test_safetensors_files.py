@@ -10,7 +10,7 @@ from torch import nn
 
 from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict, UnsupportedFormatError
 from snapshot.tensors.dtypes import SAFETENSORS
-from tests.formats.making import DTYPES, of_dtype, same
+from tests.helpers.foreign_states import DTYPES, of_dtype, same
 
 KNOWN = [dtype for dtype in DTYPES if str(dtype).removeprefix("torch.") in SAFETENSORS]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict, UnsafeObjectError, UnsupportedFormatError
 from snapshot.testing import recording
-from tests.formats.making import bits, repacked, same, state, with_numpy
+from tests.helpers.foreign_states import bits, repacked, same, state, with_numpy
 
 
 @pytest.fixture

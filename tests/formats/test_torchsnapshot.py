@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from snapshot import CorruptSnapshotError, RNGState, Snapshot, StateDict, UnsafeObjectError
-from tests.formats.making import DTYPES, bits, of_dtype, same
+from tests.helpers.foreign_states import DTYPES, bits, of_dtype, same
 
 NIGHTLY = Path(os.environ.get("SNAPSHOT_TEST_NIGHTLY", Path.home() / ".cache/snapshot-tests/nightly"))
 KNOWN = [

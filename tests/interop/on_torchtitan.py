@@ -8,7 +8,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from missing_packages import stand_in_for
+from tests.interop.missing_packages import stand_in_for
 
 stand_in_for("tyro", "triton", "torchdata", "torchft")
 warnings.simplefilter("ignore")

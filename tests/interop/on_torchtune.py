@@ -6,7 +6,7 @@ python on_torchtune.py FOLDER
 import sys
 import warnings
 
-from missing_packages import stand_in_for
+from tests.interop.missing_packages import stand_in_for
 
 stand_in_for("datasets", "torchao", "torchvision", "sentencepiece", "tiktoken", "blobfile", "omegaconf", "PIL")
 stand_in_for("kagglehub", "tokenizers", "torchdata", "tyro")

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dcp_states import emptied, load, model, quiet, save, told, trained
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -34,6 +33,7 @@ from snapshot import (
 from snapshot.interop.dcp import SnapshotReader, SnapshotWriter, names
 from snapshot.manifest import document as d
 from snapshot.testing import faulty, recording
+from tests.interop.dcp_states import emptied, load, model, quiet, save, told, trained
 
 STATE = {"model": {"w": torch.arange(12.0).view(3, 4), "b": torch.ones(3)}, "step": 3, "l": [1, (2, "x")]}
 

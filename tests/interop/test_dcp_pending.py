@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from dcp_states import save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -13,6 +12,7 @@ from snapshot import Snapshot, SnapshotExistsError, StateDict
 from snapshot.interop.dcp import SnapshotWriter, snapshot_writer
 from snapshot.save.claims import pending_saves
 from snapshot.testing import stalling
+from tests.interop.dcp_states import save
 
 
 class Between(DefaultSavePlanner):

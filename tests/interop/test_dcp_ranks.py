@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dcp_states import Ours, Theirs, emptied, load, model, outcome, quiet, save, told
 from torch.distributed._shard.sharded_tensor import Shard as Shard_
 from torch.distributed._shard.sharded_tensor import ShardMetadata, init_from_local_shards
 from torch.distributed.checkpoint.api import CheckpointException
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from snapshot import Snapshot, StateDict
 from snapshot.interop.dcp import SnapshotReader, SnapshotWriter
+from tests.interop.dcp_states import Ours, Theirs, emptied, load, model, outcome, quiet, save, told
 
 USAGES = []
 

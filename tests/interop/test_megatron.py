@@ -3,21 +3,17 @@ the same as what Megatron's own save and load give."""
 
 import functools
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-HERE = Path(__file__).parent
-for folder in (HERE, HERE.parent / "distributed"):
-    sys.path.insert(0, str(folder))
-from megatron_dirs import LAYERS, Split, load, megatron, save, sharded, write_directory  # noqa: E402 - it is found from here on
-from pool import Pool  # noqa: E402
+from snapshot import RankError, RestoreError, Snapshot, SnapshotError
+from snapshot.interop.megatron import MegatronState
+from tests.helpers.rank_pool import Pool
+from tests.interop.megatron_dirs import LAYERS, Split, load, megatron, save, sharded, write_directory
 
-from snapshot import RankError, RestoreError, Snapshot, SnapshotError  # noqa: E402
-from snapshot.interop.megatron import MegatronState  # noqa: E402
+pytestmark = pytest.mark.libraries
 
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)

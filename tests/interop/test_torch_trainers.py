@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.libraries
+
 HERE = Path(__file__).parent
 CACHE = Path.home() / ".cache" / "snapshot-tests"
 
@@ -16,7 +18,7 @@ def run(trainer, script, *arguments):
     place = CACHE / trainer
     if not place.is_dir():
         pytest.skip(f"{trainer} is not installed in {CACHE}")
-    path = os.pathsep.join([str(HERE), *filter(None, sys.path), str(place)])
+    path = os.pathsep.join([*filter(None, sys.path), str(place)])
     return subprocess.run(
         [sys.executable, HERE / script, *map(str, arguments)], env={**os.environ, "PYTHONPATH": path},
         capture_output=True, text=True, timeout=110, check=False,

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.libraries
+
 HERE = Path(__file__).parent
 NEEDED = {"on_lightning.py": ("lightning",), "on_transformers.py": ("transformers", "accelerate")}
 

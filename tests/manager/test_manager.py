@@ -33,7 +33,7 @@ from snapshot import (
     StorageError,
 )
 from snapshot import events as happening
-from snapshot.manager.advice import Measured, daly, lost
+from snapshot.manager.advice import Measured, daly_interval, lost_share
 from snapshot.manager.root import Root
 from snapshot.plugins.file import FileStorage
 from snapshot.save import cleanup
@@ -794,10 +794,10 @@ def test_by_time_and_continuously(tmp_path):
 
 def test_the_advised_interval_loses_least():
     for cost, mtbf in ((60.0, 86400.0), (1.0, 3600.0), (300.0, 7200.0), (0.01, 1e6)):
-        best = daly(cost, mtbf)
-        losses = {factor: lost(best * factor, cost, mtbf, 0.0) for factor in (0.5, 0.8, 1.0, 1.25, 2.0)}
+        best = daly_interval(cost, mtbf)
+        losses = {factor: lost_share(best * factor, cost, mtbf, 0.0) for factor in (0.5, 0.8, 1.0, 1.25, 2.0)}
         assert min(losses, key=losses.get) == 1.0
-    assert daly(100.0, 10.0) == 10.0
+    assert daly_interval(100.0, 10.0) == 10.0
 
 
 def test_advice_is_from_what_was_measured_and_prints_well(tmp_path, monkeypatch):
@@ -822,7 +822,7 @@ def test_advice_is_from_what_was_measured_and_prints_well(tmp_path, monkeypatch)
     assert advice.durable == 5.0
     assert advice.step == pytest.approx(0.5)
     assert advice.young == pytest.approx(math.sqrt(2 * 2 * 36000))
-    assert advice.interval == pytest.approx(daly(2.0, 36000.0))
+    assert advice.interval == pytest.approx(daly_interval(2.0, 36000.0))
     assert advice.steps == round(advice.interval / 0.5)
     assert advice.interval_now == pytest.approx(50, abs=30)
     assert advice.lost_now > advice.lost

@@ -3,9 +3,9 @@
 import contextlib
 
 import torch
-from load_app import differs, untied
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotError
+from tests.soak.load_app import differs, untied
 
 
 def look(slot):

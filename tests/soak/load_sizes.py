@@ -1,4 +1,4 @@
-"""Snapshots that are large in one way each. Run as processes of their own: `python load_sizes.py WHAT FOLDER COUNT`.
+"""Snapshots that are large in one way each: `python -m tests.soak.load_sizes WHAT FOLDER COUNT`.
 
 Each prints, as JSON, what every step took: seconds, and how much memory more than before it at its worst.
 """
@@ -15,12 +15,10 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from load_leaks import resident
-
 from snapshot import Snapshot, SnapshotError, StateDict, release_memory
 from snapshot.manifest.document import METADATA
 from snapshot.tensors.digest import digest_range
+from tests.soak.load_leaks import resident
 
 DONE = {}
 

@@ -1,7 +1,7 @@
 """A training loop that saves and restores all the time, while storages fail: one rank of it.
 
-Run as a process: `python load_training.py RANK WORLD FOLDER SECONDS SEED`. All ranks draw from one seed what they do
-together, and each from another what is its own.
+Run as a process: `python -m tests.soak.load_training RANK WORLD FOLDER SECONDS SEED`. All ranks draw from one seed what
+they do together, and each from another what is its own.
 """
 
 import contextlib
@@ -18,15 +18,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
-from load_app import App, differs, frozen, target
-from load_checks import came_back, expected, foreign, look, notes, tensors, told_committed, untouched
-from load_faults import READS, WRITES, Switch, drawn, of_deletes
-from load_leaks import Leaks, files_of
-
 from snapshot import CommitUnknown, Snapshot, SnapshotError
 from snapshot.testing import Fault, tapped
 from snapshot.worker.client import writer_process
+from tests.soak.load_app import App, differs, frozen, target
+from tests.soak.load_checks import came_back, expected, foreign, look, notes, tensors, told_committed, untouched
+from tests.soak.load_faults import READS, WRITES, Switch, drawn, of_deletes
+from tests.soak.load_leaks import Leaks, files_of
 
 PATIENCE = 120
 """Seconds after which a round hangs: all stacks are told, and the process ends."""

@@ -1,15 +1,12 @@
 """Several at one place, for minutes: `python -m pytest -s tests/soak/test_concurrent.py`."""
 
 import os
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "trust"))
-from crowd import Process, Threads
-from meetings import PAIRS, Place, between, three, together
+from tests.faults.concurrent_jobs import Process, Threads
+from tests.faults.concurrent_rounds import PAIRS, Place, between, three, together
 
 SECONDS = 60
 """For what is random, of each kind."""

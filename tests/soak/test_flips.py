@@ -1,14 +1,9 @@
 """Every byte of a small snapshot flipped by itself: `python -m pytest -s tests/soak/test_flips.py`."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "trust"))
-from damage import flipped, look, take_to_memory
-
 from snapshot import Snapshot
+from tests.hostile.damaged_snapshot import flipped, look, take_to_memory
 
 
 @pytest.mark.timeout(600)

@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-TRUST = Path(__file__).parent.parent / "trust"
-sys.path.insert(0, str(TRUST))
-from hostile import bounded, changed, document_of, encoded, exercise, rich, sign, spoil, store  # noqa: E402
+from snapshot import Snapshot
+from tests.hostile.hostile_snapshots import bounded, changed, document_of, encoded, exercise, rich, sign, spoil, store
 
-from snapshot import Snapshot  # noqa: E402 - the modules above are found only from here on
-
+ROOT = Path(__file__).parents[2]
 SECONDS = int(os.environ.get("SNAPSHOT_SOAK_SECONDS", "120"))
 
 
@@ -35,9 +33,9 @@ def test_what_a_fuzzer_finds_that_sees_which_lines_run(tmp_path, target):
     pytest.importorskip("atheris", reason="pip install atheris")
     options = [f"-max_total_time={SECONDS}", "-timeout=30", "-rss_limit_mb=3000", "-print_final_stats=1"]
     done = subprocess.run(
-        [sys.executable, TRUST / "fuzz_targets.py", target, tmp_path / "corpus", *options],
+        [sys.executable, "-m", "tests.hostile.fuzz_targets", target, tmp_path / "corpus", *options],
         check=False, cwd=tmp_path, capture_output=True, text=True, errors="replace",
-        env=os.environ | {"PYTHONPATH": str(TRUST.parents[1])},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     runs = re.search(r"number_of_executed_units: (\d+)", done.stderr)
     assert done.returncode == 0, done.stderr[-3000:]

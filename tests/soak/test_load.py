@@ -16,7 +16,7 @@ import pytest
 
 from snapshot import Snapshot, SnapshotError, StateDict
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 SECONDS = int(os.environ.get("SNAPSHOT_SOAK_SECONDS", "600"))
 """For both loops together."""
 SEED = int(os.environ.get("SNAPSHOT_TEST_SEED", time.time_ns() % 1_000_000))
@@ -24,10 +24,10 @@ say = print  # what was done is what this is for
 
 
 def started(script, *arguments, log):
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with open(log, "w") as file:
-        return subprocess.Popen([sys.executable, HERE / script, *map(str, arguments)], stdout=file, stderr=file,
-            env=environment)  # fmt: skip
+        command = [sys.executable, "-m", f"tests.soak.{script}", *map(str, arguments)]
+        return subprocess.Popen(command, stdout=file, stderr=file, env=environment)
 
 
 @pytest.mark.timeout(SECONDS + 400)
@@ -36,9 +36,7 @@ def test_a_training_loop_that_saves_and_restores_while_storages_fail(tmp_path, w
     """Each rank looks at what came back, at what is left, and at itself; whoever hangs tells where."""
     logs = [tmp_path / f"log-{rank}" for rank in range(world)]
     seconds = int(SECONDS * share)
-    ranks = [
-        started("load_training.py", rank, world, tmp_path, seconds, SEED, log=log) for rank, log in enumerate(logs)
-    ]
+    ranks = [started("load_training", rank, world, tmp_path, seconds, SEED, log=log) for rank, log in enumerate(logs)]
     end = time.monotonic() + seconds + 300
     try:
         for each in ranks:
@@ -60,7 +58,7 @@ def test_a_training_loop_that_saves_and_restores_while_storages_fail(tmp_path, w
 def measured(what, path, count):
     """What a process did with a snapshot of a size, as figures of each step."""
     log = path.with_name("log")
-    process = started("load_sizes.py", what, path, count, log=log)
+    process = started("load_sizes", what, path, count, log=log)
     try:
         code = process.wait(500)
     finally:

@@ -2,15 +2,12 @@
 
 import os
 import random
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
-from matrix import Case, attempt, known
+from tests.distributed.fault_cases import Case, attempt, known
 
 SECONDS = 270
 """After so long no more is begun: what is left out then is told."""

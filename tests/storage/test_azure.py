@@ -7,7 +7,6 @@ from base64 import b64encode
 
 import pytest
 import torch
-from using import PATIENT, patience, use
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, StateDict, StorageError
 from snapshot.errors import StorageConflictError, StorageNotFoundError
@@ -17,6 +16,7 @@ from snapshot.registry import open_storage
 from snapshot.storage import ABSENT, URL, Context
 from snapshot.testing import FaultProxy, StorageTests
 from snapshot.testing.parts import fetch, pattern, store
+from tests.helpers.storage_calls import PATIENT, patience, use
 
 MiB = 1 << 20
 

@@ -15,21 +15,22 @@ def state(step):
     return {"s": StateDict(x=torch.arange(1000.0) + step, step=step)}
 
 
-STORES = ["s3", "gs", "az", "webdav"]
+STORES = {"moto": "s3", "gcs": "gs", "azurite": "az", "webdav": "webdav"}
+"""Server -> the scheme of its URLs."""
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=STORES, ids=STORES.values())
 def store(request):
     """A root on a store, and its options."""
-    if request.param == "s3":
+    if request.param == "moto":
         moto = request.getfixturevalue("moto")
         options = {"key": moto.key, "secret": moto.secret, "endpoint_url": moto.url}
         options["client_kwargs"] = {"region_name": moto.region}
         return f"s3://{moto.bucket()}/runs/first", options
-    if request.param == "gs":
+    if request.param == "gcs":
         gcs = request.getfixturevalue("gcs")
         return f"gs://{gcs.bucket()}/runs/first", {"endpoint_url": gcs.url, "token": "anon", "project": gcs.project}
-    if request.param == "az":
+    if request.param == "azurite":
         azurite = request.getfixturevalue("azurite")
         return f"az://{azurite.container()}/runs/first", {"connection_string": azurite.connection_string}
     return f"webdav://{secrets.token_hex(8)}/run", {"base_url": request.getfixturevalue("webdav").url}
@@ -73,7 +74,7 @@ def test_all_verbs_work_on_a_store(store, tmp_path, capsys, monkeypatch):
     assert main(["ls", root, "--options", str(file)]) == 2
 
 
-@pytest.mark.parametrize("store", ["s3"], indirect=True)
+@pytest.mark.parametrize("store", ["moto"], indirect=True)
 def test_a_doctor_finds_the_settings_of_a_store(store, tmp_path, capsys):
     root, options = store
     file = tmp_path / "options.json"

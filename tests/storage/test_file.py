@@ -22,24 +22,32 @@ class TestFile(StorageTests):
 
 
 class TestFileUrl(StorageTests):
+    test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestFile
+
     @pytest.fixture
     def url(self, tmp_path):
         return f"{tmp_path.as_uri()}/a%20folder"
 
 
 class TestFileNotDurable(TestFile):
+    test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestFile
+
     @pytest.fixture
     def context(self):
         return Context(durable=False)
 
 
 class TestFileThroughThePageCache(TestFile):
+    test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestFile
+
     @pytest.fixture
     def context(self):
         return Context(direct_io="never")
 
 
 class TestFileAroundThePageCache(TestFile):
+    test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestFile
+
     @pytest.fixture
     def context(self, tmp_path):
         require_direct(tmp_path)

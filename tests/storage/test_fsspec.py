@@ -39,12 +39,16 @@ class TestMemory(StorageTests):
 
 
 class TestLocal(StorageTests):
+    test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestMemory
+
     @pytest.fixture
     def url(self, tmp_path):
         return f"local://{tmp_path}/run"
 
 
 class TestWebDav(StorageTests):
+    test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestMemory
+
     @pytest.fixture
     def url(self):
         return f"webdav://{secrets.token_hex(8)}/run"
@@ -60,6 +64,8 @@ class TestWebDav(StorageTests):
 
 
 class TestSftp(StorageTests):
+    test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestMemory
+
     @pytest.fixture
     def url(self, sshd, tmp_path):
         return f"sftp://{sshd.username}@{sshd.host}:{sshd.port}{tmp_path}/run"
@@ -71,6 +77,8 @@ class TestSftp(StorageTests):
 
 class TestCache(StorageTests):
     """A cache is for reading: small files are read behind it, since they are what changes."""
+
+    test_a_path_that_is_no_plain_path_is_refused = None  # it is one check, tested in TestMemory
 
     @pytest.fixture
     def url(self):
@@ -122,12 +130,12 @@ def state():
     return {"model": StateDict(weight=torch.arange(30_000).view(100, 300), note="some")}
 
 
-@pytest.fixture(params=["fsspec+memory", "webdav", "sftp"])
+@pytest.fixture(params=["fsspec+memory", "webdav", "sshd"], ids=["fsspec+memory", "webdav", "sftp"])
 def place(request, tmp_path):
     name = secrets.token_hex(8)
     if request.param == "webdav":
         return f"webdav://{name}", {"base_url": request.getfixturevalue("webdav").url}
-    if request.param == "sftp":
+    if request.param == "sshd":
         sshd = request.getfixturevalue("sshd")
         options = {"client_keys": [str(sshd.client_key)], "known_hosts": str(sshd.known_hosts)}
         return f"sftp://{sshd.username}@{sshd.host}:{sshd.port}{tmp_path}", options
@@ -243,6 +251,7 @@ def test_a_call_that_hangs_does_not_hold_up_the_others():
     Stuck.free.set()
 
 
+@pytest.mark.slow
 def test_a_thread_that_hangs_does_not_block_the_exit(warm):
     program = """
 import asyncio, socket, time

@@ -7,7 +7,6 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 import torch
-import using
 
 from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError, StateDict, StorageError
 from snapshot.errors import StorageConflictError, StorageNotFoundError
@@ -17,6 +16,8 @@ from snapshot.registry import open_storage
 from snapshot.storage import URL
 from snapshot.testing import FaultProxy, StorageTests
 from snapshot.testing.parts import fetch, pattern
+from tests.helpers import storage_calls
+from tests.helpers.storage_calls import patience
 
 MiB = 1 << 20
 
@@ -59,7 +60,7 @@ def impatience(monkeypatch):
 
 def use(url, work, **options):
     """The same, with options by name."""
-    return using.use(url, options, work)
+    return storage_calls.use(url, options, work)
 
 
 def proxied(url):
@@ -303,8 +304,7 @@ def test_what_breaks_off_goes_on_where_it_ended(nginx, folder, place, fault):
     with proxy:
         proxy.fault("GET", **fault)
         assert (
-            use(f"{url}/{folder}", lambda storage: fetch(storage, "file", 5, [MiB - 5]), **using.patience(fault))
-            == data[5:]
+            use(f"{url}/{folder}", lambda storage: fetch(storage, "file", 5, [MiB - 5]), **patience(fault)) == data[5:]
         )
         begin = int(proxy.requests[-1].headers["range"].removeprefix("bytes=").partition("-")[0])
         assert (begin > 5) == ("status" not in fault)

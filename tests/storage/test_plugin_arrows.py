@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
-ALLOWED = {"aio", "errors", "events", "storage", "tensors", "url"}
+ALLOWED = {"aio", "errors", "events", "per_process", "storage", "tensors", "url"}
 
 
 def modules():

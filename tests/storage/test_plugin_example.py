@@ -4,13 +4,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.examples
+
 ROOT = Path(__file__).parents[2]
 PYTEST = """
 import os, sys
 import pytest
 
-site, folder = sys.argv[1:]
-sys.path[:] = [site, *(path for path in sys.path if "tests" not in path)]
+site, folder, root = sys.argv[1:]
+sys.path[:] = [site, *(path for path in sys.path if path != root)]
 os.chdir(folder)
 raise SystemExit(pytest.main(["-q", "-W", "error", "-p", "no:cacheprovider", "test_snapshot_sqlite.py"]))
 """
@@ -29,4 +33,4 @@ def test_the_example_passes_the_contract_through_its_entry_point(tmp_path, warm)
     tests = tmp_path / "elsewhere"
     tests.mkdir()
     (source / "test_snapshot_sqlite.py").rename(tests / "test_snapshot_sqlite.py")
-    assert " passed" in warm.run(PYTEST, site, tests)
+    assert " passed" in warm.run(PYTEST, site, tests, ROOT)

@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from using import PATIENT, patience
 
 from snapshot import (
     CommitUnknown,
@@ -21,6 +20,7 @@ from snapshot.events import add_handler, remove_handler
 from snapshot.registry import open_storage
 from snapshot.storage import URL
 from snapshot.testing import FaultProxy
+from tests.helpers.storage_calls import PATIENT, patience
 
 MiB = 1 << 20
 ENGINES = ["s3fs", "obstore"]

@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-import servers
-from servers import request
+
+from tests.helpers import servers
+from tests.helpers.servers import request
 
 
 def test_moto_keeps_objects_and_conditions(moto):
@@ -126,12 +127,13 @@ def test_what_does_not_start_says_why(monkeypatch, tmp_path, script, told):
 
 def test_a_server_ends_with_the_tests_however_they_do(tmp_path):
     tests = (
-        "import pathlib, servers, sys, time\n"
+        "import pathlib, sys, time\n"
+        "from tests.helpers import servers\n"
         "with servers.running('/bin/sleep', '60', lambda: True, pathlib.Path(sys.argv[1])) as process:\n"
         "    print(process.pid, flush=True)\n"
         "    time.sleep(60)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(servers.__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(servers.__file__).parents[2])}
     command = [sys.executable, "-c", tests, str(tmp_path)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         server = int(process.stdout.readline())

@@ -14,7 +14,7 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import SOLO
 from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageNotFoundError
 from snapshot.events import warn
-from snapshot.interop.dcp.names import DcpNames, Unkept, containers, flat_paths, nested_paths, record, taken_apart
+from snapshot.interop.dcp.names import DcpNames, Unkept, containers, flat_paths, nested_paths, record_names, taken_apart
 from snapshot.manifest import document as d
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import FileEntry, ManifestPart
@@ -35,7 +35,7 @@ AT_ONCE = 16
 _part = msgspec.json.Decoder(ManifestPart)
 
 
-class Told:
+class WrittenItems:
     """What a rank tells the coordinator: its entries, by item, and its files. As text where it has to travel."""
 
     def __init__(self, part: ManifestPart | None = None, raw: Sequence[str] = ()) -> None:
@@ -52,21 +52,23 @@ class Told:
         return sum(file.size for file in self.files.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _told, (msgspec.json.encode(ManifestPart(self.entries, files=self.files)), self.raw)
+        return _read_told, (msgspec.json.encode(ManifestPart(self.entries, files=self.files)), self.raw)
 
 
-def _told(data: bytes, raw: list[str]) -> Told:
-    return Told(_part.decode(data), raw)
+def _read_told(data: bytes, raw: list[str]) -> WrittenItems:
+    return WrittenItems(_part.decode(data), raw)
 
 
-def join_and_commit(session: Session, transaction: Transaction, metadata: Metadata, told: Sequence[Told]) -> int:
+def join_and_commit(
+    session: Session, transaction: Transaction, metadata: Metadata, told: Sequence[WrittenItems]
+) -> int:
     """Commit what all ranks have written, and return how many bytes that is. If it fails, nothing of it is left."""
 
     async def commit() -> int:
         async with transaction:
             with gc_paused():
-                manifest, files, note = _joined(metadata, told)
-                described = _described(manifest, files, encode_metadata(note))
+                manifest, files, note = _join_parts(metadata, told)
+                described = _describe(manifest, files, encode_metadata(note))
             await _expect_theirs(session, told[1:])
             part = encode_own_part(described)
             if part:
@@ -84,7 +86,7 @@ def dcp_exchange() -> Exchange:
     return Exchange(SOLO, "dcp.save", Settings.current().timeout)
 
 
-async def _expect_theirs(session: Session, others: Sequence[Told]) -> None:
+async def _expect_theirs(session: Session, others: Sequence[WrittenItems]) -> None:
     """Raise where another rank's files cannot be seen from here: what would be committed is no use to anyone."""
 
     async def look(item: tuple[str, int]) -> None:
@@ -102,7 +104,9 @@ async def _expect_theirs(session: Session, others: Sequence[Told]) -> None:
     await gather_limited(files.items(), look, AT_ONCE)
 
 
-def _joined(metadata: Metadata, told: Sequence[Told]) -> tuple[dict[str, Any], dict[str, FileEntry], dict[str, Any]]:
+def _join_parts(
+    metadata: Metadata, told: Sequence[WrittenItems]
+) -> tuple[dict[str, Any], dict[str, FileEntry], dict[str, Any]]:
     """Return the manifest, its files, and what has to be noted of DCP's names."""
     found: dict[str, Any] = dict(told[0].entries) if told else {}
     for rank, each in enumerate(told[1:], 1):
@@ -120,7 +124,7 @@ def _joined(metadata: Metadata, told: Sequence[Told]) -> tuple[dict[str, Any], d
     paths = flat_paths(names) if nested is None else nested
     above = {} if nested is None else containers(metadata.planner_data[name] for name in names)
     manifest: dict[str, Any] = {}
-    below = _below(found)
+    below = _paths_below(found)
     made = DcpNames(paths, metadata.planner_data, frozenset(name for each in told for name in each.raw))
     for name in names:
         head, path = encode_component(name), paths[name]
@@ -128,7 +132,7 @@ def _joined(metadata: Metadata, told: Sequence[Told]) -> tuple[dict[str, Any], d
             _open(parent, above, manifest)
         entry = found[head]
         if isinstance(entry, e.ShardedTensorEntry):
-            entry = _whole(entry, several=len(told) > 1)
+            entry = _simplify(entry, several=len(told) > 1)
             if isinstance(entry, e.ShardedTensorEntry) and _missing(entry):
                 made.partial[name], parts = taken_apart(path, entry)
                 manifest.update(parts)
@@ -137,14 +141,14 @@ def _joined(metadata: Metadata, told: Sequence[Told]) -> tuple[dict[str, Any], d
         for rest in below.get(head, ()):
             manifest[path + rest] = found[head + rest]
     try:
-        note = record(made, manifest)
+        note = record_names(made, manifest)
     except Unkept:
         warn(
             f"the planner's planner_data ({type(metadata.planner_data).__name__}) holds more than plain values, and is "
             "not stored; loading gives None instead"
         )
         made.planner_data = None
-        note = record(made, manifest)
+        note = record_names(made, manifest)
     return {f"0/{path}": entry for path, entry in manifest.items()}, files, note
 
 
@@ -156,7 +160,7 @@ def _open(path: str, containers: Mapping[str, Any], manifest: dict[str, Any]) ->
     manifest[path] = containers[path]
 
 
-def _below(found: Mapping[str, Any]) -> dict[str, list[str]]:
+def _paths_below(found: Mapping[str, Any]) -> dict[str, list[str]]:
     below: dict[str, list[str]] = {}
     for path in found:
         head, slash, rest = path.partition("/")
@@ -170,7 +174,7 @@ def _missing(entry: e.ShardedTensorEntry) -> bool:
     return sum(math.prod(shard.sizes) for shard in entry.shards) != math.prod(entry.shape)
 
 
-def _whole(entry: e.ShardedTensorEntry, *, several: bool) -> Any:
+def _simplify(entry: e.ShardedTensorEntry, *, several: bool) -> Any:
     """Return the simplest entry that says the same: of a tensor that lies in one range, or that one rank alone had."""
     shards = entry.shards
     if len(shards) == 1 and shards[0].sizes == entry.shape:
@@ -180,7 +184,7 @@ def _whole(entry: e.ShardedTensorEntry, *, several: bool) -> Any:
     return entry
 
 
-def _described(manifest: dict[str, Any], files: dict[str, FileEntry], metadata: msgspec.Raw) -> RankManifest:
+def _describe(manifest: dict[str, Any], files: dict[str, FileEntry], metadata: msgspec.Raw) -> RankManifest:
     """All of it, as what one rank alone wrote."""
     lines = (f"{path}\0{_likeness(entry)}" for path, entry in sorted(manifest.items()))
     structure = digest_range("\n".join(lines).encode("utf-8", "surrogatepass"))

@@ -17,7 +17,7 @@ from snapshot.aio import in_thread
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import SOLO
 from snapshot.errors import SnapshotError
-from snapshot.interop.dcp.dcp_commit import Told
+from snapshot.interop.dcp.dcp_commit import WrittenItems
 from snapshot.interop.dcp.names import Keys, flat_paths, nested_paths
 from snapshot.manifest import entries as e
 from snapshot.manifest.merge import merge
@@ -44,16 +44,16 @@ from snapshot.text import with_article
 _OWN = ("resolve_data", "lookup_object", "transform_object")
 
 
-def write_items(session: Session, save_id: str, rank: int, plan: SavePlan, planner: SavePlanner) -> Told:
+def write_items(session: Session, save_id: str, rank: int, plan: SavePlan, planner: SavePlanner) -> WrittenItems:
     """Write what a plan names, and tell of it."""
-    told = Told()
+    told = WrittenItems()
     names = list(dict.fromkeys(item.index.fqn for item in plan.items))
     paths = nested_paths(names, plan.planner_data)
     keys = plan.planner_data if paths is not None else None
     pickled: list[str] = []
     lossy: list[str] = []
     number = 0
-    for items in _rounds(plan.items, planner, session.budget.limit):
+    for items in _cut_rounds(plan.items, planner, session.budget.limit):
         round_ = _Round(flat_paths(names) if paths is None else paths, keys, planner)
         with gc_paused():  # but not while files are written: in the background, that may take minutes
             round_.add(items)
@@ -76,7 +76,7 @@ def is_plain(planner: SavePlanner) -> bool:
     )
 
 
-def _rounds(items: Sequence[WriteItem], planner: SavePlanner, budget: int) -> Iterator[Sequence[WriteItem]]:
+def _cut_rounds(items: Sequence[WriteItem], planner: SavePlanner, budget: int) -> Iterator[Sequence[WriteItem]]:
     """All items; or, since a planner of somebody else's may make each tensor only when it is asked for it, so many at a
     time as the budget allows."""
     if is_plain(planner):

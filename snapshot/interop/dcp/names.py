@@ -148,7 +148,7 @@ def _container(keys: list[str | int]) -> Entry:
     return e.DictEntry([encode_key(key) for key in keys], find_tagged_keys(keys) or None)  # type: ignore[misc]
 
 
-def derive(entries: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Keys]]:
+def derive_names(entries: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Keys]]:
     """Name -> path, and name -> keys, of entries whose paths have no rank, as DCP would flatten what they hold: dicts
     are taken apart, and lists that hold a tensor or a dict somewhere. Two items of one name are none."""
     walk = _Walk(entries)
@@ -200,10 +200,10 @@ class _Walk:
         return True
 
 
-def record(names: DcpNames, entries: Mapping[str, Any]) -> dict[str, Any]:
+def record_names(names: DcpNames, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return what has to stand in the metadata for `recall` to give the same names; nothing where the paths say it
     all."""
-    paths, keys = derive(entries)
+    paths, keys = derive_names(entries)
     derived = names.planner_data == keys and type(names.planner_data) is dict
     if derived and paths == names.paths and not names.raw and not names.partial:
         return {}
@@ -240,12 +240,12 @@ def _escaped(key: str | int) -> str | int:
 _entries = msgspec.json.Decoder(dict[str, e.AnyEntry])
 
 
-def recall(metadata: msgspec.Raw, entries: Mapping[str, Any], where: object) -> DcpNames:
+def recall_names(metadata: msgspec.Raw, entries: Mapping[str, Any], where: object) -> DcpNames:
     """Return the items of a snapshot, from its entries (under paths without a rank) and what was recorded of names."""
     try:
         told = msgspec.json.decode(metadata, type=dict[str, msgspec.Raw]) if len(metadata) else {}
         made = msgspec.json.decode(told[KEY], type=DcpRecord) if KEY in told else DcpRecord(derived=True)
-        paths, keys = derive(entries)
+        paths, keys = derive_names(entries)
         if made.top:
             paths = {decode_component(path): path for path in entries if "/" not in path}
         elif made.items is not None:

@@ -33,8 +33,8 @@ from torch.futures import Future
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError
 from snapshot.events import emit
-from snapshot.interop.dcp.names import DcpNames, partial_entry, recall
-from snapshot.interop.dcp.snapshot_writer import rank_folder, shown, storage_knows
+from snapshot.interop.dcp.names import DcpNames, partial_entry, recall_names
+from snapshot.interop.dcp.snapshot_writer import hide_secrets, rank_folder, storage_knows
 from snapshot.load.class_binding import Binding
 from snapshot.load.open import expect_files, open_document, read_from
 from snapshot.load.read_plan import ReadPlan
@@ -110,7 +110,7 @@ class SnapshotReader(StorageReader):
     @property
     def checkpoint_id(self) -> str | None:
         """Where the next load reads, without passwords."""
-        return shown(self.path)
+        return hide_secrets(self.path)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -189,7 +189,7 @@ class SnapshotReader(StorageReader):
         return self._opened
 
     def __repr__(self) -> str:
-        return f"SnapshotReader({shown(self.path)!r})"
+        return f"SnapshotReader({hide_secrets(self.path)!r})"
 
 
 def _opened(url: URL, document: Document) -> _Opened:
@@ -197,7 +197,7 @@ def _opened(url: URL, document: Document) -> _Opened:
     ranks = ranks_of(None)
     view = make_rank_view(document.manifest, ranks.rank, document.world_size, ranks.world)
     entries = {**view.entries, **view.elsewhere}
-    names = recall(document.metadata, entries, url)
+    names = recall_names(document.metadata, entries, url)
     tensors = {}
     for name, path in names.paths.items():
         if name in names.partial:

@@ -27,7 +27,7 @@ from snapshot.aio import shielded
 from snapshot.errors import SnapshotError, SnapshotExistsError, StorageNotFoundError
 from snapshot.events import emit, log
 from snapshot.formats.notice import put_notice
-from snapshot.interop.dcp.dcp_commit import Told, dcp_exchange, join_and_commit
+from snapshot.interop.dcp.dcp_commit import WrittenItems, dcp_exchange, join_and_commit
 from snapshot.interop.dcp.items import write_items
 from snapshot.manifest.document import METADATA
 from snapshot.per_process import PerProcess
@@ -36,7 +36,7 @@ from snapshot.runtime.loop import finish_before_exit, run, start
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.save.claims import claim_path
-from snapshot.save.rendezvous import expectation
+from snapshot.save.rendezvous import expect_at_path
 from snapshot.save.transaction import Transaction
 from snapshot.url import URL
 
@@ -57,7 +57,7 @@ class Ticket:
         self.arrived = next(_arrivals)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (self.save_id, self.rank, self.where)
+        return _make_ticket, (self.save_id, self.rank, self.where)
 
 
 class _Where:
@@ -77,7 +77,7 @@ _arrivals = count()
 _here = threading.local()
 
 
-def _arrive(save_id: str, rank: int, where: str) -> Ticket:
+def _make_ticket(save_id: str, rank: int, where: str) -> Ticket:
     _here.ticket = ticket = Ticket(save_id, rank, where)
     return ticket
 
@@ -207,7 +207,7 @@ class SnapshotWriter(StorageWriter):
     @property
     def checkpoint_id(self) -> str | None:
         """Where the next save goes; torch writes it to its log, so passwords are hidden."""
-        return shown(self.path)
+        return hide_secrets(self.path)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -285,7 +285,9 @@ class SnapshotWriter(StorageWriter):
         save, self._save = self._save, None
         if save is None:
             raise SnapshotError("finish() was called, and no save was begun; a SnapshotWriter serves one at a time")
-        told = [result.storage_data for rank in results for result in rank if isinstance(result.storage_data, Told)]
+        told = [
+            result.storage_data for rank in results for result in rank if isinstance(result.storage_data, WrittenItems)
+        ]
         try:
             nbytes = join_and_commit(save.session, save.transaction, metadata, told)
         except BaseException as error:
@@ -315,7 +317,7 @@ class SnapshotWriter(StorageWriter):
         """Claim the path. Takes and copies of this process spare the claim, until the save is over or given up; the
         next save through DCP's API does not: an error of another rank may have ended this one without a word."""
         transaction = save.transaction
-        transaction.expect(await expectation(save.session, overwrite=self.overwrite))
+        transaction.expect(await expect_at_path(save.session, overwrite=self.overwrite))
         if self._alone:
             await self._refuse_shadow()
         if (earlier := _newest.get().get(save.where)) is not None:
@@ -378,7 +380,7 @@ class SnapshotWriter(StorageWriter):
         emit("failed", VERB, save.where, error=error)
 
     def __repr__(self) -> str:
-        return f"SnapshotWriter({shown(self.path)!r})"
+        return f"SnapshotWriter({hide_secrets(self.path)!r})"
 
 
 _logged: PerProcess[set[str]] = PerProcess(set)
@@ -397,7 +399,7 @@ def rank_folder(rank: int) -> str:
     return f"rank-{rank}"
 
 
-def shown(path: str | None) -> str | None:
+def hide_secrets(path: str | None) -> str | None:
     """Return a path as it was given; of a URL, what may be seen of it."""
     url = None if path is None else URL.parse(path)
     return path if url is None or url.scheme == "file" else str(url)

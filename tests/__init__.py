@@ -1,0 +1,1 @@
+"""The tests of the library, a folder for each of its rooms."""

@@ -1,0 +1,1 @@
+"""What holds for a whole save and restore: exact values, faults, limits, races, public names."""

@@ -1,0 +1,1 @@
+"""Benchmarks that prove claims at scale, and tests of `snapshot bench`."""

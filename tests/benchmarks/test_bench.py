@@ -1,0 +1,231 @@
+"""The benchmark must not lie, must not leave anything behind, and must say plainly when it cannot run."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snapshot.bench import page_cache, raw_io
+from snapshot.bench.workloads import CASES
+from snapshot.cli import main
+from tests.helpers.warm_interpreter import Failed, Warm
+
+TINY = ["--case", "small", "--scale", "0.001", "--rounds", "1"]
+ROOT = Path(__file__).parents[2]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "snapshot", "bench", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+IN_A_FORK = """
+import os, sys
+from snapshot.cli import main
+
+folder, *arguments = sys.argv[1:]
+os.chdir(folder)
+raise SystemExit(main(["bench", *arguments]))
+"""
+
+
+@pytest.fixture
+def bench(tmp_path: Path, warm: Warm) -> Callable[..., str]:
+    """What the command prints when it is run in the test's folder, from which nothing is imported by chance."""
+    return lambda *arguments: warm.run(IN_A_FORK, tmp_path, *arguments, PYTHONPATH=str(ROOT))
+
+
+@pytest.mark.bench
+def test_json_holds_each_system_beside_the_raw_baselines_and_nothing_is_left(
+    tmp_path: Path, bench: Callable[..., str]
+) -> None:
+    shown = bench(*TINY, "--only", "take,restore", "--peers", "torch.save", "--json")
+    found = json.loads(shown)
+    assert set(found) == {"host", "settings", "tables"}
+    assert [table["operation"] for table in found["tables"]] == ["take", "restore"]
+    for table in found["tables"]:
+        assert table["failed"] == []
+        assert table["bytes"] == CASES["small"].nbytes(0.001) == 10 * 4096
+        assert {row["kind"] for row in table["rows"]} == {"raw", "ours", "peer"}
+        assert min(row["ratio"] for row in table["rows"] if row["kind"] == "raw") == 1
+        for row in table["rows"]:
+            assert len(row["seconds"]) == 1
+            assert row["min"] == row["median"] == row["seconds"][0] > 0
+            assert row["cpu_seconds"] >= 0
+    assert {row["name"] for row in found["tables"][1]["rows"]} >= {"snapshot", "snapshot, verify=False", "torch.save"}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.bench
+def test_a_table_names_what_it_is_measured_on(tmp_path: Path, bench: Callable[..., str]) -> None:
+    place = tmp_path / "made" / "for it"
+    shown = bench(str(place), *TINY, "--only", "take", "--peers", "none")
+    assert f"on {place}/snapshot-bench-" in shown
+    assert "small: save, not durable (40.0 KiB in 10 tensors)" in shown
+    assert "x raw" in shown
+    assert "How to read this" in shown
+    assert "torch.save" not in shown.split("small:")[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_storage_that_is_no_file_system_has_no_raw_baselines(tmp_path: Path, bench: Callable[..., str]) -> None:
+    shown = bench("memory://bench", *TINY, "--only", "take,cold", "--json")
+    (table,) = json.loads(shown)["tables"]
+    assert [row["name"] for row in table["rows"]] == ["snapshot"]
+    assert table["rows"][0]["ratio"] is None
+    assert "raw baselines" in table["left_out"][0]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interruption_leaves_neither_files_nor_processes(
+    tmp_path: Path, warm: Warm, number: int, status: int
+) -> None:
+    arguments = ["--case", "small", "--scale", "0.001", "--rounds", "100000", "--only", "take", "--peers", "none"]
+    pid, printed = running = warm.start(IN_A_FORK, tmp_path, *arguments, PYTHONPATH=str(ROOT))
+    while "snapshot bench" not in Path(printed).read_text():  # from here on the place exists
+        assert psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        time.sleep(0.01)
+    os.kill(pid, number)
+    with pytest.raises(Failed, match=f"^exit status {status}:") as ended:
+        warm.finish(running)
+    assert "Traceback" not in str(ended.value)
+    assert list(tmp_path.iterdir()) == []
+    assert [child for child in psutil.process_iter() if str(tmp_path) in " ".join(_command_line(child))] == []
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it ended while we looked
+        return []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--case", "medium"], "no case 'medium'"),
+        (["--peers", "pickle"], "no peer 'pickle'"),
+        (["--scale", "0"], "0 is not above 0"),
+        (["--rounds", "-1"], "-1 is not above 0"),
+        (["--scale", "1e9"], "free; give a smaller --scale"),
+        (["--case", "keys", "--only", "async"], "nothing to measure"),
+        (["nowhere://at/all"], "no storage plugin for the scheme 'nowhere'"),
+    ],
+)
+def test_what_cannot_run_is_status_2_with_its_reason(
+    arguments: list[str],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", *arguments]) == 2
+    assert reason in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_is_no_folder_is_one_line_of_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    assert main(["bench", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("snapshot: error: ")
+    assert str(file) in error
+    assert error.count("\n") == 1
+    assert file.read_text() == "mine"
+
+
+def test_the_command_without_a_verb_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+    assert "bench" in capsys.readouterr().out
+
+
+@given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 5))
+def test_cutting_into_lanes_loses_no_byte(sizes: list[int], lanes: int) -> None:
+    total = sum(sizes)
+    whole = np.arange(total, dtype=np.uint8)
+    buffers = np.split(whole, np.cumsum(sizes)[:-1]) if sizes else []
+    runs = raw_io.cut(buffers, lanes)
+    assert len(runs) <= lanes
+    at = 0
+    for offset, run in runs:
+        assert offset == at
+        at += sum(piece.nbytes for piece in run)
+    assert at == total
+    joined = [piece for _, run in runs for piece in run]
+    assert not joined or np.array_equal(np.concatenate(joined), whole)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_the_raw_baselines_move_every_byte(tmp_path: Path, lanes: int) -> None:
+    tensors = [torch.rand(300) for _ in range(1500)] + [torch.tensor(1.5), torch.rand(3_000_000)]
+    wanted = [tensor.clone() for tensor in tensors]
+    raw_io.write_streams(tensors, tmp_path, durable=True, lanes=lanes)
+    whole = tmp_path / "whole"
+    whole.write_bytes(b"".join((tmp_path / f"{lane}.raw").read_bytes() for lane in range(lanes)))
+    for tensor in tensors:
+        tensor.zero_()
+    raw_io.read_streams(tensors, whole, lanes)
+    assert all(map(torch.equal, tensors, wanted))
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_the_raw_copies_copy_everything(lanes: int) -> None:
+    tensors = [torch.rand(3), torch.tensor(2.5), torch.rand(1001)]
+    by_threads, by_torch = ([torch.zeros_like(tensor) for tensor in tensors] for _ in range(2))
+    raw_io.copy_streams(tensors, by_threads, lanes)
+    raw_io.copy_foreach(tensors, by_torch)
+    assert all(map(torch.equal, tensors, by_threads))
+    assert all(map(torch.equal, tensors, by_torch))
+
+
+def test_a_direct_write_is_cut_to_its_length(tmp_path: Path) -> None:
+    tensors = [torch.rand(5), torch.rand(3_000_000), torch.rand(7)]
+    try:
+        raw_io.write_direct(tensors, tmp_path, durable=False)
+    except OSError as error:
+        pytest.skip(f"no O_DIRECT here: {error}")
+    assert (tmp_path / "0.raw").read_bytes() == b"".join(tensor.numpy().tobytes() for tensor in tensors)
+    raw_io.read_direct(tmp_path / "0.raw", lanes=2)
+
+
+def test_a_dropped_file_is_not_in_memory(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(1 << 20))
+    assert page_cache._resident([file]) == 1
+    try:
+        page_cache.drop(tmp_path)
+    except page_cache.StaysCached as error:
+        pytest.skip(str(error))
+    assert page_cache._resident([file]) < 0.01
+
+
+def test_every_case_is_as_large_as_it_says() -> None:
+    for name in ("large", "small", "train"):
+        made = CASES[name].make(0.001)
+        assert made.nbytes() == pytest.approx(CASES[name].nbytes(0.001), rel=0.1)
+
+
+def test_a_wiped_payload_is_told_from_what_it_was() -> None:
+    made = CASES["keys"].make(0.01)
+    before = made.digest()
+    made.wipe()
+    assert made.digest() != before
+    assert CASES["keys"].make(0.01).digest() == before

@@ -1,0 +1,1 @@
+"""Accelerators, on a fake one."""

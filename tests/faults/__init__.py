@@ -1,0 +1,1 @@
+"""Killed processes, lost power, broken disks, concurrent users, and the HTTP proxy that makes faults."""

@@ -1,0 +1,85 @@
+"""What `take` returned from survives a loss of power; in the middle of it, the old snapshot does, or the new one."""
+
+import pytest
+
+from snapshot import Snapshot, StateDict
+from tests.faults.mounted_disks import KINDS, disk
+from tests.faults.power_loss import (
+    honest,
+    lose_at_operations,
+    lost_after,
+    lost_after_delete,
+    lost_after_foreign,
+    lost_without_sync,
+    numbered_source,
+    write_foreign,
+)
+from tests.faults.shared_folder import Place
+
+pytestmark = [pytest.mark.deadly, pytest.mark.usefixtures("one_thread")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_of_power_leaves_old_or_new_and_takes_back_nothing(forker, tmp_path, kind):
+    with disk(kind, tmp_path) as made:
+        for verb, every, direct_io in [
+            ("take", 12, "auto"),
+            ("overwrite", 8, "auto"),
+            ("overwrite", 20, "never"),
+            ("async_overwrite", 20, "auto"),
+            ("delete", 20, "auto"),
+        ]:
+            assert lose_at_operations(forker, made, verb, every=every, direct_io=direct_io) >= 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_folders_above_a_snapshot_survive_with_it(forker, tmp_path, kind):
+    with disk(kind, tmp_path) as made:
+        for by_user in (False, True):
+            path = made.mount / f"runs-{by_user}/of/today/step-1"
+            assert forker.run(lost_after, str(path), str(made.mount), by_user).killed
+            made.again()
+            assert Place(path.parent, foreign=False).stands() == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_durable_may_be_lost_and_says_so(forker, tmp_path, kind):
+    with disk(kind, tmp_path) as made:
+        found = []
+        for survives in (False, True):
+            place = Place(made.mount / f"here-{survives}", foreign=False)
+            assert forker.run(lost_without_sync, str(place.path), str(made.mount), survives).killed
+            made.again()
+            found.append(honest(place.path))
+            place.reset()
+            place.goes_on(None, by_delete=False)
+        assert found[0] != "whole"  # or nothing was lost, and this shows nothing
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_deleted_does_not_come_back(forker, tmp_path, kind):
+    with disk(kind, tmp_path) as made:
+        path = made.mount / "step-1"  # of which nothing is left, and not even its folder
+        Snapshot.take(path, {"s": StateDict(x=1)})
+        assert forker.run(lost_after_delete, str(path), str(made.mount)).killed
+        made.again()
+        assert not path.exists()
+
+
+@pytest.mark.parametrize("how", ["dcp", "safetensors", "torch", "copy", "dcp.save"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_formats_are_durable_when_they_are_written(forker, tmp_path, kind, how):
+    sources = {version: numbered_source(tmp_path, version) for version in (1, 2)}
+    with disk(kind, tmp_path) as made:
+        for overwrite in (False, True):
+            target = made.mount / f"checkpoint-{overwrite}"
+            if overwrite:
+                write_foreign(how, sources[1], str(target), overwrite=False)
+                made.sync()
+            ended = forker.run(lost_after_foreign, how, sources[2], str(target), str(made.mount), overwrite)
+            assert ended.killed, ended
+            made.again()
+            values = Snapshot(target).read_object("0")
+            while "b" not in values:
+                values = next(iter(values.values()))
+            assert [float(values[name].sum()) for name in ("a", "b")] == [6000.0, 4000.0]

@@ -1,0 +1,104 @@
+"""Checkpoints of others far away: few requests and few bytes for a listing and a part, over S3 and HTTP."""
+
+import contextlib
+import json
+import warnings
+from urllib.parse import quote, urlsplit
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from snapshot import Snapshot, StateDict
+from snapshot.testing import FaultProxy
+
+MiB = 1 << 20
+BIG = torch.arange(1 << 20, dtype=torch.float32).view(1024, 1024)
+STATE = {"big": BIG, **{f"t{index}": torch.full((10,), float(index)) for index in range(20)}}
+
+
+def torch_file(folder):
+    torch.save(STATE, folder / "x.pt")
+    return "x.pt"
+
+
+def dcp_folder(folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(dict(STATE), checkpoint_id=folder, no_dist=True)
+    return ""
+
+
+def hugging_face(folder):
+    names = list(STATE)
+    files = {"model-1.safetensors": names[:5], "model-2.safetensors": names[5:]}
+    for file, chosen in files.items():
+        save_file({name: STATE[name] for name in chosen}, folder / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, chosen in files.items() for name in chosen}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return ""
+
+
+@contextlib.contextmanager
+def on_s3(folder, moto):
+    import boto3
+
+    client = boto3.client(
+        "s3", endpoint_url=moto.url, aws_access_key_id=moto.key, aws_secret_access_key=moto.secret,
+        region_name=moto.region,
+    )  # fmt: skip
+    bucket = moto.bucket()
+    for file in folder.rglob("*"):
+        client.put_object(Bucket=bucket, Key=f"a/{file.relative_to(folder)}", Body=file.read_bytes())
+    client.close()
+    with FaultProxy(moto.url) as proxy:
+        yield proxy, f"s3://{bucket}/a", {
+            "key": moto.key, "secret": moto.secret, "endpoint_url": proxy.url,
+            "client_kwargs": {"region_name": moto.region},
+        }  # fmt: skip
+
+
+@contextlib.contextmanager
+def on_http(folder, nginx):
+    name = f"{folder.parent.name}-{folder.name}"
+    (nginx.folder / name).mkdir()
+    for file in folder.rglob("*"):
+        (nginx.folder / name / file.name).write_bytes(file.read_bytes())
+    parts = urlsplit(nginx.url)
+    with FaultProxy(f"http://{parts.netloc}") as proxy:
+        yield proxy, f"{proxy.url}{parts.path}/{quote(name)}", None
+
+
+@pytest.fixture(params=["moto", "nginx"], ids=["s3", "http"])
+def place(request):
+    """Puts a folder's files on a server."""
+    if request.param == "moto":
+        pytest.importorskip("boto3")
+        server = request.getfixturevalue("moto")
+        return lambda folder: on_s3(folder, server)
+    server = request.getfixturevalue("nginx")
+    return lambda folder: on_http(folder, server)
+
+
+@pytest.mark.parametrize("write", [torch_file, dcp_folder, hugging_face], ids=lambda each: each.__name__)
+def test_what_is_far_away_is_listed_read_in_part_and_restored(tmp_path, place, write):
+    folder = tmp_path / "f"
+    folder.mkdir()
+    name = write(folder)
+    with place(folder) as (proxy, url, options):
+        snapshot = Snapshot(f"{url}/{name}".rstrip("/"), storage_options=options)
+        assert snapshot.get_manifest()["0/big"].shape == (1024, 1024)
+        listed = len(proxy.requests), sum(each.response_bytes for each in proxy.requests)
+        assert torch.equal(snapshot.read_object("0/big", box=[slice(500, 502), slice(3, 9)]), BIG[500:502, 3:9])
+        parts = len(proxy.requests), sum(each.response_bytes for each in proxy.requests)
+        live = StateDict({key: torch.zeros_like(each) for key, each in STATE.items()})
+        snapshot.restore({"all": live})
+        assert all(torch.equal(live[key], each) for key, each in STATE.items())
+        total = len(proxy.requests), sum(each.response_bytes for each in proxy.requests)
+    assert listed[0] <= 24
+    assert listed[1] < MiB // 2
+    assert parts[0] - listed[0] <= 8
+    assert parts[1] - listed[1] < MiB
+    assert total[0] - parts[0] <= 40
+    assert total[1] - parts[1] < sum(file.stat().st_size for file in folder.iterdir()) + MiB

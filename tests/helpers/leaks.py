@@ -1,0 +1,43 @@
+"""What a test must not leave behind in this process."""
+
+import contextlib
+import os
+import threading
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks():
+    """Fail a test that leaves a file descriptor open, or a thread that was not there.
+
+    A room's conftest.py imports it for all tests of the room.
+    """
+    with no_leak():
+        yield
+
+
+@contextlib.contextmanager
+def no_leak():
+    """No file descriptor stays open, nor a thread that was not there (the library's own are kept)."""
+    from snapshot import Snapshot, StateDict
+
+    Snapshot.take("memory://warm", {"s": StateDict(x=1)}, overwrite=True)
+    before = _descriptors()
+    threads = {thread.name for thread in threading.enumerate()}
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "snapshot-callback":
+            thread.join(10)
+    left = {thread.name for thread in threading.enumerate()} - threads
+    assert not {name for name in left if not name.startswith(("snapshot-io", "tqdm", "Thread-"))}, left
+    after = _descriptors()
+    assert len(after) <= len(before), set(after.items()) - set(before.items())
+
+
+def _descriptors():
+    found = {}
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found[descriptor] = os.readlink(f"/proc/self/fd/{descriptor}")
+    return found

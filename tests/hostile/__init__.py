@@ -1,0 +1,1 @@
+"""Snapshots that were damaged, or made to do harm."""

@@ -1,0 +1,611 @@
+"""Snapshots that somebody made to do harm: only our errors come out of them, soon, and in little memory."""
+
+import contextlib
+import io
+import json
+import random
+import struct
+import sys
+import types
+import warnings
+import zipfile
+
+import msgspec
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from snapshot import (
+    CorruptSnapshotError,
+    Snapshot,
+    SnapshotError,
+    StateDict,
+    UnsafeObjectError,
+    UnsupportedFormatError,
+)
+from snapshot.formats.pickled_objects import load_object
+from snapshot.manifest.document import METADATA, decode_document
+from tests.hostile.hostile_snapshots import (
+    ROOM,
+    Live,
+    bounded,
+    changed,
+    contents,
+    document_of,
+    encoded,
+    exercise,
+    nested,
+    rich,
+    sign,
+    spoil,
+    store,
+)
+
+URL = "memory://rich/s"
+MANIFEST = f"rich/s/{METADATA}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    """Prototype layouts and pickled values warn; that is not what is tested here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture
+def base(one_thread):
+    """The manifest of a good snapshot with every kind of entry, which a test may replace."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Snapshot.take(URL, rich(), overwrite=True)
+    return document_of("rich/s")
+
+
+def attack(document, base=None, note=""):
+    """Sign a manifest, put it in place, and do all that a user may do."""
+    store(MANIFEST, sign(document if isinstance(document, bytes) else encoded(document)))
+    with bounded():
+        return exercise(URL, changed(document, base) if base else (), note)
+
+
+def test_the_good_snapshot_is_read_by_every_verb(base):
+    kinds = {entry["type"] for entry in base["manifest"].values()}
+    assert len(kinds) >= 37
+    assert exercise(URL, list(base["manifest"])) > len(base["manifest"])
+    assert Snapshot(URL).verify()
+
+
+def test_manifests_that_were_changed_here_and_there(base):
+    read = 0
+    for seed in range(100):
+        document = spoil(base, random.Random(seed))
+        read += attack(document, base, seed) > 6
+    assert read  # some changes are no harm
+
+
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@given(st.binary(max_size=300), st.booleans())
+def test_any_bytes_are_no_manifest(data, signed):
+    with pytest.raises(SnapshotError):
+        decode_document(sign(data + b"}") if signed else data, "here")
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))  # the soak does it for minutes
+@given(st.data())
+def test_a_good_manifest_with_other_bytes_somewhere(data):
+    Snapshot.take("memory://few", {"s": StateDict(a=torch.ones(3), b={1: "x"}, c=2.5, d=(1,))}, overwrite=True)
+    body = encoded(document_of("few"))
+    at, length = data.draw(st.integers(0, len(body) - 1)), data.draw(st.integers(0, 20))
+    new = data.draw(st.binary(max_size=10) | st.sampled_from([b"1e400", b"-1", b'"', b"[[[[", b"null", b"9" * 20]))
+    store(f"few/{METADATA}", sign(body[:at] + new + body[at + length :] + b"}"))
+    live = {"s": StateDict(a=torch.zeros(3), b=None, c=None, d=None)}
+    for verb in (
+        lambda: Snapshot("memory://few").restore(live),
+        lambda: Snapshot("memory://few").verify(),
+        lambda: Snapshot("memory://few").get_state_dict_for_key("s"),
+    ):
+        with bounded(), contextlib.suppress(SnapshotError):
+            verb()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [[1 << 60], [1 << 30, 1 << 30], [1 << 60, 0], [1 << 62, 1 << 62], [0, 1 << 63], [1] * 5000, [-1, -6], [1 << 70]],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["tensor", "sharded", "array", "sparse"])
+def test_a_short_manifest_that_claims_much(base, name, shape):
+    entry = base["manifest"][f"0/state/{name}"]
+    for each in [entry, *entry.get("parts", {}).values(), entry.get("data", {})]:
+        each["shape"] = shape
+    for shard in entry.get("shards", ()):
+        shard["sizes"] = shard["tensor"]["shape"] = shape
+    attack(base)
+    with bounded(), pytest.raises(SnapshotError):
+        Snapshot(URL).read_object(f"0/state/{name}")
+
+
+def test_lengths_that_no_memory_could_hold(base):
+    """Containers, files, headers, parts and tables that are said to be longer than anything."""
+    entries = base["manifest"]
+    for holder, key in [
+        *((entries["0/state/boxes"], "length"), (entries["0/state/boxes/3"], "maxlen")),
+        *((file, key) for file in base["files"].values() for key in ("size", "header") if key in file),
+    ]:
+        for number in (1 << 60, 1 << 63, 1 << 64, -1):
+            kept, holder[key] = holder.get(key), number
+            for world in (1, 2):
+                attack({**base, "world_size": world})
+            holder[key] = kept
+    part = {"location": "data/x-0.json", "size": 1 << 60, "digest": "xxh3:" + "0" * 32, "ranks": [0], "count": 1 << 60}
+    for ranks in ([0], [], [1 << 60], [-1]):
+        attack({**base, "parts": [{**part, "ranks": ranks}]})
+
+
+def test_bytes_that_many_values_claim_are_given_to_none(base):
+    """A megabyte of file that a few kilobytes of manifest read again and again would fill any memory."""
+    long = torch.zeros(1 << 22, dtype=torch.uint8)
+    Snapshot.take("memory://claims", {"s": StateDict(x=long)}, overwrite=True)
+    document = document_of("claims")
+    entry = document["manifest"]["0/s/x"]
+    begin, end = entry["byte_range"]
+    bare = {name: value for name, value in entry.items() if name not in ("digest", "blocks")}
+    shapes = [{**entry, "shape": [1] * i + [1 << 22]} for i in range(2000)]
+    ranges = [{**bare, "byte_range": [begin + i, end], "shape": [end - begin - i]} for i in range(2000)]
+    for entries in (shapes, ranges):
+        manifest = {"0/s": {"type": "dict", "keys": [f"x{i}" for i in range(2000)]}}
+        manifest |= {f"0/s/x{i}": each for i, each in enumerate(entries)}
+        store(f"claims/{METADATA}", sign(msgspec.json.encode({**document, "manifest": manifest})))
+        for verb in (
+            lambda: Snapshot("memory://claims").get_state_dict_for_key("s"),
+            lambda: Snapshot("memory://claims").read_object("0/s"),
+            lambda: Snapshot("memory://claims").restore({"s": StateDict()}),
+        ):
+            with bounded(), pytest.raises(CorruptSnapshotError, match="those of other values"):
+                verb()
+    with bounded():
+        assert "belong to two things" in str(Snapshot("memory://claims").verify())
+
+
+def test_what_nests_deep_ends_soon(base):
+    body = msgspec.json.encode({**base, "metadata": "HERE"})
+    for depth in (510, 900, 10_000, 1_000_000):
+        for brackets in (b"[" * depth + b"]" * depth, b'{"a":' * depth + b"1" + b"}" * depth):
+            attack(body.replace(b'"HERE"', b'{"a":' + brackets + b"}"))
+            with bounded(), pytest.raises(SnapshotError):
+                str(Snapshot(URL).metadata)
+    for field, place in (("mesh", "0/state/sharded"), ("dtype", "0/state/records"), ("params", "0/state/sparse")):
+        document = {**base, "manifest": {**base["manifest"]}}
+        document["manifest"][place] = {**document["manifest"][place], field: nested(900)}
+        attack(document)
+
+
+def test_a_path_of_ten_thousand_components_is_refused_kindly(base, tmp_path):
+    deep = value = {}
+    for _ in range(10_000):
+        value["k"] = {}
+        value = value["k"]
+    with pytest.raises((TypeError, ValueError, SnapshotError), match="deep"):
+        Snapshot.take(tmp_path / "s", {"s": StateDict(deep=deep)})
+    assert not (tmp_path / "s").exists()
+    while deep:  # one by one: Python would need a stack as deep to drop all at once
+        deep = deep["k"]
+    entries = {"0/s" + "/k" * n: {"type": "dict", "keys": ["k"]} for n in range(2_000)}
+    entries["0/s" + "/k" * 2_000] = {"type": "dict", "keys": []}
+    store(MANIFEST, sign(msgspec.json.encode({**base, "manifest": entries})))
+    with bounded():
+        for verb in (
+            lambda: Snapshot(URL).restore({"s": StateDict()}),
+            lambda: Snapshot(URL).get_state_dict_for_key("s"),
+        ):
+            with pytest.raises(CorruptSnapshotError, match="deep"):
+                verb()
+
+
+@pytest.mark.timeout(30)
+def test_names_of_nothing_lead_nowhere_for_ever(base):
+    one, none = {"type": "tuple", "length": 1}, {"type": "list", "length": 0}
+    for entries in ({"0/": one, "0//0": none}, {"0/": one, "0//0": {**none, "type": "set"}}, {"0": one, "0/0": none}):
+        attack({**base, "manifest": entries, "files": {}})
+        with bounded(), contextlib.suppress(SnapshotError):
+            assert Snapshot(URL).get_state_dict_for_key("") in (([],), (set(),))
+        with bounded(), contextlib.suppress(SnapshotError):
+            Snapshot(URL).restore({"": Live()})
+
+
+def test_metadata_that_nests_too_deep_is_refused_when_it_is_saved(tmp_path):
+    with pytest.raises(TypeError, match="deep"):
+        Snapshot.take(tmp_path / "s", {"s": StateDict(x=1)}, metadata={"a": nested(600)})
+    assert not (tmp_path / "s").exists()
+    Snapshot.take(tmp_path / "s", {"s": StateDict(x=1)}, metadata={"a": nested(300), "b": "[" * 5000})
+    assert Snapshot(tmp_path / "s").metadata.metadata["a"] == nested(300)
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "01", "0x10", "1_000", "+1", ".5", "--1"])
+def test_what_json_does_not_call_a_number(base, text):
+    body = msgspec.json.encode({**base, "world_size": 987654})
+    for spoilt in (
+        body.replace(b"987654", text.encode()),
+        body.replace(b'"metadata":{}', b'"metadata":{"a":%s}' % text.encode()),
+    ):
+        assert spoilt != body
+        store(MANIFEST, sign(spoilt.replace(b"987654", b"1")))
+        with bounded(), pytest.raises(SnapshotError):
+            str(Snapshot(URL).metadata)
+
+
+@pytest.mark.parametrize("where", ["top", "files", "manifest", "entry"])
+def test_keys_that_stand_twice(base, where):
+    body = encoded(base)
+    first = next(iter(base["manifest"]))
+    key, value = {
+        "top": ("world_size", base["world_size"]),
+        "files": (next(iter(base["files"])), next(iter(base["files"].values()))),
+        "manifest": (first, base["manifest"][first]),
+        "entry": ("dtype", "float32"),
+    }[where]
+    one = f'"{key}":{json.dumps(value, separators=(",", ":"))}'.encode()
+    assert one in body
+    store(MANIFEST, sign(body.replace(one, one + b"," + one, 1)))
+    with pytest.raises(CorruptSnapshotError, match="canonical"):
+        Snapshot(URL).verify()
+
+
+def test_types_of_the_future_are_not_guessed_at(base):
+    for change in (
+        {"manifest": {**base["manifest"], "0/state/new": {"type": "hologram", "location": "x"}}},
+        {
+            "manifest": {
+                **base["manifest"],
+                "0/state/tensor": {**base["manifest"]["0/state/tensor"], "compressed": "zstd"},
+            }
+        },
+        {"compression": "zstd"},
+    ):
+        store(MANIFEST, sign(msgspec.json.encode({**base, **change})))
+        with pytest.raises(UnsupportedFormatError, match="upgrade"):
+            Snapshot(URL).get_manifest()
+
+
+def test_a_manifest_over_the_limit_is_not_read(base, monkeypatch):
+    monkeypatch.setenv("SNAPSHOT_MANIFEST_BYTES", "1000")
+    with pytest.raises(SnapshotError, match="1,000 allowed"):
+        Snapshot(URL).get_manifest()
+
+
+# Objects
+
+
+class Harm:
+    """Would run when it is unpickled."""
+
+    ran = False
+
+    def __init__(self, function, *arguments):
+        self.what = function, arguments
+
+    def __reduce__(self):
+        return self.what
+
+
+def harm():
+    Harm.ran = True
+    return "harm"
+
+
+def with_pickle(tmp_path, data):
+    """A snapshot of an object whose pickle is replaced by another one, with right digests."""
+    from snapshot.tensors.digest import digest_range
+
+    with pytest.warns(UserWarning, match="pickles"):
+        Snapshot.take(tmp_path / "s", {"s": StateDict(x=torch.ones(3), odd=types.SimpleNamespace(a=1))}, overwrite=True)
+    path = tmp_path / "s" / METADATA
+    document = msgspec.json.decode(path.read_bytes())
+    del document["digest"]
+    entry = document["manifest"]["0/s/odd"]
+    (tmp_path / "s" / entry["location"]).write_bytes(data)
+    document["files"][entry["location"]]["size"] = len(data)
+    entry |= {"byte_range": [0, len(data)], "digest": digest_range(data)}
+    path.write_bytes(sign(msgspec.json.encode(document)))
+    return tmp_path / "s"
+
+
+def pickled(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def test_a_malicious_object_does_not_run(tmp_path):
+    path = with_pickle(tmp_path, pickled(Harm(harm)))
+    live = {"s": StateDict(x=torch.zeros(3), odd="mine")}
+    report = Snapshot(path).verify()
+    assert report.ok  # its bytes are what was written: that they mean harm is not for a digest to find
+    for verb in (
+        lambda: Snapshot(path).restore(live),
+        lambda: Snapshot(path).restore(live, atomic=True, verify=False, strict=False),
+        lambda: Snapshot(path).read_object("0/s/odd"),
+        lambda: Snapshot(path).read_object("0/s"),
+        lambda: Snapshot(path).get_state_dict_for_key("s"),
+    ):
+        with pytest.raises(UnsafeObjectError, match=r"s/odd.*allow_pickle=True"):
+            verb()
+    Snapshot(path).get_manifest()
+    Snapshot(path).restore({"s": StateDict(x=torch.zeros(3), odd=1)}, include=["s/x"])
+    assert not Harm.ran
+    assert live["s"]["odd"] == "mine"
+    assert not live["s"]["x"].any()
+    assert Snapshot(path, allow_pickle=True).read_object("0/s/odd") == "harm"
+    assert Harm.ran
+    Harm.ran = False
+
+
+def test_no_position_lets_pickles_in():
+    with pytest.raises(TypeError):
+        Snapshot("memory://x", None, None, True)
+
+
+def deflated(data):
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as held, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as made:
+        for each in held.infolist():
+            made.writestr(each.filename, held.read(each))
+    return out.getvalue()
+
+
+def overlapping(data):
+    """Many names for one member's bytes: a small archive that is read as a large one."""
+    with zipfile.ZipFile(io.BytesIO(data)) as held:
+        members = held.infolist()
+    out = io.BytesIO(data)
+    made = zipfile.ZipFile(out, "a")
+    longest = max(members, key=lambda each: each.file_size)
+    for i in range(500):
+        twin = zipfile.ZipInfo(f"{longest.filename}{i}")
+        for name in ("header_offset", "CRC", "compress_size", "file_size", "create_version", "extract_version"):
+            setattr(twin, name, getattr(longest, name))
+        made.filelist.append(twin)
+    made._didModify = True
+    made.close()
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_archives_that_grow_when_they_are_read_are_refused(tmp_path, allow):
+    zeros = pickled(torch.zeros(1 << 24))
+    for bomb in (deflated(zeros), deflated(pickled(slice(2))), overlapping(pickled(torch.zeros(1000)))):
+        assert len(bomb) < 1 << 20
+        path = with_pickle(tmp_path, bomb)
+        with bounded(ROOM // 16), pytest.raises(CorruptSnapshotError, match="archive"):
+            Snapshot(path, allow_pickle=allow).read_object("0/s/odd")
+
+
+@pytest.mark.parametrize("size", [1 << 34, 1 << 40, 1 << 62])
+def test_pickles_that_ask_for_memory_are_refused(tmp_path, size):
+    path = with_pickle(tmp_path, pickled(Harm(bytearray, size)))
+    with bounded(), pytest.raises(CorruptSnapshotError, match="bytearray"):
+        Snapshot(path).read_object("0/s/odd")
+
+
+def test_honest_objects_with_bytearrays_and_large_numbers_are_read(tmp_path):
+    value = {
+        "a": bytearray(b"xyz"),
+        "b": bytearray(),
+        "c": 1 << 80,
+        "d": torch.ones(1).expand(1 << 40),
+        "e": slice(1 << 60),
+    }
+    path = with_pickle(tmp_path, pickled({k: v for k, v in value.items() if k != "e"}))
+    read = Snapshot(path).read_object("0/s/odd")
+    assert (read["a"], read["b"], read["c"], read["d"].shape) == (b"xyz", b"", 1 << 80, (1 << 40,))
+
+
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_pickles_of_any_bytes(data):
+    good = pickled({"a": torch.ones(2), "b": bytearray(b"x"), "c": [1, {2}]})
+    at = data.draw(st.integers(0, len(good) - 1))
+    new = data.draw(st.binary(max_size=6))
+    spoilt = good[:at] + new + good[at + data.draw(st.integers(0, 6)) :]
+    with bounded(), contextlib.suppress(SnapshotError):
+        load_object("odd", bytearray(spoilt), "torch_save", "slice", allow_pickle=False)
+
+
+def test_a_tensor_class_that_is_not_imported_is_not_imported(base):
+    entry = base["manifest"]["0/state/tensor"]
+    entry["extra"] = {"subclass": "this.Module"}
+    assert "this" not in sys.modules  # it would print
+    store(MANIFEST, sign(encoded(base)))
+    with pytest.warns(UserWarning, match="not imported"):
+        Snapshot(URL).read_object("0/state/tensor")
+    for name in ("os.system", "builtins.eval", "subprocess.Popen", "torch.load", "snapshot.Snapshot"):
+        entry["extra"] = {"subclass": name}
+        store(MANIFEST, sign(encoded(base)))
+        with pytest.warns(UserWarning, match="not imported"):
+            assert type(Snapshot(URL).read_object("0/state/tensor")) is torch.Tensor
+    assert "this" not in sys.modules
+
+
+# What was found by attacking it
+
+
+def takes_little(path, *, allow=False):
+    """An object that is not read, and for which hardly any memory is taken."""
+    with bounded(ROOM // 4), pytest.raises((CorruptSnapshotError, UnsafeObjectError)):
+        Snapshot(path, allow_pickle=allow).read_object("0/s/odd")
+
+
+def archived(data):
+    """A pickle's bytes in an archive of torch's."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(pickled(1))) as held, zipfile.ZipFile(out, "w") as made:
+        for each in held.infolist():
+            made.writestr(each.filename, data if each.filename.endswith("data.pkl") else held.read(each))
+    return out.getvalue()
+
+
+def test_bytes_by_an_opcode_of_their_own(tmp_path):
+    takes_little(with_pickle(tmp_path, archived(b"\x80\x05\x96" + struct.pack("<Q", 4 << 30) + b".")))
+
+
+def test_bytes_that_another_function_makes(tmp_path):
+    nested_call = Harm(torch._tensor._rebuild_from_type_v2, bytearray, bytearray, (4 << 30,), {})
+    twice = Harm(
+        torch._tensor._rebuild_from_type_v2, torch._tensor._rebuild_from_type_v2, torch.Tensor,
+        (bytearray, bytearray, (4 << 30,), {}), {},
+    )  # fmt: skip
+    for harm_ in (nested_call, twice):
+        takes_little(with_pickle(tmp_path, pickled(harm_)))
+
+
+def test_archives_that_two_readers_read_differently(tmp_path):
+    legacy = io.BytesIO()
+    torch.save(Harm(bytearray, 4 << 30), legacy, _use_new_zipfile_serialization=False)
+    takes_little(with_pickle(tmp_path, legacy.getvalue() + pickled(1)))
+    bomb, small = deflated(pickled(torch.zeros(1 << 24))), pickled(1)
+    takes_little(with_pickle(tmp_path, bomb + small))
+    for comment in (b"x", small):
+        out = io.BytesIO(small)
+        with zipfile.ZipFile(out, "a") as made:
+            made.comment = comment
+        takes_little(with_pickle(tmp_path, out.getvalue()))
+
+
+class Newly(tuple):
+    """An object whose pickle calls something that it has made."""
+
+    def __new__(cls, *items, k=None):
+        return super().__new__(cls, items)
+
+    def __getnewargs_ex__(self):
+        return tuple(self), {"k": 1}
+
+
+def test_an_honest_pickle_of_any_kind_is_read_if_that_is_asked_for(tmp_path):
+    path = with_pickle(tmp_path, pickled(Newly(1, 2)))
+    assert Snapshot(path, allow_pickle=True).read_object("0/s/odd") == (1, 2)
+    with pytest.raises(UnsafeObjectError, match="allow_pickle"):
+        Snapshot(path).read_object("0/s/odd")
+
+
+def test_an_honest_pickle_without_checksums_is_read(tmp_path):
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        data = pickled({"a": torch.ones(3), "b": bytearray(b"x")})
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert Snapshot(with_pickle(tmp_path, data)).read_object("0/s/odd")["b"] == b"x"
+
+
+def test_paths_without_containers_nest_no_deeper_than_others(base):
+    base["manifest"]["0/" + "a/" * 60_000 + "b"] = {"type": "int", "serialized_value": "1"}
+    store(MANIFEST, sign(encoded(base)))
+    for rename in ({"state/x": "state/y"}, lambda path: path):
+        with bounded(), pytest.raises(CorruptSnapshotError, match="deep"):
+            Snapshot(URL).restore({"state": Live()}, rename=rename)
+
+
+def test_boxes_that_wind_around_each_other_are_not_compared_for_hours(base):
+    boxes, begin = [], 0
+    for n in range(1500):  # each pair of bars crosses the middle of the next
+        boxes += [((n, n), (1, 3000 - n)), ((n + 1, n), (3000 - n, 1))]
+    entry = base["manifest"]["0/state/sharded"]
+    shard = entry["shards"][0]["tensor"]
+    location, (begin, _) = shard["location"], shard["byte_range"]
+    base["files"][location]["size"] = 1 << 40
+    entry["shape"] = [3001, 3001]
+    entry["shards"] = []
+    for offsets, sizes in boxes:
+        count = sizes[0] * sizes[1]
+        piece = {**shard, "shape": sizes, "byte_range": [begin, begin + 4 * count]}
+        entry["shards"].append({"offsets": offsets, "sizes": sizes, "tensor": piece})
+    store(MANIFEST, sign(encoded(base)))
+    with bounded(), pytest.raises(CorruptSnapshotError):
+        Snapshot(URL).read_object("0/state/sharded")
+
+
+def test_a_part_that_is_named_twice_is_not_read(base):
+    part = {"location": "data/x-0.json", "size": 1, "digest": "xxh3:" + "0" * 32, "ranks": [0], "count": 1}
+    store(MANIFEST, sign(encoded({**base, "parts": [part, part]})))
+    with pytest.raises(CorruptSnapshotError, match="twice"):
+        Snapshot(URL).verify()
+
+
+@pytest.mark.parametrize("place", ["state", "param_groups", "param_groups/0/params/0", "state/0", "state/0/step"])
+def test_state_that_no_optimizer_takes_is_an_error_of_ours(place):
+    app = {key: value for key, value in rich().items() if key != "state"}
+    Snapshot.take("memory://wrong", app, overwrite=True)
+    document = document_of("wrong")
+    entries = {p: e for p, e in document["manifest"].items() if not p.startswith(f"0/optimizer/{place}/")}
+    entries[f"0/optimizer/{place}"] = {"type": "list", "length": 0}
+    store(f"wrong/{METADATA}", sign(encoded({**document, "manifest": entries})))
+    live = {key: value for key, value in rich().items() if key != "state"}
+    with contextlib.suppress(SnapshotError):
+        Snapshot("memory://wrong").restore(live)
+
+
+def test_ranks_are_numbered_in_plain_figures(base):
+    for number in ("9" * 5000, "\u0660", "00", "+1", " 1"):
+        document = {
+            **base,
+            "world_size": 3,
+            "manifest": {**base["manifest"], f"{number}/state/a": {"type": "int", "serialized_value": "1"}},
+        }
+        store(MANIFEST, sign(encoded(document)))
+        with pytest.raises(CorruptSnapshotError, match="no rank"):
+            Snapshot(URL).get_state_dict_for_key("state")
+
+
+def test_keys_whose_hashes_collide_are_refused(base):
+    step = (1 << 61) - 1
+    keys = [{"int": hex(step * n)} for n in range(8, 20_008)]
+    manifest = {"0/s": {"type": "dict", "keys": keys}}
+    manifest |= {f"0/s/{step * n}": {"type": "NoneType", "serialized_value": "None"} for n in range(8, 20_008)}
+    store(MANIFEST, sign(encoded({**base, "manifest": manifest})))
+    with bounded(), pytest.raises(CorruptSnapshotError, match="slow"):
+        Snapshot(URL).get_state_dict_for_key("s")
+
+
+def test_honest_keys_of_few_hashes_are_read():
+    odd = {1 << i: i for i in range(3000)} | {2.0**-i: i for i in range(1, 1000)}
+    Snapshot.take("memory://odd", {"s": StateDict(odd=odd)}, overwrite=True)
+    assert Snapshot("memory://odd").get_state_dict_for_key("s")["odd"] == odd
+    assert Snapshot("memory://odd").verify()
+
+
+def test_verify_finds_containers_that_lack_what_they_name(base):
+    del base["manifest"]["0/state/tensor"]
+    store(MANIFEST, sign(encoded(base)))
+    assert "its containers name" in str(Snapshot(URL).verify())
+
+
+def test_a_class_that_a_module_makes_when_asked_is_not_asked_for(base):
+    before = set(sys.modules)
+    base["manifest"]["0/state/tensor"]["extra"] = {"subclass": "torch._inductor"}
+    store(MANIFEST, sign(encoded(base)))
+    with pytest.warns(UserWarning, match="not imported"):
+        Snapshot(URL).read_object("0/state/tensor")
+    assert not [name for name in set(sys.modules) - before if name.startswith("torch._inductor")]
+
+
+# What others read
+
+ODD_NAMES = ["__metadata__", '"', "\\", "\0", "[0:1]", "%5B", "\ud800", "a/b"]
+
+
+@settings(max_examples=30)
+@given(st.dictionaries(st.text(max_size=8) | st.sampled_from(ODD_NAMES), st.integers(0, 3)))
+def test_the_safetensors_library_reads_files_of_any_names(names):
+    Snapshot.take(
+        "memory://names", {"s": StateDict({k: torch.full((n,), n) for k, n in names.items()})}, overwrite=True
+    )
+    found = []
+    for path, data in contents().items():
+        if path.startswith("names/data/") and path.endswith(".safetensors"):
+            found += safetensors.torch.load(data).values()
+    assert sorted(len(each) for each in found) == sorted(names.values())
+    assert all((each == len(each)).all() for each in found)

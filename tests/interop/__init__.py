@@ -1,0 +1,1 @@
+"""Other libraries' save and load over this one."""

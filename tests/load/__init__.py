@@ -1,0 +1,1 @@
+"""Restoring and reading."""

@@ -1,0 +1,1 @@
+"""Plans: pure functions."""

@@ -1,0 +1,1 @@
+"""The process's machinery: the loop, budgets, clients."""

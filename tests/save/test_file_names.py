@@ -1,0 +1,24 @@
+"""The names of a take's files: each is known as its own, and no other file is."""
+
+import pytest
+
+from snapshot.save.cleanup import belongs_to, save_id_of
+from snapshot.save.commit import leader_part_path, own_part_path
+
+ID = "0123456789ab"
+
+
+@pytest.mark.parametrize("path", [own_part_path(ID, 3), leader_part_path(ID, 3), f"data/{ID}-3-0.safetensors"])
+def test_a_file_of_a_take_is_of_its_rank_and_of_no_other(path):
+    assert save_id_of(path) == ID
+    assert belongs_to(path, ID, 3)
+    assert belongs_to(path, ID, None)
+    assert not belongs_to(path, ID, 33)
+    assert not belongs_to(path, "ba9876543210", 3)
+
+
+@pytest.mark.parametrize(
+    "path", ["data/notes.txt", ".take-notes", f"data/{ID}-x-0.bin", f"more/data/{ID}-0-0.bin", f"data/{ID}-0-0.bin.bak"]
+)
+def test_files_of_others_belong_to_no_take(path):
+    assert save_id_of(path) is None

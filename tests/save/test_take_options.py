@@ -1,0 +1,32 @@
+"""The arguments of a take are checked once, when they are given."""
+
+import dataclasses
+import json
+
+import pytest
+
+from snapshot.save.take_options import TakeOptions
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("staging", "later"), ("worker", "fork"), ("when_busy", "drop"), ("verify_writes", 1.5)]
+)
+def test_a_wrong_argument_is_named_with_what_it_may_be(name, wrong):
+    with pytest.raises(ValueError, match=rf"{name} must be .*got {wrong!r}"):
+        TakeOptions(**{name: wrong})
+
+
+def test_they_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TakeOptions().durable = False
+
+
+@pytest.mark.parametrize(("given", "share"), [(True, 1.0), (False, 0.0), (0.25, 0.25)])
+def test_how_much_is_read_back_is_a_share(given, share):
+    assert TakeOptions(verify_writes=given).verify_share == share
+
+
+def test_metadata_are_encoded_at_once_or_refused():
+    assert json.loads(bytes(TakeOptions(metadata={"step": 3}).metadata_json)) == {"step": 3}
+    with pytest.raises((TypeError, ValueError)):
+        TakeOptions(metadata={"model": object()})

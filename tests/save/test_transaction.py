@@ -1,0 +1,143 @@
+"""A save on storage: whatever happens to it, it is committed whole, or nothing of it is left."""
+
+import pytest
+
+from snapshot.distributed.exchange import Exchange
+from snapshot.distributed.group import SOLO
+from snapshot.errors import CommitUnknown, SnapshotExistsError, StorageError
+from snapshot.manifest.document import METADATA
+from snapshot.runtime.loop import run
+from snapshot.runtime.session import Session
+from snapshot.save.claims import claim_path, pending_saves
+from snapshot.save.transaction import State, Transaction
+from snapshot.testing import faulty
+from snapshot.url import URL
+
+SAVE = "0123456789ab"
+MANIFEST = b'{"format":"x","save_id":"0123456789ab"}'
+DATA = f"data/{SAVE}-0-0.safetensors"
+
+
+def transaction(root, scheme="file"):
+    session = Session(URL.parse(f"{scheme}://{root}"), None)
+    return session, Transaction(session, Exchange(SOLO, "take", 10), SAVE)
+
+
+def left(root):
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()) if root.exists() else []
+
+
+async def put(session, path, data=b"data"):
+    await session.storage.put(path, data)
+
+
+def test_a_commit_leaves_the_manifest_and_its_files(tmp_path):
+    session, save = transaction(tmp_path)
+
+    async def work():
+        async with save:
+            assert save.state is State.WRITING
+            assert SAVE in pending_saves()
+            await put(session, DATA)
+            await put(session, f"data/{SAVE}-1-0.json")
+            await save.commit(MANIFEST, [f"data/{SAVE}-1-0.json"])
+
+    run(work())
+    assert save.state is State.COMMITTED
+    assert left(tmp_path) == [METADATA, DATA]
+    assert SAVE not in pending_saves()
+
+
+@pytest.mark.parametrize("when", ["claimed", "writing", "written"])
+def test_an_error_leaves_nothing(tmp_path, when):
+    session, save = transaction(tmp_path)
+
+    async def work():
+        if when == "claimed":
+            await save.claim()
+            assert left(tmp_path) == [claim_path(SAVE)]
+            await save.abort()
+            return
+        async with save:
+            if when == "written":
+                save.will_write([DATA])
+                await put(session, DATA)
+            raise KeyError("planned")
+
+    if when == "claimed":
+        run(work())
+    else:
+        with pytest.raises(KeyError):
+            run(work())
+    assert save.state is State.ABORTED
+    assert left(tmp_path) == []
+    assert SAVE not in pending_saves()
+
+
+def test_a_transaction_that_never_began_deletes_nothing(tmp_path):
+    session, save = transaction(tmp_path)
+    run(put(session, DATA))
+    assert run(save.abort()) == ""
+    assert left(tmp_path) == [DATA]
+
+
+def test_another_snapshot_at_the_path_is_a_conflict_and_stays(tmp_path):
+    session, save = transaction(tmp_path)
+
+    async def work():
+        async with save:
+            await put(session, METADATA, b'{"format":"x","save_id":"ffffffffffff"}')
+            await save.commit(MANIFEST)
+
+    with pytest.raises(SnapshotExistsError, match="another take was faster"):
+        run(work())
+    assert left(tmp_path) == [METADATA]
+    assert save.state is State.ABORTED
+
+
+def test_a_refused_manifest_leaves_nothing(tmp_path):
+    with faulty(on="commit", error=StorageError("refused")):
+        session, save = transaction(tmp_path, "faulty+file")
+
+        async def work():
+            async with save:
+                await put(session, DATA)
+                await save.commit(MANIFEST)
+
+        with pytest.raises(StorageError, match="refused"):
+            run(work())
+    assert save.state is State.ABORTED
+    assert left(tmp_path) == []
+
+
+def test_an_answer_that_was_lost_leaves_everything(tmp_path):
+    lost = StorageError("no answer")
+    lost.uncertain = True
+    with faulty(on="commit", error=lost):
+        session, save = transaction(tmp_path, "faulty+file")
+
+        async def work():
+            async with save:
+                await put(session, DATA)
+                await save.commit(MANIFEST)
+
+        with pytest.raises(CommitUnknown):
+            run(work())
+    assert save.state is State.UNKNOWN
+    assert left(tmp_path) == [claim_path(SAVE), DATA]
+    assert SAVE not in pending_saves()
+
+
+def test_a_claim_that_was_revoked_cannot_be_committed(tmp_path):
+    session, save = transaction(tmp_path)
+    _, other = transaction(tmp_path)
+
+    async def work():
+        async with save:
+            await put(session, DATA)
+            assert await other.revoke()
+            await save.commit(MANIFEST)
+
+    with pytest.raises(SnapshotExistsError):
+        run(work())
+    assert left(tmp_path) == []

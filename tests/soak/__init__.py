@@ -1,0 +1,1 @@
+"""Tests that take minutes, each run by its name."""

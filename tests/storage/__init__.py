@@ -1,0 +1,1 @@
+"""The storage plugins, against their servers."""

@@ -1,0 +1,343 @@
+"""The storages for tests are transparent until they are told not to be; and a fault that never happens is noticed."""
+
+import asyncio
+import errno
+import itertools
+import threading
+
+import pytest
+
+from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError
+from snapshot.plugins.memory import MemoryStorage
+from snapshot.registry import open_storage, schemes
+from snapshot.storage import URL, Context, Limits
+from snapshot.testing import (
+    Damage,
+    Fault,
+    Log,
+    Operation,
+    Stall,
+    StorageTests,
+    TappedStorage,
+    faulty,
+    recording,
+    stalling,
+)
+from snapshot.testing.parts import aligned, cut, fetch, part_length, store
+
+_numbers = itertools.count()
+
+
+def memory():
+    return MemoryStorage(URL.parse(f"memory://tapped-{next(_numbers)}"), {}, Context())
+
+
+def opened(url):
+    return open_storage(URL.parse(url), {}, Context())
+
+
+class TestTappedFile(StorageTests):
+    """The whole contract, through taps that do nothing."""
+
+    test_a_path_that_is_no_plain_path_is_refused = None  # FileStorage checks it
+
+    @pytest.fixture
+    def url(self, tmp_path):
+        with recording(), stalling(on="never"):
+            yield f"recording+stalling+{(tmp_path / 'a root').as_uri()}"
+
+
+def test_a_tapped_storage_answers_as_the_inner_one_does():
+    inner = memory()
+    tapped = TappedStorage(inner, Log())
+    assert (tapped.url, tapped.context) == (inner.url, inner.context)
+    assert (tapped.limits, tapped.capabilities) == (inner.limits, inner.capabilities)
+
+
+def test_a_log_notes_every_operation_in_its_order():
+    log = Log()
+
+    async def use():
+        storage = TappedStorage(memory(), log)
+        writer = await storage.create("data/file", 5)
+        await writer.write(3, [b"lo"])
+        await writer.write(0, [b"h", b"el"])
+        await writer.finish()
+        await (await storage.create("data/other", 1)).abort()
+        await fetch(storage, "data/file", 1, [1, 2])
+        await storage.put("claim", b"")
+        await storage.commit("claim", "file", b"123")
+        await storage.copy("file", "copy")
+        await storage.get("file")
+        await storage.stat("file")
+        await storage.list("da")
+        await storage.delete(["data/file", "copy"])
+        await storage.sweep("data/", 0.0)
+        await storage.close()
+
+    asyncio.run(use())
+    assert log.operations == [
+        Operation("create", "data/file", 0, 5),
+        Operation("write", "data/file", 3, 2),
+        Operation("write", "data/file", 0, 3),
+        Operation("finish", "data/file"),
+        Operation("create", "data/other", 0, 1),
+        Operation("abort", "data/other"),
+        Operation("read_into", "data/file", 1, 3),
+        Operation("put", "claim"),
+        Operation("commit", "file", 0, 3),
+        Operation("copy", "copy"),
+        Operation("get", "file"),
+        Operation("stat", "file"),
+        Operation("list", "da"),
+        Operation("delete", "data/file"),
+        Operation("delete", "copy"),
+        Operation("sweep", "data/"),
+        Operation("close", ""),
+    ]
+    assert log.of("write") == log.operations[1:3]
+    assert [each.name for each in log.of("[cfa]*", "data/*")] == ["create", "finish", "create", "abort"]
+    assert log.nbytes("write") == 5
+    log.clear()
+    assert repr(log) == "Log(0 operations)"
+
+
+def test_a_scheme_is_tapped_only_inside_its_block(tmp_path):
+    with recording() as log:
+        asyncio.run(opened(f"recording+file://{tmp_path}").put("file", b"."))
+    assert log.of("put") == [Operation("put", "file", 0, 1)]
+    assert (tmp_path / "file").read_bytes() == b"."
+    with pytest.raises(StorageError, match="no storage plugin"):
+        opened(f"recording+file://{tmp_path}")
+    assert "recording+" not in schemes()
+
+
+def test_taps_lie_over_each_other():
+    url = f"memory://tapped-{next(_numbers)}"
+    with recording() as log, faulty(on="put", error=OSError(errno.ENOSPC, "No space left on device")):
+        with pytest.raises(StorageError):
+            asyncio.run(opened(f"recording+faulty+{url}").put("file", b"."))
+        asyncio.run(opened(f"faulty+recording+{url}").put("file", b"."))
+    assert len(log.of("put")) == 2
+
+
+def test_a_fault_hits_the_operations_that_were_chosen():
+    fault = Fault(on="p*", path="data/*", nth=2, times=2, error=OSError(errno.ENOSPC, "No space left on device"))
+
+    async def use():
+        storage = TappedStorage(memory(), fault)
+        await storage.put("data/1", b".")
+        await storage.put("other", b".")
+        for path in ["data/2", "data/3"]:
+            with pytest.raises(StorageError, match=f"{storage.url}/{path}: No space left on device") as caught:
+                await storage.put(path, b".")
+            assert caught.value.errno == errno.ENOSPC
+            assert caught.value.__cause__ is fault.error
+        await storage.put("data/4", b".")
+        assert await storage.list() == ["data/1", "data/4", "other"]
+
+    asyncio.run(use())
+    assert (fault.met, fault.hits) == (4, 2)
+
+
+def test_an_error_that_no_plugin_would_translate_comes_as_it_is():
+    async def use():
+        with pytest.raises(KeyboardInterrupt):
+            await TappedStorage(memory(), Fault(on="get", error=KeyboardInterrupt())).get("file")
+
+    asyncio.run(use())
+
+
+def test_a_fault_that_never_ends_hits_every_time():
+    fault = Fault(on="stat", times=None, error=TimeoutError())
+
+    async def use():
+        storage = TappedStorage(memory(), fault)
+        for _ in range(5):
+            with pytest.raises(StorageError):
+                await storage.stat("file")
+
+    asyncio.run(use())
+    assert fault.hits == 5
+
+
+@pytest.mark.parametrize("name", ["write", "finish"])
+def test_a_writer_fails_too_and_what_it_wrote_can_be_aborted(name):
+    async def use():
+        storage = TappedStorage(memory(), Fault(on=name, error=OSError(errno.EIO, "Input/output error")))
+        with pytest.raises(StorageError, match="data/file: Input/output error"):
+            await store(storage, "data/file", b"content")
+        assert await storage.list() == []
+
+    asyncio.run(use())
+
+
+def test_a_fault_that_never_happens_fails_the_test():
+    with (
+        pytest.raises(AssertionError, match="never happened: 1 operations matched"),
+        faulty(on="put", nth=2, error=OSError()),
+    ):
+        asyncio.run(opened(f"faulty+memory://tapped-{next(_numbers)}").put("file", b"."))
+    with faulty(on="put", must_happen=False, error=OSError()):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({}, "either an error or a damage"),
+        ({"error": OSError(), "flip": 0}, "either an error or a damage"),
+        ({"on": "write", "truncate": 1}, "no end"),
+    ],
+)
+def test_a_fault_that_makes_no_sense_is_refused(fault, message):
+    with pytest.raises(ValueError, match=message):
+        Fault(**fault)
+
+
+@pytest.mark.parametrize(
+    ("damage", "spoilt"),
+    [
+        (Damage(flip=0), b"abc"),
+        (Damage(flip=9), b"``c"),
+        (Damage(flip=24), b"abc"),
+        (Damage(zero=2), b"`\0\0"),
+        (Damage(zero=9), b"\0\0\0"),
+        (Damage(truncate=1), b"`b"),
+        (Damage(truncate=9), b""),
+    ],
+)
+def test_damage_is_what_it_says(damage, spoilt):
+    assert damage.of(b"`bc") == spoilt
+    assert Damage(flip=3).of(b"") == b""
+
+
+def test_damage_to_a_write_is_stored_and_the_callers_bytes_are_spared():
+    async def use():
+        inner = memory()
+        data = bytearray(b"\0" * 8)
+        writer = await TappedStorage(inner, Fault(on="write", flip=8)).create("file", 8)
+        await writer.write(0, [memoryview(data)[:4], memoryview(data)[4:]])
+        await writer.finish()
+        assert await inner.get("file") == b"\0\x01\0\0\0\0\0\0"
+        assert data == bytes(8)
+
+    asyncio.run(use())
+
+
+def test_damage_to_a_read_is_seen_by_that_read_alone():
+    async def use():
+        inner = memory()
+        await inner.put("file", bytes(8))
+        storage = TappedStorage(inner, Fault(on="read_into", flip=8 * 5), Fault(on="get", zero=1, flip=0))
+        assert await fetch(storage, "file", 1, [3, 0, 4]) == b"\0\0\0\0\0\x01\0"
+        assert await fetch(storage, "file", 1, [3, 0, 4]) == bytes(7)
+        assert await storage.get("file") == b"\x01" + bytes(7)
+        assert await inner.get("file") == bytes(8)
+
+    asyncio.run(use())
+
+
+def test_a_file_is_cut_off_when_it_is_finished():
+    async def use():
+        inner = memory()
+        await store(TappedStorage(inner, Fault(on="finish", truncate=3)), "file", b"content")
+        assert await inner.get("file") == b"cont"
+        with pytest.raises(CorruptSnapshotError):
+            await fetch(inner, "file", 0, [7])
+
+    asyncio.run(use())
+
+
+def test_a_fault_while_closing_leaves_nothing_open():
+    closed = []
+
+    class Closing(MemoryStorage):
+        async def close(self):
+            closed.append(self)
+
+    inner = Closing(URL.parse("memory://closing"), {}, Context())
+    with pytest.raises(StorageError):
+        asyncio.run(TappedStorage(inner, Fault(on="close", error=OSError(errno.EIO, "broken"))).close())
+    assert closed == [inner]
+
+
+def test_a_stalled_operation_waits_until_it_is_released():
+    stall = Stall(on="put", nth=2)
+    inner = memory()
+    done = threading.Event()
+
+    async def use():
+        storage = TappedStorage(inner, stall)
+        await storage.put("first", b".")
+        await storage.put("second", b".")
+        await storage.put("third", b".")
+
+    thread = threading.Thread(target=lambda: (asyncio.run(use()), done.set()))
+    thread.start()
+    stall.wait_reached()
+    assert (stall.waiting, stall.hits) == (1, 1)
+    assert asyncio.run(inner.list()) == ["first"]
+    assert not done.is_set()
+    stall.release()
+    assert done.wait(30)
+    thread.join()
+    assert asyncio.run(inner.list()) == ["first", "second", "third"]
+    assert stall.waiting == 0
+
+
+def test_a_stall_that_was_released_holds_nobody():
+    stall = Stall(on="put", times=None)
+    stall.release()
+    asyncio.run(TappedStorage(memory(), stall).put("file", b"."))
+    assert not stall.reached.is_set()
+
+
+def test_a_stalled_operation_can_be_cancelled():
+    stall = Stall(on="put")
+    inner = memory()
+
+    async def use():
+        putting = asyncio.create_task(TappedStorage(inner, stall).put("file", b"."))
+        while not stall.reached.is_set():
+            await asyncio.sleep(0)
+        putting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await putting
+        with pytest.raises(StorageNotFoundError):
+            await inner.stat("file")
+
+    asyncio.run(use())
+    assert stall.waiting == 0
+
+
+def test_a_slow_operation_is_done_in_the_end():
+    with stalling(on="put", times=None, seconds=0.001) as stall:
+        asyncio.run(opened(f"stalling+memory://tapped-{next(_numbers)}").put("file", b"."))
+    assert stall.hits == 1
+
+
+def test_a_stall_that_nothing_reaches_is_an_error_instead_of_a_hang():
+    with pytest.raises(TimeoutError, match="was not reached"):
+        Stall(on="put").wait_reached(timeout=0)
+
+
+@pytest.mark.parametrize(("size", "length"), [(0, 5), (1, 5), (5, 5), (12, 5)])
+def test_parts_cover_a_file_once(size, length):
+    parts = cut(size, length)
+    assert b"".join(bytes(size)[offset : offset + long] for offset, long in parts) == bytes(size)
+    assert all(long == length for _, long in parts[:-1])
+
+
+def test_parts_are_as_the_limits_want_them():
+    assert part_length(Limits(), 1000) == 1000
+    assert part_length(Limits(multiple=4096), 1000) == 4096
+    assert part_length(Limits(smallest_part=5000, multiple=4096), 1) == 8192
+    assert part_length(Limits(largest_part=10), 1000) == 10
+    with pytest.raises(ValueError, match="no part fits"):
+        part_length(Limits(smallest_part=5, largest_part=5, multiple=4), 5)
+
+
+def test_what_cannot_be_aligned_is_refused():
+    with pytest.raises(ValueError, match="cannot align"):
+        aligned(b".", 3)

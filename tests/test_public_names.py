@@ -1,0 +1,78 @@
+"""The names that users may import: no more, no fewer, and each documented."""
+
+import importlib
+import re
+import types
+from pathlib import Path
+
+import snapshot
+
+ROOT = Path(__file__).parents[1]
+NAMES = [
+    "Snapshot",
+    "PendingSnapshot",
+    "SnapshotManager",
+    "KeepLatest",
+    "KeepBest",
+    "KeepEvery",
+    "KeepFor",
+    "ignore_stop_signals",
+    "Stateful",
+    "StateDict",
+    "RNGState",
+    "Sharded",
+    "SavedObject",
+    "ModelState",
+    "RestoreReport",
+    "VerifyReport",
+    "ConvertReport",
+    "CopyReport",
+    "Diff",
+    "Progress",
+    "SnapshotError",
+    "SnapshotNotFoundError",
+    "SnapshotExistsError",
+    "CorruptSnapshotError",
+    "UnsupportedFormatError",
+    "UnsafeObjectError",
+    "RestoreError",
+    "CommitUnknown",
+    "CancelledError",
+    "SnapshotBusyError",
+    "RankError",
+    "StorageError",
+    "MissingExtraError",
+    "release_memory",
+]
+
+
+def test_the_package_exports_these_names():
+    assert sorted(snapshot.__all__) == sorted(NAMES)
+    assert all(getattr(snapshot, name) is not None for name in NAMES)
+
+
+def test_nothing_else_is_a_public_attribute_of_the_package():
+    extra = {
+        name
+        for name, value in vars(snapshot).items()
+        if not name.startswith("_") and name not in NAMES and not isinstance(value, types.ModuleType)
+    }
+    assert extra - {"annotations", "TYPE_CHECKING", "Any", "import_module"} == set()
+
+
+def test_the_public_modules_are_there():
+    text = (ROOT / "docs" / "reference" / "index.md").read_text()
+    modules = {
+        name for line in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`([\w.]+)`", line)
+    }
+    assert "snapshot.testing" in modules
+    for name in modules:
+        assert importlib.util.find_spec(name) is not None, name
+
+
+def test_each_public_name_is_in_the_reference():
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    errors = set(vars(importlib.import_module("snapshot.errors")))  # whose page lists all
+    assert [
+        name for name in NAMES if name not in errors and not re.search(rf":: ([\w.]+\.)?{name}$", pages, re.MULTILINE)
+    ] == []

@@ -1,0 +1,1 @@
+"""Whole checkpoints: verify, diff, copy, convert."""

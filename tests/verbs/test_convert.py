@@ -1,0 +1,295 @@
+"""Any checkpoint in any other format: what comes out is what their own libraries read, equal to the bit."""
+
+import itertools
+import json
+import os
+import zipfile
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from snapshot import (
+    CorruptSnapshotError,
+    RestoreError,
+    RNGState,
+    Snapshot,
+    SnapshotExistsError,
+    StateDict,
+    UnsafeObjectError,
+    UnsupportedFormatError,
+)
+from snapshot.cli import main
+from snapshot.testing import faulty
+from tests.helpers.foreign_states import same, state, with_numpy
+
+
+@pytest.fixture
+def taken(tmp_path):
+    """A snapshot of ours, and what it holds."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(300, 400), nn.BatchNorm1d(400))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 300)).sum().backward()
+    optimizer.step()
+    more = state() | {"numpy": with_numpy()}
+    app = {"model": model, "optimizer": optimizer, "more": StateDict(more)}
+    Snapshot.take(tmp_path / "taken", app | {"rng": RNGState()})
+    return Snapshot(tmp_path / "taken"), {key: each.state_dict() for key, each in app.items()}
+
+
+def test_to_torch_save_and_back(taken, tmp_path):
+    snapshot, held = taken
+    report = snapshot.convert(tmp_path / "out.pt", "torch")
+    assert report.files == ("out.pt",)
+    assert not report.left_out
+    expected = snapshot.read_object("0")
+    for options in ({}, {"mmap": True}):
+        same(torch.load(tmp_path / "out.pt", weights_only=False, **options), expected)
+    assert zipfile.ZipFile(tmp_path / "out.pt").testzip() is None
+    loaded = torch.load(tmp_path / "out.pt", weights_only=False)
+    assert loaded["more"]["tied"]["a"].data_ptr() == loaded["more"]["tied"]["b"].data_ptr()
+    assert loaded["more"]["views"]["channels"].is_contiguous(memory_format=torch.channels_last)
+    assert Snapshot(tmp_path / "out.pt").verify()
+    Snapshot(tmp_path / "out.pt").convert(tmp_path / "again")
+    again = Snapshot(tmp_path / "again")
+    assert again.verify()
+    same(again.read_object("0"), expected)
+    same(again.read_object("0")["model"], held["model"])
+
+
+def test_a_whole_run_survives_a_round_through_every_format_that_can_hold_it(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(30, 20)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 30)).sum().backward()
+    optimizer.step()
+    Snapshot.take(tmp_path / "0", {"model": model, "optimizer": optimizer})
+    steps = itertools.pairwise(["snapshot", "torch", "dcp", "snapshot", "dcp", "torch", "snapshot"])
+    for number, (_, to) in enumerate(steps):
+        Snapshot(tmp_path / str(number)).convert(tmp_path / str(number + 1), to)
+    last = max(int(name) for name in os.listdir(tmp_path))
+    fresh = nn.Linear(30, 20)
+    again = torch.optim.Adam(fresh.parameters(), lr=0.7)
+    Snapshot(tmp_path / str(last)).restore({"model": fresh, "optimizer": again})
+    same(dict(fresh.state_dict()), dict(model.state_dict()))
+    same(again.state_dict(), optimizer.state_dict())
+
+
+def test_to_safetensors_and_to_hugging_face_s_layout(taken, tmp_path):
+    snapshot, held = taken
+    report = snapshot.convert(tmp_path / "m.safetensors", "safetensors", select=["model/**"])
+    same(dict(sorted(load_file(tmp_path / "m.safetensors").items())), dict(sorted(held["model"].items())))
+    assert report.tensors == len(held["model"])
+    with safe_open(tmp_path / "m.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    report = snapshot.convert(
+        tmp_path / "hf", "safetensors", select=["model", "optimizer"], shard_bytes=400_000, exclude=["**/step"]
+    )
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert "model.0.weight" in index["weight_map"]
+    assert "optimizer.state.0.exp_avg" in index["weight_map"]
+    assert any("optimizer/param_groups/0/lr: a float" in line for line in report.left_out)
+    for name, file in index["weight_map"].items():
+        loaded = load_file(tmp_path / "hf" / file)[name]
+        key, _, rest = name.partition(".")
+        same(loaded, snapshot.read_object(f"0/{key}/{rest if key == 'model' else rest.replace('.', '/')}"))
+    snapshot.convert(tmp_path / "one", "safetensors", select=["model"])
+    assert sorted(os.listdir(tmp_path / "one")) == ["model.safetensors"]
+
+
+def test_casts_and_names(taken, tmp_path):
+    snapshot, held = taken
+    snapshot.convert(
+        tmp_path / "h.safetensors",
+        "safetensors",
+        select=["model"],
+        exclude=["model/1.num_batches_tracked"],
+        rename={"model/0.weight": "model/body"},
+        dtype=torch.bfloat16,
+    )
+    loaded = load_file(tmp_path / "h.safetensors")
+    assert torch.equal(loaded["body"], held["model"]["0.weight"].bfloat16())
+    assert "0.weight" not in loaded
+    snapshot.convert(tmp_path / "half", dtype=torch.float16, select=["model"])
+    assert Snapshot(tmp_path / "half").get_manifest()["0/model/0.weight"].dtype == "float16"
+    assert Snapshot(tmp_path / "half").get_manifest()["0/model/1.num_batches_tracked"].dtype == "int64"
+
+
+def test_what_a_format_cannot_hold_is_an_error_before_anything_is_written(taken, tmp_path):
+    snapshot, _ = taken
+    with pytest.raises(UnsupportedFormatError, match="complex64"):
+        snapshot.convert(tmp_path / "x.safetensors", "safetensors")
+    Snapshot.take(tmp_path / "n", {"s": StateDict({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}})})
+    with pytest.raises(RestoreError, match="would both be named"):
+        Snapshot(tmp_path / "n").convert(tmp_path / "x.safetensors", "safetensors")
+    with pytest.raises(RestoreError, match="matches nothing"):
+        snapshot.convert(tmp_path / "x.safetensors", "safetensors", select=["modle/**"])
+    with pytest.raises(ValueError, match="is one of"):
+        snapshot.convert(tmp_path / "x", "onnx")
+    with pytest.raises(ValueError, match="where it is read from"):
+        snapshot.convert(snapshot.path)
+    Snapshot.take(tmp_path / "sparse", {"s": StateDict(x=torch.eye(3).to_sparse())})
+    with pytest.raises(UnsupportedFormatError, match="made of several"):
+        Snapshot(tmp_path / "sparse").convert(tmp_path / "x", "dcp")
+    assert not (tmp_path / "x").exists()
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+@pytest.mark.parametrize("to", ["snapshot", "safetensors", "torch", "dcp"])
+def test_nothing_is_replaced_unless_that_was_asked_for(tmp_path, to):
+    Snapshot.take(tmp_path / "a", {"m": StateDict(w=torch.ones(3))})
+    Snapshot.take(tmp_path / "b", {"m": StateDict(w=torch.zeros(3))})
+    target = tmp_path / {"torch": "t.pt", "safetensors": "t.safetensors"}.get(to, "t")
+    Snapshot(tmp_path / "a").convert(target, to)
+    with pytest.raises(SnapshotExistsError):
+        Snapshot(tmp_path / "b").convert(target, to)
+    name = "0/w" if to == "safetensors" else "0/m/w"
+    assert Snapshot(target).read_object(name).all()
+    Snapshot(tmp_path / "b").convert(target, to, overwrite=True)
+    assert not Snapshot(target).read_object(name).any()
+    assert not [each for each in os.listdir(tmp_path) if each.startswith(".convert")]
+
+
+@pytest.mark.parametrize("to", ["snapshot", "safetensors", "torch", "dcp"])
+@pytest.mark.parametrize("operation", ["create", "write", "finish", "put", "rename"])
+def test_a_storage_that_fails_leaves_what_stood_there(tmp_path, to, operation):
+    Snapshot.take(tmp_path / "a", {"m": StateDict(w=torch.ones(100_000), n=3)})
+    folder = tmp_path / "out"
+    name = {"torch": "/t.pt", "safetensors": "/t.safetensors"}.get(to, "")
+    needs = {"put": ("snapshot", "dcp"), "rename": ("safetensors", "torch", "dcp")}
+    if to not in needs.get(operation, (to,)):
+        pytest.skip("it is not asked for that")
+    Snapshot(tmp_path / "a").convert(f"{folder}{name}", to)
+    before = Snapshot(f"{folder}{name}").read_object("0")
+    with (
+        faulty(on=operation, error=OSError(28, "No space left on device")),
+        pytest.raises(Exception, match="No space"),
+    ):
+        Snapshot(tmp_path / "a").convert(f"faulty+file://{folder}{name}", to, overwrite=True)
+    left = [each for each in os.listdir(folder) if each.startswith((".convert", ".take"))]
+    assert not left
+    if (to, operation) not in (("dcp", "put"), ("dcp", "rename")):  # its marker is gone before its files are replaced
+        same(Snapshot(f"{folder}{name}").read_object("0"), before)
+    else:
+        assert not Snapshot(f"{folder}{name}").exists()
+
+
+def test_what_is_damaged_is_not_converted(tmp_path):
+    torch.save({"w": torch.zeros(100_000)}, tmp_path / "x.pt")
+    content = bytearray((tmp_path / "x.pt").read_bytes())
+    content[200_000] ^= 1
+    (tmp_path / "x.pt").write_bytes(content)
+    with pytest.raises(CorruptSnapshotError, match="crc32"):
+        Snapshot(tmp_path / "x.pt").convert(tmp_path / "y")
+    assert not (tmp_path / "y").exists()
+    Snapshot(tmp_path / "x.pt").convert(tmp_path / "y", verify=False)
+    Snapshot.take(tmp_path / "s", {"m": StateDict(w=torch.zeros(100_000))})
+    (file,) = (tmp_path / "s" / "data").glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[200_000] ^= 1
+    file.write_bytes(content)
+    for to, name in (("torch", "z.pt"), ("snapshot", "z"), ("dcp", "z"), ("safetensors", "z.safetensors")):
+        with pytest.raises(CorruptSnapshotError, match="xxh3"):
+            Snapshot(tmp_path / "s").convert(tmp_path / name, to)
+        assert not (tmp_path / name).exists()
+
+
+class Custom:
+    pass
+
+
+def test_pickles_of_others_are_left_out_or_refused_never_run(tmp_path):
+    torch.save({"w": torch.ones(2), "o": Custom()}, tmp_path / "x.pt")
+    with pytest.raises(UnsafeObjectError, match="exclude"):
+        Snapshot(tmp_path / "x.pt").convert(tmp_path / "y")
+    Snapshot(tmp_path / "x.pt").convert(tmp_path / "y", exclude=["o"])
+    assert list(Snapshot(tmp_path / "y").read_object("0")) == ["w"]
+
+
+def test_dcp_reads_what_was_converted_for_it(tmp_path):
+    held = {
+        "model": {f"l{i}": torch.randn(50, 20 + i) for i in range(5)} | {"bf": torch.ones(3, dtype=torch.bfloat16)},
+        "step": 7,
+        "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}],
+        "list": [torch.ones(2), torch.zeros(3)],
+        "scalar": torch.tensor(2.0),
+    }
+    Snapshot.take(tmp_path / "s", {key: StateDict({"v": each}) for key, each in held.items()})
+    Snapshot(tmp_path / "s").convert(tmp_path / "d", "dcp")
+    wanted = {
+        "model": {"v": {name: torch.zeros_like(each) for name, each in held["model"].items()}},
+        "step": {"v": 0},
+        "groups": {"v": [{"lr": 0.0, "betas": (0.0, 0.0)}]},
+        "list": {"v": [torch.zeros(2), torch.ones(3)]},
+        "scalar": {"v": torch.tensor(0.0)},
+    }
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(wanted, checkpoint_id=tmp_path / "d", no_dist=True)
+    same({key: each["v"] for key, each in wanted.items()}, held)
+    assert Snapshot(tmp_path / "d").verify()
+
+
+def test_the_command_converts(tmp_path, capsys):
+    save_file({"w": torch.randn(4, 4)}, tmp_path / "w.safetensors")
+    assert main(["convert", str(tmp_path / "w.safetensors"), str(tmp_path / "w.pt"), "--dtype", "bfloat16"]) == 0
+    assert "1 tensor, 32 B to torch" in capsys.readouterr().out
+    assert torch.load(tmp_path / "w.pt")["w"].dtype is torch.bfloat16
+    arguments = ["convert", str(tmp_path / "w.pt"), str(tmp_path / "s"), "--rename", "w=v", "--json"]
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["tensors"] == 1
+    assert list(Snapshot(tmp_path / "s").read_object("0")) == ["v"]
+    assert main(arguments) == 2
+    assert "holds a snapshot already" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "none"), str(tmp_path / "t")]) == 2
+    assert main(["convert", str(tmp_path / "s"), str(tmp_path / "t"), "--dtype", "int8"]) == 2
+
+
+@pytest.mark.parametrize("name", ["x.bin", "x.ckpt", "x.v2", "deep/er.dcp"])
+def test_the_command_asks_for_a_format_where_the_ending_says_none(tmp_path, capsys, name):
+    save_file({"w": torch.randn(4, 4)}, tmp_path / "w.safetensors")
+    arguments = ["convert", str(tmp_path / "w.safetensors"), str(tmp_path / name)]
+    assert main(arguments) == 2
+    assert "--to {snapshot,safetensors,torch,dcp}" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["w.safetensors"]
+    assert main([*arguments, "--to", "torch"]) == 0
+    assert torch.load(tmp_path / name)["w"].shape == (4, 4)
+
+
+@pytest.mark.parametrize("name", ["x", "step-1.5", ".hidden", "a.b/x"])
+def test_the_command_makes_a_snapshot_where_there_is_no_ending(tmp_path, name):
+    save_file({"w": torch.randn(4, 4)}, tmp_path / "w.safetensors")
+    assert main(["convert", str(tmp_path / "w.safetensors"), str(tmp_path / name)]) == 0
+    assert Snapshot(tmp_path / name).metadata.format == "snapshot/1"
+
+
+MEASURE = """
+import sys
+from snapshot import Snapshot
+
+def resident(name):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(name + ":"))
+
+source, target, to, budget = sys.argv[1:]
+Snapshot("memory://warm/x").exists()
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # the most that was resident is what is resident now
+before = resident("VmHWM")
+Snapshot(source).convert(target, to, memory_budget_bytes=int(budget), durable=False)
+print((resident("VmHWM") - before) // 1024)
+"""
+
+
+@pytest.mark.slow
+def test_memory_stays_within_the_budget(tmp_path, warm):
+    floats = torch.zeros(96 << 18)
+    torch.save({"a": floats.view(4096, -1), "b": floats[: 8 << 20].clone().view(1024, -1).t()}, tmp_path / "x.pt")
+    for to, name in (("snapshot", "s"), ("torch", "t.pt"), ("dcp", "d"), ("safetensors", "s.safetensors")):
+        extra = int(warm.run(MEASURE, tmp_path / "x.pt", tmp_path / name, to, 32 << 20))
+        assert extra < 32 + 64, to
+        same(Snapshot(tmp_path / name).read_object("0/a", box=[5]), floats.view(4096, -1)[5])
