@@ -69,7 +69,7 @@ class Advice:
 def daly_interval(cost: float, mtbf: float) -> float:
     """Daly's optimum interval between takes that cost so much.
 
-    >>> round(daly(60, 86400)), round(math.sqrt(2 * 60 * 86400))
+    >>> round(daly_interval(60, 86400)), round(math.sqrt(2 * 60 * 86400))
     (3180, 3220)
     """
     if cost >= 2 * mtbf:

@@ -254,7 +254,7 @@ async def _remove_step(root: Root, fate: Fate, older_than: float, spared: Callab
 def _name_steps(steps: Sequence[int], leftovers: Sequence[int]) -> str:
     """Return the names of steps, and of steps with leftovers.
 
-    >>> _named([10, 20], [5])
+    >>> _name_steps([10, 20], [5])
     'step-10, step-20; leftovers in step-5'
     """
     named = [", ".join(f"step-{step}" for step in steps)] if steps else []

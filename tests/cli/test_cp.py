@@ -100,7 +100,7 @@ def test_how_a_storage_is_used_makes_no_other_place_of_it(taken, tmp_path):
 @pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_signal_ends_it_soon_and_leaves_nothing_and_the_same_again_copies(taken, tmp_path, warm, number, status):
     script = f"""
-import os, signal, sys
+import asyncio, os, signal, sys
 from snapshot.cli import main
 from snapshot.testing.storages import tapped
 from snapshot.testing.taps import Tap
@@ -109,6 +109,7 @@ class Strike(Tap):
     async def before(self, operation):
         if operation.name == "read_into" and operation.path.startswith("data/"):
             os.kill(os.getpid(), signal.{number})
+            await asyncio.sleep(60)  # until it is cancelled: a busy machine may be late with the signal
 
 with tapped("recording", Strike()):
     status = main(["cp", "recording+file://{taken.path}", "{tmp_path}/copy"])

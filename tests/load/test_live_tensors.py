@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot.load.aliasing import writable
+from snapshot.load.aliasing import is_writable
 from snapshot.load.scatter import copy_into
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
@@ -18,20 +18,20 @@ def test_what_can_be_written_has_no_two_elements_in_one_place(sizes, strides):
     strides = strides[: len(sizes)]
     tensor = torch.zeros(100).as_strided(sizes, strides)
     places = {int(np.dot(index, strides)) for index in np.ndindex(*sizes)}
-    if writable(tensor):
+    if is_writable(tensor):
         assert len(places) == tensor.numel()
 
 
 @pytest.mark.parametrize("make", [lambda t: t, lambda t: t.t(), lambda t: t[::2], lambda t: t[:, 1:3], lambda t: t[:0]])
 def test_plain_views_can_be_written(make):
-    assert writable(make(torch.zeros(6, 4)))
+    assert is_writable(make(torch.zeros(6, 4)))
 
 
 @pytest.mark.parametrize(
     "tensor", [torch.zeros(1, 3).expand(4, 3), torch.zeros(2, 2).to_sparse(), torch.zeros(3, device="meta")]
 )
 def test_what_is_repeated_sparse_or_without_memory_cannot(tensor):
-    assert not writable(tensor)
+    assert not is_writable(tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint16, torch.complex64])

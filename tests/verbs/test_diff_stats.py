@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot.verbs.diff_stats import Numbers, common, comparable
+from snapshot.verbs.diff_stats import Numbers, are_comparable, common_dtype
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 
@@ -59,9 +59,9 @@ def test_two_that_are_no_numbers_are_the_same_and_one_is_counted():
     ],
 )
 def test_two_dtypes_are_compared_in_one_that_holds_both(a, b, expected):
-    assert common(a, b) == common(b, a) == expected
+    assert common_dtype(a, b) == common_dtype(b, a) == expected
 
 
 def test_what_is_no_number_is_not_subtracted():
-    assert comparable("bfloat16")
-    assert not comparable("quint8")
+    assert are_comparable("bfloat16")
+    assert not are_comparable("quint8")

@@ -4,7 +4,7 @@ import pytest
 
 from snapshot import RestoreError
 from snapshot.manifest import entries as e
-from snapshot.verbs.select import chosen
+from snapshot.verbs.select import choose_entries
 
 
 def manifest():
@@ -20,7 +20,7 @@ def manifest():
 
 
 def test_without_globs_all_is_taken_as_it_is():
-    assert chosen(manifest(), [], [], None) == manifest()
+    assert choose_entries(manifest(), [], [], None) == manifest()
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_without_globs_all_is_taken_as_it_is():
     ],
 )
 def test_globs_choose_leaves_and_containers_hold_no_others(select, exclude, leaves):
-    kept = chosen(manifest(), select, exclude, None)
+    kept = choose_entries(manifest(), select, exclude, None)
     assert [path for path, entry in kept.items() if isinstance(entry, e.IntEntry)] == leaves
     for path, entry in kept.items():
         if isinstance(entry, e.Container):
@@ -43,15 +43,15 @@ def test_globs_choose_leaves_and_containers_hold_no_others(select, exclude, leav
 
 def test_a_sequence_is_taken_whole_or_not_at_all():
     with pytest.raises(RestoreError, match="m/b: a sequence can only be taken whole"):
-        chosen(manifest(), ["m/b/0"], [], None)
+        choose_entries(manifest(), ["m/b/0"], [], None)
 
 
 def test_leaves_go_to_their_new_names_with_their_values():
-    made = chosen(manifest(), ["m/a/*"], [], {"m/a": "n/deep"})
+    made = choose_entries(manifest(), ["m/a/*"], [], {"m/a": "n/deep"})
     assert (made["n/deep/w"], made["n/deep/x"]) == (e.IntEntry("1"), e.IntEntry("2"))
     assert not [path for path in made if path.startswith("m/a")]
 
 
 def test_a_new_name_for_what_is_not_there_is_an_error():
     with pytest.raises(RestoreError, match=r"m/c is not in the checkpoint"):
-        chosen(manifest(), [], [], {"m/c": "m/d"})
+        choose_entries(manifest(), [], [], {"m/c": "m/d"})
