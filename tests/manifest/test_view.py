@@ -27,7 +27,7 @@ def test_an_own_entry_goes_before_what_others_shared():
 
 @pytest.mark.parametrize("path", ["2/s", "x/s", "-1/s", "/s", "²/s"])
 def test_an_entry_of_no_rank_is_damage(path):
-    with pytest.raises(CorruptSnapshotError, match="no rank"):
+    with pytest.raises(CorruptSnapshotError, match="must begin with a rank"):
         make_rank_view({"0/s": e.DictEntry([]), path: e.IntEntry("1")}, 0, 2, 2)
 
 
@@ -73,7 +73,7 @@ def test_parts_of_one_tensor_come_together_and_all_else_has_one_owner():
     expect_whole_tensors(made)
     assert [each.offsets for each in made["0/w"].shards] == [(0,), (2,)]
     for other in (e.ShardedTensorEntry("float64", (4,), []), e.IntEntry("1"), e.DTensorEntry("float32", (4,), [])):
-        with pytest.raises(CorruptSnapshotError, match="rank 1 describes it"):
+        with pytest.raises(CorruptSnapshotError, match="described twice, by rank 1"):
             merge(dict(made), {"0/w": other}, "rank 1")
     with pytest.raises(CorruptSnapshotError, match="2 of its 4"):
         expect_whole_tensors({"0/w": e.ShardedTensorEntry("float32", (4,), [shard(0, 2)])})

@@ -224,7 +224,7 @@ def test_elements_without_bytes_take_no_memory():
 
 @pytest.mark.parametrize("subclass", [None, "torch.nn.parameter.Parameter"])
 def test_an_integer_that_requires_a_gradient_is_corrupt(subclass):
-    with pytest.raises(CorruptSnapshotError, match=r"s/t: .*gradient"):
+    with pytest.raises(CorruptSnapshotError, match="s/t: requires_grad must be False"):
         composite.restore_class("s/t", torch.ones(2, dtype=torch.int64), subclass, True)
 
 

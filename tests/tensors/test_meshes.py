@@ -150,7 +150,7 @@ def test_a_scalar_is_held_by_all():
 
 
 def test_a_placement_that_is_missing_is_refused():
-    with pytest.raises(ValueError, match="placements"):
+    with pytest.raises(ValueError, match="one placement per dimension"):
         find_held_shards((4,), (2, 2), (Copy(),), (0, 0))
 
 
