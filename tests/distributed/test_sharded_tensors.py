@@ -151,7 +151,7 @@ def test_a_local_part_of_another_shape_than_the_mesh_implies_is_refused():
     with world(1):
         mesh = init_device_mesh("cpu", (8,))
         odd = DTensor.from_local(numbers(3, 2), mesh, [Shard(0)], run_check=False, shape=(16, 2), stride=(2, 1))
-        with pytest.raises(SnapshotError, match=r"model/x: .*\(3, 2\).*\(2, 2\)"):
+        with pytest.raises(SnapshotError, match=r"model/x: .*\(2, 2\).*\(3, 2\)"):
             find_shards("model/x", odd)
 
 
@@ -367,7 +367,7 @@ def test_a_box_that_cannot_be_is_refused(arguments, error, text):
 
 
 def test_a_dtensor_is_no_box():
-    with world(0), pytest.raises(TypeError, match=r"plain and dense, not a torch\.distributed\.tensor\.DTensor"):
+    with world(0), pytest.raises(TypeError, match=r"plain and dense, got a torch\.distributed\.tensor\.DTensor"):
         Sharded(spread(numbers(8), init_device_mesh("cpu", (8,)), Shard(0)), (8,), (0,))
 
 

@@ -556,7 +556,7 @@ def test_ranks_are_numbered_in_plain_figures(base):
             "manifest": {**base["manifest"], f"{number}/state/a": {"type": "int", "serialized_value": "1"}},
         }
         store(MANIFEST, sign(encoded(document)))
-        with pytest.raises(CorruptSnapshotError, match="no rank"):
+        with pytest.raises(CorruptSnapshotError, match="must begin with a rank"):
             Snapshot(URL).get_state_dict_for_key("state")
 
 
@@ -566,7 +566,7 @@ def test_keys_whose_hashes_collide_are_refused(base):
     manifest = {"0/s": {"type": "dict", "keys": keys}}
     manifest |= {f"0/s/{step * n}": {"type": "NoneType", "serialized_value": "None"} for n in range(8, 20_008)}
     store(MANIFEST, sign(encoded({**base, "manifest": manifest})))
-    with bounded(), pytest.raises(CorruptSnapshotError, match="slow"):
+    with bounded(), pytest.raises(CorruptSnapshotError, match="collide too often"):
         Snapshot(URL).get_state_dict_for_key("s")
 
 
