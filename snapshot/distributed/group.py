@@ -81,7 +81,9 @@ class Ranks:
 
 
 SOLO = Ranks(0, (0,))
-_groups: PerProcess[dict[int, tuple[int, Any, Ranks]]] = PerProcess(dict)
+# A forked child keeps the parent's groups, and never uses them: a store that is freed in the child takes its file, or the
+# server's connection, from the parent.
+_groups: PerProcess[dict[int, tuple[int, Any, Ranks]]] = PerProcess(dict, dict.copy)
 
 
 def ranks_of(pg: ProcessGroup | None) -> Ranks:

@@ -82,7 +82,7 @@ def _make_ticket(save_id: str, rank: int, where: str) -> Ticket:
     return ticket
 
 
-_newest: PerProcess[dict[str, Transaction]] = PerProcess(dict)
+_newest: PerProcess[dict[str, Transaction]] = PerProcess(dict, dict.copy)
 """Of each place, the save of this process that began there last and is not over."""
 
 
