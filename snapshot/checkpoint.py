@@ -23,7 +23,7 @@ from snapshot.events import emit
 from snapshot.formats.safetensors import SHARD
 from snapshot.load.open import checkpoint_exists, is_foreign, open_document, read_from
 from snapshot.load.read_object import read_object, read_state_dict
-from snapshot.manifest.document import Document, copied
+from snapshot.manifest.document import Document, copy_manifest
 from snapshot.manifest.entry import Entry
 from snapshot.metadata import SnapshotMetadata
 from snapshot.plan.renaming import Rename
@@ -111,7 +111,7 @@ class Checkpoint:
     def get_manifest(self) -> dict[str, Entry]:
         """Return what is in the snapshot: an entry for each object, by `"<rank>/<logical path>"`. A copy, yours to
         change."""
-        return copied(self._open().manifest)
+        return copy_manifest(self._open().manifest)
 
     @property
     def metadata(self) -> SnapshotMetadata:

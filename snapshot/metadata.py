@@ -10,7 +10,7 @@ import msgspec
 
 from snapshot.errors import CorruptSnapshotError
 from snapshot.manifest.counting import count_entries
-from snapshot.manifest.document import DEEPEST, Document, copied, nesting
+from snapshot.manifest.document import DEEPEST, Document, copy_manifest, measure_nesting
 from snapshot.manifest.entry import Entry
 
 
@@ -40,12 +40,12 @@ class SnapshotMetadata:
     @property
     def manifest(self) -> dict[str, Entry]:
         """What `Snapshot.get_manifest()` returns: an entry for each object. A copy."""
-        return copied(self._document.manifest)
+        return copy_manifest(self._document.manifest)
 
     @classmethod
     def of(cls, document: Document) -> SnapshotMetadata:
         """From the manifest's document."""
-        if nesting(document.metadata) > DEEPEST:
+        if measure_nesting(document.metadata) > DEEPEST:
             raise CorruptSnapshotError(f"the manifest's metadata nests more than {DEEPEST} deep")
         try:
             created = datetime.fromisoformat(document.created)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from snapshot.storage import Buffer
-from snapshot.tensors.addresses import copy
+from snapshot.tensors.addresses import copy_memory
 
 PAGE = 4096
 WORTH = 1 << 20
@@ -157,7 +157,7 @@ def read_bounced(descriptor: int, offset: int, buffers: Sequence[Buffer], total:
                 room = len(view)
                 target = ctypes.addressof(ctypes.c_char.from_buffer(view)) if room else 0
             step = min(room, have)
-            copy(target, at, step)
+            copy_memory(target, at, step)
             target, room, at, have = target + step, room - step, at + step, have - step
         if done < length:
             break

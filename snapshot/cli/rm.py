@@ -14,7 +14,7 @@ from snapshot.cli.prune import add_careful, confirmed
 from snapshot.cli.screen import Column, ScreenTable, as_json, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError
-from snapshot.formats.foreign import says_absent
+from snapshot.formats.foreign import is_absence
 from snapshot.load.open import is_foreign
 from snapshot.manager.root import PINNED
 from snapshot.manifest.document import METADATA
@@ -98,7 +98,7 @@ async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Name
         try:
             await storage.stat(METADATA)
         except StorageError as error:
-            if not says_absent(storage, error):
+            if not is_absence(storage, error):
                 raise
             return await _leftovers(session, arguments.older_than)
         await cleanup.expect_own_manifest(storage)

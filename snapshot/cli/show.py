@@ -26,7 +26,7 @@ from snapshot.manifest.rank_view import resolve_path
 from snapshot.manifest.scalars import Scalar
 from snapshot.progress import Progress
 from snapshot.tensors.dtypes import ITEMSIZE
-from snapshot.tensors.geometry import split, whole
+from snapshot.tensors.geometry import split_shape, whole_box
 from snapshot.text import counted, size_text
 from snapshot.url import URL
 
@@ -195,7 +195,7 @@ def _statistics(path: str, entry: Any, read: Callable[[Any], torch.Tensor], told
     """Read all of it, part by part; of what is one part, once."""
     size = ITEMSIZE.get(entry.dtype, 1)
     shape = tuple(entry.shape)
-    boxes = split(shape, max(1, AT_ONCE // size)) if math.prod(shape) else [whole(shape)]
+    boxes = split_shape(shape, max(1, AT_ONCE // size)) if math.prod(shape) else [whole_box(shape)]
     kept: list[torch.Tensor] = []
     total = math.prod(shape) * size * (1 if len(boxes) == 1 else 2)
     with bar("show") as shown:

@@ -1,1 +1,1 @@
-"""Other people's checkpoints, described in the entries of our own manifest, so that every verb works on them."""
+"""Checkpoints of other libraries, described by this library's entries, so that every verb works on them."""

@@ -1,5 +1,8 @@
-"""Checkpoints of torch.distributed.checkpoint: `.metadata` says of each tensor where its boxes lie, each an archive of
-its own. Megatron-core's directories are of this kind, too."""
+"""Checkpoints of torch.distributed.checkpoint (DCP).
+
+The `.metadata` file lists the boxes of each tensor, and each box is an archive of its own. Megatron-core's directories
+have the same layout.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +13,34 @@ from typing import Any
 
 from snapshot.errors import CorruptSnapshotError, StorageError, UnsupportedFormatError
 from snapshot.formats import safe_pickle, torch_save
-from snapshot.formats.foreign import ForeignDocument, bounds, checked_location, document
-from snapshot.formats.to_entries import container, most_nodes
+from snapshot.formats.foreign import ForeignDocument, check_location, extend_file, make_document
+from snapshot.formats.to_entries import limit_nodes, make_container
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import ObjectEntry, Shard, ShardedTensorEntry, TensorEntry
-from snapshot.manifest.paths import component, uncomponent
+from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.manifest.scalars import NoneEntry
 from snapshot.storage import Storage
 
 METADATA = ".metadata"
 COMMON = "common.pt"
-"""Where Megatron-core keeps what is not sharded."""
+"""The file of Megatron-core's unsharded state."""
 _CLASSES = "torch.distributed.checkpoint.metadata."
 _TRANSFORMS = {"stream.zstd": "zstd"}
 GAP = 1000
-"""Places in a list that nothing was saved for: what was empty there is gone."""
+"""A placeholder for list positions without saved data, since empty values are not saved."""
 
 
-async def describe(storage: Storage, data: bytes) -> ForeignDocument:
+async def describe_checkpoint(storage: Storage, data: bytes) -> ForeignDocument:
     """Return the checkpoint that a `.metadata` describes."""
     where = storage.url.join(METADATA)
-    metadata = safe_pickle.load(data, where)
+    metadata = safe_pickle.load_pickle(data, where)
     try:
         found = _Metadata(where, metadata, len(data))
-        manifest, names = found.tree()
+        manifest, names = found.build_tree()
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         if isinstance(error, CorruptSnapshotError):
             raise
-        raise CorruptSnapshotError(f"{where}: is no metadata of DCP: {type(error).__name__}: {error}") from error
+        raise CorruptSnapshotError(f"{where}: is not DCP metadata: {type(error).__name__}: {error}") from error
     files: dict[str, Any] = dict(found.files)
     inline = b""
     try:
@@ -45,67 +48,69 @@ async def describe(storage: Storage, data: bytes) -> ForeignDocument:
     except StorageError:
         pass  # not of Megatron, or of a version that keeps it elsewhere
     else:
-        common = await torch_save.describe(storage, COMMON, size, len(data) + (1 << 28))
+        common = await torch_save.describe_file(storage, COMMON, size, len(data) + (1 << 28))
         taken = {path.split("/", 2)[1] for path in manifest}
         added = {path: entry for path, entry in common.manifest.items() if path.split("/", 2)[1] not in taken}
         manifest |= added
         files |= {COMMON: ForeignFile(size)}
         inline = common.inline
-        names |= dict.fromkeys(uncomponent(path.split("/", 2)[1]) for path in added)
-    made = container(names)
+        names |= dict.fromkeys(decode_component(path.split("/", 2)[1]) for path in added)
+    made = make_container(names)
     root = made and made[0]
-    return document("dcp", found.version, storage.url, data, manifest=manifest, files=files, root=root, inline=inline)
+    return make_document(
+        "dcp", found.version, storage.url, data, manifest=manifest, files=files, root=root, inline=inline
+    )
 
 
 class _Metadata:
-    """What a `.metadata` holds, checked on the way."""
+    """The contents of a `.metadata`, validated while they are read."""
 
     def __init__(self, where: object, metadata: Any, length: int) -> None:
         self._where = where
-        self._chunks = most_nodes(length)
-        """Chunks that may still be described: a list of them may be in the pickle once, and belong to many tensors."""
+        self._chunks = limit_nodes(length)
+        """The remaining number of chunks: a pickle can repeat one list for many tensors."""
         self._room = 64 * self._chunks
-        """Characters that the paths may still have: a long key may be in many of them."""
-        if not _is(metadata, "Metadata"):
-            raise ValueError(f"it holds {safe_pickle.shown(metadata)}")
-        fields = safe_pickle.fields(metadata)
+        """The remaining length of all paths: a long key may be in many of them."""
+        if not _is_named(metadata, "Metadata"):
+            raise ValueError(f"it holds {safe_pickle.show_value(metadata)}")
+        fields = safe_pickle.read_fields(metadata)
         self.version = str(fields.get("version") or "")
         self.files: dict[str, ForeignFile] = {}
         self._stored = {}
         self._known: dict[tuple[Any, ...], tuple[int, ...]] = {}
-        """Sizes and offsets that have been checked: most are alike."""
-        for index, info in _items(fields.get("storage_data")):
-            named, place = safe_pickle.fields(index), safe_pickle.fields(info)
+        """Sizes and offsets that have been checked: most are equal."""
+        for index, info in _expect_items(fields.get("storage_data")):
+            named, place = safe_pickle.read_fields(index), safe_pickle.read_fields(info)
             offset = named.get("offset")
             if type(named["fqn"]) is not str:
-                raise ValueError(f"a name that is {safe_pickle.shown(named['fqn'])}")
-            self._stored[named["fqn"], None if offset is None else self._sizes(offset)] = place
-        self._tensors = dict(_items(fields["state_dict_metadata"]))
+                raise ValueError(f"a name that is {safe_pickle.show_value(named['fqn'])}")
+            self._stored[named["fqn"], None if offset is None else self._check_sizes(offset)] = place
+        self._tensors = dict(_expect_items(fields["state_dict_metadata"]))
         planner = fields.get("planner_data")
         self._paths: Mapping[str, Any] = planner if isinstance(planner, dict) else {}
 
-    def _sizes(self, value: Any) -> tuple[int, ...]:
+    def _check_sizes(self, value: Any) -> tuple[int, ...]:
         known = (
             self._known.get(value) if type(value) is safe_pickle.Size else None
         )  # which holds ints, and nothing else
         if known is not None:
             return known
         if not isinstance(value, tuple) or not all(type(each) is int and 0 <= each < 1 << 60 for each in value):
-            raise ValueError(f"{safe_pickle.shown(value)} instead of sizes")
+            raise ValueError(f"{safe_pickle.show_value(value)} instead of sizes")
         return self._known.setdefault(tuple(value), tuple(value))
 
-    def tree(self) -> tuple[dict[str, Any], dict[Any, Any]]:
+    def build_tree(self) -> tuple[dict[str, Any], dict[Any, Any]]:
         """Return the entries by path, and the top-level names."""
-        entries = {name: self._entry(name, each) for name, each in self._tensors.items()}
-        nested = self._nested(entries)
+        entries = {name: self._build_entry(name, each) for name, each in self._tensors.items()}
+        nested = self._nest_entries(entries)
         manifest: dict[str, Any] = {}
         tree = nested if nested is not None else entries
         for key, value in tree.items():
-            self._place(manifest, f"0/{component(key) if type(key) is str else key}", value)
+            self._place_value(manifest, f"0/{encode_component(key) if type(key) is str else key}", value)
         return manifest, dict.fromkeys(tree)
 
-    def _place(self, manifest: dict[str, Any], path: str, value: Any) -> None:
-        """Put a value, and all beneath it, under its path."""
+    def _place_value(self, manifest: dict[str, Any], path: str, value: Any) -> None:
+        """Put a value, and everything beneath it, under its path."""
         self._room -= len(path)
         if self._room < 0:
             raise ValueError("it repeats itself too often")
@@ -114,69 +119,71 @@ class _Metadata:
             return
         held: Any = dict(value)
         if {"state", "param_groups"} <= held.keys():
-            held["state"] = _numbered(held["state"])
+            held["state"] = _restore_numbers(held["state"])
         places = [key for key in value if type(key) is int and type(value) is _Level]
         if len(places) == len(value) and min(places) >= 0 and max(places) < len(places) + GAP:
             held = [value.get(place, NoneEntry("None")) for place in range(max(places) + 1)]
-        made = container(held)
+        made = make_container(held)
         if made is None:
             raise ValueError(f"{path[:200]}: names that cannot be told apart")
         entry, children = made
         manifest[path] = entry
         for name, child in zip(entry.components(), children, strict=True):
-            self._place(manifest, f"{path}/{name}", child)
+            self._place_value(manifest, f"{path}/{name}", child)
 
-    def _entry(self, name: str, described: Any) -> Any:
+    def _build_entry(self, name: str, described: Any) -> Any:
         if type(name) is not str:
-            raise ValueError(f"a name that is {safe_pickle.shown(name)}")
-        if _is(described, "BytesStorageMetadata"):
-            begin, end, location, transform = self._range(self._stored.get((name, None)), name)
+            raise ValueError(f"a name that is {safe_pickle.show_value(name)}")
+        if _is_named(described, "BytesStorageMetadata"):
+            begin, end, location, transform = self._find_range(self._stored.get((name, None)), name)
             kind = f"{transform}+torch_save" if transform else "torch_save"
             return ObjectEntry(location, (begin, end), kind, "value")
-        if not _is(described, "TensorStorageMetadata"):
+        if not _is_named(described, "TensorStorageMetadata"):
             raise UnsupportedFormatError(
-                f"{self._where}: {name[:200]}: is {safe_pickle.shown(described)}, which is not known"
+                f"{self._where}: {name[:200]}: is {safe_pickle.show_value(described)}, which is not known"
             )
-        fields = safe_pickle.fields(described)
-        dtype = _dtype(fields["properties"])
-        shape = self._sizes(fields["size"])
+        fields = safe_pickle.read_fields(described)
+        dtype = _read_dtype(fields["properties"])
+        shape = self._check_sizes(fields["size"])
         shards = []
         self._chunks -= len(fields["chunks"])
         if self._chunks < 0:
             raise ValueError("it repeats itself too often")
         for chunk in fields["chunks"]:
-            box = safe_pickle.fields(chunk)
-            offsets, sizes = self._sizes(box["offsets"]), self._sizes(box["sizes"])
+            box = safe_pickle.read_fields(chunk)
+            offsets, sizes = self._check_sizes(box["offsets"]), self._check_sizes(box["sizes"])
             place = self._stored.get((name, offsets))
             if place is None and not math.prod(sizes):
                 continue
-            begin, end, location, transform = self._range(place, name)
+            begin, end, location, transform = self._find_range(place, name)
             kind = f"{transform}+torch_save" if transform else "torch_save"
             shards.append(Shard(offsets, sizes, TensorEntry(location, (begin, end), dtype, sizes, serializer=kind)))
         if len(shards) == 1 and shards[0].sizes == shape:
             return shards[0].tensor
         return ShardedTensorEntry(dtype, shape, shards)
 
-    def _range(self, place: Any, name: str) -> tuple[int, int, str, str]:
+    def _find_range(self, place: Any, name: str) -> tuple[int, int, str, str]:
         if place is None:
-            raise ValueError(f"it does not say where {name[:200]!r} is")
-        location = checked_location(place["relative_path"], self._where)
+            raise ValueError(f"the location of {name[:200]!r} is missing")
+        location = check_location(place["relative_path"], self._where)
         begin, length = place["offset"], place["length"]
         if type(begin) is not int or type(length) is not int or begin < 0 or length < 0 or begin + length >= 1 << 62:
-            raise ValueError(f"{name[:200]!r} is in no range: {safe_pickle.shown(begin)}, {safe_pickle.shown(length)}")
-        bounds(self.files, location, begin + length)
+            raise ValueError(
+                f"{name[:200]!r} is not in a range: {safe_pickle.show_value(begin)}, {safe_pickle.show_value(length)}"
+            )
+        extend_file(self.files, location, begin + length)
         transforms = place.get("transform_descriptors") or []
         if not transforms:
             return begin, begin + length, location, ""
-        shown = [safe_pickle.shown(each) for each in transforms[:4]]
+        shown = [safe_pickle.show_value(each) for each in transforms[:4]]
         first = transforms[0] if len(transforms) == 1 and type(transforms[0]) is str else ""
         known = _TRANSFORMS.get(first.partition("/")[0])
         if known is None:
             raise UnsupportedFormatError(f"{self._where}: {name[:200]} was transformed by {shown}, not known here")
         return begin, begin + length, location, known
 
-    def _nested(self, entries: Mapping[str, Any]) -> dict[Any, Any] | None:
-        """Return the entries in the nesting that they were saved from; None where it is not known for all."""
+    def _nest_entries(self, entries: Mapping[str, Any]) -> dict[Any, Any] | None:
+        """Return the entries in their saved nesting; None if it is not known for all."""
         if not self._paths or not all(_is_path(self._paths.get(name)) for name in entries):
             return None
         root: dict[Any, Any] = _Level()
@@ -195,11 +202,11 @@ class _Metadata:
 
 
 class _Level(dict[Any, Any]):
-    """A container, by its keys; a list if these are its places."""
+    """A container, by its keys; a list if its keys are positions."""
 
 
-def _numbered(state: Any) -> Any:
-    """Return an optimizer's state has numbers for keys, of which DCP makes texts."""
+def _restore_numbers(state: Any) -> Any:
+    """Return an optimizer's state with its numeric keys, which DCP stores as texts."""
     if type(state) is not _Level or not all(type(key) is str and _NUMBER.fullmatch(key) for key in state):
         return state
     return {int(key): each for key, each in state.items()}
@@ -208,7 +215,7 @@ def _numbered(state: Any) -> Any:
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}", re.ASCII)
 
 
-def _is(value: Any, name: str) -> bool:
+def _is_named(value: Any, name: str) -> bool:
     return isinstance(value, safe_pickle.PickledObject) and value.name == _CLASSES + name
 
 
@@ -216,16 +223,18 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, tuple) and 0 < len(value) < 400 and all(type(key) in (str, int) for key in value)
 
 
-def _items(value: Any) -> list[tuple[Any, Any]]:
+def _expect_items(value: Any) -> list[tuple[Any, Any]]:
     if not isinstance(value, dict):
-        raise ValueError(f"{safe_pickle.shown(value)} instead of a dict")
+        raise ValueError(f"{safe_pickle.show_value(value)} instead of a dict")
     return list(dict.items(value))
 
 
-def _dtype(properties: Any) -> str:
+def _read_dtype(properties: Any) -> str:
     """Return the dtype, from the state that torch pickles, or (old files) from attributes."""
     state = getattr(properties, "state", None)
-    found = state[0] if isinstance(state, tuple) and len(state) > 2 else safe_pickle.fields(properties).get("dtype")
+    found = (
+        state[0] if isinstance(state, tuple) and len(state) > 2 else safe_pickle.read_fields(properties).get("dtype")
+    )
     if not isinstance(found, safe_pickle.Dtype):
-        raise ValueError(f"{safe_pickle.shown(found)} instead of a dtype")
+        raise ValueError(f"{safe_pickle.show_value(found)} instead of a dtype")
     return found.name

@@ -1,4 +1,4 @@
-"""What a directory of torch.distributed.checkpoint says of itself, made with torch's own classes."""
+"""The metadata of a torch.distributed.checkpoint directory, created with torch's own classes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch
 from snapshot.errors import RestoreError
 
 
-def flattened(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a state by DCP's flat names, and the path of each: who loads it flattens what is to be filled the same
-    way."""
+def flatten_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a state by DCP's flat names, and the path of each name.
+
+    DCP flattens the state to be loaded in the same way.
+    """
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # dear, and rarely needed
 
     try:
@@ -24,15 +26,17 @@ def flattened(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     return dict(flat), dict(paths)
 
 
-def archived(value: Any) -> bytes:
+def archive_object(value: Any) -> bytes:
     """Return an object as DCP stores it."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
-def metadata(flat: Mapping[str, Any], paths: Mapping[str, Any], placed: Mapping[str, tuple[str, int, int]]) -> bytes:
-    """Return the content of `.metadata`: each name, where it lies, and its path in the nested state."""
+def encode_metadata(
+    flat: Mapping[str, Any], paths: Mapping[str, Any], placed: Mapping[str, tuple[str, int, int]]
+) -> bytes:
+    """Return the content of `.metadata`: each name with its location and its path in the nested state."""
     from torch.distributed.checkpoint import metadata as m
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 

@@ -1,4 +1,4 @@
-"""Which of the formats of others it is that stands at a path, told by what is there."""
+"""Detection of another library's format at a path."""
 
 from __future__ import annotations
 
@@ -7,42 +7,49 @@ from collections.abc import Callable
 
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError, UnsupportedFormatError
 from snapshot.formats import dcp, safetensors, torch_save
-from snapshot.formats.foreign import ForeignDocument, says_absent
+from snapshot.formats.foreign import ForeignDocument, is_absence
 from snapshot.formats.notice import NOTICE
 from snapshot.storage import Storage
 from snapshot.url import URL
 
 HEAD = 16
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-"""How files of torch.save began before torch 1.6."""
+"""The first bytes of torch.save's files before torch 1.6."""
 
 
 class UnknownFormatError(CorruptSnapshotError):
-    """Raised where a file stands that is no checkpoint at all."""
+    """Raised if a file is not a checkpoint of any known format."""
 
 
-async def find(url: URL, storage: Storage, beside: Callable[[URL], Storage], limit: int) -> ForeignDocument | None:
-    """Return the checkpoint of another library that stands at a URL, whose storage this is, or is the file of that
-    name; None where there is none. `beside` opens another storage, `limit` is the longest description of one that is
-    read."""
-    found = await _folder(storage, limit)
+async def find_checkpoint(
+    url: URL, storage: Storage, beside: Callable[[URL], Storage], limit: int
+) -> ForeignDocument | None:
+    """Return the checkpoint of another library at a URL; None if there is none.
+
+    Args:
+        url: The folder or file to look at.
+        storage: The storage of `url`, if it is a folder.
+        beside: Opens another storage.
+        limit: The maximum length of a description that is read.
+    """
+    found = await _describe_folder(storage, limit)
     if found is not None:
         found.place = url
-    return found or await _file(url, beside, limit)
+    return found or await _describe_file(url, beside, limit)
 
 
-async def _folder(storage: Storage, limit: int) -> ForeignDocument | None:
+async def _describe_folder(storage: Storage, limit: int) -> ForeignDocument | None:
     try:
         data = await storage.get(dcp.METADATA, limit=limit)
         if data != NOTICE:
-            return await dcp.describe(storage, data)
+            return await dcp.describe_checkpoint(storage, data)
     except StorageError as error:
-        if not says_absent(storage, error):
+        if not is_absence(storage, error):
             raise
-    return await safetensors.in_folder(storage, limit)
+    return await safetensors.describe_folder(storage, limit)
 
 
-async def _file(url: URL, beside: Callable[[URL], Storage], limit: int) -> ForeignDocument | None:
+async def _describe_file(url: URL, beside: Callable[[URL], Storage], limit: int) -> ForeignDocument | None:
     above, _, name = url.location.rpartition("/")
     if not name or not (above or url.scheme == "file"):
         return None
@@ -52,7 +59,7 @@ async def _file(url: URL, beside: Callable[[URL], Storage], limit: int) -> Forei
         size = (await folder.stat(name)).size
         head = bytearray(min(HEAD, size))
         await folder.read_into(name, 0, [head])
-        found = await _by_head(folder, name, size, bytes(head), limit)
+        found = await _describe_by_head(folder, name, size, bytes(head), limit)
     except StorageNotFoundError:
         return None
     except StorageError as error:
@@ -65,10 +72,10 @@ async def _file(url: URL, beside: Callable[[URL], Storage], limit: int) -> Forei
     return found
 
 
-async def _by_head(folder: Storage, name: str, size: int, head: bytes, limit: int) -> ForeignDocument:
+async def _describe_by_head(folder: Storage, name: str, size: int, head: bytes, limit: int) -> ForeignDocument:
     where = folder.url.join(name)
     if head.startswith(b"PK\3\4"):
-        return await torch_save.describe(folder, name, size, limit)
+        return await torch_save.describe_file(folder, name, size, limit)
     if head.startswith(_LEGACY) or head[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
         raise UnsupportedFormatError(
             f"{where}: is a bare pickle, as torch.save wrote before torch 1.6 or with "
@@ -78,7 +85,7 @@ async def _by_head(folder: Storage, name: str, size: int, head: bytes, limit: in
     if head[:2] in (b"\x1f\x8b", b"BZ") or head.startswith(b"\xfd7zXZ"):
         raise UnsupportedFormatError(f"{where}: is compressed as a whole, and no part of it can be read: unpack it")
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
-        return await safetensors.describe(folder, name, size, limit)
+        return await safetensors.describe_file(folder, name, size, limit)
     if head[:1] == b"{" and (found := await safetensors.describe_index(folder, name, limit)) is not None:
         return found
     if await _is_tar(folder, name, size):

@@ -1,7 +1,6 @@
-"""Where the bytes of a packed tensor are: behind headers that are read with it, or compressed, or of the other byte
-order.
+"""Location of a packed tensor's bytes: behind headers, compressed, or in the other byte order.
 
-An entry's `serializer` says how it is packed: `torch_save` (a whole archive with one tensor in it), `zip` (a member of
+An entry's `serializer` names the packing: `torch_save` (a whole archive with one tensor in it), `zip` (a member of
 an archive, with its header), or either behind transforms: `zstd+torch_save`, `deflate+zip`, `swapped+conj+zip`.
 """
 
@@ -18,91 +17,91 @@ import msgspec
 
 from snapshot.errors import CorruptSnapshotError, MissingExtraError, UnsupportedFormatError
 from snapshot.formats import safe_pickle, zip_directory
-from snapshot.formats.to_entries import Rebuilt, rebuilt
+from snapshot.formats.to_entries import RebuiltTensor, rebuild_tensor
 from snapshot.manifest.entries import PLAIN, ObjectEntry, TensorEntry
 from snapshot.per_process import PerProcess
 from snapshot.tensors.dtypes import ITEMSIZE
-from snapshot.tensors.strides import contiguous, span
+from snapshot.tensors.strides import contiguous_strides, measure_span
 from snapshot.text import counted
 
 HEAD = 4096
-"""Of a long archive with one tensor, the first and last so many bytes say where it is; nearly always."""
+"""The bytes at both ends of a long archive that nearly always locate its one tensor."""
 LONGEST_HEAD = 1 << 20
 MOST_ALIKE = 1024
 PIECE = 1024
-"""Bytes that are decompressed at once: they may stand for a thousand times as many, or more."""
+"""Bytes that are decompressed at once: they can expand a thousandfold or more."""
 
 
-class Layout(msgspec.Struct, gc=False, frozen=True):
-    """Where a tensor's storage is, and how the tensor lies in it."""
+class EmbeddedLayout(msgspec.Struct, gc=False, frozen=True):
+    """The location of a tensor's storage, and the tensor's layout in it."""
 
     begin: int
-    """Where the storage begins: in the file, or in what comes out of the decompression."""
+    """The begin of the storage: in the file, or in the decompressed bytes."""
     nbytes: int
     strides: tuple[int, ...]
     offset: int
     swapped: bool = False
-    """Whether its bytes are of the other order."""
+    """True if its bytes are in the other order."""
     conj: bool = False
-    """Whether it is the complex conjugate of what is stored."""
+    """True if it is the complex conjugate of the stored values."""
     neg: bool = False
-    """Whether it is the negative of what is stored."""
+    """True if it is the negative of the stored values."""
 
     @property
     def plain(self) -> bool:
-        """Whether the stored bytes are the tensor's."""
+        """True if the stored bytes are the tensor's."""
         return not (self.swapped or self.conj or self.neg)
 
 
-class Short(Exception):
-    """Raised where more bytes are needed to know: `args` are how many of the first, and of the last."""
+class MoreBytesNeeded(Exception):
+    """Raised if more bytes are needed: `args` are the lengths of the head and the tail."""
 
 
-def streamed(stored: TensorEntry | ObjectEntry) -> bool:
-    """Whether its bytes have to be read one after the other from the first on, whatever is wanted of them."""
+def is_streamed(stored: TensorEntry | ObjectEntry) -> bool:
+    """Return True if the bytes can be read only in order from the first one."""
     return stored.serializer.startswith(("zstd+", "deflate+"))
 
 
-def archived(stored: TensorEntry | ObjectEntry) -> bool:
-    """Whether its range is a whole archive."""
+def is_archived(stored: TensorEntry | ObjectEntry) -> bool:
+    """Return True if the range is a whole archive."""
     return stored.serializer.endswith("torch_save")
 
 
-def layout_of(path: str, stored: TensorEntry, head: Any, tail: Any) -> Layout:
-    """Where a tensor is, from the first and the last bytes of its range, decompressed if they were compressed.
+def find_layout(path: str, stored: TensorEntry, head: Any, tail: Any) -> EmbeddedLayout:
+    """Return a tensor's layout from the first and last bytes of its range, after decompression.
 
-    `head` begins where the range does; for a member its header is enough. Raises `Short` where more is needed.
+    `head` begins where the range does; for a member, its header is sufficient. Raises `MoreBytesNeeded` otherwise.
     """
     begin, end = stored.byte_range
     *transforms, kind = stored.serializer.split("+")
-    begin = 0 if streamed(stored) else begin
+    begin = 0 if is_streamed(stored) else begin
     try:
         if kind == "zip":
             extra = stored.extra or PLAIN
-            strides = extra.strides or contiguous(stored.shape)
+            strides = extra.strides or contiguous_strides(stored.shape)
             if "deflate" in transforms:
-                at, nbytes = 0, span(stored.shape, strides) + (extra.storage_offset or 0)
+                at, nbytes = 0, measure_span(stored.shape, strides) + (extra.storage_offset or 0)
                 nbytes *= ITEMSIZE[stored.dtype]
             else:
-                at = zip_directory.data_begin(head)
+                at = zip_directory.find_data_begin(head)
                 nbytes = end - begin - at
             turned = [each in transforms for each in ("swapped", "conj", "neg")]
-            found = Layout(begin + at, nbytes, strides, extra.storage_offset or 0, *turned)
+            found = EmbeddedLayout(begin + at, nbytes, strides, extra.storage_offset or 0, *turned)
         elif kind == "torch_save":
             length = len(tail) if "zstd" in transforms else end - begin
-            at, nbytes, tensor, swapped = _looked_up(stored, head, tail, length)
+            at, nbytes, tensor, swapped = _find_cached(stored, head, tail, length)
             if tensor.dtype != stored.dtype or tensor.shape != stored.shape:
                 raise ValueError(
                     f"is {tensor.dtype}{list(tensor.shape)}, and its entry says {stored.dtype}{list(stored.shape)}"
                 )
-            found = Layout(
+            found = EmbeddedLayout(
                 begin + at, nbytes, tensor.strides, tensor.offset, swapped, "conj" in tensor.bits, "neg" in tensor.bits
             )
         else:
-            raise UnsupportedFormatError(f"{path}: is stored in a way that this version does not know ({kind})")
+            raise UnsupportedFormatError(f"{path}: unknown serializer ({kind})")
     except (ValueError, struct.error) as error:
         raise CorruptSnapshotError(f"{path}: {stored.location}[{begin}:{end}]: {error}") from error
-    reach = (found.offset + span(stored.shape, found.strides)) * ITEMSIZE[stored.dtype]
+    reach = (found.offset + measure_span(stored.shape, found.strides)) * ITEMSIZE[stored.dtype]
     if math.prod(stored.shape) and reach > found.nbytes:
         raise CorruptSnapshotError(
             f"{path}: its storage has {counted(found.nbytes, 'byte')}, and it reaches to {reach:,}"
@@ -110,76 +109,80 @@ def layout_of(path: str, stored: TensorEntry, head: Any, tail: Any) -> Layout:
     return found
 
 
-Alike = dict[tuple[int, str, tuple[int, ...]], tuple[bytes, tuple[int, int, Rebuilt, bool]]]
-_alike: PerProcess[Alike] = PerProcess(dict)
+Alike = dict[tuple[int, str, tuple[int, ...]], tuple[bytes, tuple[int, int, RebuiltTensor, bool]]]
+_known_archives: PerProcess[Alike] = PerProcess(dict)
 """Of archives of a length that hold a tensor of a dtype and shape: what stands before its bytes, and what that says.
 Those of one writer differ in nothing else."""
 
 
-def _looked_up(stored: TensorEntry, head: Any, tail: Any, length: int) -> tuple[int, int, Rebuilt, bool]:
-    """Return what `_of_archive` says, for archives of many tensors alike."""
+def _find_cached(stored: TensorEntry, head: Any, tail: Any, length: int) -> tuple[int, int, RebuiltTensor, bool]:
+    """Return the result of `_find_in_archive`, cached for many similar archives."""
     key = length, stored.dtype, stored.shape
-    known = _alike.get().get(key)
+    known = _known_archives.get().get(key)
     if known is not None and head[: len(known[0])] == known[0]:
         return known[1]
-    found = _of_archive(head, tail, length)
+    found = _find_in_archive(head, tail, length)
     if found[0]:
-        if len(_alike.get()) >= MOST_ALIKE:
-            _alike.get().clear()
-        _alike.get()[key] = bytes(head[: found[0]]), found
+        if len(_known_archives.get()) >= MOST_ALIKE:
+            _known_archives.get().clear()
+        _known_archives.get()[key] = bytes(head[: found[0]]), found
     return found
 
 
-def _of_archive(head: Any, tail: Any, length: int) -> tuple[int, int, Rebuilt, bool]:
-    """Of an archive with one tensor: where its storage begins in it, the storage's length, the tensor, and whether its
-    bytes are of the other order."""
-    begin, stop = zip_directory.directory_range(tail, length)
+def _find_in_archive(head: Any, tail: Any, length: int) -> tuple[int, int, RebuiltTensor, bool]:
+    """Return (begin, length, tensor, swapped) of the storage in an archive with one tensor.
+
+    `swapped` is True if the bytes are in the other byte order.
+    """
+    begin, stop = zip_directory.find_directory(tail, length)
     if length - begin > len(tail):
-        raise Short(len(head), length - begin)
+        raise MoreBytesNeeded(len(head), length - begin)
     low = len(tail) - (length - begin)
-    found = {each.name.partition("/")[2]: each for each in zip_directory.members(tail[low : low + stop - begin], begin)}
+    found = {
+        each.name.partition("/")[2]: each for each in zip_directory.read_members(tail[low : low + stop - begin], begin)
+    }
     if "data.pkl" not in found or any(each.method != zip_directory.STORED for each in found.values()):
-        raise ValueError("it is no archive of torch's with one tensor in it")
-    content = _member(head, found["data.pkl"])
-    tensor = tensor_of(content)
-    order = bytes(_member(head, found["byteorder"])) if "byteorder" in found else b"little"
+        raise ValueError("it is not a torch archive with one tensor")
+    content = _read_member(head, found["data.pkl"])
+    tensor = read_tensor(content)
+    order = bytes(_read_member(head, found["byteorder"])) if "byteorder" in found else b"little"
     storage = found.get(f"data/{tensor.storage}")
     if storage is None:
         if math.prod(tensor.shape):
             raise ValueError("its archive lacks the tensor's bytes")
         return 0, 0, tensor, False
     if storage.header + zip_directory.HEADER > len(head):
-        raise Short(storage.header + HEAD, len(tail))
-    at = storage.header + zip_directory.data_begin(head[storage.header :])
+        raise MoreBytesNeeded(storage.header + HEAD, len(tail))
+    at = storage.header + zip_directory.find_data_begin(head[storage.header :])
     if at + storage.size > begin:
-        raise ValueError("the tensor's bytes do not lie in its archive")
+        raise ValueError("the tensor's bytes are outside its archive")
     return at, storage.size, tensor, order == b"big"
 
 
-def _member(head: Any, member: zip_directory.ZipMember) -> bytes:
-    """Return a short member's bytes, which lie in the head."""
+def _read_member(head: Any, member: zip_directory.ZipMember) -> bytes:
+    """Return a short member's bytes, which are in the head."""
     if member.header + zip_directory.HEADER > len(head):
-        raise Short(member.header + member.size + HEAD, 0)
-    at = member.header + zip_directory.data_begin(head[member.header :])
+        raise MoreBytesNeeded(member.header + member.size + HEAD, 0)
+    at = member.header + zip_directory.find_data_begin(head[member.header :])
     if at + member.size > len(head):
-        raise Short(at + member.size + HEAD, 0)
+        raise MoreBytesNeeded(at + member.size + HEAD, 0)
     return bytes(head[at : at + member.size])
 
 
 @lru_cache(maxsize=1024)
-def tensor_of(content: bytes) -> Rebuilt:
-    """Return the one tensor that a pickle holds. Tensors of one shape have equal pickles."""
-    found = rebuilt(safe_pickle.load(content, "the tensor"))
+def read_tensor(content: bytes) -> RebuiltTensor:
+    """Return the single tensor in a pickle. Tensors of one shape have equal pickles."""
+    found = rebuild_tensor(safe_pickle.load_pickle(content, "the tensor"))
     if found is None:
         raise ValueError("it holds something else than one plain tensor")
     return found
 
 
-def object_bytes(path: str, stored: ObjectEntry, data: bytearray, most: int) -> bytearray:
-    """Return an object's bytes, decompressed if they were compressed: `most` of them."""
-    if not streamed(stored):
+def decode_object(path: str, stored: ObjectEntry, data: bytearray, most: int) -> bytearray:
+    """Return `most` bytes of an object, after decompression."""
+    if not is_streamed(stored):
         return data
-    decode, made = decoder_of(path, stored), bytearray()
+    decode, made = make_decoder(path, stored), bytearray()
     for at in range(0, len(data), PIECE):
         made += decode(bytes(data[at : at + PIECE]))
         if len(made) > most:
@@ -187,14 +190,14 @@ def object_bytes(path: str, stored: ObjectEntry, data: bytearray, most: int) -> 
     return made
 
 
-def decoder_of(path: str, stored: TensorEntry | ObjectEntry) -> Callable[[bytes], bytes]:
-    """Return what turns a range's bytes, given in short pieces from the first on, to those that were packed."""
+def make_decoder(path: str, stored: TensorEntry | ObjectEntry) -> Callable[[bytes], bytes]:
+    """Return a function that unpacks a range's bytes, given in short pieces from the first one."""
     transform = stored.serializer.partition("+")[0]
     if transform == "deflate":
         return _Deflate(path)
     if transform == "zstd":
         return _Zstd(path)
-    raise UnsupportedFormatError(f"{path}: is packed by {transform!r}, which this version does not know")
+    raise UnsupportedFormatError(f"{path}: is packed by {transform!r}, which is unknown to this version")
 
 
 class _Deflate:
@@ -211,7 +214,7 @@ class _Deflate:
             if not self._begun:
                 self._head += data
                 begin = (
-                    zip_directory.data_begin(self._head)
+                    zip_directory.find_data_begin(self._head)
                     if len(self._head) >= zip_directory.HEADER
                     else len(self._head) + 1
                 )

@@ -1,5 +1,8 @@
-"""What the formats of others have in common: documents that are made and not read, files that hold more than our
-entries point at, and a storage that is only read."""
+"""Parts that the readers of other libraries' formats share.
+
+They are documents that are generated instead of read, files with more bytes than the entries use, and a read-only
+storage.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ from snapshot.manifest.entries import (
     TensorEntry,
     TupleEntry,
 )
-from snapshot.manifest.paths import encode_key, uncomponent
+from snapshot.manifest.paths import decode_component, encode_key
 from snapshot.storage import ABSENT, Buffer, Capabilities, Expect, FileStat, FileWriter, Storage, check_path
-from snapshot.tensors.digest import of_range
+from snapshot.tensors.digest import digest_range
 from snapshot.url import URL
 
 LINKLESS = ("dcp", "torchsnapshot")
@@ -35,17 +38,17 @@ names may be one.)"""
 
 
 class ForeignDocument(Document):
-    """Somebody else's checkpoint, described as if it were a manifest of ours."""
+    """A checkpoint of another library, described as a manifest of this library."""
 
     place: URL
-    """The folder that its locations are names in."""
+    """The folder of its locations."""
     root: Any = None
-    """The container of all top-level names, where the format knows no names of statefuls."""
+    """The container of all top-level names, if the format has no statefuls."""
     inline: bytes = b""
     """The content of the location `INLINE`."""
 
 
-def document(
+def make_document(
     kind: str,
     version: str,
     place: URL,
@@ -58,14 +61,14 @@ def document(
     root: Any = None,
     inline: bytes = b"",
 ) -> ForeignDocument:
-    """Return a document of one save; `token` is of what tells this checkpoint from another one at the same place."""
+    """Return a document of one save; `token` distinguishes checkpoints at the same place."""
     files = dict(files)
     if inline:
         files[INLINE] = ForeignFile(len(inline))
     return ForeignDocument(
         kind,
         version,
-        of_range(token),
+        digest_range(token),
         world_size,
         "1970-01-01T00:00:00+00:00",
         "",
@@ -80,15 +83,15 @@ def document(
 
 
 ROOT = "snapshot.root"
-"""Of a snapshot that was made of such a document: where in its metadata the container stands."""
+"""The metadata key of the container, in a snapshot made of such a document."""
 _roots = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _containers = msgspec.json.Decoder(
     DictEntry | ListEntry | TupleEntry | OrderedDictEntry | DefaultdictEntry | CounterEntry | DequeEntry
 )
 
 
-def root_of(held: Document) -> Any:
-    """Return the container of all top-level names, of a document that knows no names of statefuls; None for others."""
+def find_root(held: Document) -> Any:
+    """Return the container of all top-level names, if the document has no statefuls; None otherwise."""
     if isinstance(held, ForeignDocument):
         return held.root
     if ROOT.encode() not in bytes(held.metadata):
@@ -99,48 +102,52 @@ def root_of(held: Document) -> Any:
         return None
 
 
-def root_over(held: Document, names: Iterable[str]) -> Container:
-    """Return the container of some top-level names (as components of paths): the document's own, if these are all of
-    its."""
-    root, names = root_of(held), list(names)
+def narrow_root(held: Document, names: Iterable[str]) -> Container:
+    """Return the container of some top-level names, given as path components.
+
+    It is the document's own container if the names are all of its names.
+    """
+    root, names = find_root(held), list(names)
     if root is not None and set(root.components()) == set(names):
         return root  # type: ignore[no-any-return]
-    return DictEntry([encode_key(uncomponent(name)) for name in names])  # type: ignore[misc]
+    return DictEntry([encode_key(decode_component(name)) for name in names])  # type: ignore[misc]
 
 
-def with_root(held: Document) -> msgspec.Raw:
-    """Return a document's metadata, for a snapshot that is made of it."""
+def add_root(held: Document) -> msgspec.Raw:
+    """Return a document's metadata with the root container, for a snapshot made of it."""
     root = held.root if isinstance(held, ForeignDocument) else None
     if not isinstance(root, (DictEntry, ListEntry, TupleEntry, DequeEntry)):
         return held.metadata
     return msgspec.Raw(msgspec.json.encode({**_roots.decode(held.metadata), ROOT: root}))
 
 
-def says_absent(storage: Storage, error: StorageError) -> bool:
-    """Whether an error says that a file is not there. Web servers that list nothing may also say that it is none of
-    one's business: an address that is signed is of one file alone."""
+def is_absence(storage: Storage, error: StorageError) -> bool:
+    """Return True if an error means that a file does not exist.
+
+    Web servers that list nothing may answer "forbidden" instead: a signed address is valid for one file only.
+    """
     if isinstance(error, StorageNotFoundError) or error.errno == errno.ENOTDIR:
         return True
     return error.errno == errno.EACCES and not storage.capabilities.list
 
 
 def is_packed(stored: TensorEntry) -> bool:
-    """Whether a tensor's bytes are not simply those of its range."""
+    """Return True if a tensor's bytes are not simply those of its range."""
     return stored.serializer != "raw"
 
 
-def checked_location(path: Any, where: object) -> str:
-    """Return a file's name that a checkpoint gives, if it is one below its folder."""
+def check_location(path: Any, where: object) -> str:
+    """Return a file name from a checkpoint, if it is inside the checkpoint's folder."""
     try:
         if type(path) is str and not path.startswith("/") and "://" not in path and "\\" not in path:
             return check_path(path)
     except ValueError:
         pass
-    raise CorruptSnapshotError(f"{where}: {str(path)[:200]!r} is no name of a file beside it")
+    raise CorruptSnapshotError(f"{where}: {str(path)[:200]!r} is not a file name inside its folder")
 
 
-def bounds(files: dict[str, ForeignFile], location: str, end: int) -> None:
-    """Take note that a file is at least so long."""
+def extend_file(files: dict[str, ForeignFile], location: str, end: int) -> None:
+    """Record that a file has at least this length."""
     known = files.get(location)
     if known is None:
         files[location] = ForeignFile(end, exact=False)
@@ -148,11 +155,11 @@ def bounds(files: dict[str, ForeignFile], location: str, end: int) -> None:
         known.size = max(known.size, end)
 
 
-class ReadOnly(Storage):
-    """Another storage, of which nothing is changed; and the bytes that lie in no file."""
+class ReadOnlyStorage(Storage):
+    """A read-only view of another storage, with the bytes that are in no file."""
 
     def __init__(self, inner: Storage, inline: bytes, *, links: bool) -> None:
-        """`links`: files may be links to elsewhere."""
+        """Wrap a storage; with `links`, files may be links to other folders."""
         self.inner = inner
         self._inside: set[str] | None = None if links or inner.url.scheme != "file" else set()
         self._inline = inline
@@ -189,8 +196,8 @@ class ReadOnly(Storage):
         root = os.path.realpath(self.inner.url.location)
         if os.path.commonpath([root, os.path.realpath(os.path.join(root, path))]) != root:
             raise UnsafeObjectError(
-                f"{self.inner.url.join(path)}: is a link to outside of its folder, and is not followed: it could lead "
-                "to any file. If it is meant: copy the folder with its links followed (cp -rL)"
+                f"{self.inner.url.join(path)}: refusing to follow a link out of its folder, which could lead "
+                "to any file; if it is intended, copy the folder with its links followed (cp -rL)"
             )
         self._inside.add(path)
 
@@ -206,14 +213,14 @@ class ReadOnly(Storage):
     async def close(self) -> None:
         await self.inner.close()
 
-    def _refused(self) -> StorageError:
+    def _make_refusal(self) -> StorageError:
         return StorageError(f"{self.url}: was written by another library, and is only read")
 
     async def create(self, path: str, size: int) -> FileWriter:
-        raise self._refused()
+        raise self._make_refusal()
 
     async def put(self, path: str, data: bytes, *, expect: Expect = ABSENT) -> str:
-        raise self._refused()
+        raise self._make_refusal()
 
     async def delete(self, paths: Sequence[str]) -> None:
-        raise self._refused()
+        raise self._make_refusal()

@@ -1,5 +1,7 @@
-"""Plain values out of the archives of others that torch's own careful reader refuses: it knows no NumPy arrays, which
-random number generators and metrics are full of."""
+"""Plain values from archives of other libraries that torch's `weights_only` reader refuses.
+
+That reader rejects NumPy arrays, which the states of random number generators and metrics contain.
+"""
 
 from __future__ import annotations
 
@@ -14,106 +16,114 @@ from snapshot.errors import CorruptSnapshotError
 from snapshot.formats import safe_pickle as p
 from snapshot.formats import zip_directory
 from snapshot.formats.pickle_scan import expect_stored
-from snapshot.formats.to_entries import Rebuilt, length_of, most_nodes, numpy_value, rebuilt, scalar
+from snapshot.formats.to_entries import (
+    RebuiltTensor,
+    estimate_length,
+    limit_nodes,
+    make_numpy_value,
+    make_scalar,
+    rebuild_tensor,
+)
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
-from snapshot.tensors.strides import span
+from snapshot.tensors.strides import measure_span
 from snapshot.text import with_article
 
 
 class NotPlainError(Exception):
-    """Raised where a value is none that can be made without running what a pickle says."""
+    """Raised for a value that only running a pickle could create."""
 
 
-def plain_value(path: str, data: bytes | bytearray, stored: int | None = None) -> Any:
-    """Return the value in an archive of torch's, if there is nothing in it but containers, numbers, texts, arrays,
-    tensors.
+def read_plain_value(path: str, data: bytes | bytearray, stored: int | None = None) -> Any:
+    """Return the value in a torch archive of containers, numbers, texts, arrays and tensors only.
 
-    `stored`: how many bytes the archive has where it is stored, if it was decompressed.
+    `stored` is the length of the archive on storage, if it was decompressed.
     """
     try:
-        begin, end = zip_directory.directory_range(bytes(data[-zip_directory.TAIL :]), len(data))
-        members = zip_directory.members(bytes(data[begin:end]), begin)
+        begin, end = zip_directory.find_directory(bytes(data[-zip_directory.TAIL :]), len(data))
+        members = zip_directory.read_members(bytes(data[begin:end]), begin)
         held = {each.name.partition("/")[2]: each for each in members}
-        content = _content(data, held["data.pkl"])
+        content = _read_member(data, held["data.pkl"])
         length = expect_stored(len(content), len(data) if stored is None else stored, "its pickle")
-        return _Builder(data, held, length).of(p.load(content, path, length), 0)
+        return _Builder(data, held, length).build_value(p.load_pickle(content, path, length), 0)
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         if isinstance(error, CorruptSnapshotError):
             raise
         raise NotPlainError(str(error)) from error
 
 
-def _content(data: bytes | bytearray, member: zip_directory.ZipMember) -> bytes:
-    at = member.header + zip_directory.data_begin(bytes(data[member.header : member.header + zip_directory.HEADER]))
+def _read_member(data: bytes | bytearray, member: zip_directory.ZipMember) -> bytes:
+    at = member.header + zip_directory.find_data_begin(
+        bytes(data[member.header : member.header + zip_directory.HEADER])
+    )
     if member.method != zip_directory.STORED:
         raise ValueError("it is compressed")
     return bytes(data[at : at + member.size])
 
 
-def content_of(data: bytes | bytearray) -> bytes:
-    """Return the pickle in an archive of torch's."""
-    begin, end = zip_directory.directory_range(bytes(data[-zip_directory.TAIL :]), len(data))
-    found = {each.name.partition("/")[2]: each for each in zip_directory.members(bytes(data[begin:end]), begin)}
-    return _content(data, found["data.pkl"])
+def read_pickle(data: bytes | bytearray) -> bytes:
+    """Return the pickle in a torch archive."""
+    begin, end = zip_directory.find_directory(bytes(data[-zip_directory.TAIL :]), len(data))
+    found = {each.name.partition("/")[2]: each for each in zip_directory.read_members(bytes(data[begin:end]), begin)}
+    return _read_member(data, found["data.pkl"])
 
 
 class _Builder:
-    """Values, made of stand-ins."""
+    """Builds values from stand-ins."""
 
     def __init__(self, data: bytes | bytearray, members: dict[str, zip_directory.ZipMember], length: int) -> None:
         self._data = data
         self._members = members
-        self._left = most_nodes(length)
+        self._left = limit_nodes(length)
         self._room = (1 << 24) + 8 * len(data)
-        """Bytes that may be copied: what is fetched again, or is a view, can be long each time."""
+        """The remaining number of bytes to copy: repeated values and views can each be long."""
 
-    def _member(self, name: str) -> bytes:
+    def _find_member(self, name: str) -> bytes:
         member = self._members.get(name)
-        return b"" if member is None else _content(self._data, member)
+        return b"" if member is None else _read_member(self._data, member)
 
     def _spend(self, nbytes: int) -> None:
         self._room -= nbytes
         if self._room < 0:
             raise NotPlainError("it repeats itself")
 
-    def of(self, value: Any, depth: int) -> Any:  # noqa: PLR0911 - one for each kind
-        """Return the value that a stand-in, or a container of them, stands for."""
+    def build_value(self, value: Any, depth: int) -> Any:  # noqa: PLR0911 - one for each kind
+        """Return the value of a stand-in, or of a container of stand-ins."""
         self._left -= 1
         if self._left < 0 or depth > 200:
             raise NotPlainError("it repeats itself, or nests deep")
         kind = type(value)
         if isinstance(value, dict):
-            items = [(self._key(key), self.of(child, depth + 1)) for key, child in dict.items(value)]
-            return _DICTS[kind](value, items) if kind in _DICTS else _refuse(value)
+            items = [(self._build_key(key), self.build_value(child, depth + 1)) for key, child in dict.items(value)]
+            return _DICTS[kind](value, items) if kind in _DICTS else _refuse_value(value)
         if kind in (list, tuple, set, frozenset):
-            return kind(self.of(child, depth + 1) for child in value)
+            return kind(self.build_value(child, depth + 1) for child in value)
         if kind is p.Deque:
-            return collections.deque([self.of(child, depth + 1) for child in list(value)], value.maxlen)
-        self._spend(length_of(value))
-        entry = scalar(value)
+            return collections.deque([self.build_value(child, depth + 1) for child in list(value)], value.maxlen)
+        self._spend(estimate_length(value))
+        entry = make_scalar(value)
         if entry is not None:
             return entry.value()
-        tensor = rebuilt(value)
+        tensor = rebuild_tensor(value)
         if tensor is not None:
-            return self._tensor(tensor)
-        array = numpy_value(value)
+            return self._build_tensor(tensor)
+        array = make_numpy_value(value)
         if array is None:
-            return _refuse(value)
+            return _refuse_value(value)
         self._spend(array.nbytes)
         return array.copy()
 
-    def _key(self, key: Any) -> Any:
-        entry = scalar(key)
-        return _refuse(key) if entry is None else entry.value()
+    def _build_key(self, key: Any) -> Any:
+        entry = make_scalar(key)
+        return _refuse_value(key) if entry is None else entry.value()
 
-    def _tensor(self, found: Rebuilt) -> torch.Tensor:
-        data = self._member(f"data/{found.storage}")
+    def _build_tensor(self, found: RebuiltTensor) -> torch.Tensor:
+        data = self._find_member(f"data/{found.storage}")
         if found.dtype not in ITEMSIZE:
-            return _refuse(found)  # type: ignore[no-any-return]
+            return _refuse_value(found)  # type: ignore[no-any-return]
         self._spend(len(data) + math.prod(found.shape) * ITEMSIZE[found.dtype])
-        reach = (found.offset + span(found.shape, found.strides)) * ITEMSIZE[found.dtype]
-        if reach > len(data) or 0 in found.strides or (self._member("byteorder") or b"little") != b"little":
-            return _refuse(found)  # type: ignore[no-any-return]
+        reach = (found.offset + measure_span(found.shape, found.strides)) * ITEMSIZE[found.dtype]
+        if reach > len(data) or 0 in found.strides or (self._find_member("byteorder") or b"little") != b"little":
+            return _refuse_value(found)  # type: ignore[no-any-return]
         held = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(BY_NAME[found.dtype]) if data else None
         if held is None:
             return torch.empty(found.shape, dtype=BY_NAME[found.dtype])
@@ -127,16 +137,16 @@ class _Builder:
         )
 
 
-def _refuse(value: Any) -> Any:
+def _refuse_value(value: Any) -> Any:
     raise NotPlainError(with_article(getattr(value, "name", type(value).__name__)))
 
 
-def _default(value: Any, items: list[tuple[Any, Any]]) -> Any:
+def _make_defaultdict(value: Any, items: list[tuple[Any, Any]]) -> Any:
     factory = vars(value).get("factory")
     name = str(getattr(factory, "name", getattr(factory, "__name__", ""))).rpartition(".")[2]
     known = {each.__name__: each for each in (list, dict, set, tuple, int, float, str, bool)}
     if factory is not None and name not in known:
-        _refuse(factory)
+        _refuse_value(factory)
     return collections.defaultdict(known.get(name), items)
 
 
@@ -144,5 +154,5 @@ _DICTS: dict[Any, Callable[[Any, list[tuple[Any, Any]]], Any]] = {
     dict: lambda value, items: dict(items),
     collections.OrderedDict: lambda value, items: collections.OrderedDict(items),
     p.Counter: lambda value, items: collections.Counter(dict(items)),
-    p.DefaultDict: _default,
+    p.DefaultDict: _make_defaultdict,
 }

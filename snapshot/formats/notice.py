@@ -1,7 +1,7 @@
-"""A notice for tools that know DCP's checkpoints only: a `.metadata` beside a snapshot that DCP's API has saved.
+"""A notice for tools that know only DCP's checkpoints: a `.metadata` beside a snapshot of DCP's API.
 
-Trainers look for `.metadata` to find their newest checkpoint, and begin anew where there is none. With the notice they
-find the step, and reading it with DCP's own reader fails with an error that says what it is.
+Trainers look for `.metadata` to find their newest checkpoint, and start from scratch without it. With the notice they
+find the step, and DCP's own reader fails with an error that names this library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NOTICE = (
 
 
 async def is_notice(storage: Storage) -> bool:
-    """Return True if the `.metadata` that is there is a notice."""
+    """Return True if the existing `.metadata` is a notice."""
     try:
         if (await storage.stat(METADATA)).size != len(NOTICE):
             return False
@@ -30,8 +30,8 @@ async def is_notice(storage: Storage) -> bool:
         return False
 
 
-async def leave_notice(storage: Storage) -> None:
-    """Put the notice. Without it the snapshot is as good: a failure is a line in the log."""
+async def put_notice(storage: Storage) -> None:
+    """Write the notice. A failure is only logged, since the snapshot is complete without it."""
     try:
         await storage.put(METADATA, NOTICE, expect=ANYTHING)
     except SnapshotError as error:

@@ -1,5 +1,7 @@
-"""Other people's pickles, looked at before they are read: nothing in them may claim more memory than they have
-bytes, or be an instruction that no tensors need."""
+"""Scan of untrusted pickles before they are read.
+
+A pickle may not claim more memory than it has bytes, nor contain an opcode that tensors do not need.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ _LENGTHS = {"BINUNICODE": 4, "SHORT_BINUNICODE": 1, "BINUNICODE8": 8, "BINBYTES"
 _LENGTHS |= {"BINBYTES8": 8, "BINSTRING": 4, "SHORT_BINSTRING": 1, "LONG1": 1, "LONG4": 4}
 _LONG, _TEXTS, _PUT, _STOP, _UNKNOWN, _TUPLE, _GET, _BINPUT, _MEMOIZE, _LEAVES = range(-1, -11, -1)
 _WIDTHS = [_UNKNOWN] * 256
-"""By opcode: how long it is with its argument; or what has to be looked at."""
+"""By opcode: its length with its argument, or a code for further checks."""
 for _opcode in pickletools.opcodes:
     if _opcode.name in _KNOWN:
         _WIDTHS[ord(_opcode.code)] = 1 + (max(_opcode.arg.n, 0) if _opcode.arg is not None else 0)
@@ -87,7 +89,7 @@ for _codes, _kind in (
     for _code in _codes:
         _WIDTHS[_code] = _kind
 _WEIGHTS = [8] * 256
-"""By opcode: about how many bytes of memory what it makes takes; nothing of what it copies from the pickle."""
+"""By opcode: the approximate memory of the created object, without bytes copied from the pickle."""
 for _codes, _weight in (
     (b"\x8f\x91", 232),
     (b"R\x81Q", 160),
@@ -99,7 +101,7 @@ for _codes, _weight in (
     for _code in _codes:
         _WEIGHTS[_code] = _weight
 FREE = 64 << 20
-"""Bytes of memory that a pickle may take however short it is; and PER_BYTE more for each byte that stands for it."""
+"""Bytes of memory allowed for any pickle, with PER_BYTE more for each of its bytes."""
 PER_BYTE = 32
 INFLATED = 256 << 10
 """Bytes that a compressed pickle may have however short it is; and MOST_TIMES more for each byte that is stored.
@@ -107,20 +109,20 @@ Pickles of state dicts and optimizers have about five times as many."""
 MOST_TIMES = 32
 _PUTS = b"qr\x94"
 _CONSUMES = b"Rbas\x81Q."
-"""Behind a tuple: it goes into something that is no tuple, and no key."""
+"""Opcodes after a tuple that put it into something other than a tuple or a key."""
 _ARGUMENTS = {ord(each.code): _LENGTHS[each.name] for each in pickletools.opcodes if each.name in _LENGTHS}
 _INTS = {ord(each.code) for each in pickletools.opcodes if each.name in ("LONG1", "LONG4")}
 _MODULUS = (1 << 61) - 1
-"""Ints that differ by multiples of it have the same hash."""
+"""Ints that differ by a multiple of it have equal hashes."""
 LOOSE = 30_000
 """Tuples that may be one in the other, or have the same hash: of ten times as many, the one needs more stack than there
 is, and the other minutes."""
 SHARED = 16
-"""Tuples that may be fetched again, each of them in the next: hashing them takes 2 ** 16 steps at most."""
+"""Tuples that may be fetched again, each in the next: hashing them takes at most 2 ** 16 steps."""
 
 
-class Scanned(NamedTuple):
-    """What was seen of a pickle."""
+class ScanResult(NamedTuple):
+    """The result of scanning a pickle."""
 
     end: int
     careful: bool
@@ -129,9 +131,9 @@ class Scanned(NamedTuple):
 
 
 def expect_stored(length: int, stored: int, what: str) -> int:
-    """Raise `ValueError` if a pickle of this length is too long for the `stored` bytes that it was decompressed from.
+    """Raise `ValueError` if a pickle is too long for the `stored` bytes that it was decompressed from.
 
-    Returns how long it counts as, where memory and time are bounded by its length.
+    Return the length that limits on memory and time are based on.
     """
     if length > INFLATED + MOST_TIMES * stored:
         raise ValueError(
@@ -140,10 +142,10 @@ def expect_stored(length: int, stored: int, what: str) -> int:
     return min(length, MOST_TIMES // 2 * stored)
 
 
-def scan(  # noqa: PLR0912, PLR0915 - one loop, and quick, over millions of them
+def scan_pickle(  # noqa: PLR0912, PLR0915 - one loop, and quick, over millions of them
     data: bytes, where: object, length: int | None = None
-) -> Scanned:
-    """Raise unless a pickle can be read in memory in proportion to its length; see `expect_stored`."""
+) -> ScanResult:
+    """Raise unless a pickle can be read in memory proportional to its length; see `expect_stored`."""
     widths, weights = _WIDTHS, _WEIGHTS
     counts_as = len(data) if length is None else length
     made = memo = puts = loose = shared = 0
@@ -218,7 +220,9 @@ def scan(  # noqa: PLR0912, PLR0915 - one loop, and quick, over millions of them
                         f"{where}: its pickle of {len(data):,} bytes would take {made:,} bytes of memory"
                     )
                 _check_hashes(ints, where)
-                return Scanned(position + 1, odd or shared > SHARED or loose > LOOSE or bool(memo and puts and tuples))
+                return ScanResult(
+                    position + 1, odd or shared > SHARED or loose > LOOSE or bool(memo and puts and tuples)
+                )
             else:
                 raise UnsafeObjectError(
                     f"{where}: its pickle has an instruction, {bytes([code])!r} at {position}, that no tensors need; "
@@ -235,4 +239,4 @@ def _check_hashes(ints: set[bytes], where: object) -> None:
         return
     alike = collections.Counter(int.from_bytes(each, "little", signed=True) % _MODULUS for each in ints)
     if sum(many * many for many in alike.values()) > MOST_COMPARISONS:
-        raise CorruptSnapshotError(f"{where}: the numbers in its pickle were chosen to be slow")
+        raise CorruptSnapshotError(f"{where}: the numbers in its pickle collide too often; refusing a hostile pickle")

@@ -1,5 +1,7 @@
-"""Objects' bytes back to objects. Nothing is unpickled beyond what torch's `weights_only` accepts, unless it was
-asked for."""
+"""Decoding of stored objects.
+
+Only pickles that torch's `weights_only` mode accepts are read, unless the caller allows all pickles.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,15 @@ from typing import Any, ClassVar
 import torch
 
 from snapshot.errors import CorruptSnapshotError, UnsafeObjectError, UnsupportedFormatError
-from snapshot.formats.pickle_scan import expect_stored, scan
+from snapshot.formats.pickle_scan import expect_stored, scan_pickle
 from snapshot.text import counted, with_article
 
 REFUSED = "(not read)"
-"""The serializer of what only running the pickle of another library's file would make."""
+"""The serializer of objects that only running another library's pickle creates."""
 MODULE = "pickled module"
-"""How the kind of an object begins that is a whole `torch.nn.Module`."""
+"""The prefix of `obj_type` for a whole `torch.nn.Module`."""
 MOST_ARGUMENTS = 20
-"""None of the functions that torch lets a pickle call takes more."""
+"""The maximum number of arguments of functions that torch lets a pickle call."""
 
 
 TRUST = (
@@ -32,23 +34,23 @@ TRUST = (
 def load_object(
     path: str, data: bytearray, serializer: str, obj_type: str, *, allow_pickle: bool, stored: int | None = None
 ) -> Any:
-    """Return the object whose bytes these are; `stored` of them are in a file, if they were decompressed."""
+    """Return the object of these bytes; `stored` is their length in a file, if they were decompressed."""
     if serializer == "bytes":
         return bytes(data)
     if serializer == "bytearray":
         return data
     if serializer == "BytesIO":
-        return _bytes_io(path, data)
+        return _read_bytes_io(path, data)
     if serializer == "utf8":
         try:
             return data.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as error:
-            raise CorruptSnapshotError(f"{path}: is no text: {error}") from error
+            raise CorruptSnapshotError(f"{path}: is not a text: {error}") from error
     if serializer.startswith(REFUSED):
-        raise refusal(path, obj_type)
+        raise make_refusal(path, obj_type)
     if serializer != "torch_save":
-        raise UnsupportedFormatError(f"{path}: was stored by {serializer!r}, which this version does not know")
-    pickles = _checked_archive(path, data)
+        raise UnsupportedFormatError(f"{path}: was stored by {serializer!r}, which is unknown to this version")
+    pickles = _read_pickles(path, data)
     stored = len(data) if stored is None else stored
     unsafe = (
         f"{path}: {with_article(obj_type)} was stored as a pickle, which may run any code when it is read; {TRUST}, or "
@@ -63,9 +65,10 @@ def load_object(
 
 
 def run_pickle(path: str, data: bytearray, obj_type: str, *, weights_only: bool = False) -> Any:
-    """Return what an archive of torch's holds, by torch's own reader: unless `weights_only`, it runs any code.
+    """Return the contents of a torch archive, by torch's own reader.
 
-    Raises `UnpicklingError` for what `weights_only` refuses.
+    Unless `weights_only`, reading it can run any code. Raises `UnpicklingError` for content that `weights_only`
+    refuses.
     """
     try:
         with warnings.catch_warnings():
@@ -81,8 +84,8 @@ def run_pickle(path: str, data: bytearray, obj_type: str, *, weights_only: bool 
         raise CorruptSnapshotError(f"{path}: its pickle cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _bytes_io(path: str, data: bytearray) -> io.BytesIO:
-    """Return a file in memory, from where it was and its contents."""
+def _read_bytes_io(path: str, data: bytearray) -> io.BytesIO:
+    """Return a file in memory, from its position and contents."""
     position = int.from_bytes(data[:8], "little")
     if len(data) < 8 or position >= 1 << 63:
         raise CorruptSnapshotError(f"{path}: is not a BytesIO")
@@ -91,8 +94,8 @@ def _bytes_io(path: str, data: bytearray) -> io.BytesIO:
     return made
 
 
-def refusal(path: str, obj_type: str) -> UnsafeObjectError:
-    """Return the error for an object that only running another library's pickle makes."""
+def make_refusal(path: str, obj_type: str) -> UnsafeObjectError:
+    """Return the error for an object that only running another library's pickle creates."""
     advice = ", and read_object(...) gives the module; better save model.state_dict() in its place"
     return UnsafeObjectError(
         f"{path}: {with_article(obj_type)} is in this file's pickle, and only running that makes it, which may run "
@@ -100,33 +103,37 @@ def refusal(path: str, obj_type: str) -> UnsafeObjectError:
     )
 
 
-def _checked_archive(path: str, data: bytearray) -> list[bytes]:
-    """Return the pickles of an archive. Raises unless it is one as torch writes it, which is read as one thing only,
-    and takes no more memory when it is read than it has bytes: torch's own reader inflates whatever it is given."""
+def _read_pickles(path: str, data: bytearray) -> list[bytes]:
+    """Return the pickles of an archive; raise unless it is exactly what torch writes.
+
+    Every reader must see the same archive, and its members must not be compressed: torch's reader inflates any member.
+    """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = archive.infolist()
-            if not data.startswith(b"PK\3\4") or archive.comment or archive.start_dir != _directory(data):
+            if not data.startswith(b"PK\3\4") or archive.comment or archive.start_dir != _find_directory(data):
                 raise ValueError("other readers would find another archive in it")
             if any(each.compress_type != zipfile.ZIP_STORED for each in members):
                 raise ValueError("it is compressed")
             if sum(each.file_size for each in members) > len(data):
-                raise ValueError(f"it says that it holds more than its {counted(len(data), 'byte')}")
-            return [_content(archive, each) for each in members if each.filename.endswith(".pkl")]
+                raise ValueError(f"it claims more than its {counted(len(data), 'byte')}")
+            return [_read_member(archive, each) for each in members if each.filename.endswith(".pkl")]
     except Exception as error:  # zipfile raises many kinds of errors at nonsense
-        raise CorruptSnapshotError(f"{path}: is no archive of torch's: {error}") from error
+        raise CorruptSnapshotError(f"{path}: is not a torch archive: {error}") from error
 
 
-def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
-    """Return a member's bytes, whatever its checksum: torch may have been told to write none, and ours has been
-    compared."""
+def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
+    """Return a member's bytes without checking its checksum.
+
+    torch can be configured to write no checksums, and the digest of the whole object has been verified.
+    """
     with archive.open(member) as file:
         file._expected_crc = None  # type: ignore[attr-defined]
         return file.read()
 
 
-def _directory(data: bytearray) -> int:
-    """Where an archive says that its directory begins; both of its ends have to say the same, if it has two."""
+def _find_directory(data: bytearray) -> int:
+    """Return the begin of an archive's directory; raise if its two ends disagree."""
     end = len(data) - 22
     begins: set[int] = {int.from_bytes(data[end + 16 : end + 20], "little")} - {0xFFFFFFFF}
     if data[end - 20 : end - 16] == b"PK\6\7":
@@ -136,10 +143,12 @@ def _directory(data: bytearray) -> int:
 
 
 def _is_modest(path: str, data: bytes, stored: int) -> bool:
-    """Whether an object's pickle can be followed without making anything; raises where it asks for memory that it has
-    no bytes for."""
+    """Return True if a dry run can follow an object's pickle without creating anything.
+
+    Raise if the pickle claims more memory than it has bytes.
+    """
     try:
-        scan(data, path, expect_stored(len(data), stored, "its pickle"))
+        scan_pickle(data, path, expect_stored(len(data), stored, "its pickle"))
     except UnsafeObjectError:
         return False
     except ValueError as error:
@@ -154,7 +163,7 @@ def _is_modest(path: str, data: bytes, stored: int) -> bool:
 
 
 class _Inert:
-    """Stands for whatever a pickle would make: takes any arguments, and does nothing."""
+    """Stand-in for any object of a pickle: it takes any arguments, and does nothing."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
         if _names_bytes(arguments):
@@ -167,25 +176,25 @@ class _Inert:
     def extend(self, items: Any) -> None: ...
 
 
-class _Encoded(_Inert):
-    """Stands for bytes that were encoded from a text, as old pickles hold them."""
+class _InertEncoded(_Inert):
+    """Stand-in for bytes that were encoded from a text, as in old pickles."""
 
 
-class _Bytes(_Inert):
-    """Stands for a bytearray: who means no harm gives its content, and no length."""
+class _InertBytes(_Inert):
+    """Stand-in for a bytearray: it needs its content, since a length alone could exhaust the memory."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
-        if not all(isinstance(each, (str, bytes, _Encoded)) for each in arguments):
+        if not all(isinstance(each, (str, bytes, _InertEncoded)) for each in arguments):
             raise CorruptSnapshotError("makes a bytearray of no content")
         return super().__new__(cls)
 
 
 def _names_bytes(value: Any) -> bool:
-    """Whether `bytearray` itself is among what is given to something that might call it, with arguments beside it."""
+    """Return True if `bytearray` itself is an argument of something that might call it, with arguments beside it."""
     rest, seen = [value], set()
     while rest:
         each = rest.pop()
-        if each is _Bytes:
+        if each is _InertBytes:
             return True
         if isinstance(each, (tuple, list)) and len(each) <= MOST_ARGUMENTS and id(each) not in seen:
             seen.add(id(each))
@@ -193,11 +202,11 @@ def _names_bytes(value: Any) -> bool:
     return False
 
 
-_STANDS = {"bytearray": _Bytes, "encode": _Encoded, "bytes": _Encoded}
+_STANDS = {"bytearray": _InertBytes, "encode": _InertEncoded, "bytes": _InertEncoded}
 
 
 class _DryRun(pickle._Unpickler):
-    """In Python, as torch's: it takes no memory ahead. It knows what torch's does, and no more."""
+    """torch's restricted unpickler in Python, which allocates no memory in advance."""
 
     dispatch: ClassVar[dict[int, Any]] = {
         code[0]: pickle._Unpickler.dispatch[code[0]]

@@ -1,7 +1,7 @@
-"""Other people's pickles, read without running anything: every name in them becomes an inert stand-in of our own.
+"""Reading of untrusted pickles without running anything: every name becomes an inert stand-in.
 
-First each opcode is looked at (`scanning`); then the interpreter's own unpickler makes containers, numbers, texts, and
-stand-ins.
+First each opcode is scanned (see `pickle_scan`). Then the interpreter's own unpickler creates containers, numbers,
+texts, and stand-ins.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.formats.pickle_scan import scan
+from snapshot.formats.pickle_scan import scan_pickle
 from snapshot.manifest.entries import MOST_COMPARISONS
 from snapshot.tensors.dtypes import BY_NAME
 from snapshot.text import with_article
@@ -23,32 +23,32 @@ from snapshot.text import with_article
 MOST_NAMES = 10_000
 """Classes and functions that one pickle may name."""
 FEW = 200_000
-"""Values that may be copied or hashed for a pickle however short; and FACTOR more for each of its bytes."""
+"""Values that may be copied or hashed for any pickle, with FACTOR more for each of its bytes."""
 FACTOR = 4
 DEEPEST_KEY = 100
 
 
-class _Left(threading.local):
-    """How much may still be copied or hashed for the pickle that this thread reads."""
+class _WorkLimit(threading.local):
+    """The remaining number of copies and hashes for the pickle that this thread reads."""
 
     def __init__(self) -> None:
         self.begin(0)
 
     def begin(self, count: int) -> None:
-        """Begin to count: a pickle is read from here on."""
+        """Reset the limit for a new pickle."""
         self.count = count
         self._seen: set[str] = set()
         self._alike: collections.Counter[int] = collections.Counter()
         self._compared = 0
 
     def spend(self, *copied: Any) -> None:
-        """Take note of an object that is made, and of what is copied for it: what was fetched again can be long."""
+        """Count a new object and the items copied for it: a value that is fetched again can be long."""
         self.count -= 1 + sum(len(each) for each in copied if hasattr(each, "__len__"))
         if self.count < 0:
             raise pickle.UnpicklingError("it repeats itself too often")
 
-    def hash(self, keys: Iterable[Any]) -> None:
-        """Take note of keys; raise for those that cannot be hashed soon."""
+    def check_keys(self, keys: Iterable[Any]) -> None:
+        """Count keys; raise for keys that take too long to hash."""
         for key in keys:
             if not isinstance(key, tuple):
                 continue
@@ -59,24 +59,24 @@ class _Left(threading.local):
                 if depth > DEEPEST_KEY:
                     raise pickle.UnpicklingError("it nests too deep")
                 rest += [(each, depth + 1) for each in held if isinstance(each, tuple)]
-            self.alike(key)
+            self.check_key(key)
 
-    def alike(self, key: Any) -> None:
-        """Take note of a key whose hash somebody can choose; raise where too many differ, and have the same."""
+    def check_key(self, key: Any) -> None:
+        """Count a key whose hash an attacker can choose; raise if too many different keys collide."""
         text = repr(key)
         if text not in self._seen:
             self._seen.add(text)
             self._compared += self._alike[hash(key)]
             self._alike[hash(key)] += 1
             if self._compared > MOST_COMPARISONS:
-                raise pickle.UnpicklingError("its keys were chosen to be slow")
+                raise pickle.UnpicklingError("its keys collide too often; refusing a hostile pickle")
 
 
-_left = _Left()
+_work_limit = _WorkLimit()
 
 
 class _Sealed(type):
-    """Of classes that a pickle cannot change: a pickle may set attributes of whatever it names."""
+    """Metaclass of classes that a pickle cannot change: a pickle can set attributes of any class it names."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise pickle.UnpicklingError(f"it sets {name} of a class")
@@ -85,15 +85,15 @@ class _Sealed(type):
         raise pickle.UnpicklingError("it gives a class a state")
 
 
-class Stand(metaclass=_Sealed):
-    """Stands for an object: what it would be made of, and what it would be given then."""
+class StandIn(metaclass=_Sealed):
+    """Stand-in for an object: its constructor arguments, and its later state."""
 
     __slots__ = ("arguments", "state")
     name = ""
-    """Of its class or function, with the module."""
+    """The name of its class or function, with the module."""
 
     def __new__(cls, *arguments: Any) -> Any:
-        _left.spend(arguments)
+        _work_limit.spend(arguments)
         made = object.__new__(cls)
         made.arguments = arguments
         made.state = None
@@ -114,7 +114,7 @@ class Stand(metaclass=_Sealed):
 
 
 class PickledObject(metaclass=_Sealed):
-    """Stands for an object of a class that DCP describes a checkpoint with: a pickle gives it its fields at once."""
+    """Stand-in for an object of a class in DCP's metadata: a pickle sets its fields at once."""
 
     name = ""
 
@@ -130,15 +130,15 @@ _RECORD_NAMES = {
 }
 
 
-def shown(value: Any) -> str:
-    """Return a value for a message: in full, one that repeats itself could be without end."""
+def show_value(value: Any) -> str:
+    """Return a value for a message: the full text of one that repeats itself could be endless."""
     if isinstance(value, tuple) and len(value) <= 8 and all(type(each) is int for each in value):
         return str(tuple(value))[:100]
     return repr(value)[:100] if type(value) in (str, int, float, bool) else with_article(type(value).__name__[:100])
 
 
-def fields(value: Any) -> dict[str, Any]:
-    """Return the attributes that an object was to be given."""
+def read_fields(value: Any) -> dict[str, Any]:
+    """Return the attributes that a pickle sets on an object."""
     state = vars(value) if isinstance(value, PickledObject) else getattr(value, "state", None)
     if isinstance(state, tuple) and len(state) == 2:
         state = {**(state[0] or {}), **(state[1] or {})} if all(_is_fields(each) for each in state) else None
@@ -150,7 +150,7 @@ def _is_fields(value: Any) -> bool:
 
 
 class Dtype(metaclass=_Sealed):
-    """Stands for a torch.dtype."""
+    """Stand-in for a torch.dtype."""
 
     def __init__(self, name: str) -> None:
         object.__setattr__(self, "name", name)
@@ -165,11 +165,11 @@ class Dtype(metaclass=_Sealed):
 
 
 class StorageType(Dtype):
-    """Stands for a class of storages, by the dtype of its elements; of bytes where it has none."""
+    """Stand-in for a storage class, by the dtype of its elements; bytes if it has none."""
 
 
 class PickledStorage(metaclass=_Sealed):
-    """Stands for a storage: the member of the archive that holds it."""
+    """Stand-in for a storage: the archive member that holds it."""
 
     def __init__(self, key: str, dtype: str, numel: int) -> None:
         object.__setattr__(self, "key", key)
@@ -188,10 +188,10 @@ class PickledStorage(metaclass=_Sealed):
 
 
 class Size(tuple[int, ...], metaclass=_Sealed):
-    """Stands for a torch.Size."""
+    """Stand-in for a torch.Size."""
 
     def __new__(cls, sizes: Any = ()) -> Size:
-        _left.spend(sizes)
+        _work_limit.spend(sizes)
         made = super().__new__(cls, sizes)
         if not all(type(each) is int for each in made):
             raise pickle.UnpicklingError("it makes sizes of something else")
@@ -199,80 +199,80 @@ class Size(tuple[int, ...], metaclass=_Sealed):
 
 
 class DefaultDict(dict[Any, Any], metaclass=_Sealed):
-    """Stands for a defaultdict."""
+    """Stand-in for a defaultdict."""
 
     def __init__(self, factory: Any = None, *items: Any) -> None:
-        super().__init__(_spent(*items))
+        super().__init__(_spend_items(*items))
         object.__setattr__(self, "factory", factory)
 
     factory: Any = None
 
 
 class Counter(dict[Any, Any], metaclass=_Sealed):
-    """Stands for a Counter, which a pickle makes of a dict."""
+    """Stand-in for a Counter, which a pickle creates from a dict."""
 
     def __init__(self, *items: Any) -> None:
-        super().__init__(_spent(*items))
+        super().__init__(_spend_items(*items))
 
 
 class Deque(list[Any], metaclass=_Sealed):
-    """Stands for a deque."""
+    """Stand-in for a deque."""
 
     def __init__(self, items: Any = (), maxlen: Any = None) -> None:
-        _left.spend(items)
+        _work_limit.spend(items)
         super().__init__(items)
         object.__setattr__(self, "maxlen", maxlen)
 
     maxlen: Any = None
 
 
-def _spent(items: Any = ()) -> Any:
-    """Return what a dict is to be made of: another one, or pairs."""
-    _left.spend(items)
+def _spend_items(items: Any = ()) -> Any:
+    """Return the items of a new dict, from another dict or from pairs."""
+    _work_limit.spend(items)
     if not isinstance(items, dict):
-        _left.hash(key for key, _ in items)
+        _work_limit.check_keys(key for key, _ in items)
     return items
 
 
-def _maker(kind: Any) -> Callable[..., Any]:
-    """Return what makes a container that hashes what it holds; nothing that a pickle does to it lasts."""
+def _find_maker(kind: Any) -> Callable[..., Any]:
+    """Return a function that creates a container of hashed items, without changes by a pickle."""
 
     def make(*items: Any) -> Any:
         if len(items) > 1:
             raise pickle.UnpicklingError(f"it makes {with_article(kind.__name__)} of several things")
         if kind is collections.OrderedDict:
-            return kind(_spent(*items))
-        _left.spend(*items, b"frozen" * 100 if kind is frozenset else b"")  # whose hashes can be chosen, too
+            return kind(_spend_items(*items))
+        _work_limit.spend(*items, b"frozen" * 100 if kind is frozenset else b"")  # whose hashes can be chosen, too
         if items and not isinstance(items[0], (str, set, frozenset)):
-            _left.hash(items[0])
+            _work_limit.check_keys(items[0])
         return kind(*items)
 
     make.__name__ = kind.__name__
     return make
 
 
-def _encode(text: str, encoding: str) -> bytes:
-    _left.spend(text)
+def _encode_text(text: str, encoding: str) -> bytes:
+    _work_limit.spend(text)
     if encoding not in ("latin1", "utf-8", "ascii"):
         raise pickle.UnpicklingError(f"it encodes a text in {encoding!r}")
     return text.encode(encoding)
 
 
-def _complex(*parts: Any) -> complex:
+def _make_complex(*parts: Any) -> complex:
     made = complex(*parts)
-    _left.alike(made)
+    _work_limit.check_key(made)
     return made
 
 
 class _Sized(metaclass=_Sealed):
-    """Stands for the function that old pickles make bytes with."""
+    """Stand-in for the function that old pickles create bytes with."""
 
     def __new__(cls, *arguments: Any) -> Any:
-        return _encode(*arguments)
+        return _encode_text(*arguments)
 
 
 class _NoBytes(metaclass=_Sealed):
-    """Stands for `bytes`, which old pickles call for none at all."""
+    """Stand-in for `bytes`, which old pickles call to create empty bytes."""
 
     def __new__(cls, *arguments: Any) -> Any:
         if arguments:
@@ -304,8 +304,8 @@ _REAL: dict[tuple[str, str], Any] = {
     ("collections", "defaultdict"): DefaultDict,
     ("collections", "Counter"): Counter,
     ("collections", "deque"): Deque,
-    ("builtins", "complex"): _complex,
-    ("__builtin__", "complex"): _complex,
+    ("builtins", "complex"): _make_complex,
+    ("__builtin__", "complex"): _make_complex,
     ("torch", "Size"): Size,
     ("_codecs", "encode"): _Sized,
     ("__builtin__", "bytes"): _NoBytes,
@@ -323,7 +323,7 @@ _MADE: dict[tuple[str, str], Any] = {
 
 
 class _Names:
-    """What names stand for, in one pickle."""
+    """The stand-ins for the names in one pickle."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))  # type: ignore[call-arg]
@@ -335,7 +335,7 @@ class _Names:
         if found is None:
             if len(self._stands) >= MOST_NAMES:
                 raise pickle.UnpicklingError(f"it names more than {MOST_NAMES:,} classes")
-            found = self._stands[key] = _maker(_MADE[key]) if key in _MADE else _stand_in(module, name)
+            found = self._stands[key] = _find_maker(_MADE[key]) if key in _MADE else _make_stand_in(module, name)
         return found
 
     def persistent_load(self, pid: Any) -> Any:
@@ -344,7 +344,7 @@ class _Names:
         _, kind, key, _, numel = pid
         if type(key) is not str or type(numel) is not int or numel < 0:
             raise pickle.UnpicklingError("it names a storage in a way that torch does not")
-        _left.spend()
+        _work_limit.spend()
         return PickledStorage(key, kind.name, numel)
 
 
@@ -355,35 +355,35 @@ _in_python: Any = pickle._Unpickler
 
 
 class _Careful(_Names, _in_python):  # type: ignore[misc]
-    """Looks at what is to be hashed before it is; many times as slow."""
+    """An unpickler that checks keys before they are hashed; many times as slow."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(_in_python.dispatch)
 
     def _setitem(self) -> None:
-        _left.hash(self.stack[-2:-1])
+        _work_limit.check_keys(self.stack[-2:-1])
         _in_python.load_setitem(self)
 
     def _setitems(self) -> None:
-        _left.hash(self.stack[::2])
+        _work_limit.check_keys(self.stack[::2])
         _in_python.load_setitems(self)
 
     def _dict(self) -> None:
-        _left.hash(self.stack[::2])
+        _work_limit.check_keys(self.stack[::2])
         _in_python.load_dict(self)
 
     def _additems(self) -> None:
-        _left.hash(self.stack)
+        _work_limit.check_keys(self.stack)
         _in_python.load_additems(self)
 
     def _frozenset(self) -> None:
-        _left.hash(self.stack)
-        _left.spend(b"frozen" * 100)
+        _work_limit.check_keys(self.stack)
+        _work_limit.spend(b"frozen" * 100)
         _in_python.load_frozenset(self)
 
     dispatch |= {115: _setitem, 117: _setitems, 100: _dict, 144: _additems, 145: _frozenset}
 
 
-def _stand_in(module: str, name: str) -> Any:
+def _make_stand_in(module: str, name: str) -> Any:
     if module == "torch" and name in BY_NAME:
         return Dtype(name)
     if module == "torch" and (found := _OLD.fullmatch(name)):
@@ -393,20 +393,20 @@ def _stand_in(module: str, name: str) -> Any:
     full = f"{module}.{name}"
     if full.removeprefix(_RECORDS) in _RECORD_NAMES and full.startswith(_RECORDS):
         return _Sealed(name, (PickledObject,), {"name": full})
-    return _Sealed(name.rpartition(".")[2][:100], (Stand,), {"name": full[:200], "__slots__": ()})
+    return _Sealed(name.rpartition(".")[2][:100], (StandIn,), {"name": full[:200], "__slots__": ()})
 
 
-def load(data: bytes, where: object, length: int | None = None) -> Any:
-    """Return what a pickle holds: containers, numbers, texts, bytes, and stand-ins for all else.
+def load_pickle(data: bytes, where: object, length: int | None = None) -> Any:
+    """Return the contents of a pickle: containers, numbers, texts, bytes, and stand-ins for all other objects.
 
-    `length`: how long it counts as, if it was compressed; see `expect_stored`.
+    `length` is the length that limits are based on, if the pickle was compressed; see `expect_stored`.
 
     Raises:
-        UnsafeObjectError: It has instructions that nothing needs which is read here.
-        CorruptSnapshotError: It is no pickle, or one that was made to do harm.
+        UnsafeObjectError: It has opcodes that checkpoints do not need.
+        CorruptSnapshotError: It is not a pickle, or it is a malicious one.
     """
-    end, careful = scan(data, where, length)
-    _left.begin(FEW + FACTOR * (len(data) if length is None else length))
+    end, careful = scan_pickle(data, where, length)
+    _work_limit.begin(FEW + FACTOR * (len(data) if length is None else length))
     try:
         return (_Careful if careful else _Unpickler)(data[:end]).load()
     except Exception as error:  # a pickle of somebody else's may be wrong in any way

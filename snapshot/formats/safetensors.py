@@ -1,4 +1,4 @@
-"""Files of safetensors, one or (Hugging Face's layout) several with an index."""
+"""Files of safetensors: a single one, or several with an index (Hugging Face's layout)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import msgspec
 
 from snapshot.aio import gather_limited
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError, UnsupportedFormatError
-from snapshot.formats.foreign import ForeignDocument, checked_location, document, says_absent
+from snapshot.formats.foreign import ForeignDocument, check_location, is_absence, make_document
 from snapshot.manifest.document import LONGEST_HEADER, ForeignFile
 from snapshot.manifest.entries import DictEntry, TensorEntry
-from snapshot.manifest.paths import component, encode_key
+from snapshot.manifest.paths import encode_component, encode_key
 from snapshot.storage import Storage
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, SAFETENSORS
 from snapshot.text import counted
@@ -32,7 +32,7 @@ _NAMES = {theirs: ours for ours, theirs in SAFETENSORS.items()} | {
 }
 AT_ONCE = 16
 SHARD = 5_000_000_000
-"""Bytes of one file of several, as Hugging Face has it."""
+"""The maximum length of one file of several, as in Hugging Face's libraries."""
 
 
 class _Item(msgspec.Struct, gc=False):
@@ -46,33 +46,35 @@ class _Index(msgspec.Struct):
     metadata: Any = None
 
 
-async def in_folder(storage: Storage, limit: int) -> ForeignDocument | None:
-    """Return what lies in a folder: an index and its files, or one file alone. By their usual names, where nothing says
-    what there is."""
+async def describe_folder(storage: Storage, limit: int) -> ForeignDocument | None:
+    """Return the checkpoint in a folder: an index with its files, or one single file.
+
+    If the storage cannot list files, look for their usual names.
+    """
     try:
-        return await _named_index(storage, INDEX, limit)
+        return await _describe_named_index(storage, INDEX, limit)
     except StorageError as error:
-        if not says_absent(storage, error):
+        if not is_absence(storage, error):
             raise
     try:
-        return await describe(storage, ALONE, (await storage.stat(ALONE)).size, limit)
+        return await describe_file(storage, ALONE, (await storage.stat(ALONE)).size, limit)
     except StorageError as error:
-        if not says_absent(storage, error):
+        if not is_absence(storage, error):
             raise
     try:
         names = await storage.list(recursive=False) if storage.capabilities.list else []
     except StorageError:
         names = []
-    return await _listed(storage, [name for name in names if not name.endswith("/")], limit)
+    return await _describe_listed(storage, [name for name in names if not name.endswith("/")], limit)
 
 
-async def _listed(storage: Storage, names: list[str], limit: int) -> ForeignDocument | None:
+async def _describe_listed(storage: Storage, names: list[str], limit: int) -> ForeignDocument | None:
     indices = [name for name in names if name.endswith(".safetensors.index.json")]
     files = [name for name in names if name.endswith(".safetensors")]
     if len(indices) == 1:
-        return await _named_index(storage, indices[0], limit)
+        return await _describe_named_index(storage, indices[0], limit)
     if len(files) == 1 and not indices:
-        return await describe(storage, files[0], (await storage.stat(files[0])).size, limit)
+        return await describe_file(storage, files[0], (await storage.stat(files[0])).size, limit)
     if len(files) > 1:
         raise UnsupportedFormatError(
             f"{storage.url}: holds {len(files)} files of safetensors and no index that says what belongs together; "
@@ -81,28 +83,28 @@ async def _listed(storage: Storage, names: list[str], limit: int) -> ForeignDocu
     return None
 
 
-async def _named_index(storage: Storage, name: str, limit: int) -> ForeignDocument:
-    """Return what has the name of an index, and should be one."""
+async def _describe_named_index(storage: Storage, name: str, limit: int) -> ForeignDocument:
+    """Return the checkpoint of a file that is named like an index; raise if it is not one."""
     found = await describe_index(storage, name, limit)
     if found is None:
-        raise CorruptSnapshotError(f"{storage.url.join(name)}: is no index of files of safetensors")
+        raise CorruptSnapshotError(f"{storage.url.join(name)}: is not an index of safetensors files")
     return found
 
 
 async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocument | None:
-    """Several files, by their index; None where that is no index of this kind."""
+    """Return the checkpoint of several files, by their index; None if the index is not of this kind."""
     data = await storage.get(name, limit=limit)
     where = storage.url.join(name)
     try:
         index = msgspec.json.decode(data, type=_Index)
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         return None
-    locations = dict.fromkeys(checked_location(each, where) for each in index.weight_map.values())
+    locations = dict.fromkeys(check_location(each, where) for each in index.weight_map.values())
 
     async def header(location: str) -> tuple[dict[str, Any], Any, int]:
         try:
             size = (await storage.stat(location)).size
-            return (*await _header(storage, location, size, limit), size)
+            return (*await _read_header(storage, location, size, limit), size)
         except StorageNotFoundError as error:
             raise CorruptSnapshotError(f"{where}: names {location}, which is missing") from error
 
@@ -111,29 +113,33 @@ async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocu
     for tensor, location in index.weight_map.items():
         found = held[location][0].get(tensor)
         if found is None:
-            raise CorruptSnapshotError(f"{where}: says that {tensor[:200]!r} is in {location}, and it is not")
+            raise CorruptSnapshotError(f"{where}: {tensor[:200]!r} is missing in {location}")
         entries[tensor] = found
     files = {location: ForeignFile(size) for location, (_, _, size) in held.items()}
     metadata: Any = next((each for _, each, _ in held.values() if each), {})
-    return _document(storage, entries, files, data, metadata)
+    return _make_document(storage, entries, files, data, metadata)
 
 
-async def describe(storage: Storage, name: str, size: int, limit: int) -> ForeignDocument:
-    """One file."""
-    entries, metadata = await _header(storage, name, size, limit)
+async def describe_file(storage: Storage, name: str, size: int, limit: int) -> ForeignDocument:
+    """Return the checkpoint of a single file."""
+    entries, metadata = await _read_header(storage, name, size, limit)
     token = (await storage.stat(name)).token
-    return _document(storage, entries, {name: ForeignFile(size)}, f"{name} {size} {token}".encode(), metadata)
+    return _make_document(storage, entries, {name: ForeignFile(size)}, f"{name} {size} {token}".encode(), metadata)
 
 
-def _document(
+def _make_document(
     storage: Storage, entries: dict[str, TensorEntry], files: dict[str, ForeignFile], token: bytes, metadata: Any
 ) -> ForeignDocument:
-    manifest = {f"0/{component(name)}": entry for name, entry in entries.items()}
+    manifest = {f"0/{encode_component(name)}": entry for name, entry in entries.items()}
     root = DictEntry([encode_key(name) for name in entries])  # type: ignore[misc]
-    return document("safetensors", "", storage.url, token, manifest=manifest, files=files, metadata=metadata, root=root)
+    return make_document(
+        "safetensors", "", storage.url, token, manifest=manifest, files=files, metadata=metadata, root=root
+    )
 
 
-async def _header(storage: Storage, name: str, size: int, limit: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+async def _read_header(
+    storage: Storage, name: str, size: int, limit: int
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Return the tensors that a file's header names, and its metadata."""
     where = storage.url.join(name)
     try:
@@ -144,14 +150,14 @@ async def _header(storage: Storage, name: str, size: int, limit: int) -> tuple[d
             raise ValueError(f"a header of {counted(length, 'byte')} in a file of {size}")
         header = bytearray(length)
         await storage.read_into(name, 8, [header])
-        return _decoded(bytes(header), name, 8 + length, size)
+        return _decode_header(bytes(header), name, 8 + length, size)
     except (ValueError, msgspec.DecodeError, RecursionError, UnicodeError) as error:
         if isinstance(error, CorruptSnapshotError):
             raise
-        raise CorruptSnapshotError(f"{where}: is no file of safetensors: {error}") from error
+        raise CorruptSnapshotError(f"{where}: is not a safetensors file: {error}") from error
 
 
-def _decoded(header: bytes, name: str, begin: int, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+def _decode_header(header: bytes, name: str, begin: int, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
     metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str] | None) or {}
     entries = {}
@@ -176,7 +182,7 @@ def _decoded(header: bytes, name: str, begin: int, size: int) -> tuple[dict[str,
     position = 0
     for low, high in sorted(ends):  # as the library has it: without holes, and nothing twice
         if low != position or high < low:
-            raise ValueError(f"its tensors overlap, or leave a hole at {position}")
+            raise ValueError(f"its tensors overlap, or leave a gap at {position}")
         position = high
     if begin + position != size:
         raise ValueError(f"its tensors end at {begin + position}, and the file at {size}")

@@ -1,4 +1,4 @@
-"""Nested values, as the pickles of others hold them, become entries: what flattening is to an application's state."""
+"""Conversion of nested values in other libraries' pickles to entries, as flattening does for live state."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import torch
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats import safe_pickle as p
 from snapshot.formats.pickled_objects import MODULE
-from snapshot.formats.unpickling import INLINE, refused
+from snapshot.formats.unpickling import INLINE, make_refused_entry
 from snapshot.manifest import entries as e
 from snapshot.manifest import scalars as s
 from snapshot.manifest.containers import SEQUENCES
-from snapshot.manifest.paths import encode_key, encode_text, tagged_keys
+from snapshot.manifest.paths import encode_key, encode_text, find_tagged_keys
 from snapshot.manifest.rank_view import DEEPEST
 from snapshot.state import numpy_arrays
-from snapshot.tensors.composite import stride_order
+from snapshot.tensors.composite import find_stride_order
 from snapshot.tensors.dtypes import NAMES
-from snapshot.tensors.strides import contiguous
+from snapshot.tensors.strides import contiguous_strides
 
 
-def most_nodes(length: int) -> int:
-    """Values in a pickle of some length, which may repeat itself: a few bytes may stand for any number of them."""
+def limit_nodes(length: int) -> int:
+    """Return the maximum number of values in a pickle of some length, which can repeat values."""
     return 50_000 + length
 
 
@@ -42,11 +42,11 @@ _SCALARS: dict[Any, type[s.Scalar]] = {
 _READABLE = {float, complex}
 
 
-class Rebuilt(msgspec.Struct, gc=False, frozen=True):
+class RebuiltTensor(msgspec.Struct, gc=False, frozen=True):
     """A tensor as a pickle describes it: a view into a storage."""
 
     storage: str
-    """The member that holds it."""
+    """The member that holds the storage."""
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -57,15 +57,15 @@ class Rebuilt(msgspec.Struct, gc=False, frozen=True):
     """The lazy operations whose result the tensor is, of its storage's elements: `conj+`, `neg+`, both, or none."""
 
 
-def length_of(value: Any) -> int:
-    """About how long the entry of a number or a text is: one that is fetched again and again is long each time."""
+def estimate_length(value: Any) -> int:
+    """Return the approximate length of a number's or text's entry, since each repetition costs as much."""
     if isinstance(value, (str, bytes)):
         return len(value)
     return value.bit_length() // 4 if type(value) is int else 0
 
 
-def scalar(value: Any) -> s.Scalar | None:
-    """Return the entry of a value that stands in the manifest itself; None where it is none of these."""
+def make_scalar(value: Any) -> s.Scalar | None:
+    """Return the entry of a value that is stored in the manifest itself; None for other values."""
     kind = type(value)
     if kind is str:
         escaped = encode_text(value)
@@ -78,7 +78,7 @@ def scalar(value: Any) -> s.Scalar | None:
     try:
         if kind is p.Size:
             return s.SizeEntry(s.SizeEntry.write(torch.Size(value)))
-        if isinstance(value, p.Stand) and value.name == "torch.device":
+        if isinstance(value, p.StandIn) and value.name == "torch.device":
             return s.DeviceEntry(s.DeviceEntry.write(torch.device(*value.arguments)))
     except (RuntimeError, TypeError, ValueError):
         pass  # none that torch could make
@@ -91,16 +91,16 @@ _REBUILD = "torch._utils._rebuild_"
 _ARGUMENTS = {"tensor": (4, 4), "tensor_v2": (6, 7), "tensor_v3": (7, 8)}
 """How many arguments torch's functions take; a last one of the longer form is the tensor's metadata."""
 _SIGNED = ("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128")
-"""Dtypes of which a tensor may be a negative view."""
+"""Dtypes that support negative views."""
 
 
-def rebuilt(value: Any) -> Rebuilt | None:
-    """Return the tensor that a stand-in stands for; None if it is not a plain one, or holds anything unknown."""
-    if not isinstance(value, p.Stand) or not value.name.startswith(_REBUILD) or value.state is not None:
+def rebuild_tensor(value: Any) -> RebuiltTensor | None:
+    """Return the tensor of a stand-in; None if it is not a plain one, or has unknown parts."""
+    if not isinstance(value, p.StandIn) or not value.name.startswith(_REBUILD) or value.state is not None:
         return None
     what, arguments = value.name.removeprefix(_REBUILD), value.arguments
     if what == "parameter" and 2 <= len(arguments) <= 3:
-        data = rebuilt(arguments[0])
+        data = rebuild_tensor(arguments[0])
         if data is None or type(arguments[1]) is not bool:
             return None
         return msgspec.structs.replace(data, requires_grad=arguments[1], subclass="torch.nn.parameter.Parameter")
@@ -120,15 +120,17 @@ def rebuilt(value: Any) -> Rebuilt | None:
     if not (isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides)):
         raise ValueError("a tensor of no shape")
     if not all(type(each) is int and 0 <= each < 1 << 60 for each in (*shape, *strides)):
-        raise ValueError(f"a tensor of shape {p.shown(shape)} with steps of {p.shown(strides)}")
-    bits = _bits(arguments[most - 1] if what != "tensor" and len(arguments) == most else None, dtype)
+        raise ValueError(f"a tensor of shape {p.show_value(shape)} with steps of {p.show_value(strides)}")
+    bits = _read_lazy_bits(arguments[most - 1] if what != "tensor" and len(arguments) == most else None, dtype)
     if bits is None:
         return None
-    return Rebuilt(storage.key, dtype, tuple(shape), tuple(strides), offset, _flag(arguments[4:5]), bits=bits)
+    return RebuiltTensor(
+        storage.key, dtype, tuple(shape), tuple(strides), offset, _read_flag(arguments[4:5]), bits=bits
+    )
 
 
-def _bits(metadata: Any, dtype: str) -> str | None:
-    """Return the lazy operations that a tensor's metadata names; None if it says anything else."""
+def _read_lazy_bits(metadata: Any, dtype: str) -> str | None:
+    """Return the lazy operations in a tensor's metadata; None if it has anything else."""
     if not metadata:
         return ""
     if not isinstance(metadata, dict) or not all(type(flag) is bool for flag in metadata.values()):
@@ -140,92 +142,92 @@ def _bits(metadata: Any, dtype: str) -> str | None:
     return "".join(f"{name}+" for name in known if name in named)
 
 
-def _flag(given: Sequence[Any]) -> bool:
+def _read_flag(given: Sequence[Any]) -> bool:
     return bool(given) and given[0] is True
 
 
-def extra_of(found: Rebuilt, *, view: bool = True) -> e.Extra | None:
-    """Return what more than its bytes is to be said of a tensor; `view`: and how they lie in its storage."""
-    plain = found.strides == contiguous(found.shape)
+def make_extra(found: RebuiltTensor, *, view: bool = True) -> e.Extra | None:
+    """Return the properties of a tensor beside its bytes, with its layout in the storage if `view`."""
+    plain = found.strides == contiguous_strides(found.shape)
     order = None
     if not plain and 0 not in found.shape and math.prod(found.shape) < 1 << 50:
-        order = stride_order(torch.empty_strided(found.shape, found.strides, device="meta"))
+        order = find_stride_order(torch.empty_strided(found.shape, found.strides, device="meta"))
     if plain and not found.offset and not found.requires_grad and found.subclass is None:
         return None
     strides, offset = (found.strides, found.offset) if view and (not plain or found.offset) else (None, None)
     return e.Extra(order, found.subclass, found.requires_grad, strides, offset)
 
 
-Stored = Callable[[str, Rebuilt], e.TensorEntry]
-"""Where a tensor's bytes are, by the format."""
+Stored = Callable[[str, RebuiltTensor], e.TensorEntry]
+"""A function that returns a tensor's entry, by the format."""
 
 
-class Tree:
+class EntryTree:
     """Values that become entries under paths."""
 
     def __init__(self, where: object, stored: Stored, length: int = 1 << 20) -> None:
-        """`length`: of the pickle that they come from."""
+        """Create an empty tree; `length` is that of the pickle with the values."""
         self._where = where
         self._stored = stored
         self.entries: dict[str, Any] = {}
         self.inline = bytearray()
-        self._left = most_nodes(length)
+        self._left = limit_nodes(length)
         self._room = 64 * self._left
-        """Bytes that names, texts and arrays may have."""
+        """The remaining bytes for names, texts and arrays."""
         self._above: set[int] = set()
 
     def add(self, path: str, value: Any, depth: int = 1) -> None:
-        """Describe a value, and all that is in it."""
+        """Describe a value, and everything in it."""
         try:
-            self._add(path, value, depth)
+            self._add_value(path, value, depth)
         except RecursionError as error:
             raise CorruptSnapshotError(f"{self._where}: what its pickle holds nests too deep") from error
 
-    def _add(self, path: str, value: Any, depth: int) -> None:
+    def _add_value(self, path: str, value: Any, depth: int) -> None:
         self._left -= 1
-        self._room -= len(path) + length_of(value)
+        self._room -= len(path) + estimate_length(value)
         if self._left < 0 or self._room < 0 or depth > DEEPEST:
             what = f"nests more than {DEEPEST} deep" if depth > DEEPEST else "repeats itself too often"
             raise CorruptSnapshotError(f"{self._where}: what its pickle holds {what}")
-        entry = scalar(value)
+        entry = make_scalar(value)
         if entry is not None:
             self.entries[path] = entry
         elif isinstance(value, (list, tuple, dict, set, frozenset)):
-            self._container(path, value, depth)
+            self._add_container(path, value, depth)
         else:
-            self.entries[path] = self._leaf(path, value)
+            self.entries[path] = self._make_leaf(path, value)
 
-    def _container(self, path: str, value: Any, depth: int) -> None:
+    def _add_container(self, path: str, value: Any, depth: int) -> None:
         if id(value) in self._above:
             raise CorruptSnapshotError(f"{self._where}: {path}: contains itself")
-        made = container(value)
+        made = make_container(value)
         if made is None:
-            self.entries[path] = refused(f"{_kind(value)} whose keys or kind no entry can hold")
+            self.entries[path] = make_refused_entry(f"{_kind_name(value)} whose keys or kind no entry can hold")
             return
         entry, children = made
         self.entries[path] = entry
         self._above.add(id(value))
         for name, child in zip(entry.components(), children, strict=True):
-            self._add(f"{path}/{name}", child, depth + 1)
+            self._add_value(f"{path}/{name}", child, depth + 1)
         self._above.discard(id(value))
 
-    def _leaf(self, path: str, value: Any) -> Any:
+    def _make_leaf(self, path: str, value: Any) -> Any:
         try:
-            tensor = rebuilt(value)
+            tensor = rebuild_tensor(value)
             if tensor is not None:
                 return self._stored(path, tensor)
-            array = numpy_value(value)
+            array = make_numpy_value(value)
         except (ValueError, TypeError, OverflowError) as error:
             raise CorruptSnapshotError(f"{self._where}: {path}: {error}") from error
         if array is not None:
-            return self._array(array)
+            return self._make_array(array)
         name = getattr(type(value), "name", "") or type(value).__name__  # its own may be anything
-        return refused(f"{MODULE} {name}" if _is_module(value) else name)
+        return make_refused_entry(f"{MODULE} {name}" if _is_module(value) else name)
 
-    def _array(self, value: Any) -> Any:
-        described = numpy_arrays.describe(value)
+    def _make_array(self, value: Any) -> Any:
+        described = numpy_arrays.describe_array(value)
         if described is None:
-            return refused("numpy.ndarray of objects")
+            return make_refused_entry("numpy.ndarray of objects")
         descr, shape, order, tensor = described
         self._room -= tensor.nbytes
         if self._room < 0:
@@ -237,28 +239,28 @@ class Tree:
         return e.NDArrayEntry(data, descr, shape, order, isinstance(value, np.generic))
 
 
-def container(value: Any) -> tuple[e.Container, list[Any]] | None:
-    """Return a container's entry, and its children in order; None for one that no entry can hold."""
+def make_container(value: Any) -> tuple[e.Container, list[Any]] | None:
+    """Return a container's entry, and its children in order; None if no entry can represent it."""
     kind = type(value)
     if isinstance(value, dict):
-        return _dict(value)
+        return _make_dict(value)
     children = list(value) if kind in SEQUENCES or kind is p.Deque else []
     if kind is p.Deque:
         longest = value.maxlen
         if longest is not None and (type(longest) is not int or longest < len(value)):
             return None
         return e.DequeEntry(len(children), maxlen=longest), children
-    if kind not in SEQUENCES or (kind in (set, frozenset) and None in map(scalar, children)):
+    if kind not in SEQUENCES or (kind in (set, frozenset) and None in map(make_scalar, children)):
         return None
     return SEQUENCES[kind](len(children)), children
 
 
-def _dict(value: dict[Any, Any]) -> tuple[e.Container, list[Any]] | None:
+def _make_dict(value: dict[Any, Any]) -> tuple[e.Container, list[Any]] | None:
     items = list(dict.items(value))
     keys = [encode_key(key) for key, _ in items]
     if None in keys or type(value) not in _DICTS:
         return None
-    tagged = tagged_keys(key for key, _ in items) or None
+    tagged = find_tagged_keys(key for key, _ in items) or None
     more = _DICTS[type(value)](value)
     if more is None:
         return None
@@ -268,7 +270,7 @@ def _dict(value: dict[Any, Any]) -> tuple[e.Container, list[Any]] | None:
     return (entry, [child for _, child in items]) if len(set(names)) == len(names) else None
 
 
-def _factory(value: Any) -> tuple[type[e.DictEntry], dict[str, Any]] | None:
+def _find_factory(value: Any) -> tuple[type[e.DictEntry], dict[str, Any]] | None:
     factory = vars(value).get("factory")
     named = "None" if factory is None else getattr(factory, "name", None) or getattr(factory, "__name__", "")
     name = str(named).rpartition(".")[2]
@@ -281,14 +283,14 @@ def _factory(value: Any) -> tuple[type[e.DictEntry], dict[str, Any]] | None:
 
 _DICTS: dict[Any, Callable[[Any], tuple[type[e.DictEntry], dict[str, Any]] | None]] = {
     dict: lambda value: (e.DictEntry, {}),
-    collections.OrderedDict: lambda value: (e.OrderedDictEntry, {"module_versions": _versions(value)}),
+    collections.OrderedDict: lambda value: (e.OrderedDictEntry, {"module_versions": _read_versions(value)}),
     p.Counter: lambda value: (e.CounterEntry, {}),
-    p.DefaultDict: _factory,
+    p.DefaultDict: _find_factory,
 }
 
 
-def _versions(value: Any) -> dict[str, dict[str, Any]] | None:
-    """Return the versions of modules that a state dict carries."""
+def _read_versions(value: Any) -> dict[str, dict[str, Any]] | None:
+    """Return the module versions of a state dict."""
     held = vars(value).get("_metadata")
     if not isinstance(held, dict):
         return None
@@ -306,32 +308,32 @@ def _versions(value: Any) -> dict[str, dict[str, Any]] | None:
     return made
 
 
-def _kind(value: Any) -> str:
+def _kind_name(value: Any) -> str:
     return type(value).__name__.lower()
 
 
 def _is_module(value: Any) -> bool:
-    """Return True if a stand-in is of a `torch.nn.Module`, which every version gives these attributes."""
-    return isinstance(value, p.Stand) and {"_parameters", "_modules"} <= p.fields(value).keys()
+    """Return True if a stand-in is a `torch.nn.Module`, which has these attributes in every version."""
+    return isinstance(value, p.StandIn) and {"_parameters", "_modules"} <= p.read_fields(value).keys()
 
 
 _MULTIARRAY = ("numpy.core.multiarray.", "numpy._core.multiarray.")
 
 
-def numpy_value(value: Any) -> Any:
-    """Return the NumPy array or scalar that a stand-in stands for; None where it is something else."""
-    if not isinstance(value, p.Stand) or not value.name.startswith(_MULTIARRAY):
+def make_numpy_value(value: Any) -> Any:
+    """Return the NumPy array or scalar of a stand-in; None for any other value."""
+    if not isinstance(value, p.StandIn) or not value.name.startswith(_MULTIARRAY):
         return None
     what = value.name.rpartition(".")[2]
     if what == "scalar" and len(value.arguments) == 2:
-        dtype = _numpy_dtype(value.arguments[0])
+        dtype = _make_numpy_dtype(value.arguments[0])
         data = value.arguments[1]
         if dtype is None or not isinstance(data, bytes) or len(data) != dtype.itemsize:
             return None
         return np.frombuffer(data, dtype)[0]
     if what == "_reconstruct" and isinstance(value.state, tuple) and len(value.state) == 5:
         _, shape, given, fortran, data = value.state
-        dtype = _numpy_dtype(given) if _is_array(value.arguments[:1]) else None
+        dtype = _make_numpy_dtype(given) if _is_array(value.arguments[:1]) else None
         if dtype is None or not isinstance(data, bytes) or not isinstance(shape, tuple):
             return None
         if not all(type(size) is int and size >= 0 for size in shape) or len(data) != math.prod(shape) * dtype.itemsize:
@@ -343,13 +345,13 @@ def numpy_value(value: Any) -> Any:
 
 
 def _is_array(arguments: Sequence[Any]) -> bool:
-    """Return True unless it is a subclass of NumPy's arrays that a pickle makes."""
+    """Return True unless a pickle creates a subclass of NumPy's arrays."""
     kind = arguments[0] if arguments else None
-    return isinstance(kind, type) and issubclass(kind, p.Stand) and kind.name == "numpy.ndarray"
+    return isinstance(kind, type) and issubclass(kind, p.StandIn) and kind.name == "numpy.ndarray"
 
 
-def _numpy_dtype(value: Any) -> np.dtype[Any] | None:
-    if not isinstance(value, p.Stand) or value.name != "numpy.dtype" or not value.arguments:
+def _make_numpy_dtype(value: Any) -> np.dtype[Any] | None:
+    if not isinstance(value, p.StandIn) or value.name != "numpy.dtype" or not value.arguments:
         return None
     text = value.arguments[0]
     if type(text) is not str or len(text) > 8 or text[:1] not in "biufcSU" or not text[1:].isdecimal():

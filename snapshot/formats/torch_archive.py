@@ -1,6 +1,7 @@
-"""Archives as torch.save makes them, laid out before their bytes are known: what stands between storages, and where.
+"""Archives in the format of torch.save, laid out before their bytes are known.
 
-Checksums are known only when the bytes have come by; so they stand behind the bytes, and in the directory at the end.
+Checksums are known only after the bytes have been written. So they follow the bytes, and are in the directory at the
+end.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ import msgspec
 import torch
 
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
-from snapshot.tensors.strides import contiguous
+from snapshot.tensors.strides import contiguous_strides
 
 ALIGNMENT = 64
 _LONG = 0xFFFFFFFF
 _FLAGS = 0x808
-"""Names are UTF-8, and checksums stand behind the data."""
+"""Names are UTF-8, and checksums follow the data."""
 _HEADER = struct.Struct("<4s5H3L2H")
 _ITEM = struct.Struct("<4s6H3L5H2L")
 _PADDING = 0x4246
 
 Sum = Callable[[], int]
-"""The checksum of a member's bytes, once they are known."""
+"""A function that returns the checksum of a member's bytes, once they are known."""
 
 
 class ArchiveMember(msgspec.Struct):
-    """A member to be: its bytes, or how many there will be."""
+    """A member to write: its bytes, or their number."""
 
     name: str
     size: int
@@ -42,13 +43,13 @@ class ArchiveMember(msgspec.Struct):
 
 
 class Frame(msgspec.Struct):
-    """Bytes between two storages: how many, and how they are made."""
+    """Bytes between two storages: their number, and the function that creates them."""
 
     size: int
     make: Callable[[], bytes]
 
 
-def _header(name: bytes, size: int, at: int) -> bytes:
+def _encode_header(name: bytes, size: int, at: int) -> bytes:
     long = size >= _LONG
     extra = struct.pack("<2H2Q", 1, 16, size, size) if long else b""
     begin = at + _HEADER.size + len(name) + len(extra)
@@ -62,14 +63,14 @@ def _header(name: bytes, size: int, at: int) -> bytes:
     )
 
 
-def _described(member: ArchiveMember) -> bytes:
-    """Return what stands behind a member's bytes."""
+def _encode_descriptor(member: ArchiveMember) -> bytes:
+    """Return the bytes after a member's data."""
     assert member.sum is not None
     size = member.size
     return struct.pack("<4sL2Q" if size >= _LONG else "<4s3L", b"PK\7\10", member.sum(), size, size)
 
 
-def _directory(members: Sequence[ArchiveMember], begin: int) -> bytes:
+def _encode_directory(members: Sequence[ArchiveMember], begin: int) -> bytes:
     made = bytearray()
     for each in members:
         assert each.sum is not None
@@ -93,9 +94,11 @@ def _directory(members: Sequence[ArchiveMember], begin: int) -> bytes:
     return bytes(made) + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, count, count, length, begin, 0)
 
 
-def laid_out(members: Sequence[ArchiveMember], crc32: Callable[[bytes], int]) -> tuple[list[Frame | int], int]:
-    """Return the frames of an archive in order, with the numbers of the members between them whose bytes come from
-    elsewhere; and its length."""
+def lay_out_archive(members: Sequence[ArchiveMember], crc32: Callable[[bytes], int]) -> tuple[list[Frame | int], int]:
+    """Return the frames of an archive in order, and the archive's length.
+
+    Between the frames are the numbers of the members whose bytes are supplied elsewhere.
+    """
     found: list[Frame | int] = []
     parts: list[bytes | Callable[[], bytes]] = []
     position = begin = 0
@@ -117,7 +120,7 @@ def laid_out(members: Sequence[ArchiveMember], crc32: Callable[[bytes], int]) ->
 
     for number, each in enumerate(members):
         each.header = position
-        header = _header(each.name.encode(), each.size, position)
+        header = _encode_header(each.name.encode(), each.size, position)
         append(header, len(header))
         if each.data is not None:
             crc = crc32(each.data)
@@ -129,16 +132,16 @@ def laid_out(members: Sequence[ArchiveMember], crc32: Callable[[bytes], int]) ->
             position += each.size
             begin = position
         assert each.sum is not None
-        append(partial(_described, each), 24 if each.size >= _LONG else 16)
+        append(partial(_encode_descriptor, each), 24 if each.size >= _LONG else 16)
     where = position
     blank = [ArchiveMember(each.name, each.size, header=each.header, sum=int) for each in members]
-    append(lambda: _directory(members, where), len(_directory(blank, where)))
+    append(lambda: _encode_directory(members, where), len(_encode_directory(blank, where)))
     close()
     return found, position
 
 
-def around(name: str, content: bytes, storages: Sequence[ArchiveMember], identity: str) -> list[ArchiveMember]:
-    """Return the members of an archive of torch's, around those of its storages."""
+def wrap_storages(name: str, content: bytes, storages: Sequence[ArchiveMember], identity: str) -> list[ArchiveMember]:
+    """Return the members of a torch archive, including those of its storages."""
     first = [("data.pkl", content), (".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")]
     last = [("version", b"3\n"), (".data/serialization_id", identity.encode())]
     made = [ArchiveMember(f"{name}/{each}", len(data), data) for each, data in first]
@@ -146,8 +149,8 @@ def around(name: str, content: bytes, storages: Sequence[ArchiveMember], identit
     return made + [ArchiveMember(f"{name}/{each}", len(data), data) for each, data in last]
 
 
-class Absent(msgspec.Struct):
-    """A tensor in a state that is pickled: its bytes come later, in the member `key`."""
+class AbsentTensor(msgspec.Struct):
+    """A tensor in a pickled state whose bytes follow later, in the member `key`."""
 
     key: str
     dtype: str
@@ -164,18 +167,18 @@ class _Storage(msgspec.Struct):
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles as torch.save does, without having the tensors."""
+    """A pickler with the output of torch.save that does not need the tensors."""
 
-    def __init__(self, file: Any, absent: Callable[[torch.Tensor], Absent | None]) -> None:
+    def __init__(self, file: Any, absent: Callable[[torch.Tensor], AbsentTensor | None]) -> None:
         super().__init__(file, protocol=2)
         self._absent = absent
         self.storages: dict[str, bytes] = {}
-        """Of tensors that are at hand after all: in objects, or of sparse layouts."""
+        """Storages of available tensors: those in objects, or of sparse layouts."""
         self._seen: dict[int, tuple[str, Any]] = {}
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, _Storage):
-            kind, size = _kind_of(value.dtype)
+            kind, size = _find_storage_type(value.dtype)
             return ("storage", kind, value.key, "cpu", value.numel * (ITEMSIZE[value.dtype] // size))
         if isinstance(value, (torch.storage.TypedStorage, torch.UntypedStorage)):
             plain = value._untyped_storage if isinstance(value, torch.storage.TypedStorage) else value
@@ -190,40 +193,40 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and (stand := self._absent(value)) is not None:
             value = stand
-        if not isinstance(value, Absent):
+        if not isinstance(value, AbsentTensor):
             return NotImplemented
-        return _rebuilds(value)
+        return _reduce_tensor(value)
 
 
-def _kind_of(dtype: str) -> tuple[Any, int]:
-    """torch's class of storages for a dtype, and how long its elements are."""
+def _find_storage_type(dtype: str) -> tuple[Any, int]:
+    """Return torch's storage class for a dtype, and the size of its elements."""
     known = torch.storage._dtype_to_storage_type_map().get(BY_NAME[dtype])
     return (torch.UntypedStorage, 1) if known is None else (getattr(torch, known), ITEMSIZE[dtype])
 
 
-def _rebuilds(value: Absent) -> Any:
+def _reduce_tensor(value: AbsentTensor) -> Any:
     if value.is_parameter:
         data = msgspec.structs.replace(value, is_parameter=False, requires_grad=False)
         return torch._utils._rebuild_parameter, (data, value.requires_grad, collections.OrderedDict())
     order = value.order or tuple(range(len(value.shape)))
-    steps = contiguous(tuple(value.shape[axis] for axis in order))
+    steps = contiguous_strides(tuple(value.shape[axis] for axis in order))
     strides = tuple(steps[order.index(axis)] for axis in range(len(order)))
     numel = 1
     for size in value.shape:
         numel *= size
     storage = _Storage(value.key, value.dtype, numel)
     arguments: tuple[Any, ...] = (storage, 0, value.shape, strides, value.requires_grad, collections.OrderedDict())
-    if _kind_of(value.dtype)[0] is torch.UntypedStorage:
+    if _find_storage_type(value.dtype)[0] is torch.UntypedStorage:
         return torch._utils._rebuild_tensor_v3, (*arguments, BY_NAME[value.dtype])
     return torch._utils._rebuild_tensor_v2, arguments
 
 
-def pickled(
-    state: Any, absent: Callable[[torch.Tensor], Absent | None] = lambda _: None
+def pickle_state(
+    state: Any, absent: Callable[[torch.Tensor], AbsentTensor | None] = lambda _: None
 ) -> tuple[bytes, dict[str, bytes]]:
-    """Return a state's pickle, as torch.save writes it, and the storages of those of its tensors that are at hand.
+    """Return a state's pickle in the format of torch.save, and the storages of its available tensors.
 
-    `absent`: what to write in the place of a tensor; None if the tensor itself is at hand.
+    `absent` returns the replacement of a tensor, or None if the tensor itself is available.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, absent)
@@ -232,6 +235,6 @@ def pickled(
 
 
 @lru_cache(maxsize=1024)
-def pickled_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Return the pickle of one tensor in an archive of its own. Tensors of one shape have equal ones."""
-    return pickled(Absent("0", dtype, shape))[0]
+def pickle_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return the pickle of one tensor in an archive of its own. Tensors of one shape have equal pickles."""
+    return pickle_state(AbsentTensor("0", dtype, shape))[0]

@@ -9,37 +9,37 @@ from typing import Any
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats import safe_pickle, zip_directory
-from snapshot.formats.foreign import ForeignDocument, document
+from snapshot.formats.foreign import ForeignDocument, make_document
 from snapshot.formats.pickle_scan import expect_stored
-from snapshot.formats.to_entries import Rebuilt, Tree, container, extra_of
-from snapshot.formats.unpickling import INLINE, is_refused, locate, refused
+from snapshot.formats.to_entries import EntryTree, RebuiltTensor, make_container, make_extra
+from snapshot.formats.unpickling import INLINE, is_refused, locate_object, make_refused_entry
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import Container, Extra, TensorEntry
 from snapshot.storage import Storage
 from snapshot.tensors.dtypes import ITEMSIZE
-from snapshot.tensors.strides import span
+from snapshot.tensors.strides import measure_span
 from snapshot.text import counted
 
 TAIL = 64 << 10
-"""Read at once from the end: of most files the whole directory is in it."""
+"""The length read first from the end: it has the whole directory of most files."""
 VALUE = "value"
-"""The name of what was saved if it was no container."""
+"""The name of a saved value that is not a container."""
 
 
-async def describe(storage: Storage, name: str, size: int, limit: int) -> ForeignDocument:
-    """Return what a file of torch.save holds."""
+async def describe_file(storage: Storage, name: str, size: int, limit: int) -> ForeignDocument:
+    """Return the checkpoint in a file of torch.save."""
     where = storage.url.join(name)
     try:
         archive = await _Archive.open(storage, name, size, limit)
-        content, length = await archive.read("data.pkl", limit)
-        order = (await archive.read("byteorder", 16))[0] if "byteorder" in archive.members else b"little"
+        content, length = await archive.read_member("data.pkl", limit)
+        order = (await archive.read_member("byteorder", 16))[0] if "byteorder" in archive.members else b"little"
     except ValueError as error:
         if isinstance(error, CorruptSnapshotError):
             raise
-        raise CorruptSnapshotError(f"{where}: is no archive of torch's: {error}") from error
-    tree = Tree(where, lambda path, found: archive.stored(found, swapped=order == b"big"), length)
-    saved = safe_pickle.load(content, where, length)
-    made = container(saved)
+        raise CorruptSnapshotError(f"{where}: is not a torch archive: {error}") from error
+    tree = EntryTree(where, lambda path, found: archive.make_entry(found, swapped=order == b"big"), length)
+    saved = safe_pickle.load_pickle(content, where, length)
+    made = make_container(saved)
     root: Container | None = None
     if made is None:
         tree.add(f"0/{VALUE}", saved)
@@ -49,9 +49,9 @@ async def describe(storage: Storage, name: str, size: int, limit: int) -> Foreig
             tree.add(f"0/{component}", child, 2)
     for path, entry in tree.entries.items():
         if is_refused(entry):
-            locate(entry, name, "" if root is None else path.partition("/")[2])
+            locate_object(entry, name, "" if root is None else path.partition("/")[2])
     token = f"{(await storage.stat(name)).token} {size}".encode() + content
-    return document(
+    return make_document(
         "torch.save",
         "",
         storage.url,
@@ -64,7 +64,7 @@ async def describe(storage: Storage, name: str, size: int, limit: int) -> Foreig
 
 
 class _Archive:
-    """An archive of torch's, by its directory."""
+    """A torch archive, by its directory."""
 
     def __init__(self, storage: Storage, name: str, begin: int, members: list[zip_directory.ZipMember]) -> None:
         self._storage = storage
@@ -80,21 +80,21 @@ class _Archive:
             raise ValueError("it has no data.pkl")
         places = sorted([each.header for each in members] + [begin])
         self._ends = dict(pairwise(places))
-        """Where each member ends at the latest: where the next one begins."""
+        """The latest end of each member: the begin of the next one."""
 
     @staticmethod
     async def open(storage: Storage, name: str, size: int, limit: int) -> _Archive:
         """Read the directory, and nothing else."""
-        tail = await _read(storage, name, max(0, size - TAIL), size)
-        begin, end = zip_directory.directory_range(tail, size)
+        tail = await _read_range(storage, name, max(0, size - TAIL), size)
+        begin, end = zip_directory.find_directory(tail, size)
         if end - begin > limit:
             raise ValueError(f"its directory has {counted(end - begin, 'byte')}")
         low = size - len(tail)
-        directory = tail[begin - low : end - low] if begin >= low else await _read(storage, name, begin, end)
-        return _Archive(storage, name, begin, zip_directory.members(directory, begin))
+        directory = tail[begin - low : end - low] if begin >= low else await _read_range(storage, name, begin, end)
+        return _Archive(storage, name, begin, zip_directory.read_members(directory, begin))
 
-    async def read(self, name: str, limit: int) -> tuple[bytes, int]:
-        """Return a short member's content, and how long it counts as: see `expect_stored`."""
+    async def read_member(self, name: str, limit: int) -> tuple[bytes, int]:
+        """Return a short member's content, and the length that limits are based on: see `expect_stored`."""
         member = self.members[name]
         if (
             member.method not in (zip_directory.STORED, zip_directory.DEFLATED)
@@ -105,11 +105,11 @@ class _Archive:
             )
         length = expect_stored(member.size, member.packed, f"its member {name}")
         end = min(self._ends[member.header], member.header + zip_directory.LONGEST_HEADER + member.packed)
-        data = await _read(self._storage, self._name, member.header, end)
-        at = zip_directory.data_begin(data)
+        data = await _read_range(self._storage, self._name, member.header, end)
+        at = zip_directory.find_data_begin(data)
         content = data[at : at + member.packed]
         if member.method == zip_directory.DEFLATED:
-            content = zip_directory.inflated(content, member.size)
+            content = zip_directory.inflate_member(content, member.size)
         if len(content) != member.size:
             raise ValueError(
                 f"its member {name} has {counted(len(content), 'byte')}, and {member.size:,} by its directory"
@@ -118,32 +118,32 @@ class _Archive:
             raise ValueError(f"its member {name} is damaged: its checksum differs from what was written")
         return content, length
 
-    def stored(self, found: Rebuilt, *, swapped: bool) -> Any:
-        """Return the entry of a tensor: the member of its storage, and how it lies in it."""
+    def make_entry(self, found: RebuiltTensor, *, swapped: bool) -> Any:
+        """Return the entry of a tensor: the member of its storage, and its layout in it."""
         itemsize = ITEMSIZE.get(found.dtype)
         if itemsize is None:
-            return refused(f"tensor of {found.dtype}")
+            return make_refused_entry(f"tensor of {found.dtype}")
         member = self.members.get(f"data/{found.storage}")
         if member is None:
             if math.prod(found.shape):
                 raise ValueError(f"its storage data/{found.storage[:100]} is missing")
-            return TensorEntry(INLINE, (0, 0), found.dtype, found.shape, extra=extra_of(found, view=False))
-        reach = (found.offset + span(found.shape, found.strides)) * itemsize
+            return TensorEntry(INLINE, (0, 0), found.dtype, found.shape, extra=make_extra(found, view=False))
+        reach = (found.offset + measure_span(found.shape, found.strides)) * itemsize
         if math.prod(found.shape) and reach > member.size:
             raise ValueError(f"its storage has {counted(member.size, 'byte')}, and it reaches to {reach:,}")
         if not math.prod(found.shape):
-            return TensorEntry(INLINE, (0, 0), found.dtype, found.shape, extra=extra_of(found, view=False))
+            return TensorEntry(INLINE, (0, 0), found.dtype, found.shape, extra=make_extra(found, view=False))
         if member.method not in (zip_directory.STORED, zip_directory.DEFLATED):
             raise UnsupportedFormatError(
                 f"{self._name}: data/{found.storage[:100]} is packed by method {member.method}"
             )
         packed = "deflate+" * (member.method == zip_directory.DEFLATED) + "swapped+" * swapped + found.bits
         place = member.header, self._ends[member.header]
-        extra: Extra | None = extra_of(found)
+        extra: Extra | None = make_extra(found)
         return TensorEntry(self._name, place, found.dtype, found.shape, serializer=f"{packed}zip", extra=extra)
 
 
-async def _read(storage: Storage, name: str, begin: int, end: int) -> bytes:
+async def _read_range(storage: Storage, name: str, begin: int, end: int) -> bytes:
     held = bytearray(end - begin)
     await storage.read_into(name, begin, [held])
     return bytes(held)

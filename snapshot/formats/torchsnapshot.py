@@ -1,4 +1,4 @@
-"""Snapshots of torchsnapshot, the library that this one grew out of: its manifest is JSON, or YAML by hand."""
+"""Snapshots of torchsnapshot, the predecessor of this library: its manifest is JSON, or YAML by hand."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import msgspec
 
 from snapshot.aio import gather_limited
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError, UnsupportedFormatError
-from snapshot.formats.foreign import ForeignDocument, bounds, checked_location, document
-from snapshot.formats.to_entries import scalar
+from snapshot.formats.foreign import ForeignDocument, check_location, extend_file, make_document
+from snapshot.formats.to_entries import make_scalar
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import DEEPEST, METADATA, ForeignFile, nesting
-from snapshot.manifest.paths import component, encode_key, tagged_keys
+from snapshot.manifest.document import DEEPEST, METADATA, ForeignFile, measure_nesting
+from snapshot.manifest.paths import encode_component, encode_key, find_tagged_keys
 from snapshot.manifest.rank_view import is_rank
 from snapshot.storage import Storage
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
@@ -27,10 +27,10 @@ AT_ONCE = 16
 _QUANTISED = {"qint8", "quint8", "qint32"}
 
 
-async def describe(storage: Storage, data: bytes) -> ForeignDocument:
-    """Return the snapshot whose manifest this is."""
+async def describe_snapshot(storage: Storage, data: bytes) -> ForeignDocument:
+    """Return the snapshot of this manifest."""
     where = storage.url.join(METADATA)
-    read = _document(data, where)
+    read = _parse_document(data, where)
     try:
         version, world, manifest = str(read["version"]), read["world_size"], read["manifest"]
         if type(world) is not int or world < 1 or not isinstance(manifest, dict):
@@ -39,28 +39,28 @@ async def describe(storage: Storage, data: bytes) -> ForeignDocument:
     except (ValueError, TypeError, KeyError, AttributeError, struct.error, OverflowError) as error:
         if isinstance(error, CorruptSnapshotError):
             raise
-        raise CorruptSnapshotError(f"{where}: is no manifest: {type(error).__name__}: {error}") from error
-    await _measure(storage, made)
-    return document(
+        raise CorruptSnapshotError(f"{where}: is not a manifest: {type(error).__name__}: {error}") from error
+    await _measure_files(storage, made)
+    return make_document(
         "torchsnapshot", version, storage.url, data, manifest=made.entries, files=made.files, world_size=world
     )
 
 
-def _document(data: bytes, where: object) -> dict[str, Any]:
+def _parse_document(data: bytes, where: object) -> dict[str, Any]:
     try:
-        if nesting(data) > DEEPEST:
+        if measure_nesting(data) > DEEPEST:
             raise CorruptSnapshotError(f"{where}: nests more than {DEEPEST} deep")
         found = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeError):
-        found = _yaml(data, where)
+        found = _parse_yaml(data, where)
     if not isinstance(found, dict) or not {"version", "world_size", "manifest"} <= found.keys():
-        raise CorruptSnapshotError(f"{where}: is no manifest ({counted(len(data), 'byte')})")
+        raise CorruptSnapshotError(f"{where}: is not a manifest ({counted(len(data), 'byte')})")
     return found
 
 
-def _yaml(data: bytes, where: object) -> Any:
+def _parse_yaml(data: bytes, where: object) -> Any:
     if b"manifest:" not in data:
-        raise CorruptSnapshotError(f"{where}: is no manifest ({counted(len(data), 'byte')})")
+        raise CorruptSnapshotError(f"{where}: is not a manifest ({counted(len(data), 'byte')})")
     import yaml  # nearly all manifests are JSON
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -73,8 +73,8 @@ def _yaml(data: bytes, where: object) -> Any:
         raise CorruptSnapshotError(f"{where}: is neither JSON nor YAML: {error}") from error
 
 
-async def _measure(storage: Storage, made: _Manifest) -> None:
-    """Objects' files are as long as they are: the manifest does not say."""
+async def _measure_files(storage: Storage, made: _Manifest) -> None:
+    """Find the lengths of objects' files, which the manifest does not record."""
 
     async def measure(location: str) -> int:
         try:
@@ -90,32 +90,32 @@ async def _measure(storage: Storage, made: _Manifest) -> None:
 
 
 class _Manifest:
-    """The entries, translated."""
+    """The translated entries."""
 
     def __init__(self, where: object, manifest: dict[str, Any], world: int) -> None:
         self._where = where
         self.entries: dict[str, Any] = {}
         self.files: dict[str, ForeignFile] = {}
         self.whole: dict[str, list[Any]] = {}
-        """Entries of all of a file, whose length is not known."""
+        """Entries of whole files with unknown length."""
         self._sharded: dict[str, str] = {}
         renamed = {}
         for path in manifest:
             rank, _, logical = path.partition("/")
             if not is_rank(rank, world) or not logical:
-                raise ValueError(f"{path[:200]!r} is an entry of no rank")
-            renamed[path] = f"{rank}/{'/'.join(component(unquote(each)) for each in logical.split('/'))}"
+                raise ValueError(f"{path[:200]!r} must begin with a rank")
+            renamed[path] = f"{rank}/{'/'.join(encode_component(unquote(each)) for each in logical.split('/'))}"
         self._there = manifest.keys()
         self._shared = {path.partition("/")[2] for path, raw in manifest.items() if _is_shared(raw)}
-        """Logical paths that the manifest has for one rank, and that all have."""
+        """Logical paths that the manifest lists for one rank, and that all ranks have."""
         for path, raw in manifest.items():
-            made = self._entry(path, raw)
+            made = self._make_entry(path, raw)
             if made is not None:
-                self._add(renamed[path], made)
-        self._fill()
+                self._add_entry(renamed[path], made)
+        self._fill_shapes()
 
-    def _add(self, path: str, made: Any) -> None:
-        """Shards of one tensor, which each rank lists its own of, become one entry."""
+    def _add_entry(self, path: str, made: Any) -> None:
+        """Add an entry; the shards of one tensor, of which each rank lists its own, are joined."""
         if isinstance(made, e.ShardedTensorEntry):
             logical = path.partition("/")[2]
             first = self._sharded.setdefault(logical, path)
@@ -126,8 +126,8 @@ class _Manifest:
                 return
         self.entries[path] = made
 
-    def _fill(self) -> None:
-        """Find the global shapes: only the shards tell them."""
+    def _fill_shapes(self) -> None:
+        """Find the global shapes, which only the shards reveal."""
         for path in self._sharded.values():
             entry = self.entries[path]
             if not entry.shards:
@@ -136,109 +136,109 @@ class _Manifest:
             ends = [[o + s for o, s in zip(each.offsets, each.sizes, strict=True)] for each in entry.shards]
             entry.shape = tuple(map(max, zip(*ends, strict=True)))
 
-    def _has(self, path: str) -> bool:
+    def _has_entry(self, path: str) -> bool:
         return path in self._there or path.partition("/")[2] in self._shared
 
-    def _entry(self, path: str, raw: dict[str, Any]) -> Any:
+    def _make_entry(self, path: str, raw: dict[str, Any]) -> Any:
         kind, replicated = raw["type"], raw.get("replicated") is True
         if kind in _DICTS:
-            return self._dict(_DICTS[kind], path, raw["keys"])
+            return self._make_dict(_DICTS[kind], path, raw["keys"])
         if kind in _VALUES:
-            entry = scalar(_VALUES[kind](raw["serialized_value"]))
+            entry = make_scalar(_VALUES[kind](raw["serialized_value"]))
             assert entry is not None
             entry.replicated = replicated
             return entry
         make: dict[str, Callable[[], Any]] = {
-            "list": lambda: e.ListEntry(self._length(path)),
-            "Tensor": lambda: self._tensor(raw, replicated),
+            "list": lambda: e.ListEntry(self._count_children(path)),
+            "Tensor": lambda: self._make_tensor(raw, replicated),
             "ChunkedTensor": lambda: e.ChunkedTensorEntry(
-                _dtype(raw["dtype"]), _sizes(raw["shape"]), self._shards(raw["chunks"]), replicated
+                _parse_dtype(raw["dtype"]), _parse_sizes(raw["shape"]), self._make_shards(raw["chunks"]), replicated
             ),
-            "ShardedTensor": lambda: e.ShardedTensorEntry("", (), self._shards(raw["shards"])),
-            "DTensor": lambda: e.ShardedTensorEntry("", (), self._shards(raw["shards"])),
-            "object": lambda: self._object(raw, str(raw["obj_type"]), replicated),
+            "ShardedTensor": lambda: e.ShardedTensorEntry("", (), self._make_shards(raw["shards"])),
+            "DTensor": lambda: e.ShardedTensorEntry("", (), self._make_shards(raw["shards"])),
+            "object": lambda: self._make_object(raw, str(raw["obj_type"]), replicated),
         }
         if kind not in make:
             raise UnsupportedFormatError(f"{self._where}: {path[:200]} is of the unknown type {str(kind)[:80]!r}")
         return make[kind]()
 
-    def _dict(self, made: Any, path: str, named: list[Any]) -> e.DictEntry:
-        keys = [key for key in named if self._has(_child(path, key))]
+    def _make_dict(self, made: Any, path: str, named: list[Any]) -> e.DictEntry:
+        keys = [key for key in named if self._has_entry(_child_path(path, key))]
         if not all(type(key) in (str, int) for key in keys):
             raise ValueError(f"{path[:200]!r} has keys that are neither texts nor ints")
-        return made([encode_key(key) for key in keys], tagged_keys(keys) or None)  # type: ignore[no-any-return]
+        return made([encode_key(key) for key in keys], find_tagged_keys(keys) or None)  # type: ignore[no-any-return]
 
-    def _length(self, path: str) -> int:
-        """How many children a list has: nothing says it but they themselves."""
+    def _count_children(self, path: str) -> int:
+        """Return the number of children of a list, which only the children reveal."""
         length = 0
-        while self._has(f"{path}/{length}"):
+        while self._has_entry(f"{path}/{length}"):
             length += 1
         return length
 
-    def _shards(self, raw: list[dict[str, Any]]) -> list[e.Shard]:
+    def _make_shards(self, raw: list[dict[str, Any]]) -> list[e.Shard]:
         found = []
         for each in raw:
-            tensor = self._tensor(each["tensor"], False)
+            tensor = self._make_tensor(each["tensor"], False)
             if not isinstance(tensor, e.TensorEntry):
                 raise UnsupportedFormatError(f"{self._where}: shards of {tensor.obj_type} are not known")
-            found.append(e.Shard(_sizes(each["offsets"]), _sizes(each["sizes"]), tensor))
+            found.append(e.Shard(_parse_sizes(each["offsets"]), _parse_sizes(each["sizes"]), tensor))
         return found
 
-    def _tensor(self, raw: dict[str, Any], replicated: bool) -> Any:
-        location = checked_location(raw["location"], self._where)
+    def _make_tensor(self, raw: dict[str, Any], replicated: bool) -> Any:
+        location = check_location(raw["location"], self._where)
         dtype = str(raw["dtype"]).removeprefix("torch.")
         if dtype in _QUANTISED:
-            return self._object(raw, f"torch.Tensor of {dtype}", replicated)
-        dtype, shape = _dtype(raw["dtype"]), _sizes(raw["shape"])
+            return self._make_object(raw, f"torch.Tensor of {dtype}", replicated)
+        dtype, shape = _parse_dtype(raw["dtype"]), _parse_sizes(raw["shape"])
         if raw["serializer"] == "torch_save":
             entry = e.TensorEntry(location, (0, 0), dtype, shape, replicated=replicated, serializer="torch_save")
-            self._range(entry, location, raw.get("byte_range"))
+            self._make_range(entry, location, raw.get("byte_range"))
             return entry
         if raw["serializer"] != "buffer_protocol":
             raise UnsupportedFormatError(f"{self._where}: the serializer {str(raw['serializer'])[:80]!r} is not known")
         given = raw.get("byte_range")
-        begin, end = _range(given) if given is not None else (0, math.prod(shape) * ITEMSIZE[dtype])
-        bounds(self.files, location, end)
+        begin, end = _parse_range(given) if given is not None else (0, math.prod(shape) * ITEMSIZE[dtype])
+        extend_file(self.files, location, end)
         return e.TensorEntry(location, (begin, end), dtype, shape, replicated=replicated)
 
-    def _object(self, raw: dict[str, Any], kind: str, replicated: bool) -> e.ObjectEntry:
+    def _make_object(self, raw: dict[str, Any], kind: str, replicated: bool) -> e.ObjectEntry:
         if raw["serializer"] != "torch_save":
             raise UnsupportedFormatError(f"{self._where}: the serializer {str(raw['serializer'])[:80]!r} is not known")
-        location = checked_location(raw["location"], self._where)
+        location = check_location(raw["location"], self._where)
         entry = e.ObjectEntry(location, (0, 0), "torch_save", kind[:200], replicated=replicated)
-        self._range(entry, location, raw.get("byte_range"))
+        self._make_range(entry, location, raw.get("byte_range"))
         return entry
 
-    def _range(self, entry: Any, location: str, given: Any) -> None:
+    def _make_range(self, entry: Any, location: str, given: Any) -> None:
         if given is None:
             self.whole.setdefault(location, []).append(entry)
         else:
-            entry.byte_range = _range(given)
-            bounds(self.files, location, entry.byte_range[1])
+            entry.byte_range = _parse_range(given)
+            extend_file(self.files, location, entry.byte_range[1])
 
 
 def _is_shared(raw: Any) -> bool:
     return isinstance(raw, dict) and (raw.get("replicated") is True or raw.get("type") in ("ShardedTensor", "DTensor"))
 
 
-def _child(path: str, key: Any) -> str:
+def _child_path(path: str, key: Any) -> str:
     return f"{path}/{str(key).replace('%', '%25').replace('/', '%2F')}"
 
 
-def _range(given: Any) -> tuple[int, int]:
+def _parse_range(given: Any) -> tuple[int, int]:
     begin, end = given
     if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 1 << 62:
-        raise ValueError(f"{str(given)[:100]} is no range")
+        raise ValueError(f"{str(given)[:100]} is not a range")
     return begin, end
 
 
-def _sizes(given: Any) -> tuple[int, ...]:
+def _parse_sizes(given: Any) -> tuple[int, ...]:
     if not isinstance(given, list) or not all(type(each) is int and 0 <= each < 1 << 60 for each in given):
-        raise ValueError(f"{str(given)[:100]} are no sizes")
+        raise ValueError(f"{str(given)[:100]} are not sizes")
     return tuple(given)
 
 
-def _dtype(given: Any) -> str:
+def _parse_dtype(given: Any) -> str:
     name = str(given).removeprefix("torch.")
     if name not in BY_NAME:
         raise UnsupportedFormatError(f"the dtype {str(given)[:80]!r} is not known to this version of torch")

@@ -1,4 +1,4 @@
-"""The checksums that archives carry: torch writes them with every member, and never looks at them again."""
+"""The checksums in archives: torch writes them with every member, and never verifies them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PIECE = 4 << 20
 Range = tuple[str, int, int]
 
 
-def archives(stored: Iterable[Any], files: Files) -> dict[Range, Range]:
-    """Return the archive that each stored range is (a part of), for those that are in one."""
+def find_archives(stored: Iterable[Any], files: Files) -> dict[Range, Range]:
+    """Return the archive of each stored range that is in one."""
     found = {}
     for each in stored:
         place = (each.location, *each.byte_range)
@@ -31,11 +31,10 @@ def archives(stored: Iterable[Any], files: Files) -> dict[Range, Range]:
     return found
 
 
-async def faults(
+async def find_faults(
     storage: Storage, memory: Any, wanted: Iterable[Range], progress: Callable[[int], None]
 ) -> tuple[list[str], set[Range]]:
-    """Return a line for each member whose bytes do not have the checksum that stands in its archive; and the archives
-    that have no checksums."""
+    """Return a line for each member with a wrong checksum, and the archives without checksums."""
     found: list[str] = []
     without: set[Range] = set()
     at_once = asyncio.Semaphore(2)
@@ -44,21 +43,21 @@ async def faults(
         location, begin, end = batch[0][0], batch[0][1], batch[-1][2]
         async with at_once, memory.slot(PIECE) as slot:
             if end - begin > PIECE:
-                lines, bare = await _long(storage, slot, batch[0], progress)
+                lines, bare = await _check_long(storage, slot, batch[0], progress)
             else:
                 view = slot.view[: end - begin]
                 await storage.read_into(location, begin, [view])
-                lines, bare = await in_thread(_short, view, begin, batch)
+                lines, bare = await in_thread(_check_batch, view, begin, batch)
                 progress(end - begin)
         found.extend(lines)
         without.update(bare)
 
-    await asyncio.gather(*map(check, _batches(wanted)))
+    await asyncio.gather(*map(check, _group_ranges(wanted)))
     return found, without
 
 
-def _batches(wanted: Iterable[Range]) -> list[list[Range]]:
-    """Short archives that lie close are read together."""
+def _group_ranges(wanted: Iterable[Range]) -> list[list[Range]]:
+    """Group short archives that are close together, to read them at once."""
     batches: list[list[Range]] = []
     for each in sorted(set(wanted)):
         last = batches[-1] if batches else None
@@ -69,59 +68,61 @@ def _batches(wanted: Iterable[Range]) -> list[list[Range]]:
     return batches
 
 
-def _short(view: memoryview, begin: int, batch: list[Range]) -> tuple[list[str], list[Range]]:
-    """Check archives whose bytes are here."""
+def _check_batch(view: memoryview, begin: int, batch: list[Range]) -> tuple[list[str], list[Range]]:
+    """Check archives whose bytes are in memory."""
     lines: list[str] = []
     bare = []
     for place in batch:
         archive = view[place[1] - begin : place[2] - begin]
         try:
-            low, high = zip_directory.directory_range(archive[-zip_directory.TAIL :], len(archive))
-            members = zip_directory.members(archive[low:high], low)
+            low, high = zip_directory.find_directory(archive[-zip_directory.TAIL :], len(archive))
+            members = zip_directory.read_members(archive[low:high], low)
             if not any(each.crc for each in members):
                 bare.append(place)
                 continue
             for each in members:
-                at = each.header + zip_directory.data_begin(archive[each.header :])
-                inflater = _inflater(each)
-                crc = _sum(archive[at : at + each.packed], 0, inflater)
-                lines += _line(place, each, at, crc)
+                at = each.header + zip_directory.find_data_begin(archive[each.header :])
+                inflater = _make_inflater(each)
+                crc = _update_sum(archive[at : at + each.packed], 0, inflater)
+                lines += _describe_fault(place, each, at, crc)
         except (ValueError, zlib.error) as error:
             lines.append(f"{place[0]}[{place[1]}:{place[2]}] is no archive: {error}")
     return lines, bare
 
 
-async def _long(
+async def _check_long(
     storage: Storage, slot: Any, place: Range, progress: Callable[[int], None]
 ) -> tuple[list[str], list[Range]]:
     location, begin, end = place
     lines: list[str] = []
     try:
-        tail = await _read(storage, location, max(begin, end - zip_directory.TAIL), end)
-        low, high = zip_directory.directory_range(tail, end - begin)
-        members = zip_directory.members(await _read(storage, location, begin + low, begin + high), low)
+        tail = await _read_range(storage, location, max(begin, end - zip_directory.TAIL), end)
+        low, high = zip_directory.find_directory(tail, end - begin)
+        members = zip_directory.read_members(await _read_range(storage, location, begin + low, begin + high), low)
         if not any(each.crc for each in members):
             return [], [place]
         for each in members:
-            header = await _read(storage, location, begin + each.header, begin + each.header + zip_directory.HEADER)
-            at = each.header + zip_directory.data_begin(header)
-            crc, inflater = 0, _inflater(each)
+            header = await _read_range(
+                storage, location, begin + each.header, begin + each.header + zip_directory.HEADER
+            )
+            at = each.header + zip_directory.find_data_begin(header)
+            crc, inflater = 0, _make_inflater(each)
             for position in range(begin + at, begin + at + each.packed, PIECE):
                 view = slot.view[: min(PIECE, begin + at + each.packed - position)]
                 await storage.read_into(location, position, [view])
-                crc = await in_thread(_sum, view, crc, inflater)
+                crc = await in_thread(_update_sum, view, crc, inflater)
                 progress(len(view))
-            lines += _line(place, each, at, crc)
+            lines += _describe_fault(place, each, at, crc)
     except (ValueError, zlib.error) as error:
         lines.append(f"{location}[{begin}:{end}] is no archive: {error}")
     return lines, []
 
 
-def _inflater(member: zip_directory.ZipMember) -> Any:
+def _make_inflater(member: zip_directory.ZipMember) -> Any:
     return zlib.decompressobj(-zlib.MAX_WBITS) if member.method == zip_directory.DEFLATED else None
 
 
-def _line(place: Range, member: zip_directory.ZipMember, at: int, crc: int) -> list[str]:
+def _describe_fault(place: Range, member: zip_directory.ZipMember, at: int, crc: int) -> list[str]:
     if crc == member.crc:
         return []
     begin = place[1] + at
@@ -131,7 +132,7 @@ def _line(place: Range, member: zip_directory.ZipMember, at: int, crc: int) -> l
     ]
 
 
-def _sum(view: memoryview, crc: int, inflater: Any) -> int:
+def _update_sum(view: memoryview, crc: int, inflater: Any) -> int:
     if inflater is None:
         return zlib.crc32(view, crc)
     for low in range(0, len(view), 1 << 10):
@@ -139,7 +140,7 @@ def _sum(view: memoryview, crc: int, inflater: Any) -> int:
     return crc
 
 
-async def _read(storage: Storage, location: str, begin: int, end: int) -> bytes:
+async def _read_range(storage: Storage, location: str, begin: int, end: int) -> bytes:
     held = bytearray(end - begin)
     await storage.read_into(location, begin, [held])
     return bytes(held)

@@ -1,7 +1,7 @@
-"""Where things lie in a zip archive, told from its directory and the headers alone: torch.save's files are such
-archives, and a DCP file is a row of them.
+"""Layout of a zip archive, from its directory and the headers alone.
 
-Only what torch writes is known. The standard library's reader takes ten times as long, and wants the whole file.
+Files of torch.save are such archives, and a DCP file is a row of them. Only the features that torch writes are
+supported. The standard library's reader takes ten times as long, and needs the whole file.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 _NONE = 0xFFFFFFFF
 HEADER = 30
-"""Bytes of a member's header that stand before its name."""
+"""Bytes of a member's header before its name."""
 LONGEST_HEADER = HEADER + 2 * 0xFFFF
-"""Bytes of a member's header at most, with its name and what else stands there."""
+"""The maximum length of a member's header, with its name and extra fields."""
 TAIL = _END.size + _LOCATOR.size + _END64.size
-"""Bytes at the end of an archive that say where its directory is, if it has no comment; torch writes none."""
+"""Bytes at the end of an archive that locate its directory, if it has no comment; torch writes none."""
 STORED, DEFLATED = 0, 8
 
 
 class ZipMember(msgspec.Struct, gc=False):
-    """What the directory says of a member."""
+    """A member, as the directory describes it."""
 
     name: str
     method: int
     crc: int
     packed: int
-    """How long it is in the archive."""
+    """The length in the archive."""
     size: int
     header: int
-    """Where its header begins in the archive."""
+    """The begin of its header in the archive."""
 
 
-def directory_range(tail: bytes | memoryview, size: int) -> tuple[int, int]:
-    """Where the directory of an archive begins and ends, from its last bytes. A `ValueError` where that is none."""
+def find_directory(tail: bytes | memoryview, size: int) -> tuple[int, int]:
+    """Return the begin and end of an archive's directory, from its last bytes; raise ValueError if it has none."""
     end = len(tail) - _END.size
     if end < 0:
-        raise ValueError(f"{size} bytes are no archive")
+        raise ValueError(f"{size} bytes are not an archive")
     signature, disk, _, _, count, length, begin, comment = _END.unpack_from(tail, end)
     if signature != b"PK\5\6" or comment or disk not in (0, 0xFFFF):
         raise ValueError("it does not end like an archive")
@@ -55,12 +55,12 @@ def directory_range(tail: bytes | memoryview, size: int) -> tuple[int, int]:
         *_, length, begin = _END64.unpack_from(tail, place)
         stop = size - len(tail) + place
     if begin + length > stop:
-        raise ValueError("its directory does not lie in it")
+        raise ValueError("its directory is outside it")
     return begin, begin + length
 
 
-def members(directory: bytes | memoryview, begin: int) -> list[ZipMember]:
-    """Return what a directory lists, in its order; it begins at `begin` in the archive."""
+def read_members(directory: bytes | memoryview, begin: int) -> list[ZipMember]:
+    """Return the members in a directory, in its order; it begins at `begin` in the archive."""
     data = bytes(directory)
     found = []
     at = 0
@@ -73,7 +73,9 @@ def members(directory: bytes | memoryview, begin: int) -> list[ZipMember]:
         at += _DIRECTORY_ITEM.size
         name = data[at : at + name_length]
         if _NONE in (packed, size, header):
-            size, packed, header = _long(data[at + name_length : at + name_length + extra_length], size, packed, header)
+            size, packed, header = _read_long_lengths(
+                data[at + name_length : at + name_length + extra_length], size, packed, header
+            )
         at += name_length + extra_length + comment
         if flags & 1 or header + packed > begin or at > len(data):
             raise ValueError(f"its member {name[:100]!r} is encrypted, or lies outside of it")
@@ -81,8 +83,8 @@ def members(directory: bytes | memoryview, begin: int) -> list[ZipMember]:
     return found
 
 
-def _long(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
-    """Return the lengths of a long member, which stand apart."""
+def _read_long_lengths(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
+    """Return the lengths of a long member, which are stored separately."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)
@@ -99,17 +101,16 @@ def _long(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, 
     raise ValueError("its directory lacks the length of a long member")
 
 
-def data_begin(header: bytes | memoryview) -> int:
-    """How far behind its header's first byte a member's data begins."""
+def find_data_begin(header: bytes | memoryview) -> int:
+    """Return the distance from a member's header to its data."""
     if len(header) < HEADER or header[:4] != b"PK\3\4":
         raise ValueError("there is no member's header where its directory says so")
     *_, name, extra = _HEADER.unpack_from(header, 0)
     return HEADER + int(name) + int(extra)
 
 
-def inflated(data: bytes, size: int) -> bytes:
-    """Return a deflated member's content, of which `size` bytes are expected; it is not decompressed further than
-    that."""
+def inflate_member(data: bytes, size: int) -> bytes:
+    """Return a deflated member's content, decompressing at most `size` bytes."""
     try:
         return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)
     except zlib.error as error:

@@ -31,8 +31,8 @@ from snapshot.progress import Meter
 from snapshot.runtime.arena import Slot
 from snapshot.runtime.loop import run, start
 from snapshot.runtime.session import Session
-from snapshot.tensors.addresses import buffer, copy
-from snapshot.tensors.digest import BLOCK, digests, of_range
+from snapshot.tensors.addresses import copy_memory, wrap_memory
+from snapshot.tensors.digest import BLOCK, digest_range, split_digests
 from snapshot.text import listed
 
 PART = 8 << 20
@@ -102,7 +102,7 @@ def agree_on_reads(exchange: Exchange, plan: RestorePlan, *, once: bool, atomic:
     )
     ranges = {SharedRange(request.location, request.begin, request.end) for request in requests}
     named = {_digest(repr(each).encode()): each for each in ranges}
-    ready = ReadVote(once, of_range(b"".join(sorted(named))), list(plan.matched.unexpected), plan.unknown, atomic)
+    ready = ReadVote(once, digest_range(b"".join(sorted(named))), list(plan.matched.unexpected), plan.unknown, atomic)
     go = exchange.agree(ready, _decide, ReadVote, ReadDecision)
     if go.names or (go.once and len(go.speakers) > 1):
         wishes = ReadSet()
@@ -113,7 +113,7 @@ def agree_on_reads(exchange: Exchange, plan: RestorePlan, *, once: bool, atomic:
             wishes.unexpected = list(plan.matched.unexpected)
         common = exchange.agree(wishes, lambda all_: _common_ranges(all_, go.speakers), ReadSet, bytes)
         if go.once and len(go.speakers) > 1:
-            ranges = {named[key] for key in digests(common)}
+            ranges = {named[key] for key in split_digests(common)}
     if not go.once or sum(each.end - each.begin for each in ranges) < WORTH:
         return frozenset(), go.atomic
     return frozenset(ranges), go.atomic
@@ -140,14 +140,14 @@ def _unknown_heads(ready: ReadVote) -> set[str]:
 
 def _common_ranges(all_: list[ReadSet], speakers: Sequence[int]) -> bytes:
     """Return what all who differ want. A name that no rank has a use for is an error, as it is on one rank."""
-    names = set().union(*(digests(wishes.names) for wishes in all_))
+    names = set().union(*(split_digests(wishes.names) for wishes in all_))
     left = {path: None for wishes in all_ for path in wishes.unexpected if _digest(path.encode()) not in names}
     if left:
         mismatches = [f"{path}: is in the snapshot, not in the application of any rank" for path in left]
         raise RestoreError(
             f"does not fit the application, and nothing was touched:{listed(mismatches, 100)}", mismatches
         )
-    return b"".join(sorted(set.intersection(*({*digests(all_[rank].requests)} for rank in speakers))))
+    return b"".join(sorted(set.intersection(*({*split_digests(all_[rank].requests)} for rank in speakers))))
 
 
 def split_requests(requests: Sequence[ReadRequest], common: Ranges) -> tuple[list[ReadRequest], list[ReadRequest]]:
@@ -255,7 +255,7 @@ class BroadcastReader:
 
     async def _read(self, part: ReadPart, held: torch.Tensor) -> None:
         length = part.end - part.begin
-        await self._storage.read_into(part.location, part.begin, [buffer(held.data_ptr(), length)])
+        await self._storage.read_into(part.location, part.begin, [wrap_memory(held.data_ptr(), length)])
         self._reader.result.bytes_read += length
         self._reader.result.requests += 1
 
@@ -304,14 +304,14 @@ class BroadcastReader:
         address = held.data_ptr()
         for segment in part.segments:
             at, length = segment.begin - part.begin, segment.end - segment.begin
-            share = buffer(address + at, length)
+            share = wrap_memory(address + at, length)
             for request in self._requests[segment.request]:
                 if not self._reader.good(request, segment.begin, share):
                     continue
                 if request.live:
                     self._reader.result.touched.add(request.name)
                 if request.address:
-                    copy(request.address + segment.begin - request.begin, address + at, length)
+                    copy_memory(request.address + segment.begin - request.begin, address + at, length)
                 elif request.place is not None:
                     source: Any = _Held(held if at % 16 == 0 else held[at : at + length].clone())
                     request.place(

@@ -16,9 +16,9 @@ from snapshot.text import listed
 
 def expect_archive_checksums(session: Session, stored: Iterable[Any], files: Files) -> None:
     """Raise where stored ranges, or others in the same archives, are not what their archives say that they are."""
-    archives = zip_checksums.archives(stored, files)
+    archives = zip_checksums.find_archives(stored, files)
     if not archives:
         return
-    faults, _ = run(zip_checksums.faults(session.storage, session.budget, archives.values(), unmetered))
+    faults, _ = run(zip_checksums.find_faults(session.storage, session.budget, archives.values(), unmetered))
     if faults:
         raise CorruptSnapshotError(f"{session.url}: {len(faults)} damaged:{listed(faults)}", faults=faults)

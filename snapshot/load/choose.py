@@ -16,13 +16,13 @@ from snapshot.load.matched import Chosen
 from snapshot.load.restore_options import RestoreOptions
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import Container, ListEntry, OrderedDictEntry
-from snapshot.manifest.paths import component
-from snapshot.manifest.rank_view import View, by_key, nearest
+from snapshot.manifest.paths import encode_component
+from snapshot.manifest.rank_view import RankView, group_by_key, suggest_names
 from snapshot.manifest.validate import check_tree
-from snapshot.plan.globs import matcher, unmatched
+from snapshot.plan.globs import find_unmatched, matcher
 from snapshot.reports import RestoreIssues
 from snapshot.runtime.session import Session
-from snapshot.state.kind_of import kind_type
+from snapshot.state.kind_of import find_kind
 from snapshot.state.rng import RNGState
 from snapshot.state.state_tree import ChosenState
 from snapshot.text import counted
@@ -31,7 +31,7 @@ from snapshot.text import counted
 def in_restore_order(app_state: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return the statefuls in the order in which they are asked and handed back: by key, the RNG state last."""
     items = sorted(app_state.items(), key=lambda item: (isinstance(item[1], RNGState), item[0]))
-    return [(component(key), stateful) for key, stateful in items]
+    return [(encode_component(key), stateful) for key, stateful in items]
 
 
 class Chooser:
@@ -54,10 +54,10 @@ class Chooser:
         """Return True if a path is asked for."""
         return self._included(path) and not self._excluded(path)
 
-    def choose(self, view: View, app_state: Mapping[str, Any]) -> Chosen:
+    def choose(self, view: RankView, app_state: Mapping[str, Any]) -> Chosen:
         """Return the entries of each key that is asked for. Keys of which nothing is wanted are left alone."""
         self._chosen = Chosen()
-        grouped = by_key(view.entries)
+        grouped = group_by_key(view.entries)
         notes = self._notes
         self._check_globs(grouped, view)
         wanted = self._chosen.grouped
@@ -77,7 +77,7 @@ class Chooser:
                     continue
                 if not self._shared_alone(key, entries, view):
                     continue
-            expand_objects(self._session, self._document, entries, self.wanted, kind_type(stateful))
+            expand_objects(self._session, self._document, entries, self.wanted, find_kind(stateful))
             check_tree(key, entries)
             if not self._filtered or self._choose(key, entries, view):
                 wanted[key] = entries
@@ -85,37 +85,37 @@ class Chooser:
             self._note_gone(view, wanted)
         return self._chosen
 
-    def _lack(self, key: str, view: View, grouped: Mapping[str, Any]) -> None:
+    def _lack(self, key: str, view: RankView, grouped: Mapping[str, Any]) -> None:
         """Say that the snapshot lacks a whole key, or that it is another rank's."""
         if key in view.withheld:
             self._notes.mismatches.append(f"{key}: {view.withheld[key]}")
         elif self._options.strict:
-            self._notes.mismatches.append(f"{key}: the snapshot has no such key; {nearest(key, grouped)}")
+            self._notes.mismatches.append(f"{key}: the snapshot has no such key; {suggest_names(key, grouped)}")
         else:
             self._chosen.lacking = True
             self._notes.add("missing", key, "the snapshot has no such key; left as it is")
 
-    def _check_globs(self, grouped: Mapping[str, Mapping[str, Any]], view: View) -> None:
+    def _check_globs(self, grouped: Mapping[str, Mapping[str, Any]], view: RankView) -> None:
         named = (path for entries in grouped.values() for path in entries)
         every = [*named, *view.elsewhere] if self._filtered else []
-        for glob in unmatched(self._include, every) if self._include else ():
+        for glob in find_unmatched(self._include, every) if self._include else ():
             view.unknown.append(f"include: the glob {glob!r} matches nothing in the snapshot")
         if self._exchange.alone:
             self._notes.mismatches += view.unknown
         self._chosen.unknown = view.unknown
-        for glob in unmatched(self._exclude, every) if self._exclude else ():
+        for glob in find_unmatched(self._exclude, every) if self._exclude else ():
             warn(f"exclude: the glob {glob!r} matches nothing in the snapshot")
 
-    def _entries(self, key: str, grouped: Mapping[str, dict[str, Any]], view: View) -> dict[str, Any] | None:
+    def _entries(self, key: str, grouped: Mapping[str, dict[str, Any]], view: RankView) -> dict[str, Any] | None:
         """Return what there is under a key. If only other ranks had it, a module finds its names there."""
         if key not in grouped and any(path.startswith(f"{key}/") for path in view.elsewhere):
             return {key: OrderedDictEntry([])}
         return grouped.get(key)
 
-    def _choose(self, key: str, entries: Mapping[str, Any], view: View) -> bool:
+    def _choose(self, key: str, entries: Mapping[str, Any], view: RankView) -> bool:
         """Whether anything under a key is asked for, here or with other ranks; what is not is left alone."""
         choice = ChosenState(entries, self.wanted)
-        if choice.nothing and not any(path.startswith(f"{key}/") and self.wanted(path) for path in view.elsewhere):
+        if choice.is_empty and not any(path.startswith(f"{key}/") and self.wanted(path) for path in view.elsewhere):
             if self._document.parts and self.may_want(key):
                 self._chosen.incomplete = True  # it may be in a part that was not read yet
                 return False
@@ -137,14 +137,14 @@ class Chooser:
             not heads or any(head.startswith("**") or matcher([head])(key) for head in heads)
         )
 
-    def _note_gone(self, view: View, wanted: Mapping[str, Any]) -> None:
+    def _note_gone(self, view: RankView, wanted: Mapping[str, Any]) -> None:
         gone = Counter("/".join(path.split("/", 2)[:2]) for path in view.gone if path.split("/", 2)[1] in wanted)
         for path, count in gone.items():
             self._notes.add(
                 "skipped", path, f"{counted(count, 'entry', 'entries')} of a rank that is not there any more"
             )
 
-    def _shared_alone(self, key: str, entries: dict[str, Any], view: View) -> bool:
+    def _shared_alone(self, key: str, entries: dict[str, Any], view: RankView) -> bool:
         """Whether a rank that was not there can have this key, with what all ranks shared of it."""
         for path in [path for path, entry in entries.items() if isinstance(entry, Container) and path != key]:
             if path in entries and not self.wanted(path) and not _is_complete(path, entries):

@@ -17,15 +17,15 @@ import torch
 from snapshot.errors import CorruptSnapshotError
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import is_leaf
-from snapshot.manifest.paths import component, with_parents
+from snapshot.manifest.paths import add_parents, encode_component
 from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.typed import EnumEntry, resolve_member
 from snapshot.reports import RestoreIssues
 from snapshot.saved import class_name
 from snapshot.state import compound
-from snapshot.state.compound import form_of
-from snapshot.state.flatten import context_entries
-from snapshot.state.state_tree import live_leaves
+from snapshot.state.compound import find_form
+from snapshot.state.flatten import flatten_context
+from snapshot.state.state_tree import collect_leaves
 
 
 class KnownClasses(EnumEntry):
@@ -49,8 +49,8 @@ class BoundRecord(e.RecordEntry):
     def make(self, items: list[tuple[Any, Any]]) -> Any:
         held = {**self.kept, **dict(items)}
         if self.target is None:
-            return compound.with_attributes(self.kind, held)
-        compound.fill(self.target, dict(items))
+            return compound.make_instance(self.kind, held)
+        compound.set_attributes(self.target, dict(items))
         return self.target
 
 
@@ -142,7 +142,7 @@ class Binding:
 
     def _above_wanted(self, entries: Mapping[str, Any]) -> set[str]:
         """Return the paths of what is restored, and of what that is in."""
-        return with_parents(path for path, entry in entries.items() if path not in self._skipped and is_leaf(entry))
+        return add_parents(path for path, entry in entries.items() if path not in self._skipped and is_leaf(entry))
 
     # Enums
 
@@ -169,29 +169,29 @@ class Binding:
     def _record(self, path: str, entry: e.RecordEntry, entries: dict[str, Any]) -> list[str]:
         """Bind a dataclass; the paths of what the class has no place for."""
         held = self._compounds.get(path)
-        live = form_of(type(held)) is compound.RECORD
+        live = find_form(type(held)) is compound.RECORD
         kind: Any = type(held) if live else self._class(compound.RECORD, entry.obj_type)
         if kind is None:
             self._unknown(path, entry.obj_type)
             return []
-        own = compound.attributes(held) if live else {}
-        names = entry.names()
+        own = compound.read_attributes(held) if live else {}
+        names = entry.list_names()
         kept = {}
         for name in [*own, *_fields_of(kind)]:
             if name in names or name in kept:
                 continue
             try:
-                kept[name] = own[name] if name in own else compound.default_of(kind, name)
+                kept[name] = own[name] if name in own else compound.find_default(kind, name)
             except KeyError:
                 self._unknown(path, f"{entry.obj_type}, which had no field {name!r},")
                 return []
-            self._notes.add("kept", f"{path}/{component(name)}", "the saved object had no such field")
+            self._notes.add("kept", f"{path}/{encode_component(name)}", "the saved object had no such field")
         self._renamed(path, entry.obj_type, kind)
-        away = [not compound.can_have(kind, own, name) for name in names]
+        away = [not compound.accepts_attribute(kind, own, name) for name in names]
         gone = [f"{path}/{text}" for text, is_gone in zip(entry.components(), away, strict=True) if is_gone]
         for each in gone:
             self._notes.add("unexpected", each, f"{class_name(kind)} has no such field")
-        left = entry.without(away)
+        left = entry.without_children(away)
         target = held if path == self._fill else None
         entries[path] = BoundRecord(
             left.keys,  # type: ignore[attr-defined]
@@ -246,8 +246,8 @@ class Binding:
 
     def _filled(self, path: str, entry: e.SubclassEntry, held: Any) -> None:
         """Bind a live tensor of the same class, whose inner tensors are filled: all else must be the same."""
-        inner, context = compound.inner_tensors(held)
-        here = compound.wrapper_entry(held, list(inner), context_entries(held, context))
+        inner, context = compound.read_inner_tensors(held)
+        here = compound.make_wrapper_entry(held, list(inner), flatten_context(held, context))
         for what in ("obj_type", "keys", "dtype", "shape"):
             saved, live = getattr(entry, what), getattr(here, what)
             if saved == live:
@@ -275,8 +275,8 @@ class Binding:
         """Note as mismatches what could not be restored into the inner tensors of a live one; and give that one as the
         value of its path."""
         for path, held in self.wrappers.items():
-            for name in compound.inner_tensors(held)[0]:
-                below = f"{path}/{component(name)}"
+            for name in compound.read_inner_tensors(held)[0]:
+                below = f"{path}/{encode_component(name)}"
                 if below not in self.wrappers and values.get(below) is not self._live.get(below):
                     self._notes.mismatches.append(f"{below}: does not fit the inner tensor of the application's {path}")
             values[path] = held
@@ -298,7 +298,7 @@ class Binding:
             self._known = {
                 (form, class_name(kind)): kind
                 for kind in (*allowed, *in_sets, *held)
-                if (form := form_of(kind)) is not None
+                if (form := find_form(kind)) is not None
             }
         return self._known
 
@@ -324,8 +324,8 @@ def _above(path: str) -> Iterator[str]:
 def _in_context(value: Any) -> list[type]:
     """Return the classes that a wrapped tensor's class knows of besides."""
     found: dict[str, Any] = {}
-    if form_of(type(value)) is compound.WRAPPER:
-        live_leaves("", compound.inner_tensors(value)[1], found)
+    if find_form(type(value)) is compound.WRAPPER:
+        collect_leaves("", compound.read_inner_tensors(value)[1], found)
     return [type(each) for each in found.values()]
 
 

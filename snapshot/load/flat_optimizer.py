@@ -7,9 +7,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from snapshot.manifest.entries import DictEntry, ListEntry
-from snapshot.manifest.paths import uncomponent
-from snapshot.manifest.rank_view import View, renamed_view
-from snapshot.manifest.scalars import scalar_entry
+from snapshot.manifest.paths import decode_component
+from snapshot.manifest.rank_view import RankView, rename_view
+from snapshot.manifest.scalars import make_scalar_entry
 
 _STATE, _GROUPS = "state.", "param_groups."
 
@@ -22,7 +22,7 @@ def is_flat(entry: Any) -> bool:
     return bool(names) and "param_groups" not in names and all(name.startswith((_STATE, _GROUPS)) for name in names)
 
 
-def nested_view(view: View, base: str) -> View:
+def nested_view(view: RankView, base: str) -> RankView:
     """Return a view in which the optimizer state below `base` is nested: each parameter is in a group of its own, since
     a flat state does not say which parameters shared one."""
     top: Any = view.entries[base]
@@ -42,7 +42,7 @@ def nested_view(view: View, base: str) -> View:
 
     record = top.optimizer
     view.entries[base] = DictEntry([])
-    view = renamed_view(view, change)
+    view = rename_view(view, change)
     entries = view.entries
     entries.setdefault(f"{base}/state", DictEntry([]))
     entries[f"{base}/param_groups"] = ListEntry(len(params))
@@ -51,7 +51,7 @@ def nested_view(view: View, base: str) -> View:
         held: Any = entries.get(group, DictEntry([]))
         entries[group] = replace(held, keys=[*held.keys, "params"])
         entries[f"{group}/params"] = ListEntry(1)
-        entry = scalar_entry(uncomponent(name))
+        entry = make_scalar_entry(decode_component(name))
         assert entry is not None
         entries[f"{group}/params/0"] = entry
     entries[base] = DictEntry(["state", "param_groups"], optimizer=record)

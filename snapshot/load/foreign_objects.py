@@ -11,13 +11,13 @@ import msgspec
 from snapshot.errors import SnapshotError
 from snapshot.formats import safe_pickle
 from snapshot.formats.foreign import ForeignDocument
-from snapshot.formats.from_pickle import content_of
-from snapshot.formats.to_entries import Rebuilt, Tree
+from snapshot.formats.from_pickle import read_pickle
+from snapshot.formats.to_entries import EntryTree, RebuiltTensor
 from snapshot.load.open import expect_files
 from snapshot.load.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
-from snapshot.manifest.validate import locations_of
+from snapshot.manifest.validate import find_locations
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.state.stateful_kinds import Kind
@@ -47,21 +47,21 @@ def expand_objects(
     }
     if not chosen:
         return
-    run(expect_files(session, document, locations_of(chosen, document.files)))
+    run(expect_files(session, document, find_locations(chosen, document.files)))
     read_plan = ReadPlan(document.files)
     for path, entry in chosen.items():
         read_plan.new(path, entry)
     read_plan.execute(session, verify=False)
     for path in chosen:
         try:
-            content = content_of(read_plan.values[path])
-            tree = Tree(path, _refuse_tensor, len(content))
-            tree.add(path, safe_pickle.load(content, path))
+            content = read_pickle(read_plan.values[path])
+            tree = EntryTree(path, _refuse_tensor, len(content))
+            tree.add(path, safe_pickle.load_pickle(content, path))
         except (SnapshotError, ValueError, KeyError):
             continue  # whoever reads it is told
         if not tree.inline and not any(isinstance(each, e.ObjectEntry) for each in tree.entries.values()):
             entries.update(tree.entries)
 
 
-def _refuse_tensor(path: str, found: Rebuilt) -> e.TensorEntry:
+def _refuse_tensor(path: str, found: RebuiltTensor) -> e.TensorEntry:
     raise ValueError("a tensor in an object")

@@ -18,13 +18,13 @@ from snapshot.load.matched import Chosen, Matched
 from snapshot.load.read_plan import ReadPlan
 from snapshot.load.restore_options import RestoreOptions
 from snapshot.manifest import entries as e
-from snapshot.manifest.paths import component
-from snapshot.manifest.rank_view import View, adopt, leave_out
+from snapshot.manifest.paths import encode_component
+from snapshot.manifest.rank_view import RankView, adopt_entry, remove_entry
 from snapshot.manifest.scalars import Scalar
 from snapshot.reports import RestoreIssues
 from snapshot.state.optimizer_kinds import StateOfParameters
 from snapshot.state.state_tree import MISSING, ChosenState
-from snapshot.state.stateful_kinds import Kind, names_beneath
+from snapshot.state.stateful_kinds import Kind, find_names_beneath
 from snapshot.tensors.addresses import address_of_tensor
 
 
@@ -35,7 +35,7 @@ class Matcher:
         self,
         options: RestoreOptions,
         chosen: Chosen,
-        view: View,
+        view: RankView,
         *,
         wanted: Callable[[str], bool],
         beside: Callable[[Any], bool],
@@ -75,7 +75,7 @@ class Matcher:
         if kind.exact:
             self.matched.lacking = self.matched.lacking or any(path not in entries for path in kind.live)
         skipped = self.matched.skipped
-        live = kind.places(entries, skipped) if isinstance(kind, StateOfParameters) else kind.live
+        live = kind.find_places(entries, skipped) if isinstance(kind, StateOfParameters) else kind.live
         for path, entry in entries.items():
             held = live.get(path, MISSING)
             if (
@@ -117,19 +117,19 @@ class Matcher:
         left as it is."""
         if not kind.by_name:
             self._match_withheld(kind)
-        adopted = kind.adopts(entries, self._elsewhere)
+        adopted = kind.find_adopted(entries, self._elsewhere)
         for path in adopted:
-            adopt(entries, path, self._elsewhere[path])
+            adopt_entry(entries, path, self._elsewhere[path])
         if not all(map(self._wanted, adopted)):
             self._choose_again(kind.key, entries)
         choice = self.matched.states.get(kind.key)
         needed = choice is None or not choice.skipped.intersection(kind.needs)
-        lines = kind.mismatches(entries) if needed else []
+        lines = kind.find_mismatches(entries) if needed else []
         if isinstance(kind, StateOfParameters) and not kind.optimizers and kind.base in entries:
             self._notes.add("unexpected", kind.base, "the application gives no optimizer for it")
-            kind.leave_optimizer(entries)
+            kind.drop_optimizer(entries)
         if isinstance(kind, StateOfParameters) and kind.optimizers:
-            if (choice is None or choice.wants(kind.base)) and not self._match_optimizer(kind, entries, lines):
+            if (choice is None or choice.includes(kind.base)) and not self._match_optimizer(kind, entries, lines):
                 return False
         else:
             self._notes.mismatches += lines
@@ -154,19 +154,19 @@ class Matcher:
 
     def _match_missing(self, kind: Kind, entries: dict[str, Any]) -> None:
         """Raise or report names that the snapshot lacks, and names that only the snapshot has."""
-        for path in filter(self._wanted, kind.missing(entries)):
+        for path in filter(self._wanted, kind.find_missing(entries)):
             if self._strict:
                 why = self._withheld.get(path, "is in the application, not in the snapshot")
                 self._notes.mismatches.append(f"{path}: {why}")
             else:
                 self._notes.add("missing", path, "left as it is")
-        for path in kind.unexpected(entries):
+        for path in kind.find_unexpected(entries):
             if not self._strict:
                 self._notes.add("unexpected", path)
-                leave_out(entries, path)
+                remove_entry(entries, path)
             elif self._several and (self._every or _is_shared(entries[path])):
                 self.matched.unexpected[path] = None
-                leave_out(entries, path)
+                remove_entry(entries, path)
             else:
                 self._notes.mismatches.append(f"{path}: is in the snapshot, not in the application")
 
@@ -174,7 +174,7 @@ class Matcher:
         """Keep what the snapshot lacks, or remove it if that was asked for. What is another
         rank's is neither: the application asks for it."""
         gone = self.matched.dropped[kind.key] = []
-        for path, key in kind.kept(entries).items():
+        for path, key in kind.find_kept(entries).items():
             if not self._wanted(path):
                 continue
             self.matched.lacking = True
@@ -203,21 +203,21 @@ class Matcher:
         """Report what this rank cannot have: an optimizer would train on with half of its state."""
         for path, why in self._withheld.items():
             if path.startswith(f"{kind.key}/") and self._wanted(path):
-                if kind.exact or (self._strict and kind.asks_for(path)):
+                if kind.exact or (self._strict and kind.wants_entry(path)):
                     self._notes.mismatches.append(f"{path}: {why}")
                 else:
                     self._notes.add("skipped", path, why)
 
     def _match_names(self, kind: Kind, entries: dict[str, Any]) -> None:
         """Compare a module's names with the snapshot's; what has no match is an error, or left out and reported."""
-        saved = names_beneath(kind.key, entries)
+        saved = find_names_beneath(kind.key, entries)
         if saved is None or not isinstance(kind.state, dict):
             self._notes.mismatches.append(f"{kind.key}: the snapshot holds no module's state under this key")
             return
-        here = {f"{kind.key}/{component(name)}": None for name in kind.state}
+        here = {f"{kind.key}/{encode_component(name)}": None for name in kind.state}
         there = set(saved)
         for path in [path for path in here if path not in there and path in self._elsewhere]:
-            adopt(entries, path, self._elsewhere[path])
+            adopt_entry(entries, path, self._elsewhere[path])
             saved.append(path)
             there.add(path)
         missing = [path for path in here if path not in there and self._wanted(path)]
@@ -243,7 +243,7 @@ class Matcher:
         for below in [each for each in entries if "/".join(each.split("/", depth)[:depth]) in away] if away else ():
             del entries[below]
         top = entries[kind.key]
-        entries[kind.key] = top.without(path not in here for path in saved)
+        entries[kind.key] = top.without_children(path not in here for path in saved)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

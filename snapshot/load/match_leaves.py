@@ -19,7 +19,7 @@ from snapshot.reports import RestoreIssues
 from snapshot.saved import class_name
 from snapshot.state import numpy_arrays
 from snapshot.state.optimizer_kinds import StateOfParameters
-from snapshot.state.sharded import Shards, empty_like, sharded
+from snapshot.state.sharded import Shards, allocate_like, find_shards
 from snapshot.state.state_tree import MISSING
 from snapshot.state.stateful_kinds import Kind
 from snapshot.tensors.addresses import address_of_tensor
@@ -105,10 +105,10 @@ class LeafMatcher:
         """Return a saved tensor and one of which this rank holds some boxes; False where what is there is no such
         thing."""
         try:
-            made = kind.like(path, entry.shape) if held is MISSING else None
+            made = kind.find_like(path, entry.shape) if held is MISSING else None
             dtype = self._dtype(kind, path, entry) if made is not None else None
-            value = held if made is None or dtype is None else empty_like(made, dtype)
-            target = None if value is MISSING else sharded(path, value)
+            value = held if made is None or dtype is None else allocate_like(made, dtype)
+            target = None if value is MISSING else find_shards(path, value)
         except SnapshotError as error:
             self._notes.mismatches.append(str(error))
             return True
@@ -162,7 +162,7 @@ class LeafMatcher:
         dtype = self._dtype(kind, path, entry) if isinstance(entry, e.TENSORS) else None
         if dtype is not None and dtype is not BY_NAME.get(entry.dtype):
             self._fits_dtype(kind, path, entry, dtype, exact=True)
-        self._make_new(read_plan, path, entry, kind.device(path, shape), dtype)
+        self._make_new(read_plan, path, entry, kind.choose_device(path, shape), dtype)
 
     def _make_new(
         self,
@@ -181,7 +181,7 @@ class LeafMatcher:
     def _dtype(self, kind: Kind, path: str, entry: Any) -> torch.dtype | None:
         """Return the dtype of a new tensor: the saved one, but for an optimizer's state of a parameter that was
         cast."""
-        chosen = kind.state_dtype(path, entry) if isinstance(kind, StateOfParameters) else None
+        chosen = kind.choose_state_dtype(path, entry) if isinstance(kind, StateOfParameters) else None
         return chosen or BY_NAME.get(entry.dtype)
 
     def replace(self, kind: Kind, path: str, entry: Any) -> None:
@@ -209,5 +209,5 @@ def _array_fits(held: Any, entry: e.NDArrayEntry, path: str) -> bool:
         and held.shape == entry.shape
         and entry.order == "C"
         and BY_NAME.get(entry.data.dtype) is not None
-        and numpy_arrays.numpy_dtype(path, entry.dtype) == held.dtype
+        and numpy_arrays.read_dtype(path, entry.dtype) == held.dtype
     )

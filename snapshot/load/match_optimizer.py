@@ -34,23 +34,23 @@ def match_optimizer(
     unfit: set[int],
 ) -> OptimizerMatch:
     """Compare an optimizer with the saved one. `lines` says why it cannot take the state, as far as that is known."""
-    why = kind.optimizer_mismatch(entries)
+    why = kind.describe_mismatch(entries)
     lines = [why] if why else lines
     if lines and not options.strict:
         reasons = "; ".join(line.removeprefix(f"{kind.base}: ") for line in lines)
         notes.add("skipped", kind.base, f"left as it is: {reasons}")
-        return OptimizerMatch(goes_on=not kind.leave_optimizer(entries), left=True)
+        return OptimizerMatch(goes_on=not kind.drop_optimizer(entries), left=True)
     if lines:
         notes.mismatches += [f"{line}; strict=False leaves the optimizer as it is" for line in lines]
         return OptimizerMatch()
     found = OptimizerMatch()
-    for line, path, detail in kind.notes():
+    for line, path, detail in kind.make_notes():
         notes.add(line, path, detail)
     notes.mismatches += kind.choose_dtypes(options.cast, CASTS[options.cast], beside)
-    for name, what in kind.other_shapes(entries, unfit).items():
+    for name, what in kind.find_other_shapes(entries, unfit).items():
         path = f"{kind.base}/state/{name}"
         if options.mismatched == "skip":
-            kind.leave_state(name, entries)
+            kind.drop_state(name, entries)
             notes.add("skipped", path, f"{what}; left as it is")
             found.left = True
         else:

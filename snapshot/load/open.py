@@ -16,8 +16,8 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.formats import torchsnapshot
-from snapshot.formats.detect import find
-from snapshot.formats.foreign import LINKLESS, ForeignDocument, ReadOnly, says_absent
+from snapshot.formats.detect import find_checkpoint
+from snapshot.formats.foreign import LINKLESS, ForeignDocument, ReadOnlyStorage, is_absence
 from snapshot.manifest.document import (
     METADATA,
     Document,
@@ -45,16 +45,18 @@ async def open_document(session: Session, rank: int | None = None) -> Document:
 
 async def open_main(session: Session) -> Document:
     """Return the snapshot's manifest without those of its parts that stand in files of their own."""
-    if isinstance(session.storage, ReadOnly):  # what stood here was somebody else's: now it may be another's
+    if isinstance(session.storage, ReadOnlyStorage):  # what stood here was somebody else's: now it may be another's
         await session.storage.close()
         session.switch_storage(session.open_beside(session.url))
     try:
         document = await session.read_twice(METADATA, partial(_read_manifest, session))
     except StorageError as error:
-        if not says_absent(session.storage, error):
+        if not is_absence(session.storage, error):
             raise
         with gc_paused():
-            found = await find(session.url, session.storage, session.open_beside, session.settings.manifest_bytes)
+            found = await find_checkpoint(
+                session.url, session.storage, session.open_beside, session.settings.manifest_bytes
+            )
         if found is None and not isinstance(error, StorageNotFoundError):
             raise
         if found is None:
@@ -72,10 +74,12 @@ async def checkpoint_exists(session: Session) -> bool:
     try:
         await session.storage.stat(METADATA)
     except StorageError as error:
-        if not says_absent(session.storage, error):
+        if not is_absence(session.storage, error):
             raise
         try:
-            found = await find(session.url, session.storage, session.open_beside, session.settings.manifest_bytes)
+            found = await find_checkpoint(
+                session.url, session.storage, session.open_beside, session.settings.manifest_bytes
+            )
         except (CorruptSnapshotError, UnsupportedFormatError, UnsafeObjectError):
             return False  # what is there cannot be opened
         if found is None and not isinstance(error, StorageNotFoundError):
@@ -88,7 +92,8 @@ async def is_foreign(session: Session) -> bool:
     """Whether what stands here is of another library, and has no manifest."""
     try:
         return (
-            await find(session.url, session.storage, session.open_beside, session.settings.manifest_bytes) is not None
+            await find_checkpoint(session.url, session.storage, session.open_beside, session.settings.manifest_bytes)
+            is not None
         )
     except (UnsupportedFormatError, UnsafeObjectError):
         return True
@@ -100,7 +105,7 @@ async def _read_manifest(session: Session) -> Document:
     data = await session.storage.get(METADATA, limit=session.settings.manifest_bytes)
     where = session.storage.url.join(METADATA)
     if data.lstrip()[:1] != b"{" or b'"format"' not in data[:256]:
-        found = await torchsnapshot.describe(session.storage, data)
+        found = await torchsnapshot.describe_snapshot(session.storage, data)
         found.place = session.url
         return found
     return decode_document(data, where)
@@ -108,12 +113,12 @@ async def _read_manifest(session: Session) -> Document:
 
 async def read_from(session: Session, document: Document) -> None:
     """Read what a document describes: of somebody else's, from where its files are."""
-    if isinstance(document, ForeignDocument) and not isinstance(session.storage, ReadOnly):
+    if isinstance(document, ForeignDocument) and not isinstance(session.storage, ReadOnlyStorage):
         inner = session.storage
         if document.place != session.url:
             inner = session.open_beside(document.place)
             await session.storage.close()
-        session.switch_storage(ReadOnly(inner, document.inline, links=document.format not in LINKLESS))
+        session.switch_storage(ReadOnlyStorage(inner, document.inline, links=document.format not in LINKLESS))
 
 
 async def load_parts(session: Session, document: Document, parts: Sequence[PartEntry]) -> None:

@@ -9,23 +9,23 @@ import numpy as np
 import torch
 
 from snapshot.errors import RestoreError
-from snapshot.formats.foreign import root_over
+from snapshot.formats.foreign import narrow_root
 from snapshot.load.aliasing import is_writable
 from snapshot.load.class_binding import Binding
 from snapshot.load.open import expect_files
 from snapshot.load.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
-from snapshot.manifest.paths import component
-from snapshot.manifest.rank_view import is_rank, nearest, rank_view, resolve_path
+from snapshot.manifest.paths import encode_component
+from snapshot.manifest.rank_view import is_rank, make_rank_view, resolve_path, suggest_names
 from snapshot.manifest.typed import EnumEntry
-from snapshot.manifest.validate import check_tensor, check_tree, locations_of
+from snapshot.manifest.validate import check_tensor, check_tree, find_locations
 from snapshot.reports import RestoreIssues
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.state import numpy_arrays
-from snapshot.state.sharded import Shards, sharded
-from snapshot.state.state_tree import inflate, live_leaves
+from snapshot.state.sharded import Shards, find_shards
+from snapshot.state.state_tree import collect_leaves, inflate_tree
 from snapshot.tensors.dtypes import BY_NAME
 from snapshot.tensors.geometry import Box
 from snapshot.text import counted, listed, with_article
@@ -45,13 +45,13 @@ def read_object(
     path, tree = _find_tree(session, document, path)
     entry = tree[path]
     if box is None:
-        run(expect_files(session, document, locations_of({path: entry}, document.files)))
+        run(expect_files(session, document, find_locations({path: entry}, document.files)))
     read_plan = ReadPlan(document.files, allow_pickle=allow_pickle)
     if box is not None:
         return _read_box(session, document, read_plan, path, entry=entry, obj_out=obj_out, box=box, verify=verify)
     if isinstance(entry, (e.Container, EnumEntry)):
         return _read_tree(session, document, read_plan, path, tree=tree, verify=verify, out=obj_out)
-    target = sharded(path, obj_out) if isinstance(entry, e.TENSORS) and obj_out is not None else None
+    target = find_shards(path, obj_out) if isinstance(entry, e.TENSORS) and obj_out is not None else None
     if target is not None:
         _fill_shards(read_plan, path, entry, target, document)
         read_plan.values[path] = obj_out
@@ -63,7 +63,7 @@ def read_object(
     elif isinstance(obj_out, np.ndarray) and type(entry) is e.NDArrayEntry and obj_out.flags.c_contiguous:
         if not obj_out.flags.writeable:
             raise RestoreError(f"{path}: obj_out is an array that must not be written to", [path])
-        if obj_out.shape != entry.shape or numpy_arrays.numpy_dtype(path, entry.dtype) != obj_out.dtype:
+        if obj_out.shape != entry.shape or numpy_arrays.read_dtype(path, entry.dtype) != obj_out.dtype:
             raise RestoreError(
                 f"{path}: is {entry.dtype}{list(entry.shape)}, and obj_out {obj_out.dtype.str}{list(obj_out.shape)}",
                 [path],
@@ -84,22 +84,22 @@ def read_state_dict(session: Session, document: Document, key: str, rank: int, *
     """All that a rank saved under one key of the app state; for a rank that was not there, what all ranks shared."""
     saved = document.world_size
     if rank >= saved:
-        view = rank_view(document.manifest, rank, saved, rank + 1)
+        view = make_rank_view(document.manifest, rank, saved, rank + 1)
         for below, why in view.withheld.items():
-            if below.startswith(component(key) + "/"):
+            if below.startswith(encode_component(key) + "/"):
                 raise RestoreError(
                     f"{session.url}: {below} {why}, and rank {rank} was not there; replicate_from_rank0=True gives "
                     "what rank 0 had",
                     [below],
                 )
         rank = 0
-    path = f"{rank}/{component(key)}"
+    path = f"{rank}/{encode_component(key)}"
     keys = (each.split("/") for each in document.manifest if each.count("/") == 1)
     known = [name for number, name in keys if number == str(rank)]
     try:
         tree = _entries_below(session, document, path)
     except RestoreError:
-        raise RestoreError(f"{session.url}: holds no key {key!r}; {nearest(key, known)}", [key]) from None
+        raise RestoreError(f"{session.url}: holds no key {key!r}; {suggest_names(key, known)}", [key]) from None
     return _read_tree(
         session, document, ReadPlan(document.files, allow_pickle=allow_pickle), path, tree=tree, verify=True
     )
@@ -125,14 +125,14 @@ def _entries_below(session: Session, document: Document, path: str) -> dict[str,
     if entry is not None and not isinstance(entry, e.Container):
         return {path: entry}
     if document.world_size > 1 and number.isdecimal() and int(number) < document.world_size:
-        view = rank_view(manifest, int(number), document.world_size, document.world_size)
+        view = make_rank_view(manifest, int(number), document.world_size, document.world_size)
         entries = {**view.elsewhere, **view.entries} if logical not in view.entries else view.entries
         manifest = {f"{number}/{below}": each for below, each in entries.items()}
     prefix = path + "/"
     if path not in manifest and is_rank(path, document.world_size):
         return _all_of_rank(path, manifest, document)
     if path not in manifest:
-        raise RestoreError(f"{session.url}: holds no {path!r}; {nearest(path, manifest)}", [path])
+        raise RestoreError(f"{session.url}: holds no {path!r}; {suggest_names(path, manifest)}", [path])
     return {below: each for below, each in manifest.items() if below == path or below.startswith(prefix)}
 
 
@@ -140,7 +140,7 @@ def _all_of_rank(number: str, manifest: Mapping[str, Any], document: Document) -
     """All that a rank has, under its number."""
     below = {path: entry for path, entry in manifest.items() if path.startswith(f"{number}/")}
     names = dict.fromkeys(path.split("/", 2)[1] for path in below)
-    return {number: root_over(document, names), **below}
+    return {number: narrow_root(document, names), **below}
 
 
 def _read_tree(
@@ -154,7 +154,7 @@ def _read_tree(
     out: Any = None,
 ) -> Any:
     check_tree(path, tree)
-    run(expect_files(session, document, locations_of(tree, document.files)))
+    run(expect_files(session, document, find_locations(tree, document.files)))
     places = _bind_classes(path, tree, out, read_plan)
     for below, entry in tree.items():
         if isinstance(entry, e.Container) or below in read_plan.values:
@@ -167,14 +167,14 @@ def _read_tree(
         else:
             read_plan.new(below, entry)
     _execute(session, document, read_plan, verify)
-    return inflate(path, tree, read_plan.values)
+    return inflate_tree(path, tree, read_plan.values)
 
 
 def _bind_classes(path: str, tree: dict[str, Any], out: Any, read_plan: ReadPlan) -> dict[str, Any]:
     """Give what only names a class that of what `out` holds in its place; the tensors of `out` that are filled: those
     that objects hold which have a class of their own."""
     compounds: dict[str, Any] = {}
-    live = live_leaves(path, out, compounds) if out is not None else {}
+    live = collect_leaves(path, out, compounds) if out is not None else {}
     notes = RestoreIssues()
     binding = Binding(live, compounds, notes, exact=False, fill=path)
     binding.bind(tree)

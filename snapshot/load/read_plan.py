@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from snapshot.errors import CorruptSnapshotError, UnsafeObjectError
-from snapshot.formats.embedded_tensors import Layout, archived, object_bytes
+from snapshot.formats.embedded_tensors import EmbeddedLayout, decode_object, is_archived
 from snapshot.formats.foreign import is_packed
-from snapshot.formats.from_pickle import NotPlainError, plain_value
+from snapshot.formats.from_pickle import NotPlainError, read_plain_value
 from snapshot.formats.pickled_objects import load_object, run_pickle
-from snapshot.formats.unpickling import Saved, is_refused, object_at
+from snapshot.formats.unpickling import SavedFile, find_object, is_refused
 from snapshot.load.fetch import fetch_requests
 from snapshot.load.reader import ReadResult
 from snapshot.load.requests import ReadRequest, request_all
@@ -35,7 +35,7 @@ from snapshot.tensors import composite, generators
 from snapshot.tensors.addresses import address_of, is_plain
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, NAMES
-from snapshot.tensors.geometry import Box, intersect, whole
+from snapshot.tensors.geometry import Box, intersect, whole_box
 
 ROOM = 1 << 30
 MOST_TIMES = 4
@@ -63,7 +63,7 @@ class ReadPlan:
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
         self.targets: list[tuple[str, torch.Tensor, tuple[str, int]]] = []
         """Live tensors that are filled by way of a slot, with where from: others' addresses are in their wants."""
-        self._whole: dict[str, bytearray | Saved] = {}
+        self._whole: dict[str, bytearray | SavedFile] = {}
         """Files whose pickles are run: their bytes, then what they hold."""
         self._boxes: set[tuple[Any, ...]] = set()
         self._filled: dict[tuple[str, int], tuple[Any, torch.Tensor]] = {}
@@ -115,7 +115,7 @@ class ReadPlan:
         if subclass is None and not requires_grad:
             self._keep(path, key, tensor)
             return
-        self._keep(path, key, composite.dress(path, tensor, subclass, requires_grad))
+        self._keep(path, key, composite.restore_class(path, tensor, subclass, requires_grad))
 
     def _keep(self, path: str, key: Any, tensor: torch.Tensor) -> None:
         self.values[path] = tensor
@@ -129,7 +129,7 @@ class ReadPlan:
         for _, stored in entry.pieces():
             self._claim(path, stored, stored.dtype, stored.shape)
         order = (getattr(entry, "extra", None) or e.PLAIN).stride_order
-        tensor = composite.empty(entry.shape, dtype or BY_NAME[entry.dtype], order, device)
+        tensor = composite.allocate_tensor(entry.shape, dtype or BY_NAME[entry.dtype], order, device)
         self.into(path, entry, tensor)
         return tensor
 
@@ -137,22 +137,24 @@ class ReadPlan:
         tensor = self._plain(path, entry.data)
 
         def finish() -> None:
-            self.values[path] = numpy_arrays.rebuild(
+            self.values[path] = numpy_arrays.rebuild_array(
                 path, tensor, entry.dtype, entry.shape, order=entry.order, scalar=entry.scalar
             )
 
-        numpy_arrays.numpy_dtype(path, entry.dtype)
+        numpy_arrays.read_dtype(path, entry.dtype)
         self._finish.append(finish)
 
     def _new_parts(self, path: str, entry: e.TensorPartsEntry) -> None:
         if entry.kind == generators.KIND:
             state = self._generator_state(path, entry)
-            self._finish.append(lambda: self.values.update({path: generators.made(path, entry.params, state)}))
+            self._finish.append(
+                lambda: self.values.update({path: generators.make_generator(path, entry.params, state)})
+            )
             return
         parts = {name: self._plain(f"{path}[{name}]", part) for name, part in entry.parts.items()}
 
         def finish() -> None:
-            self.values[path] = composite.put_together(path, entry.kind, parts, entry.params)
+            self.values[path] = composite.compose_tensor(path, entry.kind, parts, entry.params)
 
         self._finish.append(finish)
 
@@ -164,8 +166,8 @@ class ReadPlan:
 
         def finish() -> None:
             held, serializer = data, entry.serializer
-            if isinstance(self.files[entry.location], ForeignFile) and archived(entry):
-                held, serializer = object_bytes(path, entry, data, self._room), "torch_save"
+            if isinstance(self.files[entry.location], ForeignFile) and is_archived(entry):
+                held, serializer = decode_object(path, entry, data, self._room), "torch_save"
                 self._room -= len(held)
             try:
                 self.values[path] = load_object(
@@ -175,7 +177,7 @@ class ReadPlan:
                 if serializer != "torch_save" or not isinstance(self.files[entry.location], ForeignFile):
                     raise
                 try:
-                    self.values[path] = plain_value(path, held, entry.nbytes)
+                    self.values[path] = read_plain_value(path, held, entry.nbytes)
                 except NotPlainError:
                     raise error from None
 
@@ -194,8 +196,8 @@ class ReadPlan:
         def finish() -> None:
             held = self._whole[where]
             if isinstance(held, bytearray):
-                held = self._whole[where] = Saved(run_pickle(path, held, entry.obj_type))
-            self.values[path] = object_at(path, held.value, entry)
+                held = self._whole[where] = SavedFile(run_pickle(path, held, entry.obj_type))
+            self.values[path] = find_object(path, held.value, entry)
 
         self._finish_objects.append(finish)
 
@@ -266,7 +268,7 @@ class ReadPlan:
                 return
         else:
             self._filled[place] = entry, target
-        self._pieces(path, pieces, target, whole(entry.shape), live)
+        self._pieces(path, pieces, target, whole_box(entry.shape), live)
 
     def into_box(self, path: str, entry: Any, box: Box, target: torch.Tensor, *, live: bool = False) -> None:
         """Fill a tensor of the box's shape with that part of the entry's tensor."""
@@ -294,17 +296,17 @@ class ReadPlan:
     def into_array(self, path: str, entry: e.NDArrayEntry, array: np.ndarray[Any, Any]) -> None:
         """Fill a C-ordered array of the entry's dtype and shape."""
         check_tensor(path, entry.data, self.files)
-        self.into(path, entry.data, numpy_arrays.tensor_over(array).view(BY_NAME[entry.data.dtype]), live=True)
+        self.into(path, entry.data, numpy_arrays.wrap_array(array).view(BY_NAME[entry.data.dtype]), live=True)
         self.values[path] = array
 
     def into_generator(self, path: str, entry: e.TensorPartsEntry, generator: torch.Generator) -> bool:
         """Set a generator's state; False, and nothing done, where it is one of another kind of device."""
-        if entry.kind != generators.KIND or generators.device_of(path, entry.params).type != generator.device.type:
+        if entry.kind != generators.KIND or generators.read_device(path, entry.params).type != generator.device.type:
             return False
         state = self._generator_state(path, entry)
 
         def finish() -> None:
-            self.values[path] = generators.filled(path, generator, state)
+            self.values[path] = generators.fill_generator(path, generator, state)
 
         self.values[path] = generator
         self._finish.append(finish)
@@ -352,7 +354,7 @@ class ReadPlan:
         inner = shared.relative_to(piece.offsets)
         finish = self._finish  # and not this gathering, which holds the want
 
-        def opens(layout: Layout) -> list[ReadRequest]:
+        def opens(layout: EmbeddedLayout) -> list[ReadRequest]:
             return add_unpacked_requests(path, stored, layout, inner, target=part, live=live, finish=finish)
 
         request = request_all(path, stored, 0, None, live)

@@ -17,7 +17,15 @@ import msgspec
 from snapshot.aio import in_thread, run_inline, shielded
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
 from snapshot.events import emit
-from snapshot.formats.embedded_tensors import HEAD, LONGEST_HEAD, Layout, Short, archived, layout_of, streamed
+from snapshot.formats.embedded_tensors import (
+    HEAD,
+    LONGEST_HEAD,
+    EmbeddedLayout,
+    MoreBytesNeeded,
+    find_layout,
+    is_archived,
+    is_streamed,
+)
 from snapshot.load.requests import BlockCheck, ReadRequest
 from snapshot.load.unpack import Unpack, open_packed, unpack_whole
 from snapshot.manifest.entries import TensorEntry
@@ -27,8 +35,8 @@ from snapshot.runtime.arena import Slot
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import cancel_all
 from snapshot.storage import Buffer, Storage
-from snapshot.tensors.addresses import buffer
-from snapshot.tensors.digest import BLOCK, of_range, of_table
+from snapshot.tensors.addresses import wrap_memory
+from snapshot.tensors.digest import BLOCK, digest_range, digest_table
 
 HOT = 4 << 20
 """What a thread reads, and then digests, before the next: short enough to be in a cache still."""
@@ -36,7 +44,7 @@ HOT = 4 << 20
 LOOK = 1 << 20
 """How much is read at once of what must be followed byte by byte."""
 
-Followed = tuple[ReadRequest, Layout | None]
+Followed = tuple[ReadRequest, EmbeddedLayout | None]
 """A range that is followed from its first byte on, or from where its tensor's storage begins, if that is known."""
 TRIES = 4
 """How often more is read of the beginning and the end of a packed tensor."""
@@ -160,19 +168,19 @@ class Reader:
         for request in requests:
             if request.opens is None or request.end - request.begin <= BLOCK:
                 found.append(request)
-            elif streamed(request.stored):
+            elif is_streamed(request.stored):
                 followed.append((request, None))
             else:
                 long.append(request)
-        heads = await self._heads(long, [(HEAD, HEAD if archived(request.stored) else 0) for request in long])
+        heads = await self._heads(long, [(HEAD, HEAD if is_archived(request.stored) else 0) for request in long])
         for request, held in zip(long, heads, strict=True):
             stored = request.stored
             assert isinstance(stored, TensorEntry)
             for _ in range(TRIES):
                 try:
-                    layout = layout_of(request.name, stored, *held)
+                    layout = find_layout(request.name, stored, *held)
                     break
-                except Short as short:
+                except MoreBytesNeeded as short:
                     most = min(request.end - request.begin, LONGEST_HEAD)
                     lengths = [(min(most, max(HEAD, short.args[0])), min(most, max(HEAD, short.args[1])))]
                     held = (await self._heads([request], lengths))[0]  # noqa: PLW2901 - the same, longer
@@ -199,7 +207,7 @@ class Reader:
         await self._read_ranges(ranges)
         return [(first.held, last.held) for first, last in zip(ranges[::2], ranges[1::2], strict=True)]
 
-    async def _follow(self, request: ReadRequest, layout: Layout | None) -> None:
+    async def _follow(self, request: ReadRequest, layout: EmbeddedLayout | None) -> None:
         """Read a range from its first byte on, and hand over what it holds."""
         unpack = Unpack(request, layout)
         begin = request.begin if layout is None else layout.begin
@@ -254,7 +262,7 @@ class Reader:
         await self._read_ranges(ranges)
         bad = {}
         for (where, requests), table in zip(tables.items(), ranges, strict=True):
-            digest, held = of_table(table.held), bytes(table.held)
+            digest, held = digest_table(table.held), bytes(table.held)
             for request in requests:
                 request.check = BlockCheck(request.stored.nbytes, held)
                 if digest != request.stored.digest:
@@ -308,7 +316,7 @@ class Reader:
             request = requests[segment.request]
             share: Buffer
             if request.address:
-                share = buffer(request.address + begin - request.begin, length)
+                share = wrap_memory(request.address + begin - request.begin, length)
                 if request.live:
                     touched.add(request.name)
             else:
@@ -357,7 +365,7 @@ class Reader:
             return True
         if request.check is not None:
             return self._check(request, begin, memoryview(share).cast("B"))
-        actual = of_range(share)
+        actual = digest_range(share)
         return actual == request.stored.digest or self._refuse(
             request, f"is {actual}, and {request.stored.digest} was written"
         )
@@ -372,7 +380,7 @@ class Reader:
             check.left -= len(data)
             complete = check.left == 0
         if complete:
-            actual = of_table(check.digests)
+            actual = digest_table(check.digests)
             if actual != request.stored.digest:
                 return self._refuse(request, f"is {actual}, and {request.stored.digest} was written")
         return True

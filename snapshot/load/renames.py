@@ -14,45 +14,45 @@ from typing import Any
 from msgspec.structs import replace
 
 from snapshot.errors import RestoreError
-from snapshot.formats.foreign import root_of, root_over
+from snapshot.formats.foreign import find_root, narrow_root
 from snapshot.load.flat_optimizer import is_flat, nested_view
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import Container, DictEntry
-from snapshot.manifest.paths import component, uncomponent
-from snapshot.manifest.rank_view import View, by_key, leave_out, nearest, renamed_view
+from snapshot.manifest.paths import decode_component, encode_component
+from snapshot.manifest.rank_view import RankView, group_by_key, remove_entry, rename_view, suggest_names
 from snapshot.manifest.scalars import StrEntry
 from snapshot.plan.renaming import Change, Rename, compile_rename
 from snapshot.plan.wrappers import OWN, match_names
 from snapshot.reports import RestoreIssues
-from snapshot.state.kind_of import kind_of, kind_type
+from snapshot.state.kind_of import find_kind, make_kind
 from snapshot.state.model_state import ModelState
 from snapshot.state.model_state_kind import ModelStateKind
-from snapshot.state.stateful_kinds import Kind, names_beneath
+from snapshot.state.stateful_kinds import Kind, find_names_beneath
 from snapshot.text import listed
 
 
-def below_only_key(document: Document, view: View, app_state: Mapping[str, Any]) -> View:
+def below_only_key(document: Document, view: RankView, app_state: Mapping[str, Any]) -> RankView:
     """Put a checkpoint that names no statefuls below the key of the application's only one."""
-    if root_of(document) is None or len(app_state) != 1:
+    if find_root(document) is None or len(app_state) != 1:
         return view
-    key = component(*app_state)
-    grouped = by_key(view.entries)
+    key = encode_component(*app_state)
+    grouped = group_by_key(view.entries)
     if key in grouped:
         return view
-    entries = {key: root_over(document, grouped)} | {f"{key}/{path}": entry for path, entry in view.entries.items()}
+    entries = {key: narrow_root(document, grouped)} | {f"{key}/{path}": entry for path, entry in view.entries.items()}
     return changed(view, entries=entries, elsewhere={f"{key}/{path}": each for path, each in view.elsewhere.items()})
 
 
-def follow_rename(view: View, rename: Rename, app_state: Mapping[str, Any]) -> View:
+def follow_rename(view: RankView, rename: Rename, app_state: Mapping[str, Any]) -> RankView:
     """Return a view under the names that the user gave. A model's new names are its optimizer's, too, in a
     `ModelState`."""
     known = {**view.elsewhere, **view.entries}
     change, unmatched = compile_rename(rename, known)
-    wrong = _wrong_names(known, change, {component(key) for key in app_state})
+    wrong = _wrong_names(known, change, {encode_component(key) for key in app_state})
     if wrong:
         raise RestoreError(f"rename does not fit the application, and nothing was touched:{listed(wrong, 10)}", wrong)
     inner: dict[str, tuple[Change, dict[str, str]]] = {}
-    for key in [component(key) for key, stateful in app_state.items() if isinstance(stateful, ModelState)]:
+    for key in [encode_component(key) for key, stateful in app_state.items() if isinstance(stateful, ModelState)]:
         names: dict[str, str] = {}
         for old in known:
             new = change(old)
@@ -68,8 +68,8 @@ def follow_rename(view: View, rename: Rename, app_state: Mapping[str, Any]) -> V
                 return follow(new)
         return new
 
-    made = renamed_view(view, with_optimizers)
-    made.unknown += [f"rename: {name} is not in the snapshot; {nearest(name, known)}" for name in unmatched]
+    made = rename_view(view, with_optimizers)
+    made.unknown += [f"rename: {name} is not in the snapshot; {suggest_names(name, known)}" for name in unmatched]
     for base, (_, names) in inner.items():
         _rename_params(made, base, names)
     return made
@@ -109,25 +109,25 @@ def _third_component(path: str) -> str:
 
 
 def match_wrappers(
-    view: View,
+    view: RankView,
     ordered: Sequence[tuple[str, Any]],
     kinds: dict[str, Kind],
     notes: RestoreIssues,
     asked: Callable[[str], bool],
-) -> View:
+) -> RankView:
     """Return a view in which models have the names of the application, where only wrappers make the difference.
 
     Adds the kinds of models to `kinds`, since their names have to be known. `asked` says of which keys anything is
     restored."""
-    saved = by_key(view.entries)
+    saved = group_by_key(view.entries)
     for path in view.elsewhere:
         saved.setdefault(path.partition("/")[0], {})
     for key, stateful in ordered:
-        below = kind_type(stateful).models
+        below = find_kind(stateful).models
         if below is None or key not in saved or not asked(key):
             continue
         if key not in kinds:
-            kinds[key] = kind_of(key, stateful)
+            kinds[key] = make_kind(key, stateful)
         view = _match_model(view, kinds[key], f"{key}{below}", notes)
         kind = kinds[key]
         if isinstance(kind, ModelStateKind) and is_flat(view.entries.get(kind.base)):
@@ -136,11 +136,11 @@ def match_wrappers(
     return view
 
 
-def _match_model(view: View, kind: Kind, base: str, notes: RestoreIssues) -> View:
+def _match_model(view: RankView, kind: Kind, base: str, notes: RestoreIssues) -> RankView:
     prefix = f"{base}/"
-    there = [path.removeprefix(prefix) for path in names_beneath(base, view.entries) or ()]
+    there = [path.removeprefix(prefix) for path in find_names_beneath(base, view.entries) or ()]
     there += [path[len(prefix) :].partition("/")[0] for path in view.elsewhere if path.startswith(prefix)]
-    found = match_names(there, kind.model_names())
+    found = match_names(there, kind.list_model_names())
     for live, saved in found.ambiguous:
         names, candidates = (
             sep.join(prefix + each for each in names) for sep, names in ((" and ", live), (" or ", saved))
@@ -152,7 +152,7 @@ def _match_model(view: View, kind: Kind, base: str, notes: RestoreIssues) -> Vie
         )
         view.elsewhere.pop(prefix + name, None)
         if prefix + name in view.entries:
-            leave_out(view.entries, prefix + name)
+            remove_entry(view.entries, prefix + name)
     if not found.names:
         return view
     texts = " and ".join(f"'{wrapper}.'" for wrapper in found.wrappers)
@@ -164,7 +164,7 @@ def _match_model(view: View, kind: Kind, base: str, notes: RestoreIssues) -> Vie
         name, slash, rest = path[len(prefix) :].partition("/")
         return f"{prefix}{found.names.get(name, name)}{slash}{rest}"
 
-    view = renamed_view(view, change)
+    view = rename_view(view, change)
     return _rename_optimizer(view, kind.key, found.names) if isinstance(kind.stateful, ModelState) else view
 
 
@@ -172,10 +172,10 @@ def _owner_of_name(name: str) -> str:
     return next(wrapper for wrapper, own in OWN.items() if name.rpartition(".")[2] == own)
 
 
-def _rename_optimizer(view: View, key: str, names: Mapping[str, str]) -> View:
+def _rename_optimizer(view: RankView, key: str, names: Mapping[str, str]) -> RankView:
     """Return a view in which the optimizer of a `ModelState` has the names of its model's parameters."""
     base = f"{key}/optim/"
-    made = renamed_view(view, optimizer_change(base, names))
+    made = rename_view(view, optimizer_change(base, names))
     _rename_params(made, base, names)
     return made
 
@@ -199,14 +199,14 @@ def optimizer_change(base: str, names: Mapping[str, str]) -> Change:
     return change
 
 
-def _rename_params(view: View, base: str, names: Mapping[str, str]) -> None:
+def _rename_params(view: RankView, base: str, names: Mapping[str, str]) -> None:
     """Give the parameters that are listed in groups their new names."""
     params = re.compile(re.escape(base) + r"param_groups/\d+/params/\d+\Z")
     for path, entry in view.entries.items():
         if isinstance(entry, StrEntry) and params.match(path):
-            name = component(entry.value())
+            name = encode_component(entry.value())
             if name in names:
-                view.entries[path] = replace(entry, serialized_value=uncomponent(names[name]), escaped=False)
+                view.entries[path] = replace(entry, serialized_value=decode_component(names[name]), escaped=False)
 
 
 def _dot_positions(text: str) -> Iterable[int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from snapshot.formats.embedded_tensors import Layout
+from snapshot.formats.embedded_tensors import EmbeddedLayout
 from snapshot.manifest.entries import ObjectEntry, TensorEntry
 from snapshot.runtime.arena import Slot
 from snapshot.tensors.digest import BLOCK, SIZE, block_digest
@@ -30,7 +30,7 @@ class ReadRequest(msgspec.Struct, gc=False):
     live: bool = False
     """Whether it is an application's own tensor that is written to."""
     check: BlockCheck | None = None
-    opens: Callable[[Layout], list[ReadRequest]] | None = None
+    opens: Callable[[EmbeddedLayout], list[ReadRequest]] | None = None
     """Of a packed tensor: what is wanted of the file itself, once it is known where in the range it is."""
 
 

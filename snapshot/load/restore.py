@@ -26,7 +26,7 @@ from snapshot.reports import RestoreReport
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
-from snapshot.state.state_tree import inflate
+from snapshot.state.state_tree import inflate_tree
 from snapshot.state.stateful_kinds import Kind
 from snapshot.text import listed
 
@@ -161,12 +161,12 @@ class Restore:
         entries, values = plan.grouped[kind.key], plan.reads.values
         choice = plan.matched.states.get(kind.key)
         if choice is None or kind.by_name:
-            state = inflate(kind.key, entries, values)
+            state = inflate_tree(kind.key, entries, values)
         else:
             state = choice.merge(kind.key, entries, values, kind.state)
-        kind.drop(plan.matched.dropped.get(kind.key, ()))
+        kind.drop_keys(plan.matched.dropped.get(kind.key, ()))
         try:
-            left = kind.hand_back(state, self._options.strict and not (self._options.include or self._options.exclude))
+            left = kind.load_state(state, self._options.strict and not (self._options.include or self._options.exclude))
         except Exception as error:
             error.add_note(f"raised by load_state_dict() of app_state[{kind.key!r}]; its tensors have been restored")
             raise

@@ -19,13 +19,13 @@ from snapshot.load.renames import below_only_key, follow_rename, match_wrappers
 from snapshot.load.restore_options import RestoreOptions
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import ShardedTensorEntry
-from snapshot.manifest.rank_view import View, by_key, rank_view
-from snapshot.manifest.validate import locations_of
+from snapshot.manifest.rank_view import RankView, group_by_key, make_rank_view
+from snapshot.manifest.validate import find_locations
 from snapshot.plan.renaming import Change, compile_rename
 from snapshot.reports import RestoreIssues
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
-from snapshot.state.kind_of import kind_of
+from snapshot.state.kind_of import make_kind
 from snapshot.state.optimizer_kinds import OptimizerKind
 from snapshot.state.stateful_kinds import Kind
 from snapshot.text import listed
@@ -110,7 +110,7 @@ class _Planner:
         view = self._view(app_state)
         chosen = self._chooser.choose(view, app_state)
         grouped = chosen.grouped
-        needed = set().union(*(locations_of(entries, document.files) for entries in grouped.values()))
+        needed = set().union(*(find_locations(entries, document.files) for entries in grouped.values()))
         run(expect_files(session, document, needed))
         reads = ReadPlan(document.files, allow_pickle=allow_pickle, partial=bool(document.parts))
         matched = self._match(app_state, view, chosen, reads)
@@ -119,22 +119,22 @@ class _Planner:
             self._expect_fit(view, reads, matched, allow_pickle=allow_pickle)
         return RestorePlan(kinds, grouped, reads, matched, self._issues, chosen.unknown, incomplete)
 
-    def _view(self, app_state: Mapping[str, Any]) -> View:
+    def _view(self, app_state: Mapping[str, Any]) -> RankView:
         """Return the snapshot as this rank sees it, under the names of the application."""
         document, rename = self._document, self._options.rename
-        view = rank_view(document.manifest, self._exchange.rank, document.world_size, self._exchange.world)
+        view = make_rank_view(document.manifest, self._exchange.rank, document.world_size, self._exchange.world)
         view = below_only_key(document, view, app_state)
         if rename:
             self._change = compile_rename(rename, {**view.elsewhere, **view.entries})[0]
             view = follow_rename(view, rename, app_state)
         return match_wrappers(view, in_restore_order(app_state), self._kinds, self._issues, self._chooser.may_want)
 
-    def _match(self, app_state: Mapping[str, Any], view: View, chosen: Chosen, reads: ReadPlan) -> Matched:
+    def _match(self, app_state: Mapping[str, Any], view: RankView, chosen: Chosen, reads: ReadPlan) -> Matched:
         """Find the place of each entry that is asked for."""
         kinds, grouped = self._kinds, chosen.grouped
         for key, stateful in in_restore_order(app_state):
             if key in grouped and key not in kinds:
-                kinds[key] = kind_of(key, stateful)
+                kinds[key] = make_kind(key, stateful)
         matcher = Matcher(
             self._options,
             chosen,
@@ -152,7 +152,7 @@ class _Planner:
                 del grouped[key]
         return matcher.matched
 
-    def _expect_fit(self, view: View, reads: ReadPlan, matched: Matched, *, allow_pickle: bool) -> None:
+    def _expect_fit(self, view: RankView, reads: ReadPlan, matched: Matched, *, allow_pickle: bool) -> None:
         """Raise if something does not fit."""
         mismatches = self._issues.mismatches
         mismatches += find_shared_memory(reads) + find_read_only_memory(reads)
@@ -182,11 +182,11 @@ class _Planner:
                     ranks += [int(rank)] if len(ranks) < 10 else []
         return self._others.get(path, [])
 
-    def _expect_any(self, view: View, matched: Matched) -> None:
+    def _expect_any(self, view: RankView, matched: Matched) -> None:
         """Add a mismatch where nothing of what the application asks for is in the snapshot: it is another's."""
         missing = any(line.kind == "missing" for line in self._issues.lines) or matched.left
         if missing and not matched.restored and not self._issues.mismatches:
-            held = listed(sorted(by_key(view.entries)), 10)
+            held = listed(sorted(group_by_key(view.entries)), 10)
             self._issues.mismatches.append(
                 f"nothing that the application asks for is in the snapshot, which holds:{held}"
             )

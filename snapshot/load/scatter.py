@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 import torch
 
-from snapshot.formats.embedded_tensors import Layout
+from snapshot.formats.embedded_tensors import EmbeddedLayout
 from snapshot.load.requests import Place, ReadRequest, request_all
 from snapshot.manifest import entries as e
 from snapshot.runtime.arena import Slot
 from snapshot.tensors.addresses import is_plain
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
-from snapshot.tensors.geometry import Box, boxes_of_range, intersect, is_run, runs, whole
-from snapshot.tensors.strides import around, contiguous, span
+from snapshot.tensors.geometry import Box, boxes_of_range, find_flat_ranges, intersect, is_flat_range, whole_box
+from snapshot.tensors.strides import contiguous_strides, find_enclosing_tensor, measure_span
 
 _BITS = {
     dtype: torch.int16 if dtype.itemsize == 2 else torch.uint8
@@ -46,8 +46,8 @@ def add_requests(
     itemsize = ITEMSIZE[stored.dtype]
     same = BY_NAME[stored.dtype] == target.dtype and is_plain(target)
     within = shared.relative_to(box.offsets)
-    if shared == piece and same and is_run(box.sizes, within):
-        first = runs(box.sizes, within, 0)[0][0]
+    if shared == piece and same and is_flat_range(box.sizes, within):
+        first = find_flat_ranges(box.sizes, within, 0)[0][0]
         requests.append(request_all(path, stored, target.data_ptr() + first * itemsize, None, live))
         return shared.numel
     place = _make_placer(stored, piece, target, box)
@@ -56,7 +56,7 @@ def add_requests(
         return shared.numel
     begin, end = stored.byte_range
     last = -1
-    for first, stop in runs(piece.sizes, shared.relative_to(piece.offsets), _GAP // itemsize):
+    for first, stop in find_flat_ranges(piece.sizes, shared.relative_to(piece.offsets), _GAP // itemsize):
         low = begin + first * itemsize // BLOCK * BLOCK
         high = min(end, begin + -(-stop * itemsize // BLOCK) * BLOCK)
         low = max(low, last)
@@ -69,7 +69,7 @@ def add_requests(
 def add_unpacked_requests(
     path: str,
     stored: e.TensorEntry,
-    layout: Layout,
+    layout: EmbeddedLayout,
     box: Box,
     *,
     target: torch.Tensor,
@@ -80,14 +80,14 @@ def add_unpacked_requests(
     itemsize = ITEMSIZE[stored.dtype]
     begin = layout.begin + layout.offset * itemsize
     requests: list[ReadRequest] = []
-    if layout.strides == contiguous(stored.shape):
+    if layout.strides == contiguous_strides(stored.shape):
         end = begin + math.prod(stored.shape) * itemsize
         raw = e.TensorEntry(stored.location, (begin, end), stored.dtype, stored.shape)
-        add_requests(requests, path, raw, whole(stored.shape), target=target, box=box, live=live)
+        add_requests(requests, path, raw, whole_box(stored.shape), target=target, box=box, live=live)
         return requests
-    found = around(stored.shape, layout.strides)
+    found = find_enclosing_tensor(stored.shape, layout.strides)
     if found is None:  # elements that overlap, or are repeated: they are read as they lie, and copied from there
-        count = span(stored.shape, layout.strides)
+        count = measure_span(stored.shape, layout.strides)
         held = torch.empty(count, dtype=BY_NAME[stored.dtype])
         raw = e.TensorEntry(stored.location, (begin, begin + count * itemsize), stored.dtype, (count,))
         requests.append(request_all(path, raw, held.data_ptr(), None, live))
@@ -99,7 +99,7 @@ def add_unpacked_requests(
     sizes = tuple(box.sizes[axis] for axis in found.order) + (1,) * found.padded
     target = target.permute(found.order)
     target = target.unsqueeze(-1) if found.padded else target
-    add_requests(requests, path, raw, whole(found.sizes), target=target, box=Box(offsets, sizes), live=live)
+    add_requests(requests, path, raw, whole_box(found.sizes), target=target, box=Box(offsets, sizes), live=live)
     return requests
 
 
@@ -120,7 +120,7 @@ def _make_placer(stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: B
         first = start // itemsize
         arrived = slot.tensor[at : at + length].view(dtype)
         for position, part in boxes_of_range(piece.sizes, first, first + length // itemsize):
-            there = part.within(piece.offsets)
+            there = part.moved_by(piece.offsets)
             shared = intersect(there, box)
             if shared is None:
                 continue

@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.formats.embedded_tensors import HEAD, PIECE, Layout, Short, decoder_of, layout_of, streamed
+from snapshot.formats.embedded_tensors import (
+    HEAD,
+    PIECE,
+    EmbeddedLayout,
+    MoreBytesNeeded,
+    find_layout,
+    is_streamed,
+    make_decoder,
+)
 from snapshot.manifest.entries import TensorEntry
-from snapshot.tensors.addresses import copy
+from snapshot.tensors.addresses import copy_memory
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
 
 if TYPE_CHECKING:
@@ -34,7 +42,9 @@ class Bytes:
         self.tensor = tensor
 
 
-def unpack_stream(requests: Sequence[ReadRequest], layout: Layout, dtype: str, begin: int, held: torch.Tensor) -> None:
+def unpack_stream(
+    requests: Sequence[ReadRequest], layout: EmbeddedLayout, dtype: str, begin: int, held: torch.Tensor
+) -> None:
     """Give wants what they want of the bytes that begin at `begin`: in the file, or in what was decompressed."""
     if not layout.plain:
         held = _turned(held, layout.begin - begin, dtype, layout)
@@ -44,7 +54,7 @@ def unpack_stream(requests: Sequence[ReadRequest], layout: Layout, dtype: str, b
         if low >= high:
             continue
         if request.address:
-            copy(request.address + low - request.begin, held.data_ptr() + low - begin, high - low)
+            copy_memory(request.address + low - request.begin, held.data_ptr() + low - begin, high - low)
         elif request.place is not None:
             part = held[low - begin : high - begin]
             if part.storage_offset() % ALIGNED:
@@ -52,7 +62,7 @@ def unpack_stream(requests: Sequence[ReadRequest], layout: Layout, dtype: str, b
             request.place(low - request.stored.byte_range[0], Bytes(part), 0, high - low)  # type: ignore[arg-type]
 
 
-def _turned(held: torch.Tensor, at: int, dtype: str, layout: Layout) -> torch.Tensor:
+def _turned(held: torch.Tensor, at: int, dtype: str, layout: EmbeddedLayout) -> torch.Tensor:
     """Return the tensor's own bytes: in this machine's order, conjugated, negated. Elements begin at `at`."""
     whole = ITEMSIZE[dtype]
     size = whole // (2 if BY_NAME[dtype].is_complex else 1)
@@ -73,20 +83,20 @@ def unpack_whole(request: ReadRequest, share: Any, tensor: torch.Tensor) -> None
     """Unpack a short range whose bytes are all here."""
     stored = request.stored
     assert isinstance(stored, TensorEntry)
-    if streamed(stored):
+    if is_streamed(stored):
         unpack = Unpack(request)
         view = memoryview(share).cast("B")
         for step in unpack.steps():
             step(view)
         return
     try:
-        layout = layout_of(request.name, stored, share, share)
-    except Short as short:
+        layout = find_layout(request.name, stored, share, share)
+    except MoreBytesNeeded as short:
         raise CorruptSnapshotError(f"{request.name}: its archive names bytes that it does not have") from short
     unpack_stream(open_packed(request, layout), layout, stored.dtype, request.begin, tensor)
 
 
-def open_packed(request: ReadRequest, layout: Layout) -> list[ReadRequest]:
+def open_packed(request: ReadRequest, layout: EmbeddedLayout) -> list[ReadRequest]:
     """Return what is wanted of the file itself, now that it is known where a packed tensor is."""
     assert request.opens is not None
     return request.opens(layout)
@@ -95,13 +105,13 @@ def open_packed(request: ReadRequest, layout: Layout) -> list[ReadRequest]:
 class Unpack:
     """A range that is followed from its first byte on; twice, if what says where things are stands at its end."""
 
-    def __init__(self, request: ReadRequest, layout: Layout | None = None) -> None:
+    def __init__(self, request: ReadRequest, layout: EmbeddedLayout | None = None) -> None:
         """With a layout that is known already, from the first byte of the storage on."""
         assert isinstance(request.stored, TensorEntry)
         self._want = request
         self._stored = request.stored
-        self._decode = decoder_of(request.name, request.stored) if layout is None else bytes
-        self._layout: Layout | None = None
+        self._decode = make_decoder(request.name, request.stored) if layout is None else bytes
+        self._layout: EmbeddedLayout | None = None
         self._wants: list[ReadRequest] = []
         self._head, self._tail = bytearray(), bytearray()
         self._position = 0
@@ -146,13 +156,13 @@ class Unpack:
         stored = self._stored
         packed = TensorEntry(stored.location, (0, length), stored.dtype, stored.shape, serializer="torch_save")
         try:
-            found = layout_of(self._want.name, packed, head, tail)
-        except Short as short:
+            found = find_layout(self._want.name, packed, head, tail)
+        except MoreBytesNeeded as short:
             raise CorruptSnapshotError(f"{self._want.name}: its archive is none that torch writes") from short
-        self._decode = decoder_of(self._want.name, stored)
+        self._decode = make_decoder(self._want.name, stored)
         self._begin(found)
 
-    def _begin(self, layout: Layout, position: int = 0) -> None:
+    def _begin(self, layout: EmbeddedLayout, position: int = 0) -> None:
         self._layout = layout
         self._wants = open_packed(self._want, layout)
         self._end = max((request.end for request in self._wants), default=0)
@@ -163,7 +173,7 @@ class Unpack:
         for at in range(0, len(data), PIECE):
             if self._layout is None:
                 head = bytes(data[: max(PIECE, HEAD)])
-                self._begin(layout_of(self._want.name, self._stored, head, b""))
+                self._begin(find_layout(self._want.name, self._stored, head, b""))
             if self._position >= self._end:
                 return False
             self._held += self._decode(bytes(data[at : at + PIECE]))

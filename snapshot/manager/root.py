@@ -21,7 +21,7 @@ from snapshot.errors import (
     StorageNotFoundError,
 )
 from snapshot.events import log
-from snapshot.formats.foreign import says_absent
+from snapshot.formats.foreign import is_absence
 from snapshot.load.open import expect_files, open_document
 from snapshot.manager.policies import Taken
 from snapshot.manager.step_metadata import noted_metrics
@@ -29,7 +29,7 @@ from snapshot.manifest.document import FORMAT, METADATA, FileEntry, PartEntry
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.storage import ANYTHING, FileStat, Storage
-from snapshot.tensors.digest import of_range
+from snapshot.tensors.digest import digest_range
 from snapshot.url import URL
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ def decode_head(data: bytes, where: object) -> ManifestHead:
     if not _OURS.match(data):
         raise NotOurs(f"{where}: is no manifest that this version of the library wrote")
     tail = _DIGEST.search(data, max(0, len(data) - 64))
-    if tail is None or of_range(memoryview(data)[: tail.start()]).encode() != tail[1]:
+    if tail is None or digest_range(memoryview(data)[: tail.start()]).encode() != tail[1]:
         raise CorruptSnapshotError(f"{where}: the manifest is not as it was written")
     try:
         head = _heads.decode(data)
@@ -159,7 +159,7 @@ class Root:
                 data = await session.storage.get(METADATA, limit=session.settings.manifest_bytes)
                 head: ManifestHead | SnapshotError = decode_head(data, session.url.join(METADATA))
             except StorageError as error:
-                if says_absent(session.storage, error):
+                if is_absence(session.storage, error):
                     return None
                 if error.errno not in UNREADABLE:
                     raise
@@ -286,7 +286,7 @@ async def _stat_if_there(storage: Storage, path: str) -> FileStat | None:
     try:
         return await storage.stat(path)
     except StorageError as error:
-        if not says_absent(storage, error):
+        if not is_absence(storage, error):
             raise
         return None
 

@@ -1,1 +1,1 @@
-"""What a snapshot says of itself: entries, the document that holds them, and their checks."""
+"""The contents of a manifest: entries, the document that holds them, and their validation."""

@@ -1,6 +1,6 @@
-"""Entries of objects that have a class of their own: dataclasses, and tensors that wrap tensors.
+"""Entries of objects with a class of their own: dataclasses, and tensors that wrap tensors.
 
-They hold their fields, or their inner tensors, as a dict holds its values, and name the class without knowing it.
+They hold their fields, or their inner tensors, as a dict holds its values, and only name the class.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Compound(DictEntry):
 
     obj_type: str = ""
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """Return the names of its fields."""
         return [str(decode_key(key)) for key in self.keys]
 
@@ -76,14 +76,14 @@ class Compound(DictEntry):
 
 
 class RecordEntry(Compound, tag="dataclass"):
-    """An instance of a dataclass: what it has under the names of its attributes."""
+    """An instance of a dataclass: its attributes by name."""
 
     def make(self, items: list[tuple[Any, Any]]) -> Any:
         return SavedObject("dataclass", self.obj_type, dict(items))
 
 
 class OpaqueEntry(Scalar, tag="opaque"):
-    """Something of which only the class is known: its name is `serialized_value`."""
+    """An object of which only the class is known: its name is `serialized_value`."""
 
     def value(self) -> Any:
         return SavedObject("opaque", self.serialized_value, {})
@@ -125,46 +125,46 @@ PlainEntry = Union[  # noqa: UP007 - msgspec wants one union, and mypy one spell
     EnumEntry,
     OpaqueEntry,
 ]
-"""What stands in the manifest alone."""
+"""Entries that are stored in the manifest alone."""
 
 
 class SubclassEntry(Compound, tag="TensorSubclass"):
-    """A tensor of a class that wraps tensors: its inner tensors, and what the class itself needs to know of them."""
+    """A tensor of a class that wraps tensors: its inner tensors, and the context of the class."""
 
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    """Of the tensor that it is to others; -1 for a size that is not a number."""
+    """The outer shape; -1 for a size that is not a number."""
     requires_grad: bool = False
     context: dict[str, PlainEntry] = field(default_factory=dict)
-    """What the class gives beside the inner tensors, as entries under paths of their own: the first is empty."""
+    """The class's context, as entries under paths of their own: the first path is empty."""
 
     def check(self, path: str) -> None:
         super().check(path)
         context = self.context
         widths = [max(0, each.width) for each in context.values() if isinstance(each, Container)]
         if sum(widths) + 1 != len(context) or any(name.count("/") > DEEPEST_CONTEXT for name in context):
-            raise CorruptSnapshotError(f"{path}: its context is not one tree of at most {DEEPEST_CONTEXT} levels")
+            raise CorruptSnapshotError(f"{path}: its context must be one tree of at most {DEEPEST_CONTEXT} levels")
         for name, each in context.items():
             if isinstance(each, Container):
                 each.check(f"{path}: context{name}")
                 if any(f"{name}/{below}" not in context for below in each.components()):
-                    raise CorruptSnapshotError(f"{path}: its context lacks what is in {name or 'it'}")
+                    raise CorruptSnapshotError(f"{path}: its context lacks the contents of {name or 'its root'}")
 
     def context_value(self) -> Any:
-        """Return what the class gave, as far as it is known."""
+        """Return the context of the class, as far as it is known."""
         self.check(self.obj_type)
-        return _inflated(self.context, "")
+        return _inflate_entries(self.context, "")
 
     def make(self, items: list[tuple[Any, Any]]) -> Any:
         known = {"shape": self.shape, "dtype": self.dtype, "context": self.context_value()}
         return SavedObject("TensorSubclass", self.obj_type, {**known, **dict(items)}, self)
 
 
-def _inflated(entries: Mapping[str, Any], path: str) -> Any:
+def _inflate_entries(entries: Mapping[str, Any], path: str) -> Any:
     entry = entries[path]
     if not isinstance(entry, Container):
         return entry.value()
-    children = [_inflated(entries, f"{path}/{name}") for name in entry.components()]
+    children = [_inflate_entries(entries, f"{path}/{name}") for name in entry.components()]
     try:
         return entry.build(children)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""Entries that hold others: sequences, sets and dicts, each as it comes back."""
+"""Entries that hold others: sequences, sets and dicts, each restored with its exact type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.optimizer import OptimizerRecord
-from snapshot.manifest.paths import component_of, decode_key
+from snapshot.manifest.paths import decode_key, key_component
 from snapshot.text import counted
 
 Key = str | int | dict[str, str]
@@ -20,7 +20,7 @@ were."""
 
 
 MOST_COMPARISONS = 20_000_000
-"""Of keys whose hashes are equal: so many take a dict a second."""
+"""The maximum number of comparisons of keys with equal hashes: they take a dict a second."""
 
 
 class Container(Entry):
@@ -34,17 +34,17 @@ class Container(Entry):
         """Return the path components of the children, in order."""
         return []
 
-    def without(self, gone: Iterable[bool]) -> Container:
-        """Return the same container without some of its children."""
+    def without_children(self, gone: Iterable[bool]) -> Container:
+        """Return the container without some of its children."""
         return self
 
     @property
     def width(self) -> int:
-        """How many children it has."""
+        """The number of children."""
         return 0
 
     def check(self, path: str) -> None:
-        """Raise `CorruptSnapshotError` where it could not be built, whatever its children are."""
+        """Raise `CorruptSnapshotError` if the container cannot be built, whatever its children are."""
 
 
 class _Sequence(Container):
@@ -123,13 +123,13 @@ class DictEntry(Container, tag="dict"):
 
     keys: list[Key]
     tagged: list[int] | None = None
-    """Which keys stand under a tagged component, since another key of this dict has the same text."""
+    """Positions of keys with a tagged component, since another key of this dict has the same text."""
     replicated: bool = False
     optimizer: OptimizerRecord | None = None
-    """Of an optimizer's state dict: whose it is."""
+    """The optimizer's record, for an optimizer's state dict."""
 
     def make(self, items: list[tuple[Any, Any]]) -> Any:
-        """Return the dict itself, from its items."""
+        """Return the dict from its items."""
         return dict(items)
 
     def build(self, children: Sequence[Any]) -> Any:
@@ -142,9 +142,9 @@ class DictEntry(Container, tag="dict"):
     def check(self, path: str) -> None:
         alike = collections.Counter(hash(decode_key(key)) for key in self.keys if type(key) is dict)
         if sum(count * count for count in alike.values()) > MOST_COMPARISONS:
-            raise CorruptSnapshotError(f"{path}: its keys were chosen to be slow")
+            raise CorruptSnapshotError(f"{path}: its keys collide too often; refusing a hostile manifest")
 
-    def without(self, gone: Iterable[bool]) -> Container:
+    def without_children(self, gone: Iterable[bool]) -> Container:
         kept = [i for i, away in enumerate(gone) if not away]
         tagged = [new for new, old in enumerate(kept) if old in (self.tagged or ())]
         return msgspec.structs.replace(self, keys=[self.keys[i] for i in kept], tagged=tagged or None)
@@ -154,7 +154,7 @@ class DictEntry(Container, tag="dict"):
         return [
             key
             if type(key) is str and key.isascii() and "/" not in key and "%" not in key
-            else component_of(key, i in tagged)
+            else key_component(key, i in tagged)
             for i, key in enumerate(self.keys)
         ]
 
@@ -199,8 +199,8 @@ class CounterEntry(DictEntry, tag="Counter"):
         return made
 
 
-def factory_name(factory: Callable[[], Any] | None) -> str | None:
-    """Return the name under which a defaultdict's factory is recorded; None where it cannot be."""
+def find_factory_name(factory: Callable[[], Any] | None) -> str | None:
+    """Return the recorded name of a defaultdict's factory; None if it cannot be recorded."""
     return next((name for name, known in _FACTORIES.items() if known is factory), None)
 
 

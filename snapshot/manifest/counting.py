@@ -1,4 +1,4 @@
-"""How entries are counted: the same way in every report, listing and error."""
+"""Counting of entries, the same way in every report, listing and error."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from snapshot.manifest.containers import Container
 
 
 def is_leaf(entry: Any) -> bool:
-    """Return True if an entry counts: a tensor, a value, or a container that is empty.
+    """Return True if an entry counts: a tensor, a value, or an empty container.
 
-    A container that holds something is seen by what it holds.
+    Other containers are represented by their contents.
     """
     return not (isinstance(entry, Container) and entry.width)
 

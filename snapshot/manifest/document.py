@@ -1,7 +1,7 @@
-"""The manifest as a document: JSON that carries its own digest, and is in one canonical form.
+"""The manifest as a document: JSON that carries its own digest, in one canonical form.
 
-A document that does not encode to the very bytes it was decoded from is refused: so duplicate keys, unknown fields and
-numbers out of range are found without looking for each.
+A document that does not encode to the bytes it was decoded from is refused. So duplicate keys, unknown fields and
+numbers out of range are detected without separate checks.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.manifest.entries import AnyEntry
 from snapshot.manifest.entry import Entry
-from snapshot.tensors.digest import of_range
+from snapshot.tensors.digest import digest_range
 from snapshot.text import counted
 
 METADATA = ".snapshot_metadata"
 FORMAT = "snapshot/1"
 IN_ONE = 100_000
-"""From so many entries on, those of one rank alone lie in a part of their own."""
+"""From this number of entries on, each rank's own entries are in a part of their own."""
 DEEPEST = 500
-"""Lists and objects within each other in the user's metadata: what nests deeper some reader cannot read."""
+"""The maximum nesting of the user's metadata: some readers cannot read deeper nesting."""
 LONGEST_HEADER = 100_000_000
-"""Bytes; the safetensors library reads no longer one."""
+"""The maximum header length in bytes that the safetensors library reads."""
 
 _TAIL = re.compile(rb',"digest":"(xxh3:[0-9a-f]{32})"\}$')
 _TAIL_LENGTH = len(',"digest":"xxh3:"}') + 32
@@ -34,7 +34,7 @@ _LOCATION = re.compile(r"data/[0-9a-z]+-[0-9]+(-[0-9]+\.(safetensors|bin)|\.json
 
 
 class FileEntry(msgspec.Struct, omit_defaults=True, gc=False, forbid_unknown_fields=True):
-    """A data file: how long it is, and where its data begins behind its header."""
+    """A data file: its length, and the length of its header."""
 
     size: int
     header: int = 0
@@ -42,10 +42,10 @@ class FileEntry(msgspec.Struct, omit_defaults=True, gc=False, forbid_unknown_fie
 
 
 class ForeignFile(FileEntry):
-    """A file of somebody else's, which no manifest of ours names: its entries may be packed, or views."""
+    """A file of another library, which no stored manifest names: its entries may be packed, or views."""
 
     exact: bool = True
-    """Whether its length is known; else it is at least `size`."""
+    """True if its length is known; otherwise it is at least `size`."""
 
 
 class PartEntry(msgspec.Struct, gc=False, forbid_unknown_fields=True):
@@ -59,7 +59,7 @@ class PartEntry(msgspec.Struct, gc=False, forbid_unknown_fields=True):
 
 
 class Document(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """The manifest as it lies on storage, without its digest."""
+    """The manifest as stored, without its digest."""
 
     format: str
     version: str
@@ -74,13 +74,16 @@ class Document(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
 
 
 class ManifestPart(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """A part of a manifest as it lies on storage, without its digest: what one rank tells the leader, who makes the
-    manifest of it; and of a large one each rank's own entries, which stay where they are."""
+    """A part of a manifest as stored, without its digest.
+
+    Each rank sends its part to the leader, which merges them. In a large manifest, each rank's own entries remain in a
+    part of their own.
+    """
 
     manifest: dict[str, AnyEntry]
-    """Its own entries, and the shards that it wrote."""
+    """The rank's own entries, and the shards that it wrote."""
     shared: dict[str, AnyEntry] = {}
-    """What it wrote of that which is the same on all ranks."""
+    """The entries it wrote that are equal on all ranks."""
     files: dict[str, FileEntry] = {}
 
 
@@ -95,11 +98,11 @@ _entries = msgspec.json.Decoder(dict[str, AnyEntry])
 def encode(document: Document | ManifestPart) -> bytes:
     """Return the document's bytes, its digest last."""
     body = _encoder.encode(document)[:-1]
-    return b'%s,"digest":"%s"}' % (body, of_range(body).encode())
+    return b'%s,"digest":"%s"}' % (body, digest_range(body).encode())
 
 
-def copied(manifest: Mapping[str, AnyEntry]) -> dict[str, Entry]:
-    """Return a copy that shares nothing: by way of its text, which is many times faster than object by object."""
+def copy_manifest(manifest: Mapping[str, AnyEntry]) -> dict[str, Entry]:
+    """Return a deep copy by encoding and decoding, which is many times faster than copying objects."""
     try:
         return dict[str, Entry](_entries.decode(_encoder.encode(manifest)))
     except RecursionError as error:
@@ -109,25 +112,25 @@ def copied(manifest: Mapping[str, AnyEntry]) -> dict[str, Entry]:
 def decode_document(data: bytes, where: object) -> Document:
     """Check and decode a manifest; `where` names it in errors."""
     _check_format(data, where)
-    document: Document = _decode(data, Document, where)
+    document: Document = _decode_canonical(data, Document, where)
     for location in [*document.files, *(part.location for part in document.parts)]:
         if not _LOCATION.fullmatch(location):
-            raise CorruptSnapshotError(f"{where}: {location[:200]!r} is no name of a data file")
+            raise CorruptSnapshotError(f"{where}: {location[:200]!r} is not the name of a data file")
     if len({part.location for part in document.parts}) != len(document.parts):
-        raise CorruptSnapshotError(f"{where}: names a part of the manifest twice")
+        raise CorruptSnapshotError(f"{where}: lists a part of the manifest twice")
     for location, file in document.files.items():
         if not 0 <= file.header <= min(file.size, LONGEST_HEADER) or bool(file.header) != bool(file.header_digest):
-            raise CorruptSnapshotError(f"{where}: {location} cannot have a header of {counted(file.header, 'byte')}")
+            raise CorruptSnapshotError(f"{where}: {location} must not have a header of {counted(file.header, 'byte')}")
     if document.world_size < 1:
-        raise CorruptSnapshotError(f"{where}: a world size of {document.world_size}")
+        raise CorruptSnapshotError(f"{where}: world size must be at least 1, got {document.world_size}")
     return document
 
 
 def decode_part(data: bytes, part: PartEntry, where: object) -> ManifestPart:
     """Check and decode a part of a manifest."""
-    if of_range(data) != part.digest:
-        raise CorruptSnapshotError(f"{where}: is {of_range(data)}, and {part.digest} was written")
-    decoded: ManifestPart = _decode(data, ManifestPart, where)
+    if digest_range(data) != part.digest:
+        raise CorruptSnapshotError(f"{where}: is {digest_range(data)}, and {part.digest} was written")
+    decoded: ManifestPart = _decode_canonical(data, ManifestPart, where)
     if part.count >= 0 and len(decoded.manifest) != part.count:
         raise CorruptSnapshotError(
             f"{where}: holds {counted(len(decoded.manifest), 'entry', 'entries')}, and {part.count} were written"
@@ -136,7 +139,7 @@ def decode_part(data: bytes, part: PartEntry, where: object) -> ManifestPart:
 
 
 def _check_format(data: bytes, where: object) -> None:
-    """Tell a newer format from a damaged file, before its digest is looked at: it may have none, or another."""
+    """Raise for a newer format before its digest is checked: it may have another one, or none."""
     found = re.match(rb'\s*\{\s*"format"\s*:\s*"snapshot/(\d{1,9})"', data)
     if found and int(found[1]) != 1:
         raise UnsupportedFormatError(
@@ -145,12 +148,12 @@ def _check_format(data: bytes, where: object) -> None:
         )
 
 
-def _decode(data: bytes, kind: type[Any], where: object) -> Any:
+def _decode_canonical(data: bytes, kind: type[Any], where: object) -> Any:
     tail = _TAIL.match(data, max(0, len(data) - _TAIL_LENGTH))
     if not tail:
-        raise CorruptSnapshotError(f"{where}: is no manifest, or its end is missing ({counted(len(data), 'byte')})")
+        raise CorruptSnapshotError(f"{where}: is not a manifest, or its end is missing ({counted(len(data), 'byte')})")
     body = memoryview(data)[: tail.start()]
-    actual = of_range(body)
+    actual = digest_range(body)
     if actual.encode() != tail[1]:
         raise CorruptSnapshotError(f"{where}: its bytes are {actual}, and {tail[1].decode()} was written")
     try:
@@ -163,9 +166,7 @@ def _decode(data: bytes, kind: type[Any], where: object) -> Any:
     except (msgspec.DecodeError, RecursionError, UnicodeError, OverflowError) as error:
         raise CorruptSnapshotError(f"{where}: {error}") from error
     if memoryview(canonical)[:-1] != body:
-        raise CorruptSnapshotError(
-            f"{where}: is not in the canonical form (a key that stands twice, or edited by hand)"
-        )
+        raise CorruptSnapshotError(f"{where}: is not in the canonical form (duplicate keys, or edited by hand)")
     return decoded
 
 
@@ -173,10 +174,10 @@ _SHAPE = b'[]{}"'
 _NO_SHAPE = bytes(set(range(256)) - set(_SHAPE))
 
 
-def nesting(document: bytes | memoryview) -> int:
-    """How deep the brackets of a JSON document nest, found without a stack of its own.
+def measure_nesting(document: bytes | memoryview) -> int:
+    """Return the depth of the brackets in a JSON document, without recursion.
 
-    >>> nesting(b'{"a":[[1],"[[[\\\\"]}')
+    >>> measure_nesting(b'{"a":[[1],"[[[\\"]}')
     3
     """
     text = bytes(document)

@@ -1,6 +1,6 @@
-"""The kinds of entries in a manifest. What depends on the kind of an entry lives with it here, and is asked of it.
+"""The kinds of entries in a manifest, with the behaviour that depends on the kind.
 
-Entries are tagged by `type`, and written with their defaults left out. They are plain values: nothing here does I/O.
+Entries are tagged by `type`, and written without default values. They are plain values: nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from snapshot.manifest.containers import (
     SetEntry,
     SliceEntry,
     TupleEntry,
-    factory_name,
+    find_factory_name,
 )
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.scalars import (
@@ -39,7 +39,7 @@ from snapshot.manifest.scalars import (
     SizeEntry,
     StrEntry,
 )
-from snapshot.tensors.geometry import Box, whole
+from snapshot.tensors.geometry import Box, whole_box
 
 __all__ = [
     "StrEntry",
@@ -82,29 +82,29 @@ __all__ = [
     "TensorEntry",
     "TensorPartsEntry",
     "TupleEntry",
-    "factory_name",
+    "find_factory_name",
 ]
 
 
 class Extra(msgspec.Struct, omit_defaults=True, gc=False, forbid_unknown_fields=True):
-    """What few tensors have: an entry without it decodes a third faster."""
+    """Properties that few tensors have: an entry without them decodes a third faster."""
 
     stride_order: tuple[int, ...] | None = None
-    """The order of the dimensions in memory, from the slowest on, where it is dense but not C order."""
+    """The order of the dimensions in memory, slowest first, if it is dense but not in C order."""
     subclass: str | None = None
     requires_grad: bool = False
     strides: tuple[int, ...] | None = None
-    """In elements, of a view into the stored range: only foreign formats have them."""
+    """Strides in elements of a view into the stored range, which only foreign formats have."""
     storage_offset: int | None = None
     shares: str | None = None
-    """The path of the tensor in whose memory this one was, seen in another way: each has bytes of its own here."""
+    """The path of the tensor that shared memory with this one; both are stored separately."""
 
 
 PLAIN = Extra()
 
 
 class TensorEntry(Entry, tag="Tensor"):
-    """A tensor whose bytes lie in one range of one file, in C order."""
+    """A tensor whose bytes are one range of one file, in C order."""
 
     location: str
     byte_range: tuple[int, int]
@@ -112,7 +112,7 @@ class TensorEntry(Entry, tag="Tensor"):
     shape: tuple[int, ...]
     digest: str | None = None
     blocks: tuple[str, int, int] | None = None
-    """File, begin and end of the table of its blocks' digests, where it is longer than one block."""
+    """File, begin and end of the table of block digests, if it is longer than one block."""
     replicated: bool = False
     serializer: str = "raw"
     extra: Extra | None = None
@@ -123,7 +123,7 @@ class TensorEntry(Entry, tag="Tensor"):
 
     def pieces(self) -> list[tuple[Box, TensorEntry]]:
         """Return the stored ranges, each with the box that it fills."""
-        return [(whole(self.shape), self)]
+        return [(whole_box(self.shape), self)]
 
 
 class Shard(msgspec.Struct, gc=False, forbid_unknown_fields=True):
@@ -149,7 +149,7 @@ class _Boxes(Entry):
 
 
 class ChunkedTensorEntry(_Boxes, tag="ChunkedTensor"):
-    """A tensor that was cut into boxes, since it is long."""
+    """A long tensor that was cut into boxes."""
 
     chunks: list[Shard]
     replicated: bool = False
@@ -157,8 +157,10 @@ class ChunkedTensorEntry(_Boxes, tag="ChunkedTensor"):
 
 
 class Mesh(msgspec.Struct, gc=False, forbid_unknown_fields=True):
-    """Ranks at equal steps in each dimension, one dimension within the next, as in nearly all meshes: short, however
-    many they are."""
+    """Ranks at equal steps in each dimension, one dimension nested in the next.
+
+    Nearly all meshes have this form, and it is short for any number of ranks.
+    """
 
     begin: int
     shape: tuple[int, ...]
@@ -171,8 +173,8 @@ class Mesh(msgspec.Struct, gc=False, forbid_unknown_fields=True):
         return rest == 0
 
     @staticmethod
-    def of(ranks: Any) -> Mesh | list[Any]:
-        """Return a mesh from lists in lists; these themselves where it is none of this kind."""
+    def from_lists(ranks: Any) -> Mesh | list[Any]:
+        """Return a mesh from nested lists, or the lists themselves if they are not regular."""
         array = np.asarray(ranks)
         steps = tuple(
             int(array.take(1, axis).flat[0] - array.flat[0]) if size > 1 else 1 for axis, size in enumerate(array.shape)
@@ -190,14 +192,14 @@ class Mesh(msgspec.Struct, gc=False, forbid_unknown_fields=True):
 
 
 class ShardedTensorEntry(_Boxes, tag="ShardedTensor"):
-    """A tensor whose boxes lay on several ranks."""
+    """A tensor whose boxes were on several ranks."""
 
     shards: list[Shard]
     mesh: Mesh | list[Any] | None = None
-    """The ranks that held it, where all of them knew."""
+    """The ranks that held it, if all of them knew."""
 
-    def held_by(self, rank: int) -> bool:
-        """Whether a rank is one of them."""
+    def is_held_by(self, rank: int) -> bool:
+        """Return True if a rank held a part of the tensor."""
         rest: list[Any] = [] if self.mesh is None else [self.mesh]
         while rest:
             each = rest.pop()
@@ -230,7 +232,7 @@ class NDArrayEntry(Entry, tag="ndarray"):
 
 
 class TensorPartsEntry(Entry, tag="TensorParts"):
-    """A tensor that is made of tensors: a sparse layout, or a quantised one."""
+    """A tensor made of tensors: a sparse layout, or a quantised one."""
 
     kind: str
     parts: dict[str, TensorEntry | ChunkedTensorEntry]
@@ -243,8 +245,10 @@ class TensorPartsEntry(Entry, tag="TensorParts"):
 
 
 class ObjectEntry(Entry, tag="object"):
-    """Bytes that only their serializer can read: `bytes`, `bytearray`, `utf8` (long values), or `torch_save` (a
-    pickle)."""
+    """An object as bytes that only its serializer can read.
+
+    The serializers are `bytes`, `bytearray`, `utf8` (long values) and `torch_save` (a pickle).
+    """
 
     location: str
     byte_range: tuple[int, int]

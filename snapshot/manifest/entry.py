@@ -1,4 +1,4 @@
-"""What all entries of a manifest have in common."""
+"""The base class of all manifest entries."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class Entry(msgspec.Struct, tag_field="type", omit_defaults=True, gc=False, forb
 
     @property
     def nbytes(self) -> int:
-        """How many bytes of the data files it takes."""
+        """The number of bytes in data files."""
         return 0

@@ -1,4 +1,4 @@
-"""Merging: what the ranks say each of its own becomes one manifest."""
+"""Merging of the ranks' parts into one manifest."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ from snapshot.manifest.entries import ChunkedTensorEntry, ShardedTensorEntry
 
 
 def merge(into: dict[str, Any], entries: Mapping[str, Any], whose: object) -> None:
-    """Add one rank's entries: parts of one tensor come together, all else must have one owner."""
+    """Add one rank's entries: parts of a tensor are joined, and all other entries must have one owner."""
     for path, entry in entries.items():
         held = into.setdefault(path, entry)
         if held is not entry:
-            ours, theirs = _shards(held), _shards(entry)
-            if ours is None or theirs is None or _head(held) != _head(entry):
-                raise CorruptSnapshotError(
-                    f"{path}: {whose} describes it, and another part of the manifest does so too"
-                )
+            ours, theirs = _find_shards(held), _find_shards(entry)
+            if ours is None or theirs is None or _tensor_header(held) != _tensor_header(entry):
+                raise CorruptSnapshotError(f"{path}: described twice, by {whose} and by another part of the manifest")
             ours += theirs
 
 
-def expect_whole(entries: Mapping[str, Any]) -> None:
-    """Raise unless the parts of every tensor are as many elements as it has; and put them in order."""
+def expect_whole_tensors(entries: Mapping[str, Any]) -> None:
+    """Raise unless the parts of every tensor cover all its elements; sort the parts."""
     for path, entry in entries.items():
-        shards = _shards(entry)
+        shards = _find_shards(entry)
         if shards is not None:
             shards.sort(key=lambda shard: shard.offsets)
             found, expected = sum(math.prod(shard.sizes) for shard in shards), math.prod(entry.shape)
@@ -34,12 +32,12 @@ def expect_whole(entries: Mapping[str, Any]) -> None:
                 raise CorruptSnapshotError(f"{path}: all ranks together wrote {found:,} of its {expected:,} elements")
 
 
-def _shards(entry: Any) -> list[Any] | None:
+def _find_shards(entry: Any) -> list[Any] | None:
     if isinstance(entry, ChunkedTensorEntry):
         return entry.chunks
     return entry.shards if isinstance(entry, ShardedTensorEntry) else None
 
 
-def _head(entry: Any) -> tuple[Any, ...]:
+def _tensor_header(entry: Any) -> tuple[Any, ...]:
     more = (getattr(entry, name, None) for name in ("replicated", "mesh", "placements"))
     return type(entry), entry.dtype, tuple(entry.shape), *more

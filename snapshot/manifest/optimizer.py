@@ -11,4 +11,4 @@ class OptimizerRecord(msgspec.Struct, omit_defaults=True, gc=False, forbid_unkno
     classes: tuple[str, ...]
     """Module and name, such as `torch.optim.adamw.AdamW`. Never imported: only compared and shown."""
     dtypes: tuple[str, ...] = ()
-    """In the order of the parameters in `param_groups`; a single one if all are the same."""
+    """In the order of the parameters in `param_groups`; a single one if all are equal."""

@@ -1,7 +1,7 @@
-"""Logical paths: how the keys of nested containers become one string, and back. The mapping is injective.
+"""Logical paths: an injective mapping from the keys of nested containers to one string, and back.
 
-Components are joined by `/`; `%` and `/` in a component become `%25` and `%2F`, a lone surrogate `%uD800`. A key
-that is not a string stands as its text, or tagged (`%int:1`) where another key of the same dict has that text.
+Components are joined by `/`; `%` and `/` in a component become `%25` and `%2F`, a lone surrogate `%uD800`. A key that
+is not a string is written as its text, or tagged (`%int:1`) if another key of the same dict has that text.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 from snapshot.errors import CorruptSnapshotError
 
 LONGEST_INT = 13_000
-"""Bits of an int, about 3,900 digits: Python makes a decimal text of no longer one than 4,300."""
+"""Bits of an int, about 3,900 digits: Python's decimal texts have at most 4,300."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _ESCAPE = re.compile(r"%(25|2F|u[0-9A-F]{4})")
 
 
-def component(text: str) -> str:
+def encode_component(text: str) -> str:
     """Return a string as a component of a path.
 
-    >>> component("a/b%"), component("layer.0.weight")
+    >>> encode_component("a/b%"), encode_component("layer.0.weight")
     ('a%2Fb%25', 'layer.0.weight')
     """
     if "%" in text or "/" in text:
@@ -31,36 +31,36 @@ def component(text: str) -> str:
     return text if text.isascii() else _SURROGATES.sub(lambda found: f"%u{ord(found[0]):04X}", text)
 
 
-def uncomponent(text: str) -> str:
-    """Return the string that a component stands for."""
+def decode_component(text: str) -> str:
+    """Return the string that a component encodes."""
     return _ESCAPE.sub(lambda found: chr(int(found[1].lstrip("u"), 16)), text) if "%" in text else text
 
 
 def encode_text(text: str) -> str | None:
-    """Return a text with its lone surrogates escaped; None where it has none, and can stand as it is."""
+    """Return a text with its lone surrogates escaped; None if it has none."""
     if text.isascii() or not _SURROGATES.search(text):
         return None
-    return component(text)
+    return encode_component(text)
 
 
-decode_text = uncomponent
+decode_text = decode_component
 
 
 def _is_long(key: Any) -> bool:
-    """Whether a key is an int with more digits than Python makes a text of."""
+    """Return True if a key is an int with too many digits for Python's decimal text."""
     return type(key) is int and key.bit_length() >= LONGEST_INT
 
 
-def _int(text: str) -> int:
+def _parse_int(text: str) -> int:
     value = int(text, 16)
     if _is_long(value):
-        raise ValueError("an int that is no key")
+        raise ValueError(f"an int key must have fewer than {LONGEST_INT} bits")
     return value
 
 
 _FROM_TAG = {
-    "str": uncomponent,
-    "int": _int,
+    "str": decode_component,
+    "int": _parse_int,
     "bool": {"True": True, "False": False}.__getitem__,
     "float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
     "NoneType": {"None": None}.__getitem__,
@@ -68,7 +68,7 @@ _FROM_TAG = {
 
 
 def encode_key(key: Any) -> str | int | dict[str, str] | None:
-    """Return a dict's key as it stands in a manifest's `keys`; None for a key that cannot stand there."""
+    """Return a dict's key as an item of a manifest's `keys`; None if it cannot be one."""
     kind = type(key)
     if kind is str:
         escaped = encode_text(key)
@@ -83,7 +83,7 @@ def encode_key(key: Any) -> str | int | dict[str, str] | None:
 
 
 def decode_key(key: str | int | dict[str, str]) -> Any:
-    """Return the dict's key that an item of `keys` stands for."""
+    """Return the dict's key that an item of `keys` encodes."""
     if not isinstance(key, dict):
         return key
     try:
@@ -93,30 +93,30 @@ def decode_key(key: str | int | dict[str, str]) -> Any:
         raise CorruptSnapshotError(f"{str(key)[:80]} is not a dict's key") from error
 
 
-def component_of(key: str | int | dict[str, str], tagged: bool) -> str:
+def key_component(key: str | int | dict[str, str], tagged: bool) -> str:
     """Return the path component of an item of `keys`."""
     value = decode_key(key)
     if tagged:
         return f"%{type(value).__name__}:{value}"
-    return component(value) if isinstance(value, str) else str(value)
+    return encode_component(value) if isinstance(value, str) else str(value)
 
 
-def tagged_keys(keys: Iterable[Any]) -> list[int]:
-    """Which keys of a dict (by position) need a tagged component, since a string key has the same text."""
+def find_tagged_keys(keys: Iterable[Any]) -> list[int]:
+    """Return the positions of keys that need a tagged component, since a string key has the same text."""
     keys = list(keys)
     texts = {key for key in keys if type(key) is str}
     return [i for i, key in enumerate(keys) if type(key) is not str and not _is_long(key) and str(key) in texts]
 
 
-def quote(text: str) -> str:
-    """Return a path as the name of a tensor in a safetensors header, where `[` begins a box and one name is taken."""
+def quote_path(text: str) -> str:
+    """Return a path as a tensor name in a safetensors header, where `[` begins a box and one name is reserved."""
     if "[" in text:
         text = text.replace("[", "%5B")
     return "%5F%5Fmetadata__" if text == "__metadata__" else text
 
 
-def with_parents(paths: Iterable[str]) -> set[str]:
-    """Return the paths, and those of the containers that they are in."""
+def add_parents(paths: Iterable[str]) -> set[str]:
+    """Return the paths, and those of the containers that hold them."""
     found: set[str] = set()
     for path in paths:
         above = path

@@ -1,4 +1,4 @@
-"""What one rank sees of a manifest: its own entries and those that are shared, under logical paths without a rank."""
+"""One rank's view of a manifest: its own and the shared entries, under logical paths without a rank."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ import msgspec
 from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.entries import Container, DictEntry, OrderedDictEntry, ShardedTensorEntry
-from snapshot.manifest.paths import decode_key, encode_key, tagged_keys, uncomponent
+from snapshot.manifest.paths import decode_component, decode_key, encode_key, find_tagged_keys
 
 
 @dataclass(slots=True)
-class View:
-    """What one rank sees: entries under logical paths, without a rank."""
+class RankView:
+    """One rank's view: entries under logical paths, without a rank."""
 
     entries: dict[str, Any]
-    """Its own, and what it had with all others."""
+    """The rank's own entries, and those shared by all ranks."""
     elsewhere: dict[str, Any] = field(default_factory=dict)
-    """Sharded and replicated entries that other ranks had, and this one did not: they may be asked for by name."""
+    """Sharded and replicated entries that only other ranks had; they can be requested by name."""
     withheld: dict[str, str] = field(default_factory=dict)
-    """Leaves that this rank cannot have -> why not."""
+    """Leaves that are not available to this rank -> the reason."""
     gone: list[str] = field(default_factory=list)
-    """Leaves of ranks that are not there any more, under the manifest's paths."""
+    """Leaves of ranks that no longer exist, under the manifest's paths."""
     unknown: list[str] = field(default_factory=list)
-    """Names that were to be renamed, and that this rank does not see."""
+    """Names to rename that this rank does not have."""
 
 
-def rank_view(manifest: Mapping[str, Any], rank: int, saved: int, now: int) -> View:
-    """Return what rank `rank` of `now` sees of a snapshot of `saved` ranks.
+def make_rank_view(manifest: Mapping[str, Any], rank: int, saved: int, now: int) -> RankView:
+    """Return the view of rank `rank` of `now` on a snapshot of `saved` ranks.
 
-    Its own entries, and the replicated and sharded ones of all. A rank that was not there gets rank 0's containers,
-    with only what is shared in them. What the only rank of a snapshot held is the same on all of them.
+    It has the rank's own entries, and the replicated and sharded ones of all. A rank that did not exist gets rank 0's
+    containers with only the shared entries. The state of a single-rank snapshot is visible to all ranks.
     """
     if saved == 1:
         entries = {path[2:]: entry for path, entry in manifest.items() if path.startswith("0/")}
         if len(entries) != len(manifest):
             raise CorruptSnapshotError("the manifest of one rank holds entries of others")
         _check_widths(entries, len(manifest))
-        return View(entries)
-    view = View({})
+        return RankView(entries)
+    view = RankView({})
     prefix, cut = f"{rank}/", len(str(rank)) + 1
     sharded: dict[str, list[tuple[int, Any]]] = {}
     for path, entry in manifest.items():
         number, _, logical = path.partition("/")
         if isinstance(entry, ShardedTensorEntry):
-            sharded.setdefault(logical, []).append((_number(path, number, saved), entry))
+            sharded.setdefault(logical, []).append((_parse_rank(path, number, saved), entry))
         elif getattr(entry, "replicated", False):
             view.entries.setdefault(logical, entry)
         elif path.startswith(prefix):
@@ -60,17 +60,19 @@ def rank_view(manifest: Mapping[str, Any], rank: int, saved: int, now: int) -> V
                 view.entries[logical] = entry
             else:
                 view.withheld[logical] = "belongs to rank 0 alone"
-        elif _number(path, number, saved) >= now and not isinstance(entry, Container):
+        elif _parse_rank(path, number, saved) >= now and not isinstance(entry, Container):
             view.gone.append(path)
-    _choose(view, sharded, rank)
+    _choose_sharded(view, sharded, rank)
     _check_widths(view.entries, len(manifest))
-    _prune(view, rank, saved)
+    _prune_containers(view, rank, saved)
     return view
 
 
 def _check_widths(entries: Mapping[str, Any], most: int) -> None:
-    """Raise where containers claim more children than there are entries, or paths more levels than can be nested: the
-    names alone would fill any memory."""
+    """Raise if containers claim more children than there are entries, or paths are too deep.
+
+    The names alone could exhaust the memory.
+    """
     if max((path.count("/") for path in entries), default=0) > DEEPEST + 1:
         raise CorruptSnapshotError(f"the manifest nests more than {DEEPEST} deep")
     if sum(max(0, entry.width) for entry in entries.values() if isinstance(entry, Container)) > most:
@@ -78,20 +80,20 @@ def _check_widths(entries: Mapping[str, Any], most: int) -> None:
 
 
 def is_rank(number: str, saved: int) -> bool:
-    """Whether a path's first component is the number of a rank, as we write it."""
+    """Return True if a path's first component is a rank's number in canonical form."""
     return bool(_RANK.fullmatch(number)) and int(number) < saved
 
 
-def _number(path: str, number: str, saved: int) -> int:
+def _parse_rank(path: str, number: str, saved: int) -> int:
     if not is_rank(number, saved):
-        raise CorruptSnapshotError(f"{path[:200]!r} is an entry of no rank: there were {saved}")
+        raise CorruptSnapshotError(f"{path[:200]!r} must begin with a rank below {saved}")
     return int(number)
 
 
-def _choose(view: View, sharded: Mapping[str, list[tuple[int, Any]]], rank: int) -> None:
-    """Of sharded tensors of one name (each stage of a pipeline may have one), take the one that this rank had."""
+def _choose_sharded(view: RankView, sharded: Mapping[str, list[tuple[int, Any]]], rank: int) -> None:
+    """Choose, among sharded tensors of one name (such as one per pipeline stage), the one that this rank had."""
     for path, found in sharded.items():
-        mine = [entry for number, entry in found if number == rank or entry.held_by(rank)]
+        mine = [entry for number, entry in found if number == rank or entry.is_held_by(rank)]
         if not mine and path in view.entries:
             continue  # this rank had something of its own under that name
         if len(found) > 1 and not mine:
@@ -100,8 +102,8 @@ def _choose(view: View, sharded: Mapping[str, list[tuple[int, Any]]], rank: int)
             view.entries[path] = mine[0] if mine else found[0][1]
 
 
-def _prune(view: View, rank: int, saved: int) -> None:
-    """Leave in the containers what this rank has, and in the view what its containers name."""
+def _prune_containers(view: RankView, rank: int, saved: int) -> None:
+    """Remove from the containers what this rank lacks, and from the view what no container names."""
     named: set[str] = set()
     for path, entry in list(view.entries.items()):
         if not isinstance(entry, Container):
@@ -113,7 +115,7 @@ def _prune(view: View, rank: int, saved: int) -> None:
             for below in here:
                 if below not in view.entries:
                     view.withheld.setdefault(below, "belongs to other ranks alone")
-            view.entries[path] = entry.without(below not in view.entries for below in here)
+            view.entries[path] = entry.without_children(below not in view.entries for below in here)
     unnamed = {path for path in view.entries if path not in named and "/" in path}
     if any(isinstance(view.entries[path], Container) for path in unnamed):  # which go with all that is in them
         for path in sorted(view.entries):
@@ -123,8 +125,8 @@ def _prune(view: View, rank: int, saved: int) -> None:
         view.elsewhere[path] = view.entries.pop(path)
 
 
-def adopt(entries: dict[str, Any], path: str, entry: Any) -> None:
-    """Add an entry to a rank's, and its name to the dict that it belongs to."""
+def adopt_entry(entries: dict[str, Any], path: str, entry: Any) -> None:
+    """Add an entry to a rank's entries, and its name to its parent dict."""
     entries[path] = entry
     while "/" in path:
         above, _, name = path.rpartition("/")
@@ -133,23 +135,23 @@ def adopt(entries: dict[str, Any], path: str, entry: Any) -> None:
             parent = DictEntry([])
         if not isinstance(parent, DictEntry) or name in parent.components():
             return
-        key = uncomponent(name)
+        key = decode_component(name)
         entries[above] = msgspec.structs.replace(parent, keys=[*parent.keys, encode_key(key)])
         if parent.keys:
             return
         path = above
 
 
-def leave_out(entries: dict[str, Any], path: str) -> None:
-    """Take a leaf out of a rank's entries, and its name out of the dict that it belongs to."""
+def remove_entry(entries: dict[str, Any], path: str) -> None:
+    """Remove a leaf from a rank's entries, and its name from its parent dict."""
     del entries[path]
     above, _, name = path.rpartition("/")
     parent = entries[above]
-    entries[above] = parent.without(each == name for each in parent.components())
+    entries[above] = parent.without_children(each == name for each in parent.components())
 
 
-def by_key(view: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return a view's entries, by the app state's key (encoded) that they belong to."""
+def group_by_key(view: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return a view's entries, grouped by the (encoded) key of the app state."""
     grouped: dict[str, dict[str, Any]] = {}
     prefix = ""
     group: dict[str, Any] | None = None
@@ -163,22 +165,22 @@ def by_key(view: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 DEEPEST = 500
-"""How deep containers may nest."""
+"""The maximum nesting of containers."""
 _RANK = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 _INT = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 
-def renamed_view(view: View, change: Callable[[str], str]) -> View:
+def rename_view(view: RankView, change: Callable[[str], str]) -> RankView:
     """Return a view under other names."""
     elsewhere = {change(path): entry for path, entry in view.elsewhere.items()}
     withheld = {change(path): why for path, why in view.withheld.items()}
-    return View(renamed(view.entries, change), elsewhere, withheld, view.gone, view.unknown)
+    return RankView(rename_entries(view.entries, change), elsewhere, withheld, view.gone, view.unknown)
 
 
-def renamed(view: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """Entries whose leaves and containers stand under other names; the containers' keys follow.
+def rename_entries(view: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """Return the entries with leaves and containers renamed; the containers' keys follow.
 
-    A mapping renames exact paths, and whole containers with all that is beneath them.
+    A mapping renames exact paths, and whole containers with everything beneath them.
     """
     made: dict[str, Any] = {}
     ints = {
@@ -211,8 +213,8 @@ def renamed(view: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, 
             old = dict(zip(entry.components(), entry.keys, strict=True))
             names = children.get(path, [])
             if list(old) != names:
-                keys = [old.get(name, kinds.get(f"{path}/{name}", uncomponent)(name)) for name in names]
-                tagged = tagged_keys(map(decode_key, keys)) or None
+                keys = [old.get(name, kinds.get(f"{path}/{name}", decode_component)(name)) for name in names]
+                tagged = find_tagged_keys(map(decode_key, keys)) or None
                 changes: dict[str, Any] = {"keys": keys, "tagged": tagged}
                 if isinstance(entry, OrderedDictEntry):
                     changes["module_versions"] = None  # they stand under the old names
@@ -221,26 +223,26 @@ def renamed(view: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, 
 
 
 def resolve_path(manifest: Mapping[str, Any], saved: int, path: str, where: str = "") -> str:
-    """Return the manifest's path of an object that is named with its rank or without.
+    """Return the manifest's path of an object that is named with or without its rank.
 
-    A path of the manifest itself comes first, so a key that is a number stays reachable. Without a rank, raise
-    `RestoreError` if several ranks have an object of that name each for itself.
+    A path of the manifest itself has priority, so a key that is a number remains reachable. Without a rank, raise
+    `RestoreError` if several ranks have separate objects of that name.
     """
     if path in manifest or is_rank(path, saved):
         return path
     number, _, logical = path.partition("/")
     if logical and is_rank(number, saved):
-        shared = [each for each in _of_ranks(manifest, saved, logical) if is_shared(manifest[each])]
-        held = [each for each in shared if getattr(manifest[each], "held_by", _nothing)(int(number))] or shared
+        shared = [each for each in _find_rank_paths(manifest, saved, logical) if is_shared(manifest[each])]
+        held = [each for each in shared if getattr(manifest[each], "is_held_by", _is_never_held)(int(number))] or shared
         if len(held) == 1:
             return held[0]
-    found = _of_ranks(manifest, saved, path)
+    found = _find_rank_paths(manifest, saved, path)
     before = f"{where}: " if where else ""
     if not found:
         ranked = logical and is_rank(number, saved)
         names = manifest if ranked else dict.fromkeys(each.partition("/")[2] for each in manifest)
-        raise RestoreError(f"{before}holds no {path!r}; {nearest(path, names)}", [path])
-    if len(found) > 1 and not _is_one(manifest, found, path):
+        raise RestoreError(f"{before}holds no {path!r}; {suggest_names(path, names)}", [path])
+    if len(found) > 1 and not _is_one_container(manifest, found, path):
         listed = ", ".join(map(repr, found[:10])) + (f" and {len(found) - 10:,} more" if len(found) > 10 else "")
         raise RestoreError(
             f"{before}{path!r} must be named with its rank: {len(found):,} ranks have one each; name one of {listed}",
@@ -254,16 +256,16 @@ def is_shared(entry: Any) -> bool:
     return isinstance(entry, ShardedTensorEntry) or getattr(entry, "replicated", False)
 
 
-def _nothing(rank: int) -> bool:
+def _is_never_held(rank: int) -> bool:
     return False
 
 
-def _of_ranks(manifest: Mapping[str, Any], saved: int, logical: str) -> list[str]:
+def _find_rank_paths(manifest: Mapping[str, Any], saved: int, logical: str) -> list[str]:
     return [path for path in (f"{rank}/{logical}" for rank in range(saved)) if path in manifest]
 
 
-def _is_one(manifest: Mapping[str, Any], found: list[str], logical: str) -> bool:
-    """Return True if containers of several ranks are equal, and hold nothing but what these ranks share."""
+def _is_one_container(manifest: Mapping[str, Any], found: list[str], logical: str) -> bool:
+    """Return True if containers of several ranks are equal, and hold only entries that these ranks share."""
     if not all(isinstance(manifest[path], Container) for path in found):
         return False
     held: dict[str, dict[str, Any]] = {path.partition("/")[0]: {logical: manifest[path]} for path in found}
@@ -279,8 +281,8 @@ def _is_one(manifest: Mapping[str, Any], found: list[str], logical: str) -> bool
     return all(each == first for each in others)
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Return a hint for a name that is not there: the names that look most like it."""
+def suggest_names(name: str, names: Iterable[str]) -> str:
+    """Return a hint for a missing name: the most similar names."""
     names = sorted(names)
     if len(names) > 2000:
         start = name.rpartition("/")[0]

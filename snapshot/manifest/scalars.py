@@ -1,4 +1,4 @@
-"""Values that stand in the manifest itself, as texts: exact ones, that come back as what they were."""
+"""Values that are stored in the manifest itself, as exact texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from snapshot.tensors.dtypes import BY_NAME
 
 
 class Scalar(Entry):
-    """A value that stands in the manifest itself, as a text."""
+    """A value in the manifest itself, as a text."""
 
     serialized_value: str
     readable: str | None = None
@@ -33,11 +33,11 @@ class Scalar(Entry):
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What two values of this type have in common if, and only if, they are equal."""
+        """A key that is equal for two values of this type if and only if they are equal."""
         return (self.serialized_value,)
 
     def value(self) -> Any:
-        """Return the value; `CorruptSnapshotError` where the text is none of this type."""
+        """Return the value; raise `CorruptSnapshotError` if the text is not one of this type."""
         try:
             return type(self).read(self.serialized_value)
         except (ValueError, KeyError, struct.error, ArithmeticError) as error:
@@ -45,33 +45,33 @@ class Scalar(Entry):
             raise CorruptSnapshotError(f"{self.serialized_value[:80]!r} is not a value of type {kind}") from error
 
 
-def _float_text(value: float) -> str:
+def _write_float(value: float) -> str:
     return struct.pack(">d", value).hex()
 
 
-def _float(text: str) -> float:
+def _read_float(text: str) -> float:
     return float(struct.unpack(">d", bytes.fromhex(text))[0])
 
 
-def int_of(text: str) -> int:
+def read_int(text: str) -> int:
     """Return the int of a text."""
     if len(text) > 4000:
-        return int(text, 16) if text.startswith(("0x", "-0x")) else _fail(text)
+        return int(text, 16) if text.startswith(("0x", "-0x")) else _refuse_int(text)
     return int(text, 0 if text.startswith(("0x", "-0x")) else 10)
 
 
-def _signed(text: str) -> int:
-    value = int_of(text)
+def _read_int64(text: str) -> int:
+    value = read_int(text)
     if not -(1 << 63) <= value < 1 << 63:
-        raise ValueError(f"{text[:80]} is no length")
+        raise ValueError(f"a size must be a 64-bit integer, got {text[:80]}")
     return value
 
 
-def _fail(text: str) -> int:
+def _refuse_int(text: str) -> int:
     raise ValueError(f"an integer of {len(text)} decimal digits")
 
 
-def int_text(value: int) -> str:
+def write_int(value: int) -> str:
     """Return the text of an int of any size; from 4,000 digits on in hexadecimal."""
     return str(value) if value.bit_length() < LONGEST_INT else hex(value)
 
@@ -79,12 +79,12 @@ def int_text(value: int) -> str:
 class IntEntry(Scalar, tag="int"):
     """An int of any size; from 4,000 digits on in hexadecimal."""
 
-    write = staticmethod(int_text)
-    read = staticmethod(int_of)
+    write = staticmethod(write_int)
+    read = staticmethod(read_int)
 
 
 class StrEntry(Scalar, tag="str"):
-    """A string; `escaped` where it holds lone surrogates, which UTF-8 cannot."""
+    """A string; `escaped` if it has lone surrogates, which UTF-8 cannot encode."""
 
     escaped: bool = False
 
@@ -114,15 +114,15 @@ class BytesEntry(Scalar, tag="bytes"):
 class FloatEntry(Scalar, tag="float"):
     """A float, by its eight bytes in hex; NaNs keep their payload."""
 
-    write = staticmethod(_float_text)
-    read = staticmethod(_float)
+    write = staticmethod(_write_float)
+    read = staticmethod(_read_float)
 
 
 class ComplexEntry(Scalar, tag="complex"):
     """A complex number, by its sixteen bytes in hex."""
 
-    write = staticmethod(lambda value: _float_text(value.real) + _float_text(value.imag))
-    read = staticmethod(lambda text: complex(_float(text[:16]), _float(text[16:])))
+    write = staticmethod(lambda value: _write_float(value.real) + _write_float(value.imag))
+    read = staticmethod(lambda text: complex(_read_float(text[:16]), _read_float(text[16:])))
 
 
 class NoneEntry(Scalar, tag="NoneType"):
@@ -137,10 +137,10 @@ class DtypeEntry(Scalar, tag="dtype"):
     """A torch.dtype."""
 
     write = staticmethod(lambda value: str(value).removeprefix("torch."))
-    read = staticmethod(lambda text: BY_NAME[text] if text in BY_NAME else _quantised(text))
+    read = staticmethod(lambda text: BY_NAME[text] if text in BY_NAME else _read_dtype(text))
 
 
-def _quantised(text: str) -> torch.dtype:
+def _read_dtype(text: str) -> torch.dtype:
     return {"qint8": torch.qint8, "quint8": torch.quint8, "qint32": torch.qint32}[text]
 
 
@@ -162,7 +162,7 @@ class SizeEntry(Scalar, tag="Size"):
     """A torch.Size."""
 
     write = staticmethod(lambda value: ",".join(map(str, value)))
-    read = staticmethod(lambda text: torch.Size([_signed(each) for each in text.split(",")] if text else ()))
+    read = staticmethod(lambda text: torch.Size([_read_int64(each) for each in text.split(",")] if text else ()))
 
 
 SCALARS: dict[type, type[Scalar]] = {
@@ -178,11 +178,11 @@ SCALARS: dict[type, type[Scalar]] = {
 }
 
 LONG = 16 << 10
-"""Strings and bytes longer than this go to a data file."""
+"""Strings and bytes longer than this are stored in a data file."""
 
 
-def scalar_entry(value: Any) -> Scalar | None:
-    """Return the entry of a value that stands in the manifest itself; None for any other."""
+def make_scalar_entry(value: Any) -> Scalar | None:
+    """Return the entry of a value that is stored in the manifest itself; None for any other."""
     kind = type(value)
     if kind is str:
         if len(value) > LONG:

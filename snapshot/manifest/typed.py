@@ -1,7 +1,7 @@
-"""Values of the standard library that stand in the manifest as texts: dates, paths, exact numbers, members of Enums.
+"""Values of the standard library, stored in the manifest as texts: dates, paths, exact numbers, Enum members.
 
-Each text is what its type writes itself, in one form only: a text that does not come back as it was is refused. None of
-them is longer than `LONG`; a longer one is stored as any other object.
+Each text is the type's own, in one canonical form: a text that does not round-trip is refused. None is longer than
+`LONG`; a longer one is stored as any other object.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fractions import Fraction
 from typing import Any
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
-from snapshot.manifest.paths import component, uncomponent
-from snapshot.manifest.scalars import LONG, SCALARS, Scalar, StrEntry, int_of, int_text, scalar_entry
+from snapshot.manifest.paths import decode_component, encode_component
+from snapshot.manifest.scalars import LONG, SCALARS, Scalar, StrEntry, make_scalar_entry, read_int, write_int
 from snapshot.saved import SavedObject, class_name
 
 
@@ -36,42 +36,42 @@ class Typed(Scalar):
         return super().value()
 
 
-def _exactly(made: Any, text: str, write: Callable[[Any], str]) -> Any:
-    """Return a value that was read, if it would be written so."""
+def _expect_same_text(made: Any, text: str, write: Callable[[Any], str]) -> Any:
+    """Return a value that was read, if its text is canonical."""
     if write(made) != text:
-        raise ValueError(f"{text[:80]!r} is not how {made!r} is written")
+        raise ValueError(f"{text[:80]!r} is not the canonical text of {made!r}")
     return made
 
 
-def _delta_text(value: timedelta) -> str:
+def _write_delta(value: timedelta) -> str:
     return f"{value.days},{value.seconds},{value.microseconds}"
 
 
-def _delta(text: str) -> timedelta:
-    days, seconds, microseconds = map(int_of, text.split(","))
+def _read_delta(text: str) -> timedelta:
+    days, seconds, microseconds = map(read_int, text.split(","))
     made = timedelta(days, seconds, microseconds)
-    return _exactly(made, text, _delta_text)  # type: ignore[no-any-return]
+    return _expect_same_text(made, text, _write_delta)  # type: ignore[no-any-return]
 
 
 class TimedeltaEntry(Typed, tag="timedelta"):
     """A datetime.timedelta: days, seconds, microseconds."""
 
-    write = staticmethod(_delta_text)
-    read = staticmethod(_delta)
+    write = staticmethod(_write_delta)
+    read = staticmethod(_read_delta)
 
 
 class TimezoneEntry(Typed, tag="timezone"):
-    """A datetime.timezone: its offset, and its name where it has one of its own."""
+    """A datetime.timezone: its offset, and its name if it has one."""
 
     @staticmethod
     def write(value: Any) -> str:
         offset, *name = value.__getinitargs__()
-        return ":".join([_delta_text(offset), *map(component, name)])
+        return ":".join([_write_delta(offset), *map(encode_component, name)])
 
     @staticmethod
     def read(text: str) -> Any:
         offset, *name = text.split(":", 1)
-        made = timezone(_delta(offset), *map(uncomponent, name))
+        made = timezone(_read_delta(offset), *map(decode_component, name))
         return UTC if made == UTC and not name else made
 
 
@@ -95,8 +95,8 @@ class ZoneInfoEntry(Typed, tag="ZoneInfo"):
             ) from error
 
 
-def _zone_text(zone: Any) -> str | None:
-    """Return the text of a `tzinfo`; None where it has none."""
+def _write_zone(zone: Any) -> str | None:
+    """Return the text of a `tzinfo`; None if it has none."""
     if zone is None:
         return ""
     if type(zone) is timezone:
@@ -108,45 +108,45 @@ def _has_key(zone: Any) -> bool:
     return isinstance(zone.key, str) and bool(_ZONE.fullmatch(zone.key))
 
 
-def _zone(text: str) -> Any:
+def _read_zone(text: str) -> Any:
     kind, _, rest = text.partition(":")
     readers = {"": lambda _: None, "timezone": TimezoneEntry.read, "ZoneInfo": ZoneInfoEntry.read}
     return readers[kind](rest)
 
 
-def _moment_text(value: Any) -> str:
+def _write_moment(value: Any) -> str:
     text = value.replace(tzinfo=None, fold=0).isoformat()
-    return f"{text};{value.fold};{_zone_text(value.tzinfo)}" if value.fold or value.tzinfo is not None else text
+    return f"{text};{value.fold};{_write_zone(value.tzinfo)}" if value.fold or value.tzinfo is not None else text
 
 
-def _moment(kind: Any, text: str) -> Any:
+def _read_moment(kind: Any, text: str) -> Any:
     bare, *more = text.split(";", 2)
     made = kind.fromisoformat(bare)
     if more:
         fold, zone = more
-        made = made.replace(fold=int_of(fold), tzinfo=_zone(zone))
-    return _exactly(made, text, _moment_text)
+        made = made.replace(fold=read_int(fold), tzinfo=_read_zone(zone))
+    return _expect_same_text(made, text, _write_moment)
 
 
 class DatetimeEntry(Typed, tag="datetime"):
-    """A datetime.datetime: as ISO 8601 has it, and behind semicolons `fold` and the time zone."""
+    """A datetime.datetime in ISO 8601, followed by semicolons, `fold` and the time zone."""
 
-    write = staticmethod(_moment_text)
-    read = staticmethod(lambda text: _moment(datetime, text))
+    write = staticmethod(_write_moment)
+    read = staticmethod(lambda text: _read_moment(datetime, text))
 
 
 class TimeEntry(Typed, tag="time"):
     """A datetime.time, as `datetime`."""
 
-    write = staticmethod(_moment_text)
-    read = staticmethod(lambda text: _moment(time, text))
+    write = staticmethod(_write_moment)
+    read = staticmethod(lambda text: _read_moment(time, text))
 
 
 class DateEntry(Typed, tag="date"):
     """A datetime.date, as ISO 8601 has it."""
 
     write = staticmethod(lambda value: value.isoformat())
-    read = staticmethod(lambda text: _exactly(date.fromisoformat(text), text, date.isoformat))
+    read = staticmethod(lambda text: _expect_same_text(date.fromisoformat(text), text, date.isoformat))
 
 
 _PATHS: dict[str, type[pathlib.PurePath]] = {
@@ -158,85 +158,85 @@ _PATHS: dict[str, type[pathlib.PurePath]] = {
 
 
 class PathEntry(Typed, tag="Path"):
-    """A path of pathlib: its class and its text. One of another system comes back as a pure one."""
+    """A path of pathlib: its class and its text. One of another system is restored as a pure path."""
 
-    write = staticmethod(lambda value: f"{type(value).__name__}:{component(str(value)).replace('%2F', '/')}")
+    write = staticmethod(lambda value: f"{type(value).__name__}:{encode_component(str(value)).replace('%2F', '/')}")
 
     @staticmethod
     def read(text: str) -> Any:
         kind, path = text.split(":", 1)
-        return _PATHS[kind](uncomponent(path))
+        return _PATHS[kind](decode_component(path))
 
 
-def _uuid_text(value: uuid.UUID) -> str:
+def _write_uuid(value: uuid.UUID) -> str:
     known = value.is_safe is not uuid.SafeUUID.unknown
     return f"{value};{value.is_safe.value}" if known else str(value)
 
 
-def _uuid(text: str) -> uuid.UUID:
+def _read_uuid(text: str) -> uuid.UUID:
     bare, _, safe = text.partition(";")
-    made = uuid.UUID(bare, is_safe=uuid.SafeUUID(int_of(safe)) if safe else uuid.SafeUUID.unknown)
-    return _exactly(made, text, _uuid_text)  # type: ignore[no-any-return]
+    made = uuid.UUID(bare, is_safe=uuid.SafeUUID(read_int(safe)) if safe else uuid.SafeUUID.unknown)
+    return _expect_same_text(made, text, _write_uuid)  # type: ignore[no-any-return]
 
 
 class UUIDEntry(Typed, tag="UUID"):
-    """A uuid.UUID; behind a semicolon `is_safe` where that is known."""
+    """A uuid.UUID, followed by a semicolon and `is_safe` if that is known."""
 
-    write = staticmethod(_uuid_text)
-    read = staticmethod(_uuid)
+    write = staticmethod(_write_uuid)
+    read = staticmethod(_read_uuid)
 
 
 class DecimalEntry(Typed, tag="Decimal"):
     """A decimal.Decimal: its digits and its exponent, as it prints itself."""
 
-    read = staticmethod(lambda text: _exactly(Decimal(text), text, str))
+    read = staticmethod(lambda text: _expect_same_text(Decimal(text), text, str))
 
 
-def _fraction_text(value: Fraction) -> str:
-    return f"{int_text(value.numerator)}/{int_text(value.denominator)}"
+def _write_fraction(value: Fraction) -> str:
+    return f"{write_int(value.numerator)}/{write_int(value.denominator)}"
 
 
-def _fraction(text: str) -> Fraction:
-    numerator, denominator = map(int_of, text.split("/"))
-    return _exactly(Fraction(numerator, denominator), text, _fraction_text)  # type: ignore[no-any-return]
+def _read_fraction(text: str) -> Fraction:
+    numerator, denominator = map(read_int, text.split("/"))
+    return _expect_same_text(Fraction(numerator, denominator), text, _write_fraction)  # type: ignore[no-any-return]
 
 
 class FractionEntry(Typed, tag="Fraction"):
     """A fractions.Fraction in lowest terms."""
 
-    write = staticmethod(_fraction_text)
-    read = staticmethod(_fraction)
+    write = staticmethod(_write_fraction)
+    read = staticmethod(_read_fraction)
 
 
 class RangeEntry(Typed, tag="range"):
     """A range: start, stop, step."""
 
-    write = staticmethod(lambda value: ",".join(map(int_text, (value.start, value.stop, value.step))))
+    write = staticmethod(lambda value: ",".join(map(write_int, (value.start, value.stop, value.step))))
 
     @staticmethod
     def read(text: str) -> Any:
-        start, stop, step = map(int_of, text.split(","))
+        start, stop, step = map(read_int, text.split(","))
         return range(start, stop, step)
 
 
 LONGEST_NAME = 1000
-"""Characters of the name of a class."""
+"""The maximum length of a class name."""
 
 
 def check_class_name(name: str) -> None:
-    """Raise CorruptSnapshotError for what is longer than the name of a class."""
+    """Raise CorruptSnapshotError for a text that is too long for a class name."""
     if len(name) > LONGEST_NAME:
         raise CorruptSnapshotError(f"{name[:80]!r}... ({len(name):,} characters) is not the name of a class")
 
 
 class EnumEntry(Scalar, tag="Enum"):
-    """A member of an Enum: its class, its name, and its value where that is plain."""
+    """A member of an Enum: its class, its name, and its value if that is plain."""
 
     obj_type: str = ""
     name: str | None = None
-    """None of a flag that has none."""
+    """None for a flag without a name."""
     held: str | None = None
-    """The type of the value, whose text is `serialized_value`; None where only the name is known."""
+    """The type of the value, whose text is `serialized_value`; None if only the name is known."""
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -250,8 +250,8 @@ class EnumEntry(Scalar, tag="Enum"):
             raise CorruptSnapshotError(f"{self.obj_type[:80]}: {str(self.held)[:80]!r} is not the type of a value")
         return known(self.serialized_value).value()
 
-    def bare(self) -> Scalar:
-        """Return the value as a plain one; the name where only that is known."""
+    def to_scalar(self) -> Scalar:
+        """Return the value as a plain scalar; the name if only that is known."""
         if self.held is None:
             return StrEntry(str(self.name), replicated=self.replicated)
         self.member_value()
@@ -270,19 +270,21 @@ _ENUM_VALUES: dict[str, type[Scalar]] = {
 } | {"str": StrEntry}
 
 
-def enum_entry(value: Any) -> EnumEntry | None:
-    """Return the entry of a member of an Enum, or of one that was read; None of what neither name nor value can
-    tell."""
+def make_enum_entry(value: Any) -> EnumEntry | None:
+    """Return the entry of an Enum member, or of a member that was read.
+
+    Return None if neither its name nor its value can be recorded.
+    """
     if isinstance(value, SavedObject):
-        return _enum_entry(value.class_name, value.get("name"), value.get("value"), has_value="value" in value)
+        return _make_enum_entry(value.class_name, value.get("name"), value.get("value"), has_value="value" in value)
     kind = type(value)
-    return _enum_entry(class_name(kind), value.name, value._value_, has_value=True)
+    return _make_enum_entry(class_name(kind), value.name, value._value_, has_value=True)
 
 
-def _enum_entry(obj_type: str, name: Any, value: Any, *, has_value: bool) -> EnumEntry | None:
+def _make_enum_entry(obj_type: str, name: Any, value: Any, *, has_value: bool) -> EnumEntry | None:
     if len(obj_type) > LONGEST_NAME or len(name or "") > LONGEST_NAME:
         return None
-    plain = scalar_entry(value) if has_value and type(value).__name__ in _ENUM_VALUES else None
+    plain = make_scalar_entry(value) if has_value and type(value).__name__ in _ENUM_VALUES else None
     readable = f"{obj_type}.{name}"
     if plain is None or len(plain.serialized_value) > LONG or getattr(plain, "escaped", False):
         return None if name is None else EnumEntry("", readable, obj_type=obj_type, name=name)
@@ -291,18 +293,20 @@ def _enum_entry(obj_type: str, name: Any, value: Any, *, has_value: bool) -> Enu
 
 
 def resolve_member(kind: type[Enum], entry: EnumEntry) -> Enum:
-    """Return the member of a class that an entry names. Raises LookupError where the class has none, or where the name
-    is that of another one."""
+    """Return the member of a class that an entry names.
+
+    Raise LookupError if the class has no such member, or if the name belongs to another one.
+    """
     check_class_name(entry.obj_type)
     check_class_name(entry.name or "")
-    named = _by_name(kind, entry.name)
+    named = _find_by_name(kind, entry.name)
     saved = f"{entry.obj_type}.{entry.name}"
     if entry.held is None:
         if named is None:
             raise LookupError(f"the snapshot has {saved}, and {kind.__qualname__} has no such member")
         return named
     value = entry.member_value()
-    found = _by_value(kind, value)
+    found = _find_by_value(kind, value)
     if found is None:
         raise LookupError(f"the snapshot has {saved} = {value!r}, and {kind.__qualname__} has no member of this value")
     if named is not None and named is not found and named != found:
@@ -310,17 +314,19 @@ def resolve_member(kind: type[Enum], entry: EnumEntry) -> Enum:
     return found
 
 
-def _by_name(kind: type[Enum], name: str | None) -> Enum | None:
-    """Return the member of a name; of several flags, which `|` joins, all of them."""
+def _find_by_name(kind: type[Enum], name: str | None) -> Enum | None:
+    """Return the member of a name, or the combination of flags that `|` joins."""
     parts = [kind.__members__.get(each) for each in (name or "").split("|")]
     if not all(isinstance(each, kind) for each in parts):
         return None
     return parts[0] if len(parts) == 1 else functools.reduce(operator.or_, parts)
 
 
-def _by_value(kind: type[Enum], value: Any) -> Enum | None:
-    """Return the member of a value: no class's own idea of what else it may be is asked, but that of flags which bits
-    fit."""
+def _find_by_value(kind: type[Enum], value: Any) -> Enum | None:
+    """Return the member with a value, without calling the class's own `_missing_`.
+
+    Only flags are looked up through their class, by the bits that fit.
+    """
     if issubclass(kind, Flag) and type(value) is int:
         try:
             return kind(value)
@@ -345,13 +351,13 @@ TYPED: dict[type, type[Typed]] = {
     Fraction: FractionEntry,
     range: RangeEntry,
 }
-"""Types, exactly these, with what holds them."""
+"""Exact types, with their entry classes."""
 
 
-def typed_entry(value: Any) -> Typed | None:
-    """Return the entry of a value of one of these types; None where a text cannot tell it, or only a long one."""
+def make_typed_entry(value: Any) -> Typed | None:
+    """Return the entry of a value of one of these types; None if it has no text, or a long one."""
     kind = type(value)
-    if kind in (datetime, time) and _zone_text(value.tzinfo) is None:
+    if kind in (datetime, time) and _write_zone(value.tzinfo) is None:
         return None
     if kind is zoneinfo.ZoneInfo and not _has_key(value):
         return None
@@ -362,6 +368,6 @@ def typed_entry(value: Any) -> Typed | None:
     return entry(text)
 
 
-def plain_entry(value: Any) -> Scalar | None:
-    """Return the entry of a value that stands in the manifest itself, whatever its type; None for any other."""
-    return typed_entry(value) if type(value) in TYPED else scalar_entry(value)
+def make_plain_entry(value: Any) -> Scalar | None:
+    """Return the entry of a value that is stored in the manifest itself, of any type; None for any other."""
+    return make_typed_entry(value) if type(value) in TYPED else make_scalar_entry(value)

@@ -1,5 +1,7 @@
-"""Whether an entry can be read: lengths, ranges and boxes that agree with each other, before a byte is fetched or a
-buffer is made. A hostile or damaged manifest ends here."""
+"""Validation of entries before a byte is fetched or a buffer is allocated.
+
+Lengths, ranges and boxes must agree with each other. A hostile or damaged manifest is refused here.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,9 @@ from snapshot.manifest.entries import (
 )
 from snapshot.manifest.rank_view import DEEPEST
 from snapshot.manifest.scalars import Scalar
-from snapshot.tensors.digest import SIZE, block_count
+from snapshot.tensors.digest import SIZE, count_blocks
 from snapshot.tensors.dtypes import ITEMSIZE
-from snapshot.tensors.geometry import inside, overlap
+from snapshot.tensors.geometry import boxes_overlap, is_inside
 from snapshot.text import counted
 
 Files = Mapping[str, FileEntry]
@@ -36,7 +38,7 @@ _HASHABLE = (Scalar, TupleEntry, SliceEntry, FrozensetEntry, Compound, *TENSORS,
 
 
 def check_tree(path: str, entries: Mapping[str, Any]) -> None:
-    """Raise unless the entries at and beneath a path are one tree: as many as its containers say that they hold."""
+    """Raise unless the entries at and beneath a path form one tree that matches the containers' children."""
     expected = 1
     for below, entry in entries.items():
         if isinstance(entry, Container):
@@ -57,14 +59,17 @@ def check_tree(path: str, entries: Mapping[str, Any]) -> None:
 
 
 def check_tensor(path: str, entry: AnyTensor, files: Files, *, partial: bool = False) -> None:
-    """Raise unless all of a tensor can be read from where its entry says; `partial`: all that the entry has of it."""
+    """Raise unless all of a tensor can be read from the location of its entry.
+
+    With `partial`, only the parts that the entry has are checked.
+    """
     if type(entry) is TensorEntry:
         check_stored(path, entry, files)
         return
     _check_shape(path, entry)
     pieces = entry.pieces()
     for box, stored in pieces:
-        if stored.dtype != entry.dtype or stored.shape != box.sizes or not inside(box, entry.shape):
+        if stored.dtype != entry.dtype or stored.shape != box.sizes or not is_inside(box, entry.shape):
             raise CorruptSnapshotError(
                 f"{path}: its part at {list(box.offsets)} does not fit {entry.dtype}{list(entry.shape)}"
             )
@@ -72,7 +77,7 @@ def check_tensor(path: str, entry: AnyTensor, files: Files, *, partial: bool = F
     if sum(box.numel for box, _ in pieces) != math.prod(entry.shape) and not partial:
         raise CorruptSnapshotError(f"{path}: its parts do not fill {list(entry.shape)}")
     try:
-        overlapping = overlap([box for box, _ in pieces])
+        overlapping = boxes_overlap([box for box, _ in pieces])
     except ValueError as error:
         raise CorruptSnapshotError(f"{path}: {error}") from error
     if overlapping:
@@ -87,7 +92,7 @@ def check_stored(path: str, entry: TensorEntry, files: Files) -> None:
     if not packed and (
         entry.serializer != "raw" or (extra and (extra.strides is not None or extra.storage_offset is not None))
     ):
-        raise UnsupportedFormatError(f"{path}: is stored in a way that this version does not know ({entry.serializer})")
+        raise UnsupportedFormatError(f"{path}: unknown serializer ({entry.serializer})")
     itemsize = ITEMSIZE.get(entry.dtype)
     if itemsize is None:
         raise UnsupportedFormatError(
@@ -109,40 +114,44 @@ def check_stored(path: str, entry: TensorEntry, files: Files) -> None:
 def _check_shape(path: str, entry: AnyTensor) -> None:
     """Raise for a shape that torch cannot have, also if one of its sizes is 0."""
     if math.prod(max(1, size) for size in entry.shape) >= 1 << 60:
-        raise CorruptSnapshotError(f"{path}: {entry.dtype}{list(entry.shape)} is no shape that can be")
+        raise CorruptSnapshotError(f"{path}: {entry.dtype}{list(entry.shape)} is not a valid shape")
 
 
 def check_range(path: str, entry: TensorEntry | ObjectEntry, files: Files) -> None:
-    """Raise unless an entry's range, and that of its digests' table, lie in files of this snapshot, behind their
-    headers."""
+    """Raise unless an entry's range and its digest table are inside files of this snapshot.
+
+    Both must begin after the file's header.
+    """
     begin, end = entry.byte_range
     file = files.get(entry.location)
     if file is None or not 0 <= file.header <= begin <= end <= file.size:
-        raise _outside(path, entry.location, begin, end)
-    count = block_count(end - begin)
+        raise _outside_error(path, entry.location, begin, end)
+    count = count_blocks(end - begin)
     if count and entry.digest is not None:
         if entry.blocks is None:
             raise CorruptSnapshotError(f"{path}: has no table of digests")
         location, begin, end = entry.blocks
         table = files.get(location)
         if table is None or not 0 <= table.header <= begin <= end <= table.size or end - begin != count * SIZE:
-            raise _outside(path, location, begin, end)
+            raise _outside_error(path, location, begin, end)
 
 
 def _check_layout(path: str, entry: AnyTensor) -> None:
     extra = getattr(entry, "extra", None)
     order = extra and extra.stride_order
     if order is not None and sorted(order) != list(range(len(entry.shape))):
-        raise CorruptSnapshotError(f"{path}: {order} is no order of {counted(len(entry.shape), 'dimension')}")
+        raise CorruptSnapshotError(f"{path}: {order} is not an order of {counted(len(entry.shape), 'dimension')}")
 
 
-def _outside(path: str, location: str, begin: int, end: int) -> CorruptSnapshotError:
+def _outside_error(path: str, location: str, begin: int, end: int) -> CorruptSnapshotError:
     return CorruptSnapshotError(f"{path}: the range {begin}-{end} does not lie in the data of {location[:200]}")
 
 
-def locations_of(entries: Mapping[str, Any], files: Files) -> set[str]:
-    """Return the files that entries lie in: looked at before memory for them is taken. Unknown ones are found out
-    later."""
+def find_locations(entries: Mapping[str, Any], files: Files) -> set[str]:
+    """Return the known files of entries, which are checked before memory is allocated.
+
+    Unknown files are reported later.
+    """
     found = set()
     for entry in entries.values():
         if type(entry) is TensorEntry or type(entry) is ObjectEntry:

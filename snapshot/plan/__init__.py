@@ -1,1 +1,1 @@
-"""Pure functions: what is written where, and what is read from where. No I/O, no clock, no ranks, no storage."""
+"""Pure functions that plan writes and reads, without I/O, clock, ranks or storage."""

@@ -1,6 +1,6 @@
-"""What is read from where: wanted ranges are merged where they lie close, and cut where they are long.
+"""Planning of reads: wanted ranges that are close together are merged, and long ones are cut.
 
-Nothing here knows what the bytes are for: a range is one of a file, and a part is one request for several of them.
+Nothing here depends on the purpose of the bytes. A part is one request that serves several ranges of a file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ReadSegment(msgspec.Struct, gc=False):
 
 
 class ReadPart(msgspec.Struct, gc=False):
-    """One request: a range of a file, and what it is for. What lies between segments is read and thrown away."""
+    """One request: a range of a file, and the segments in it. The bytes between segments are discarded."""
 
     location: str
     begin: int
@@ -39,9 +39,9 @@ class ReadPart(msgspec.Struct, gc=False):
 
 
 def plan_reads(ranges: Sequence[ByteRange], part_bytes: int, gap: int) -> list[ReadPart]:
-    """Return the requests that fetch every wanted range once, in the order in which they lie on storage.
+    """Return the requests that read every wanted range once, in storage order.
 
-    Long ranges are cut at multiples of a digest's block from where they begin.
+    Long ranges are cut at multiples of the digest block size, counted from their begin.
     """
     step = max(BLOCK, part_bytes // BLOCK * BLOCK)
     parts: list[ReadPart] = []

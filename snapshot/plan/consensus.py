@@ -1,7 +1,7 @@
-"""What ranks tell each other before the bytes flow, and what follows from it.
+"""Messages that the ranks exchange before they write, and the leader's replies.
 
-Each rank sends a small record of digests. Where those agree, every rank can make its plan alone, since it knows what
-the others have; only where they differ more is asked for, once for each different rank.
+Each rank sends a small record of digests. Where those agree, each rank can plan alone, since it knows the state of the
+others. Only if they differ are details requested, once for each different rank.
 """
 
 from __future__ import annotations
@@ -14,67 +14,69 @@ import msgspec
 
 from snapshot.errors import SnapshotError
 from snapshot.manifest import document
-from snapshot.tensors.digest import digests, of_range
-from snapshot.tensors.geometry import Box, inside, overlap
+from snapshot.tensors.digest import digest_range, split_digests
+from snapshot.tensors.geometry import Box, boxes_overlap, is_inside
 from snapshot.text import listed
 
 FIRST = ""
-"""The basis of a rank that knows nothing: all that may be shared is."""
+"""The initial basis: everything that may be shared is shared."""
 ASKED = "asked"
-"""The basis after details were asked for: what the leader said."""
+"""The basis after an exchange of details: the leader's reply."""
 _MODULUS = 1 << 128
 
 
 class RankRecord(msgspec.Struct, array_like=True):
-    """What a rank says of itself: 200 bytes, however much it holds."""
+    """A summary of a rank's state: 200 bytes, for any amount of data."""
 
     structure: str
     """A digest of its names, dtypes, shapes and layouts."""
     basis: str
-    """What it goes by in what is shared: FIRST, ASKED, or the structure of a plan that it knows."""
+    """The basis of sharing: FIRST, ASKED, or the structure of a known plan."""
     agreed: str
-    """A digest of what is shared by that."""
+    """A digest of the items shared on that basis."""
     candidates: str
-    """A digest of all that may be shared."""
+    """A digest of all items that may be shared."""
     have: bytes
-    """The sum, over the sharded tensors that it holds, of their layouts' digests."""
+    """The sum of the layouts' digests of its sharded tensors."""
     expected: bytes
-    """The same sum over all of their holders, from the first of these."""
+    """The same sum over all holders, from the first holder of each tensor."""
     load: int
-    """Bytes that it alone can write."""
+    """Bytes that only this rank can write."""
     entries: int
     boxes: bool
-    """Whether it holds boxes of which nobody knows who has the others, and asks about them."""
+    """True if it holds boxes without knowing the other holders."""
     left: bytes = b""
-    """Digests of some of what is not shared by its basis, and may be by now."""
+    """Digests of some items that were not shared on its basis, and may be now."""
 
 
 class ConsensusReply(msgspec.Struct, array_like=True):
-    """The leader's answer to the records."""
+    """The leader's reply to the records."""
 
     structure: str
     """A digest of all ranks' structures."""
     settled: bool
     loads: list[int]
-    """Bytes that each rank writes anyway; empty while nothing is settled."""
+    """Bytes that only each rank can write; empty if nothing is settled."""
     cut: bool
-    """Whether the manifest is so large that each rank's own entries stay in a part of their own."""
+    """True if each rank's own entries remain in a part of a large manifest."""
     speakers: list[int]
-    """The ranks that are to say what they could share: one of each kind."""
+    """The ranks that send the items they could share: one of each kind."""
     boxes: bool
-    """Whether all are to say which boxes they hold."""
+    """True if all ranks must send their boxes."""
     layouts: bool
-    """Whether layouts contradict each other, and all are to say theirs."""
+    """True if layouts contradict each other, and all ranks must send theirs."""
 
 
-def agree(records: Sequence[RankRecord]) -> ConsensusReply:
-    """Return what follows from all ranks' records."""
-    structure = of_range(b"".join(record.structure.encode() for record in records))
+def compare_records(records: Sequence[RankRecord]) -> ConsensusReply:
+    """Return the reply to all ranks' records."""
+    structure = digest_range(b"".join(record.structure.encode() for record in records))
     first = records[0]
     known = first.basis in (FIRST, ASKED) or first.basis == structure
     shared = known and all(each.agreed == first.agreed and each.basis == first.basis for each in records)
-    again = set.intersection(*(set(digests(record.left)) for record in records))  # not shared before, and equal now
-    layouts = total(each.have for each in records) != total(each.expected for each in records)
+    again = set.intersection(
+        *(set(split_digests(record.left)) for record in records)
+    )  # not shared before, and equal now
+    layouts = add_sums(each.have for each in records) != add_sums(each.expected for each in records)
     boxes = any(record.boxes for record in records)
     settled = shared and not layouts and not boxes and not again
     seen: dict[str, int] = {}
@@ -91,58 +93,58 @@ def agree(records: Sequence[RankRecord]) -> ConsensusReply:
     )
 
 
-def layout_digest(path: str, layout: str) -> int:
+def digest_layout(path: str, layout: str) -> int:
     """Return a sharded tensor's part in the sums."""
-    return int(of_range(f"{path}\0{layout}".encode()).removeprefix("xxh3:"), 16)
+    return int(digest_range(f"{path}\0{layout}".encode()).removeprefix("xxh3:"), 16)
 
 
-def as_sum(digests: Iterable[int]) -> bytes:
-    """Digests, added up."""
+def sum_digests(digests: Iterable[int]) -> bytes:
+    """Return the sum of digests."""
     return (sum(digests) % _MODULUS).to_bytes(16, "little")
 
 
-def total(sums: Iterable[bytes]) -> bytes:
-    """All ranks' sums, added up."""
-    return as_sum(int.from_bytes(each, "little") for each in sums)
+def add_sums(sums: Iterable[bytes]) -> bytes:
+    """Return the sum over all ranks' sums."""
+    return sum_digests(int.from_bytes(each, "little") for each in sums)
 
 
 class ShardBoxes(msgspec.Struct, array_like=True):
-    """The boxes of one tensor that a rank holds, and of which it does not know who has the others."""
+    """The boxes of one tensor that a rank holds, if it does not know the other holders."""
 
     path: str
     dtype: str
     shape: tuple[int, ...]
     boxes: list[tuple[tuple[int, ...], tuple[int, ...], int]]
-    """Offsets, sizes, and which replica it is."""
+    """Offsets, sizes, and the replica number."""
 
 
 class Details(msgspec.Struct, array_like=True):
-    """What a rank says when it is asked."""
+    """A rank's response to a request for details."""
 
     items: bytes = b""
-    """Digests of what it could share, one after the other."""
+    """Concatenated digests of the items that it could share."""
     boxes: list[ShardBoxes] = msgspec.field(default_factory=list)
     layouts: dict[str, tuple[str, list[int]]] = msgspec.field(default_factory=dict)
-    """Path -> layout, and the ranks that hold it."""
+    """Path -> layout and the ranks that hold it."""
 
 
 class Settlement(msgspec.Struct, array_like=True):
-    """The leader's answer to the details."""
+    """The leader's reply to the details."""
 
     items: bytes
-    """Digests of what all ranks have."""
+    """Digests of the items that all ranks have."""
     spare: list[tuple[int, str, int]]
     """(Rank, path, number of the box) that another rank writes."""
 
 
-def settle(details: Sequence[Details], speakers: Sequence[int]) -> Settlement:
-    """Return what all have, and who writes which box. Raises where boxes or layouts contradict each other."""
+def settle_details(details: Sequence[Details], speakers: Sequence[int]) -> Settlement:
+    """Return the shared items and the writer of each box; raise if boxes or layouts contradict each other."""
     _check_layouts(details)
     common: set[bytes] | None = None
     for rank in speakers:
-        found = set(digests(details[rank].items))
+        found = set(split_digests(details[rank].items))
         common = found if common is None else common & found
-    return Settlement(b"".join(sorted(common or ())), _spare(details))
+    return Settlement(b"".join(sorted(common or ())), _find_spare_boxes(details))
 
 
 def _check_layouts(details: Sequence[Details]) -> None:
@@ -162,12 +164,11 @@ def _check_layouts(details: Sequence[Details]) -> None:
             other = next(rank for rank in layouts if layouts[rank] != layouts[min(layouts)])
             faults.append(f"{path}: {layouts[min(layouts)]} on rank {min(layouts)}, {layouts[other]} on rank {other}")
     if faults:
-        raise SnapshotError(f"ranks hold parts of the same tensors, and do not agree on them:{listed(faults)}")
+        raise SnapshotError(f"ranks disagree about the tensors that they share parts of:{listed(faults)}")
 
 
-def _spare(details: Sequence[Details]) -> list[tuple[int, str, int]]:
-    """Return the boxes that are held twice, and which of them nobody needs to write; raises where some overlap, or
-    lack."""
+def _find_spare_boxes(details: Sequence[Details]) -> list[tuple[int, str, int]]:
+    """Return the boxes with several holders that need no write; raise if boxes overlap or are missing."""
     held: dict[str, list[tuple[int, int, ShardBoxes]]] = defaultdict(list)
     for rank, each in enumerate(details):
         for tensor in each.boxes:
@@ -194,19 +195,19 @@ def _spare(details: Sequence[Details]) -> list[tuple[int, str, int]]:
             boxes = tuple(sorted(writers))
             signature = first.shape, boxes
             if signature not in checked:
-                checked[signature] = _fault(first.shape, [Box(*box) for box in boxes])
+                checked[signature] = _describe_fault(first.shape, [Box(*box) for box in boxes])
             fault = checked[signature]
             faults += [f"{path}: {fault}"] if fault else []
     if faults:
-        raise SnapshotError(f"the parts that ranks hold do not make whole tensors:{listed(faults)}")
+        raise SnapshotError(f"the parts on all ranks must form whole tensors:{listed(faults)}")
     return spare
 
 
-def _fault(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
-    outside = [box for box in boxes if not inside(box, shape)]
+def _describe_fault(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
+    outside = [box for box in boxes if not is_inside(box, shape)]
     if outside:
         return f"the part [{outside[0]}] does not lie in {list(shape)}"
-    if overlap(boxes):
+    if boxes_overlap(boxes):
         return "its parts overlap"
     filled = sum(box.numel for box in boxes)
     if filled != math.prod(shape):

@@ -1,5 +1,7 @@
-"""Globs over logical paths: `*` stays inside one component, `**` crosses them, a match of a container covers all
-beneath."""
+"""Globs over logical paths.
+
+`*` matches inside one component, and `**` crosses them. A match of a container covers everything beneath it.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +9,31 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 
-def pattern(glob: str) -> re.Pattern[str]:
+def compile_glob(glob: str) -> re.Pattern[str]:
     """Return the regular expression of a glob; it matches a path, or any path beneath one it matches.
 
-    >>> bool(pattern("model/*").match("model/layer.0.weight")), bool(pattern("*").match("model/w"))
+    >>> bool(compile_glob("model/*").match("model/layer.0.weight")), bool(compile_glob("*").match("model/w"))
     (True, True)
-    >>> bool(pattern("*/weight").match("model/a/weight")), bool(pattern("**/weight").match("model/a/weight"))
+    >>> bool(compile_glob("*/weight").match("model/a/weight")), bool(compile_glob("**/weight").match("model/a/weight"))
     (False, True)
     """
-    return re.compile(f"(?:{_expression(glob, '(?:')})(?:/.*)?\\Z", re.DOTALL)
+    return re.compile(f"(?:{_translate_glob(glob, '(?:')})(?:/.*)?\\Z", re.DOTALL)
 
 
-def capturing_pattern(glob: str) -> re.Pattern[str]:
-    """Return the same expression with a group for each wildcard `*` and `**`, and a last one for the path beneath the
-    match.
+def compile_capturing_glob(glob: str) -> re.Pattern[str]:
+    """Return the expression of a glob with a group for each wildcard, and one for the path beneath the match.
 
-    >>> capturing_pattern("model/*.w").match("model/a.w").groups()
+    >>> compile_capturing_glob("model/*.w").match("model/a.w").groups()
     ('a', '')
     """
-    return re.compile(f"(?:{_expression(glob, '(')})(|/.*)\\Z", re.DOTALL)
+    return re.compile(f"(?:{_translate_glob(glob, '(')})(|/.*)\\Z", re.DOTALL)
 
 
 WILDCARDS = re.compile(r"\*\*/|\*\*|\*")
-"""What a glob's groups capture."""
+"""The wildcards that a glob's groups capture."""
 
 
-def _expression(glob: str, group: str) -> str:
+def _translate_glob(glob: str, group: str) -> str:
     """Return the regular expression of a glob, with `group` as the opening of the group around each wildcard."""
     made, i = "", 0
     while i < len(glob):
@@ -60,13 +61,13 @@ def expect_globs(name: str, globs: Sequence[str]) -> None:
 
 
 def matcher(globs: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a path is matched by any of the globs."""
+    """Return a function that returns True for a path that any of the globs matches."""
     expect_globs("globs", globs)
-    patterns = [pattern(glob) for glob in globs]
+    patterns = [compile_glob(glob) for glob in globs]
     return lambda path: any(each.match(path) for each in patterns)
 
 
-def unmatched(globs: Sequence[str], paths: Iterable[str]) -> list[str]:
+def find_unmatched(globs: Sequence[str], paths: Iterable[str]) -> list[str]:
     """Return the globs that match none of the paths."""
     paths = list(paths)
-    return [glob for glob in globs if not any(map(pattern(glob).match, paths))]
+    return [glob for glob in globs if not any(map(compile_glob(glob).match, paths))]

@@ -1,7 +1,7 @@
-"""What is written where: leaves are dealt out to data files, each a valid safetensors file, and files are cut into
-parts.
+"""The layout of data files: leaves are dealt out to files, and files are cut into parts.
 
-A plan is a value: it names no snapshot and no rank, so it can be printed, compared, and used again.
+Each data file is a valid safetensors file. A plan is a value: it names no snapshot and no rank, so it can be printed,
+compared, and reused.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Protocol
 
 import msgspec
 
-from snapshot.manifest.paths import quote
+from snapshot.manifest.paths import quote_path
 from snapshot.storage import Limits
-from snapshot.tensors.digest import BLOCK, SIZE, block_count, of_range
+from snapshot.tensors.digest import BLOCK, SIZE, count_blocks, digest_range
 from snapshot.tensors.dtypes import ITEMSIZE, SAFETENSORS
-from snapshot.tensors.geometry import Box, split, whole
+from snapshot.tensors.geometry import Box, split_shape, whole_box
 from snapshot.text import counted, size_text
 
 MiB = 1 << 20
@@ -28,20 +28,20 @@ LARGEST_HEADER = 16 * MiB
 CUT = 128 * MiB
 """Below this a tensor is never cut for the sake of balance."""
 SHORTEST_PART = MiB // 4
-"""However small a budget is: with parts of a few bytes a take would never end."""
+"""A lower bound for any budget: with parts of a few bytes a take would never end."""
 WORTH_A_FILE = 16 * MiB
 """Below this many bytes a file of its own costs more than it gains."""
 
 
 class PlannedLeaf(Protocol):
-    """What a plan needs to know of a tensor."""
+    """The properties of a tensor that a plan needs."""
 
     path: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     origin: tuple[int, ...] | None
-    """Where it begins in the tensor that it is a box of, if it is one."""
+    """Offsets in the tensor that it is a box of, if it is one."""
 
 
 class Extent(msgspec.Struct, gc=False):
@@ -51,7 +51,7 @@ class Extent(msgspec.Struct, gc=False):
     begin: int
     end: int
     start: int = 0
-    """Where in the tensor's flat bytes it begins."""
+    """The begin in the tensor's flat bytes."""
     box: Box | None = None
 
 
@@ -62,7 +62,7 @@ class _HeaderItem(msgspec.Struct, gc=False):
 
 
 class FilePlan(msgspec.Struct, gc=False, frozen=True):
-    """A data file: its header, and what lies behind it, in order and without holes."""
+    """A data file: its header, and the extents after it, in order and without gaps."""
 
     header: bytes
     extents: tuple[Extent, ...]
@@ -70,7 +70,7 @@ class FilePlan(msgspec.Struct, gc=False, frozen=True):
 
 
 class FilePart(msgspec.Struct, gc=False, frozen=True):
-    """What is staged and written at once: a range of a file, and the extents that it touches."""
+    """A range of a file that is staged and written at once, and the extents that it overlaps."""
 
     begin: int
     end: int
@@ -81,19 +81,19 @@ class FilePart(msgspec.Struct, gc=False, frozen=True):
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Which bytes go where. Made by `Snapshot.plan`; the same for equal structures."""
+    """The files and ranges that a take writes. Created by `Snapshot.plan`; equal for equal structures."""
 
     files: tuple[FilePlan, ...]
     blob_bytes: int
     """Bytes that are not tensors: other objects', and the tables of digests."""
     structure: str
-    """A digest of all names, dtypes, shapes and places."""
+    """A digest of all names, dtypes, shapes and locations."""
     staged_bytes: int
-    """How much host memory the take will hold at once, at most."""
+    """The maximum host memory that the take uses at once."""
     loads: tuple[int, ...] = ()
-    """Bytes of tensors that each rank writes, where there are several."""
+    """Bytes of tensors that each rank writes, if there are several."""
     late: int = 0
-    """So many files, the last ones, hold only what may be staged late."""
+    """The number of files, at the end, with tensors that may be staged late."""
 
     @cached_property
     def total_bytes(self) -> int:
@@ -127,7 +127,7 @@ class SavePlan:
         )
 
 
-def location(save_id: str, rank: int, number: int, kind: str) -> str:
+def name_data_file(save_id: str, rank: int, number: int, kind: str) -> str:
     """Return the name of a data file below the snapshot."""
     return f"data/{save_id}-{rank}-{number}.{kind}"
 
@@ -144,23 +144,24 @@ def make_plan(
 ) -> SavePlan:
     """Deal leaves out to files: balanced over lanes, no file too long, the largest elements first in each.
 
-    `late` has a byte for each leaf, or none: those of which it is not 0 stand in files of their own.
+    `late` has a byte for each leaf, or is empty. Leaves whose byte is not 0 are in files of their own.
     """
     sizes = [leaf.nbytes for leaf in leaves]
     total = sum(sizes)
     most = min(limits.parallel_files, lanes)
-    pieces = _cut(leaves, sizes, total, max(1, min(most, total // WORTH_A_FILE)))
+    pieces = _cut_leaves(leaves, sizes, total, max(1, min(most, total // WORTH_A_FILE)))
     groups = [pieces]
     if any(late):
         groups = [[piece for piece in pieces if bool(late[piece[0]]) == later] for later in (False, True)]
     dealt = [
-        [_file(leaves, chosen) for lane in _deal(group, most) for chosen in _close(lane, leaves)] for group in groups
+        [_plan_file(leaves, chosen) for lane in _deal_pieces(group, most) for chosen in _fill_files(lane, leaves)]
+        for group in groups
     ]
     files = tuple(file for group in dealt for file in group)
     tables = 0
     if max(sizes, default=0) > BLOCK:
-        tables = sum(SIZE * block_count(extent.end - extent.begin) for file in files for extent in file.extents)
-    structure = of_range(b"".join(file.header for file in files))
+        tables = sum(SIZE * count_blocks(extent.end - extent.begin) for file in files for extent in file.extents)
+    structure = digest_range(b"".join(file.header for file in files))
     return SavePlan(files, blob_bytes + tables, structure, staged_bytes, loads, len(dealt[1]) if any(late) else 0)
 
 
@@ -168,8 +169,8 @@ _Piece = tuple[int, int, int, Box | None]
 """Leaf, start and length in its flat bytes, box."""
 
 
-def _cut(leaves: Sequence[PlannedLeaf], sizes: list[int], total: int, lanes: int) -> list[_Piece]:
-    """Cut what is too long for one file, or for one lane if the others are to get their share."""
+def _cut_leaves(leaves: Sequence[PlannedLeaf], sizes: list[int], total: int, lanes: int) -> list[_Piece]:
+    """Cut leaves that are too long for one file, or for one lane's share."""
     share = max(CUT, -(-total // lanes)) if lanes > 1 else LARGEST_FILE
     most = min(LARGEST_FILE, share + share // 8)
     if max(sizes, default=0) <= most:
@@ -183,15 +184,15 @@ def _cut(leaves: Sequence[PlannedLeaf], sizes: list[int], total: int, lanes: int
         itemsize = ITEMSIZE[leaf.dtype]
         even = -(-size // -(-size // min(most, share)))
         start = 0
-        for box in split(leaf.shape, max(1, even // itemsize)):
+        for box in split_shape(leaf.shape, max(1, even // itemsize)):
             length = math.prod(box.sizes) * itemsize
             pieces.append((index, start, length, box))
             start += length
     return pieces
 
 
-def _deal(pieces: list[_Piece], most: int) -> list[list[_Piece]]:
-    """Deal pieces out to lanes, the longest first; short ones that follow each other stay together."""
+def _deal_pieces(pieces: list[_Piece], most: int) -> list[list[_Piece]]:
+    """Deal pieces out to lanes, longest first; short pieces that follow each other remain together."""
     total = sum(piece[2] for piece in pieces)
     lanes = max(1, min(most, total // WORTH_A_FILE))
     if lanes == 1:
@@ -217,8 +218,8 @@ def _deal(pieces: list[_Piece], most: int) -> list[list[_Piece]]:
     return [[piece for _, group in sorted(lane, key=lambda item: item[0]) for piece in group] for lane in dealt if lane]
 
 
-def _close(pieces: list[_Piece], leaves: Sequence[PlannedLeaf]) -> Iterable[list[_Piece]]:
-    """Cut one lane's pieces into files, where data or header would grow too long."""
+def _fill_files(pieces: list[_Piece], leaves: Sequence[PlannedLeaf]) -> Iterable[list[_Piece]]:
+    """Distribute one lane's pieces over files, so that neither data nor header grows too long."""
     names = sum(len(leaves[piece[0]].path) for piece in pieces)
     if sum(piece[2] for piece in pieces) <= LARGEST_FILE and 6 * names + 300 * len(pieces) <= LARGEST_HEADER:
         if pieces:
@@ -237,12 +238,12 @@ def _close(pieces: list[_Piece], leaves: Sequence[PlannedLeaf]) -> Iterable[list
     yield chosen
 
 
-def exact_file(leaves: Sequence[PlannedLeaf], chosen: Iterable[int]) -> FilePlan:
-    """Return a file of whole leaves under their very names, for others to read."""
-    return _file(leaves, [(index, 0, leaves[index].nbytes, None) for index in chosen], exact=True)
+def plan_exact_file(leaves: Sequence[PlannedLeaf], chosen: Iterable[int]) -> FilePlan:
+    """Return a file of whole leaves under their exact names, for readers without this library."""
+    return _plan_file(leaves, [(index, 0, leaves[index].nbytes, None) for index in chosen], exact=True)
 
 
-def _file(leaves: Sequence[PlannedLeaf], pieces: list[_Piece], *, exact: bool = False) -> FilePlan:
+def _plan_file(leaves: Sequence[PlannedLeaf], pieces: list[_Piece], *, exact: bool = False) -> FilePlan:
     dtypes = {leaves[piece[0]].dtype for piece in pieces}
     if len({ITEMSIZE[name] for name in dtypes}) > 1:
         pieces = sorted(pieces, key=lambda piece: -ITEMSIZE[leaves[piece[0]].dtype])
@@ -254,11 +255,11 @@ def _file(leaves: Sequence[PlannedLeaf], pieces: list[_Piece], *, exact: bool = 
         leaf = leaves[index]
         path, shape, end = leaf.path, leaf.shape, position + length
         if not exact and ("[" in path or path == "__metadata__"):
-            path = _name(path)
+            path = _header_name(path)
         if box is not None:
             shape = box.sizes
         if box is not None or leaf.origin is not None:
-            path = f"{path}[{placed(leaf, box)}]"
+            path = f"{path}[{place_box(leaf, box)}]"
         theirs = known.get(leaf.dtype)
         if theirs is None:
             theirs, shape = "U8", (*shape, ITEMSIZE[leaf.dtype])
@@ -274,20 +275,22 @@ def _file(leaves: Sequence[PlannedLeaf], pieces: list[_Piece], *, exact: bool = 
     return FilePlan(header, tuple(extents), begin + position)
 
 
-def placed(leaf: PlannedLeaf, box: Box | None) -> Box:
+def place_box(leaf: PlannedLeaf, box: Box | None) -> Box:
     """Return a piece of a leaf, as a box of the tensor that the leaf is a box of."""
-    box = box or whole(leaf.shape)
-    return box if leaf.origin is None else box.within(leaf.origin)
+    box = box or whole_box(leaf.shape)
+    return box if leaf.origin is None else box.moved_by(leaf.origin)
 
 
 _encode = msgspec.json.Encoder().encode
 
 
-def _name(path: str) -> str:
-    """Return the header's name of a leaf. `%[` can stand in no user's path: there it sets off a part of a composite
-    tensor."""
+def _header_name(path: str) -> str:
+    """Return the header's name of a leaf.
+
+    No user's path can contain `%[`: it marks a part of a composite tensor.
+    """
     owner, _, part = path.partition("%[")
-    return f"{quote(owner)}[{part}" if part else quote(path)
+    return f"{quote_path(owner)}[{part}" if part else quote_path(path)
 
 
 def cut_file(file: FilePlan, part_bytes: int) -> list[FilePart]:
@@ -306,8 +309,8 @@ def cut_file(file: FilePlan, part_bytes: int) -> list[FilePart]:
     return parts
 
 
-def part_size(limits: Limits, budget: int, file_size: int, wanted: int = 0) -> int:
-    """How long parts are: what the storage prefers, less if the budget is small, more if there would be too many."""
+def choose_part_size(limits: Limits, budget: int, file_size: int, wanted: int = 0) -> int:
+    """Return the length of parts: the storage's preference, limited by the budget and the number of parts."""
     size = wanted or limits.preferred_part
     share = max(SHORTEST_PART, budget // max(2, min(limits.parallel_parts, 8)))  # fewer at once than ever smaller ones
     size = min(size, limits.largest_part, max(limits.smallest_part, share))

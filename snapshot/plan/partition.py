@@ -1,6 +1,6 @@
-"""Who writes what of that which several ranks hold alike: dealt out so that all end up with equal loads.
+"""Assignment of data that several ranks hold alike to writers, with equal loads.
 
-A pure function of what all of them know, so that each finds its own share without asking.
+It is a pure function of data that all ranks know, so each rank finds its own share without communication.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from snapshot.tensors.geometry import Box, Shape, split
+from snapshot.tensors.geometry import Box, Shape, split_shape
 
 SHORTEST = 256 << 10
 """Nothing shorter is cut: a digest's block."""
 FINEST = 8
 """A tensor is cut into pieces of this fraction of a rank's share."""
 MOST_PIECES = 4096
-"""About so many pieces are made, however many ranks there are."""
+"""The approximate number of pieces, for any number of ranks."""
 
 
 class PartitionItem(NamedTuple):
@@ -26,28 +26,28 @@ class PartitionItem(NamedTuple):
     shape: Shape
     itemsize: int
     splits: bool = True
-    """Whether it may be cut."""
+    """True if it may be cut."""
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """Its length in bytes."""
         return math.prod(self.shape) * self.itemsize
 
 
 class Assignment(NamedTuple):
-    """What one rank writes of an item: all of it, or a box."""
+    """The part of an item that one rank writes: all of it, or a box."""
 
     item: int
     box: Box | None
 
 
-def partition(items: Sequence[PartitionItem], loads: Sequence[int]) -> list[list[Assignment]]:
-    """Each rank's share, in the order of the items, given what each writes anyway.
+def partition_items(items: Sequence[PartitionItem], loads: Sequence[int]) -> list[list[Assignment]]:
+    """Return each rank's share, in the order of the items, given the bytes that each writes anyway.
 
-    The longest pieces go first, each to the rank that has the least by then; long ones are cut before.
+    The longest pieces are assigned first, each to the rank with the smallest load. Long items are cut before.
 
     >>> pieces = [PartitionItem((4,), 1), PartitionItem((2,), 1), PartitionItem((2,), 1)]
-    >>> partition(pieces, [0, 0])
+    >>> partition_items(pieces, [0, 0])
     [[Assignment(item=0, box=None)], [Assignment(item=1, box=None), Assignment(item=2, box=None)]]
     """
     shares: list[list[Assignment]] = [[] for _ in loads]
@@ -61,7 +61,7 @@ def partition(items: Sequence[PartitionItem], loads: Sequence[int]) -> list[list
             pieces.append((-size, index, None))
             continue
         even = -(-size // -(-size // longest))
-        for box in split(item.shape, max(1, even // item.itemsize)):
+        for box in split_shape(item.shape, max(1, even // item.itemsize)):
             pieces.append((-box.numel * item.itemsize, index, box))
     pieces.sort(key=lambda piece: (piece[0], piece[1]))
     lightest = [(load, rank) for rank, load in enumerate(loads)]

@@ -1,4 +1,4 @@
-"""Plans that were made before: a take of the same structure is not planned twice."""
+"""A cache of plans: a take of the same structure is not planned twice."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from snapshot.plan.layout import FilePart, FilePlan, PlannedLeaf, SavePlan, cut_
 from snapshot.storage import Limits
 
 KEPT = 8
-"""How many plans are kept: those of some takes that take turns."""
+"""The number of cached plans, for takes that alternate."""
 _paths, _dtypes, _shapes, _origins = map(attrgetter, ("path", "dtype", "shape", "origin"))
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
-    """A plan, and what it was made for."""
+class _CachedPlan:
+    """A plan, and the arguments and leaves that it was made for."""
 
     asked: tuple[Any, ...]
     leaves: tuple[list[Any], ...]
@@ -30,8 +30,8 @@ class _Made:
 _cuts: PerProcess[dict[tuple[int, int], tuple[FilePlan, list[FilePart]]]] = PerProcess(dict)
 
 
-def parts_of(file: FilePlan, part_bytes: int) -> list[FilePart]:
-    """How a file is cut into parts of a length: kept for the files of plans that are kept."""
+def find_parts(file: FilePlan, part_bytes: int) -> list[FilePart]:
+    """Return the parts of a file, cached for the files of cached plans."""
     key = id(file), part_bytes
     cuts = _cuts.get()
     kept = cuts.get(key)
@@ -43,10 +43,10 @@ def parts_of(file: FilePlan, part_bytes: int) -> list[FilePart]:
 
 
 class PlanCache:
-    """Makes plans, and keeps the last ones."""
+    """A cache of the last plans."""
 
     def __init__(self) -> None:
-        self._made: deque[_Made] = deque(maxlen=KEPT)
+        self._made: deque[_CachedPlan] = deque(maxlen=KEPT)
 
     def plan(
         self,
@@ -59,7 +59,7 @@ class PlanCache:
         loads: tuple[int, ...] = (),
         late: bytes = b"",
     ) -> SavePlan:
-        """Return what `make_plan` makes of the same arguments."""
+        """Return the result of `make_plan` for the same arguments, from the cache if possible."""
         asked = (limits, lanes, late)
         described = tuple(list(map(get, leaves)) for get in (_paths, _dtypes, _shapes, _origins))
         for made in tuple(self._made):
@@ -69,5 +69,5 @@ class PlanCache:
         if plan.late:  # in whatever files things stand, the structure is the same
             usual = self.plan(leaves, blob_bytes, limits, lanes, staged_bytes=staged_bytes, loads=loads)
             plan = replace(plan, structure=usual.structure)
-        self._made.append(_Made(asked, described, plan, plan.blob_bytes - blob_bytes))
+        self._made.append(_CachedPlan(asked, described, plan, plan.blob_bytes - blob_bytes))
         return plan

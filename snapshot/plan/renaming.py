@@ -1,4 +1,4 @@
-"""Renaming: from the names in a snapshot to the names in an application, by paths, prefixes, globs or a function."""
+"""Renaming of a snapshot's names to an application's, by paths, prefixes, globs or a function."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from snapshot.errors import RestoreError
-from snapshot.plan.globs import WILDCARDS, capturing_pattern
+from snapshot.plan.globs import WILDCARDS, compile_capturing_glob
 
 Rename = Mapping[str, str] | Callable[[str], str]
 """Names in the snapshot -> names in the application: a dict of paths, prefixes or globs, or a function."""
@@ -26,7 +26,7 @@ def compile_rename(rename: Rename, known: Collection[str]) -> tuple[Change, list
     (['model', 'model/enc.weight', 'model/h.0.att.q'], [])
     """
     if callable(rename):
-        return _checked(rename), []
+        return _check_function(rename), []
     if not isinstance(rename, Mapping):
         raise TypeError(f"rename must be a dict or a function, got {type(rename).__name__}")
     paths = known if isinstance(known, (set, frozenset, dict)) else set(known)
@@ -42,15 +42,15 @@ def compile_rename(rename: Rename, known: Collection[str]) -> tuple[Change, list
         elif any(path.startswith(f"{old}.") for path in paths):
             dotted[old] = new
         elif WILDCARDS.search(old):
-            globs.append(_captured(old, new))
+            globs.append(_compile_rename_glob(old, new))
             if not any(map(globs[-1][0].match, paths)):
                 unmatched.append(old)
         else:
             unmatched.append(old)
-    return _by_mapping(exact, dotted, globs), unmatched
+    return _rename_by_mapping(exact, dotted, globs), unmatched
 
 
-def _checked(rename: Callable[[str], Any]) -> Change:
+def _check_function(rename: Callable[[str], Any]) -> Change:
     def change(path: str) -> str:
         try:
             name = rename(path)
@@ -65,15 +65,14 @@ def _checked(rename: Callable[[str], Any]) -> Change:
     return change
 
 
-def _captured(old: str, new: str) -> tuple[re.Pattern[str], list[str]]:
-    """Return the pattern of a glob that captures what its wildcards match, and the texts between those of the new
-    name."""
+def _compile_rename_glob(old: str, new: str) -> tuple[re.Pattern[str], list[str]]:
+    """Return a capturing pattern of a glob, and the texts between the wildcards of the new name."""
     if WILDCARDS.findall(old) != WILDCARDS.findall(new):
         raise ValueError(f"rename: {new!r} must have the same wildcards as {old!r}, in the same order")
-    return capturing_pattern(old), WILDCARDS.split(new)
+    return compile_capturing_glob(old), WILDCARDS.split(new)
 
 
-def _by_mapping(
+def _rename_by_mapping(
     exact: Mapping[str, str], dotted: Mapping[str, str], globs: list[tuple[re.Pattern[str], list[str]]]
 ) -> Change:
     ends = re.compile(r"[/.]")

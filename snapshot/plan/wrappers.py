@@ -1,4 +1,4 @@
-"""Names of a wrapped model and of the plain one, matched where only wrappers make the difference."""
+"""Matching of names that differ only by model wrappers."""
 
 from __future__ import annotations
 
@@ -14,72 +14,72 @@ OWN = {"module": "n_averaged"}
 
 
 @dataclass(frozen=True)
-class Matched:
-    """Which name of a snapshot is which name of an application."""
+class MatchedNames:
+    """The mapping from names of a snapshot to names of an application."""
 
     names: Mapping[str, str] = field(default_factory=dict)
-    """Saved name -> the application's, for each name that differs."""
+    """Saved name -> the application's name, for each name that differs."""
     wrappers: tuple[str, ...] = ()
-    """The wrappers whose names make the difference."""
+    """The wrappers whose names differ."""
     ambiguous: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
-    """Names of the application, and the saved ones that each of them may be, where that is not one and one."""
+    """Names of the application with their saved candidates, if the match is not one to one."""
     left_out: tuple[str, ...] = ()
-    """Saved names that belong to a wrapper which the application does not have."""
+    """Saved names that belong to a wrapper that the application lacks."""
 
 
-def match_names(saved: Iterable[str], live: Iterable[str]) -> Matched:
-    """Match dotted names. One rule holds for all of them: either they are taken as they are, or without wrappers.
+def match_names(saved: Iterable[str], live: Iterable[str]) -> MatchedNames:
+    """Match dotted names, either all of them unchanged or all without wrappers.
 
     >>> match_names(["module.a.w", "module.b"], ["a.w", "b"]).names
     {'module.a.w': 'a.w', 'module.b': 'b'}
     >>> match_names(["a.w"], ["b.w"])
-    Matched(names={}, wrappers=(), ambiguous=(), left_out=())
+    MatchedNames(names={}, wrappers=(), ambiguous=(), left_out=())
     """
     there, here = dict.fromkeys(saved), dict.fromkeys(live)
     exact = there.keys() & here.keys()
-    if len(exact) == len(there) == len(here) or not any(map(_wrapped, (*there, *here))):
-        return Matched()
-    plain_there, own = _without_wrappers(there)
-    plain_here, _ = _without_wrappers(here)
-    saved_by_plain, live_by_plain = _inverted(plain_there), _inverted(plain_here)
+    if len(exact) == len(there) == len(here) or not any(map(_has_wrapper, (*there, *here))):
+        return MatchedNames()
+    plain_there, own = _strip_wrappers(there)
+    plain_here, _ = _strip_wrappers(here)
+    saved_by_plain, live_by_plain = _invert_mapping(plain_there), _invert_mapping(plain_here)
     common = [plain for plain in live_by_plain if plain in saved_by_plain]
     away = tuple(name for name in there if name in own and plain_there[name] not in live_by_plain)
     if len(common) <= len(exact):
         bare = {name: ".".join(part for part in name.split(".") if part not in WRAPPERS) for name in (*there, *here)}
-        candidates = _inverted({name: bare[name] for name in there if name not in exact})
+        candidates = _invert_mapping({name: bare[name] for name in there if name not in exact})
         left = [name for name in here if name not in exact and len(candidates.get(bare[name], ())) > 1]
-        return Matched(ambiguous=tuple(((name,), tuple(candidates[bare[name]])) for name in left), left_out=away)
+        return MatchedNames(ambiguous=tuple(((name,), tuple(candidates[bare[name]])) for name in left), left_out=away)
     several = [plain for plain in common if len(saved_by_plain[plain]) > 1 or len(live_by_plain[plain]) > 1]
     if several:
-        return Matched(ambiguous=tuple((tuple(live_by_plain[one]), tuple(saved_by_plain[one])) for one in several))
+        return MatchedNames(ambiguous=tuple((tuple(live_by_plain[one]), tuple(saved_by_plain[one])) for one in several))
     names = {saved_by_plain[plain][0]: live_by_plain[plain][0] for plain in common}
     names = {old: new for old, new in names.items() if old != new}
     wrappers: dict[str, None] = {}
     for old, new in names.items():
         one, other = Counter(old.split(".")), Counter(new.split("."))
         wrappers |= dict.fromkeys([*(one - other), *(other - one)])
-    return Matched(names, tuple(wrappers), (), away)
+    return MatchedNames(names, tuple(wrappers), (), away)
 
 
-def _wrapped(name: str) -> bool:
+def _has_wrapper(name: str) -> bool:
     return not _PARTS.isdisjoint(name.split("."))
 
 
 _PARTS = frozenset(WRAPPERS)
 
 
-def _inverted(plain: Mapping[str, str]) -> dict[str, list[str]]:
+def _invert_mapping(plain: Mapping[str, str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, short in plain.items():
         found.setdefault(short, []).append(name)
     return found
 
 
-def _without_wrappers(names: Iterable[str]) -> tuple[dict[str, str], set[str]]:
-    """Return each name without wrappers, and the names that are a wrapper's own.
+def _strip_wrappers(names: Iterable[str]) -> tuple[dict[str, str], set[str]]:
+    """Return each name without wrappers, and the names that belong to a wrapper itself.
 
-    A component is a wrapper's if all names that begin like it go on with it, but for the wrapper's own: a submodule
-    that is called `module` has siblings.
+    A component belongs to a wrapper if all names with its prefix continue with it, except the wrapper's own. A
+    submodule called `module` has siblings.
     """
     found: dict[str, str] = {}
     own: set[str] = set()

@@ -19,7 +19,7 @@ from snapshot.options import Settings
 from snapshot.per_process import PerProcess
 from snapshot.runtime.host_memory import total_memory
 from snapshot.runtime.shared_memory import SharedSegment
-from snapshot.tensors.addresses import address_of, populate
+from snapshot.tensors.addresses import address_of, populate_pages
 
 GRAIN = 1 << 20
 """Slots are multiples of this long, so that parts of about one size find each other's slots."""
@@ -50,7 +50,7 @@ class Slot:
             self._owner = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self.view = memoryview(self._owner)
             self.tensor = torch.frombuffer(self._owner, dtype=torch.uint8)
-            populate(address_of(self.view), size)
+            populate_pages(address_of(self.view), size)
             if hasattr(mmap, "MADV_HUGEPAGE"):  # in time: to look for huge pages now may take seconds
                 with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
                     self._owner.madvise(mmap.MADV_HUGEPAGE)

@@ -13,7 +13,7 @@ import mmap
 import os
 import tempfile
 
-from snapshot.tensors.addresses import address_of, populate
+from snapshot.tensors.addresses import address_of, populate_pages
 
 _NOEXEC_SEAL = 8
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
@@ -82,7 +82,7 @@ class SharedSegment:
     def populate(self, offset: int, nbytes: int) -> None:
         """Have the pages of a range made, at once: quicker than one by one, and where there is no memory for them this
         is an error, and not a signal in the middle of a copy."""
-        if not populate(self._address + offset, nbytes):
+        if not populate_pages(self._address + offset, nbytes):
             os.posix_fallocate(self.descriptor, offset, nbytes)
 
     def _punch(self, first: int, count: int) -> None:

@@ -51,7 +51,7 @@ class LateCopies:
             return
         flat = share.flat
         leaves = share.leaves if opening.exchange.alone else flat.leaves
-        marks, owners = eligible.late(share.leaves, leaves, flat.shards, flat.ties)
+        marks, owners = eligible.find_late(share.leaves, leaves, flat.shards, flat.ties)
         if not owners:
             self.marks = marks
             return

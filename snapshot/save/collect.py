@@ -12,16 +12,16 @@ from msgspec.structs import replace
 from snapshot.distributed.group import Ranks
 from snapshot.events import log, warn
 from snapshot.manifest.entries import DictEntry, Extra
-from snapshot.manifest.paths import component
+from snapshot.manifest.paths import encode_component
 from snapshot.per_process import PerProcess
-from snapshot.plan.globs import matcher, unmatched
+from snapshot.plan.globs import find_unmatched, matcher
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Leaf
 from snapshot.state.model_state import ModelState
-from snapshot.state.optimizers import record_of
+from snapshot.state.optimizers import make_record
 from snapshot.state.prepared import Prepare
 from snapshot.state.rng import RNGState
-from snapshot.tensors.composite import stride_order
+from snapshot.tensors.composite import find_stride_order
 from snapshot.text import listed
 
 
@@ -34,14 +34,14 @@ def collect_state(
     try:
         for key in sorted(app_state):
             state = rng[key] if key in rng else app_state[key].state_dict()
-            flat.add(component(key), state)
-            _record_optimizer(flat, component(key), app_state[key], state)
+            flat.add(encode_component(key), state)
+            _record_optimizer(flat, encode_component(key), app_state[key], state)
     finally:
         for key, state in rng.items():
             app_state[key].load_state_dict(state)
-    for glob in unmatched(replicated, flat.entries) if replicated else ():
+    for glob in find_unmatched(replicated, flat.entries) if replicated else ():
         warn(f"replicated: the glob {glob!r} matches nothing in the app state")
-    for glob in unmatched(exclude, [*flat.entries, *flat.excluded]) if exclude else ():
+    for glob in find_unmatched(exclude, [*flat.entries, *flat.excluded]) if exclude else ():
         warn(f"exclude: the glob {glob!r} matches nothing in the app state")
     warn_of_pickles(flat.pickled, flat.lossy)
     apart = find_overlaps(flat.leaves)
@@ -85,7 +85,7 @@ def find_overlaps(leaves: Sequence[Leaf]) -> list[tuple[Leaf, Leaf]]:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    return stride_order(tensor) is not None
+    return find_stride_order(tensor) is not None
 
 
 class ReplicationRules:
@@ -95,9 +95,9 @@ class ReplicationRules:
         self._globs: Callable[[str], bool] = matcher(globs) if globs else lambda path: False
         self._inferred: dict[str, bool] = {}
         for key, stateful in app_state.items():
-            self._inferred |= _of_ddp(component(key), stateful, ranks)
+            self._inferred |= _of_ddp(encode_component(key), stateful, ranks)
         self._any = bool(globs or self._inferred)
-        self.own = tuple(component(key) for key, stateful in app_state.items() if isinstance(stateful, RNGState))
+        self.own = tuple(encode_component(key) for key, stateful in app_state.items() if isinstance(stateful, RNGState))
         """The keys of which nothing is shared: every rank has a random state of its own."""
 
     def among(self, paths: Iterable[str]) -> frozenset[str]:
@@ -143,10 +143,10 @@ def _of_ddp(key: str, stateful: Any, ranks: Ranks) -> dict[str, bool]:
         ignored = set(module.parameters_to_ignore)
         for name, _ in module.module.named_parameters(remove_duplicate=False):
             if name not in ignored:
-                found[f"{below}/{component(start + name)}"] = False
+                found[f"{below}/{encode_component(start + name)}"] = False
         for name, _ in module.module.named_buffers(remove_duplicate=False):
             if module.broadcast_buffers and name not in ignored:
-                found[f"{below}/{component(start + name)}"] = True
+                found[f"{below}/{encode_component(start + name)}"] = True
     return found
 
 
@@ -167,4 +167,4 @@ def _record_optimizer(flat: Flattened, key: str, stateful: Any, state: Any) -> N
         return
     entry = flat.entries.get(path)
     if optimizers and isinstance(entry, DictEntry):
-        flat.entries[path] = replace(entry, optimizer=record_of(optimizers, parameters))
+        flat.entries[path] = replace(entry, optimizer=make_record(optimizers, parameters))

@@ -13,7 +13,7 @@ from snapshot.distributed.exchange import LEADER, Exchange, Undecided
 from snapshot.errors import CommitUnknown, CorruptSnapshotError, RankError, SnapshotError, StorageNotFoundError
 from snapshot.events import log
 from snapshot.manifest.document import ManifestPart, PartEntry, decode_part, encode
-from snapshot.plan.consensus import total
+from snapshot.plan.consensus import add_sums
 from snapshot.runtime.loop import in_own_thread, run
 from snapshot.runtime.session import Session
 from snapshot.save.manifest_builder import RankManifest, build_document
@@ -97,7 +97,7 @@ async def _find_out(session: Session, transaction: Transaction, lost: Undecided)
 
 async def _commit(session: Session, transaction: Transaction, manifest: RankManifest, done: Sequence[RankDone]) -> None:
     """Join all parts into one manifest, and commit it."""
-    if total(each.shard_sums[0] for each in done) != total(each.shard_sums[1] for each in done):
+    if add_sums(each.shard_sums[0] for each in done) != add_sums(each.shard_sums[1] for each in done):
         raise CorruptSnapshotError("some shards were written twice or not at all; nothing was committed")
     save_id = transaction.save_id
     parts = [

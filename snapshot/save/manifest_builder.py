@@ -14,13 +14,13 @@ from snapshot.errors import CorruptSnapshotError
 from snapshot.manifest import document as d
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import FORMAT, Document, FileEntry, ManifestPart, PartEntry, encode
-from snapshot.manifest.merge import expect_whole, merge
-from snapshot.plan.consensus import as_sum, layout_digest
-from snapshot.plan.layout import placed
+from snapshot.manifest.merge import expect_whole_tensors, merge
+from snapshot.plan.consensus import digest_layout, sum_digests
+from snapshot.plan.layout import place_box
 from snapshot.save.rank_share import RankShare
 from snapshot.save.writer import WrittenFile
 from snapshot.state.leaves import Blob, Leaf
-from snapshot.tensors.digest import RunningDigest, of_bytes, of_range
+from snapshot.tensors.digest import RunningDigest, digest_bytes, digest_range
 from snapshot.text import listed
 from snapshot.version import VERSION
 
@@ -86,7 +86,7 @@ def build_entries(
                 (binary.location, *binary.append(table)) if table else None,
             )
             if extent.box is not None or leaf.whole is not None:
-                box = placed(leaf, extent.box)
+                box = place_box(leaf, extent.box)
                 pieces.setdefault(id(leaf.whole or leaf), []).append(e.Shard(box.offsets, box.sizes, stored))
             elif leaf.wrap is not None:
                 leaf.wrap(leaf.path, stored)
@@ -100,7 +100,8 @@ def build_entries(
         entries[path] = _entry_of_tie(entries[owner])
     own, shared = share.entries(entries)
     files = {
-        each.location: FileEntry(each.file.size, len(each.file.header), of_range(each.file.header)) for each in written
+        each.location: FileEntry(each.file.size, len(each.file.header), digest_range(each.file.header))
+        for each in written
     }
     if binary.chunks:
         files[binary.location] = FileEntry(binary.size)
@@ -124,7 +125,7 @@ def _object_entry(blob: Blob, binary: _Binary) -> e.ObjectEntry:
     data_range = binary.append(blob.data)
     table = _digest_table(blob.data)
     blocks = (binary.location, *binary.append(table)) if table else None
-    digest = of_range(table) if table else of_bytes(blob.data)
+    digest = digest_range(table) if table else digest_bytes(blob.data)
     return e.ObjectEntry(binary.location, data_range, blob.serializer, blob.obj_type, digest, blocks)
 
 
@@ -156,11 +157,11 @@ def shard_checksums(described: RankManifest) -> tuple[bytes, bytes]:
     have, expected = [], []
     for path, entry in described.own.items():
         if isinstance(entry, e.ShardedTensorEntry):
-            digest = layout_digest(path, "")
+            digest = digest_layout(path, "")
             have += [digest * math.prod(shard.sizes) for shard in entry.shards]
             if any(not any(shard.offsets) for shard in entry.shards):
                 expected.append(digest * math.prod(entry.shape))
-    return as_sum(have), as_sum(expected)
+    return sum_digests(have), sum_digests(expected)
 
 
 def encode_for_leader(described: RankManifest) -> bytes:
@@ -184,7 +185,7 @@ def build_document(
         merge(manifest, part.manifest, f"rank {rank}")
         merge(manifest, part.shared, f"rank {rank}")
         files.update(part.files)
-    expect_whole(manifest)
+    expect_whole_tensors(manifest)
     lost = [path for path in described.expected if f"0/{path}" not in manifest]
     if lost:
         raise CorruptSnapshotError(f"no rank wrote what all share:{listed(sorted(lost))}")

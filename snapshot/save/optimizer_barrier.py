@@ -22,7 +22,7 @@ from snapshot.events import log
 from snapshot.per_process import PerProcess
 from snapshot.runtime.latch import Latch
 from snapshot.runtime.loop import LIBRARY
-from snapshot.state.overlap_eligible import base_of, local
+from snapshot.state.overlap_eligible import find_local_tensor, find_storage_begin
 
 R = TypeVar("R")
 _version = attrgetter("_version")
@@ -47,7 +47,7 @@ class PendingCopy:
 
     @functools.cached_property
     def _bases(self) -> frozenset[int]:
-        return frozenset(base_of(local(each)) for each in self._tensors)
+        return frozenset(find_storage_begin(find_local_tensor(each)) for each in self._tensors)
 
     def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer's parameters, or its state, lie in the same memory."""
@@ -56,7 +56,9 @@ class PendingCopy:
         states = (state.values() for state in optimizer.state.values())
         tensors = chain(*(group["params"] for group in optimizer.param_groups), *states)
         bases = self._bases
-        return any(base_of(local(each)) in bases for each in tensors if isinstance(each, torch.Tensor))
+        return any(
+            find_storage_begin(find_local_tensor(each)) in bases for each in tensors if isinstance(each, torch.Tensor)
+        )
 
     def begin(self) -> None:
         """From now on whoever would change these tensors by an optimizer's step, or by loading a state, waits."""

@@ -14,13 +14,13 @@ from msgspec.structs import replace
 from snapshot.distributed.exchange import Exchange
 from snapshot.manifest import entries as e
 from snapshot.manifest.scalars import Scalar
-from snapshot.plan.partition import Assignment, PartitionItem, partition
+from snapshot.plan.partition import Assignment, PartitionItem, partition_items
 from snapshot.save.collect import ReplicationRules, collect_state
 from snapshot.save.replication import Replication, agree_on_replicas, check_replicas, holders_of
 from snapshot.save.take_options import TakeOptions
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf
-from snapshot.state.sharded import Piece, Shards
+from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.tensors.dtypes import ITEMSIZE, NAMES
 
 _nbytes = attrgetter("nbytes")
@@ -73,21 +73,21 @@ class RankShare:
             self.leaves += group if self._exchange.rank == 0 else []
         groups = [common[path] for path in sorted(common)]
         items = [_partition_item(group) for group in groups]
-        for rank, share in enumerate(partition(items, self.loads)):
+        for rank, share in enumerate(partition_items(items, self.loads)):
             for dealt in share:
                 size = items[dealt.item].nbytes if dealt.box is None else dealt.box.numel * items[dealt.item].itemsize
                 self.loads[rank] += size
                 if rank == self._exchange.rank:
                     group = groups[dealt.item]
-                    self.leaves += group if dealt.box is None else [group[0].part(dealt.box)]
+                    self.leaves += group if dealt.box is None else [group[0].take_box(dealt.box)]
 
     def _header(self, path: str, shards: Shards) -> None:
         """Add the entry of a sharded tensor, without any shard yet; every holder has one."""
         shape, dtype, mesh = shards.shape, NAMES[shards.dtype], None
-        if not shards.open:
+        if not shards.is_open:
             held = shards.mesh if shards.mesh is not None else shards.ranks
             if id(held) not in self._meshes:  # tensors of one mesh share it
-                self._meshes[id(held)] = held, e.Mesh.of(self._numbered(held))
+                self._meshes[id(held)] = held, e.Mesh.from_lists(self._numbered(held))
             mesh = self._meshes[id(held)][1]
         if shards.kind == "DTensor":
             self.flat.entries[path] = e.DTensorEntry(dtype, shape, [], mesh, shards.placements)
@@ -96,7 +96,7 @@ class RankShare:
 
     def _choose_pieces(self) -> None:
         """Choose this rank's share of the boxes that it holds: each box is written by one of its holders."""
-        groups: dict[tuple[int, ...], list[tuple[str, Piece]]] = {}
+        groups: dict[tuple[int, ...], list[tuple[str, LocalPiece]]] = {}
         for path in sorted(self.flat.shards):
             for number, piece in enumerate(self.flat.shards[path].pieces):
                 if (
@@ -109,13 +109,13 @@ class RankShare:
             share: Sequence[Assignment] = [Assignment(index, None) for index in range(len(pieces))]
             if len(ranks) > 1:
                 items = [PartitionItem(piece.box.sizes, piece.tensor.element_size()) for _, piece in pieces]
-                share = partition(items, [0] * len(ranks))[ranks.index(self._exchange.rank)]
+                share = partition_items(items, [0] * len(ranks))[ranks.index(self._exchange.rank)]
             for dealt in share:
                 path, piece = pieces[dealt.item]
                 leaf = self._leaf(path, piece)
-                self.leaves.append(leaf if dealt.box is None else leaf.part(dealt.box))
+                self.leaves.append(leaf if dealt.box is None else leaf.take_box(dealt.box))
 
-    def _leaf(self, path: str, piece: Piece) -> Leaf:
+    def _leaf(self, path: str, piece: LocalPiece) -> Leaf:
         entries = self.flat.entries  # a leaf that led back here would never be collected
 
         def wrap(path: str, stored: e.TensorEntry | e.ChunkedTensorEntry) -> None:
@@ -123,7 +123,7 @@ class RankShare:
             entry.shards += [e.Shard(box.offsets, box.sizes, tensor) for box, tensor in stored.pieces()]
 
         whole = Leaf(path, piece.tensor, NAMES[piece.tensor.dtype], self.flat.shards[path].shape, 0, wrap=wrap)
-        return Leaf.of(whole, piece.box, piece.tensor)
+        return Leaf.box_of(whole, piece.box, piece.tensor)
 
     def _numbered(self, mesh: Any) -> Any:
         """Return a mesh, in this call's numbers."""
@@ -164,7 +164,7 @@ class RankShare:
     def _lowest(self, shards: Shards) -> int:
         """Return the rank under which a sharded tensor stands: the first of its holders, or 0 where they are not
         known."""
-        if shards.open or self._exchange.alone:
+        if shards.is_open or self._exchange.alone:
             return 0
         return self._exchange.ranks.numbers(shards.ranks or ())[0]
 

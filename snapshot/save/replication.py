@@ -24,11 +24,11 @@ from snapshot.plan import consensus as a
 from snapshot.save.collect import ReplicationRules
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Leaf
-from snapshot.state.sharded import Piece, Shards
-from snapshot.tensors.addresses import buffer, is_plain
-from snapshot.tensors.digest import digests, of_range
+from snapshot.state.sharded import LocalPiece, Shards
+from snapshot.tensors.addresses import is_plain, wrap_memory
+from snapshot.tensors.digest import digest_range, split_digests
 from snapshot.tensors.dtypes import ITEMSIZE, NAMES
-from snapshot.tensors.geometry import split
+from snapshot.tensors.geometry import split_shape
 from snapshot.text import listed
 
 SMALL = 1024
@@ -78,7 +78,7 @@ class ReplicaCandidates:
         """Return a digest of all of it, or of some."""
         items = self.items
         chosen = items.values() if paths is None else (items[path] for path in paths if path in items)
-        return of_range(b"".join(sorted(chosen)))
+        return digest_range(b"".join(sorted(chosen)))
 
 
 def find_candidates(flat: Flattened, alike: ReplicationRules) -> ReplicaCandidates:
@@ -118,7 +118,7 @@ def find_candidates(flat: Flattened, alike: ReplicationRules) -> ReplicaCandidat
     for path, shards in flat.shards.items():
         boxes = [(piece.box, piece.replica) for piece in shards.pieces]
         structure.append(f"{path}\0{shards.layout}\0{shards.dtype}\0{shards.shape}\0{boxes}")
-    found.structure = of_range("\n".join(structure).encode("utf-8", "surrogatepass"))
+    found.structure = digest_range("\n".join(structure).encode("utf-8", "surrogatepass"))
     return found
 
 
@@ -143,9 +143,9 @@ def bytes_of(leaf: Leaf) -> bytes:
     if not leaf.nbytes:
         return b""
     if leaf.plain:
-        return bytes(buffer(tensor.data_ptr(), leaf.nbytes))
+        return bytes(wrap_memory(tensor.data_ptr(), leaf.nbytes))
     made = torch.empty(leaf.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
-    return bytes(buffer(made.data_ptr(), leaf.nbytes))
+    return bytes(wrap_memory(made.data_ptr(), leaf.nbytes))
 
 
 def agree_on_replicas(exchange: Exchange, flat: Flattened, alike: ReplicationRules) -> Replication:
@@ -173,7 +173,7 @@ def agree_on_replicas(exchange: Exchange, flat: Flattened, alike: ReplicationRul
             asks and basis == a.FIRST,
             found.sketch(paths) if basis not in (a.FIRST, a.ASKED) else b"",
         )
-        answer = exchange.agree(record, a.agree, a.RankRecord, a.ConsensusReply)
+        answer = exchange.agree(record, a.compare_records, a.RankRecord, a.ConsensusReply)
         if answer.settled:
             break
         paths, spare = _exchange_details(exchange, flat, found, answer)
@@ -207,13 +207,13 @@ def _exchange_details(
         details.items = b"".join([*found.items.values(), *found.names.values()])
     for path, shards in flat.shards.items() if answer.boxes else ():
         boxes = [(piece.box.offsets, piece.box.sizes, piece.replica) for piece in shards.pieces]
-        if shards.open:
+        if shards.is_open:
             details.boxes.append(a.ShardBoxes(path, str(shards.dtype), shards.shape, boxes))
     for path, shards in flat.shards.items() if answer.layouts else ():
-        if not shards.open and exchange.ranks.among(shards.ranks or ()):
+        if not shards.is_open and exchange.ranks.among(shards.ranks or ()):
             details.layouts[path] = _layout_text(flat, path, shards), list(_holder_numbers(exchange, path, shards))
-    settlement = exchange.agree(details, lambda all_: a.settle(all_, answer.speakers), a.Details, a.Settlement)
-    common = set(digests(settlement.items))
+    settlement = exchange.agree(details, lambda all_: a.settle_details(all_, answer.speakers), a.Details, a.Settlement)
+    common = set(split_digests(settlement.items))
     differ = [path for path, name in found.names.items() if name in common and found.items[path] not in common]
     if differ:
         raise SnapshotError(
@@ -233,16 +233,16 @@ def _layout_sums(exchange: Exchange, flat: Flattened) -> tuple[bytes, bytes]:
     """Return this rank's part in the check that all holders of a sharded tensor have it, in one layout."""
     have, expected = [], []
     for path, shards in flat.shards.items():
-        if shards.open:
+        if shards.is_open:
             continue
         numbers = _holder_numbers(exchange, path, shards)
         if not exchange.ranks.among(shards.ranks or ()):
             continue  # torch gives a DTensor to ranks outside of its mesh as well
-        digest = a.layout_digest(path, _layout_text(flat, path, shards))
+        digest = a.digest_layout(path, _layout_text(flat, path, shards))
         have.append(digest)
         if numbers[0] == exchange.rank:
             expected.append(digest * len(numbers))
-    return a.as_sum(have), a.as_sum(expected)
+    return a.sum_digests(have), a.sum_digests(expected)
 
 
 def _layout_text(flat: Flattened, path: str, shards: Shards) -> str:
@@ -261,7 +261,7 @@ def _holder_numbers(exchange: Exchange, path: str, shards: Shards) -> tuple[int,
     return numbers
 
 
-def holders_of(exchange: Exchange, piece: Piece) -> tuple[int, ...]:
+def holders_of(exchange: Exchange, piece: LocalPiece) -> tuple[int, ...]:
     """Who holds the same box, as this call numbers them."""
     if piece.holders is None or len(piece.holders) == 1 or exchange.alone:
         return (exchange.rank,)
@@ -344,8 +344,8 @@ def check_replicas(exchange: Exchange, flat: Flattened, shared: Replication) -> 
 def leaf_digest(leaf: Leaf) -> str:
     """Return a digest of all of a tensor's bytes, made piece by piece."""
     running = xxhash.xxh3_128()
-    for box in split(leaf.shape, max(1, PIECE // ITEMSIZE[leaf.dtype])):
-        running.update(bytes_of(leaf.part(box)) if box.sizes else bytes_of(leaf))
+    for box in split_shape(leaf.shape, max(1, PIECE // ITEMSIZE[leaf.dtype])):
+        running.update(bytes_of(leaf.take_box(box)) if box.sizes else bytes_of(leaf))
     return running.hexdigest()
 
 

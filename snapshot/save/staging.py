@@ -19,8 +19,8 @@ from snapshot.runtime.arena import Slot, arena
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.state.leaves import Leaf
 from snapshot.storage import Buffer
-from snapshot.tensors.addresses import SHORT, buffer, copy, copy_short, view
-from snapshot.tensors.digest import BLOCK, RunningDigest, of_range
+from snapshot.tensors.addresses import SHORT, copy_memory, copy_memory_short, view_memory, wrap_memory
+from snapshot.tensors.digest import BLOCK, RunningDigest, digest_range
 from snapshot.tensors.geometry import boxes_of_range
 from snapshot.trace import span
 
@@ -148,7 +148,7 @@ class Stager:
             if begin >= part_begin and end <= part_end and plain[extent.leaf]:
                 length = end - begin
                 if length <= SHORT:
-                    copy_short(base + begin, leaves[extent.leaf].address + extent.start, length)
+                    copy_memory_short(base + begin, leaves[extent.leaf].address + extent.start, length)
                     continue
             begin, end = max(begin, part_begin), min(end, part_end)
             self._fill(leaves[extent.leaf], extent, begin, end, slot=slot, at=begin - part_begin)
@@ -164,7 +164,7 @@ class Stager:
             begin, end = max(extent.begin, part.begin), min(extent.end, part.end)
             if plain[extent.leaf]:
                 address = leaves[extent.leaf].address + extent.start + begin - extent.begin
-                shares.append(buffer(address, end - begin))
+                shares.append(wrap_memory(address, end - begin))
                 continue
             assert slot is not None
             self._fill(leaves[extent.leaf], extent, begin, end, slot=slot, at=used)
@@ -181,9 +181,11 @@ class Stager:
         if self.plain[extent.leaf]:
             source = leaf.address + start
             if not self.parallel or end - begin < 1 << 20:
-                copy(slot.address + at, source, end - begin)
+                copy_memory(slot.address + at, source, end - begin)
             else:  # torch copies with all its threads
-                slot.tensor[at : at + end - begin].copy_(torch.frombuffer(view(source, end - begin), dtype=torch.uint8))
+                slot.tensor[at : at + end - begin].copy_(
+                    torch.frombuffer(view_memory(source, end - begin), dtype=torch.uint8)
+                )
             return
         itemsize = leaf.nbytes // max(1, tensor.numel())
         first = start // itemsize
@@ -198,7 +200,7 @@ class Stager:
                 target.copy_(tensor[box.slices()], non_blocking=slot.pinned)
         if at % itemsize:
             self.streams.synchronize()
-            copy(slot.address + at, staged.data_ptr(), end - begin)
+            copy_memory(slot.address + at, staged.data_ptr(), end - begin)
 
     @property
     def pinned(self) -> bool:
@@ -262,7 +264,7 @@ class FileDigests:
             extent = extents[index]
             length = extent.end - extent.begin
             if self._running is None and length <= BLOCK and extent.begin >= part.begin and extent.end <= part_end:
-                digests[index] = of_range(share)
+                digests[index] = digest_range(share)
                 continue
             if self._running is None:
                 self._running = RunningDigest()
@@ -277,4 +279,4 @@ class FileDigests:
         """Empty extents touch no part."""
         for index, digest in enumerate(self.digests):
             if not digest:
-                self.digests[index] = of_range(b"")
+                self.digests[index] = digest_range(b"")

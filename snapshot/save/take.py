@@ -16,7 +16,7 @@ from snapshot.distributed.exchange import Undecided
 from snapshot.errors import RankError, SnapshotError, StorageError
 from snapshot.events import emit
 from snapshot.per_process import PerProcess
-from snapshot.plan.layout import SavePlan, location
+from snapshot.plan.layout import SavePlan, name_data_file
 from snapshot.plan.plan_cache import PlanCache
 from snapshot.runtime.loop import cancel_all, in_own_thread
 from snapshot.runtime.session import Session
@@ -33,7 +33,7 @@ from snapshot.save.rendezvous import TakeOpening
 from snapshot.save.staging import Stager
 from snapshot.save.transaction import State, Transaction
 from snapshot.save.writer import Writer, WrittenFile, write_small
-from snapshot.tensors.digest import SIZE, block_count, of_range
+from snapshot.tensors.digest import SIZE, count_blocks, digest_range
 
 T = TypeVar("T")
 LOOK = 0.5
@@ -51,7 +51,7 @@ def plan_writes(
 
     Raise `ValueError` if an `expected` plan was made for something else.
     """
-    blobs = sum(len(blob.data) + SIZE * block_count(len(blob.data)) for blob in share.blobs)
+    blobs = sum(len(blob.data) + SIZE * count_blocks(len(blob.data)) for blob in share.blobs)
     limits = session.storage.limits
     payload = share.nbytes
     at_once = payload if staged else limits.preferred_part * limits.parallel_parts if limits.alignment > 1 else 0
@@ -159,8 +159,8 @@ class Take:
         """Write the data files, and the files that describe them for the leader."""
         rank, save_id, files = self._exchange.rank, transaction.save_id, self.plan.files
         storage, count = self.session.storage, self._meter.wrote
-        locations = [location(save_id, rank, n, "safetensors") for n in range(len(files))]
-        binary = location(save_id, rank, len(files), "bin")
+        locations = [name_data_file(save_id, rank, n, "safetensors") for n in range(len(files))]
+        binary = name_data_file(save_id, rank, len(files), "bin")
         transaction.will_write([*locations, binary, own_part_path(save_id, rank), leader_part_path(save_id, rank)])
         written = await self.write_parts(transaction, locations)
         manifest = await in_thread(build_entries, self._share, written, binary, self.plan.structure, self._metadata)
@@ -175,8 +175,8 @@ class Take:
         if rank:
             await storage.settle()  # the leader's commit does it for what the leader wrote
         done = RankDone(
-            (len(leader_part), of_range(leader_part)),
-            (len(own_part), of_range(own_part), len(manifest.own)),
+            (len(leader_part), digest_range(leader_part)),
+            (len(own_part), digest_range(own_part), len(manifest.own)),
             shard_checksums(manifest) if manifest.cut else (b"", b""),
         )
         return manifest, done

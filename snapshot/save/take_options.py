@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 import msgspec
 
-from snapshot.manifest.document import DEEPEST, nesting
+from snapshot.manifest.document import DEEPEST, measure_nesting
 from snapshot.plan.globs import matcher
 from snapshot.plan.layout import SavePlan
 from snapshot.progress import ProgressArgument
@@ -86,7 +86,7 @@ def encode_metadata(metadata: Mapping[str, Any] | None) -> msgspec.Raw:
     try:
         json.dumps(metadata, allow_nan=False)  # JSON has no NaN, and msgspec would make it null
         encoded = msgspec.json.encode(dict(metadata or {}))
-        if nesting(encoded) > DEEPEST:
+        if measure_nesting(encoded) > DEEPEST:
             raise ValueError(f"it nests more than {DEEPEST} deep")
         return msgspec.Raw(encoded)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from snapshot.aio import in_thread, run_inline, shielded
-from snapshot.plan.layout import FilePart, FilePlan, part_size
-from snapshot.plan.plan_cache import parts_of
+from snapshot.plan.layout import FilePart, FilePlan, choose_part_size
+from snapshot.plan.plan_cache import find_parts
 from snapshot.progress import unmetered
 from snapshot.runtime.arena import GRAIN, arena
 from snapshot.runtime.budget import MemoryBudget
@@ -97,7 +97,7 @@ class Writer:
     def parts(self, file: FilePlan) -> list[FilePart]:
         """How a file is cut."""
         limits = self._storage.limits
-        return parts_of(file, part_size(limits, self._budget.limit, file.size, self._wanted_part))
+        return find_parts(file, choose_part_size(limits, self._budget.limit, file.size, self._wanted_part))
 
     @property
     def serial(self) -> bool:

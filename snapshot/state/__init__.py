@@ -1,1 +1,1 @@
-"""What an application hands us: statefuls, and the flattening of what they give to leaves under logical paths."""
+"""An application's statefuls, and the flattening of their state to leaves under logical paths."""

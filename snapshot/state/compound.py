@@ -1,6 +1,6 @@
-"""Objects with a class of their own, taken apart: dataclasses into their attributes, wrapped tensors into inner ones.
+"""Objects with a class of their own: dataclasses as their attributes, wrapped tensors as inner ones.
 
-The same is asked of what is saved and of what is live, so that one finds its place in the other.
+Saved and live objects are taken apart in the same way, so that each part of one matches a part of the other.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ ENUM, RECORD, WRAPPER = "Enum", "dataclass", "TensorSubclass"
 _forms: WeakKeyDictionary[type, str | None] = WeakKeyDictionary()
 
 
-def form_of(kind: type) -> str | None:
-    """Return what a class is an example of: `ENUM`, `RECORD` or `WRAPPER`; None for any other."""
+def find_form(kind: type) -> str | None:
+    """Return the form of a class: `ENUM`, `RECORD` or `WRAPPER`; None for any other."""
     try:
         return _forms[kind]
     except KeyError:
-        form = _forms[kind] = _form_of(kind)
+        form = _forms[kind] = _find_form(kind)
         return form
 
 
-def _form_of(kind: type) -> str | None:
+def _find_form(kind: type) -> str | None:
     if issubclass(kind, Enum):
         return ENUM
     if issubclass(kind, torch.Tensor):
@@ -46,8 +46,10 @@ def _form_of(kind: type) -> str | None:
 
 
 def _is_record(kind: type) -> bool:
-    """Whether the attributes of a dataclass's instances are all that they are: neither a builtin type beneath it holds
-    something, nor does it say itself how it is pickled."""
+    """Return True if the attributes of a dataclass's instances are their whole state.
+
+    A builtin base class may hold more, and a class may define its own pickling.
+    """
     if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__:
         return False
     if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
@@ -61,31 +63,31 @@ def _is_record(kind: type) -> bool:
 
 
 _OTHERWISE = ("__getnewargs__", "__getnewargs_ex__", "__snapshot_shards__", "__create_chunk_list__")
-"""Methods of what is pickled or sharded in its own way."""
+"""Methods of classes with their own pickling or sharding."""
 
 
-def parts_of(value: Any) -> dict[str, Any] | None:
-    """Return the attributes or inner tensors of a value; None of a value that is not made of such."""
-    form = form_of(type(value))
+def find_parts(value: Any) -> dict[str, Any] | None:
+    """Return the attributes or inner tensors of a value; None for a value without such parts."""
+    form = find_form(type(value))
     if form is RECORD:
-        return attributes(value)
-    return inner_tensors(value)[0] if form is WRAPPER and is_wrapper(value) else None
+        return read_attributes(value)
+    return read_inner_tensors(value)[0] if form is WRAPPER and is_wrapper(value) else None
 
 
 # Dataclasses
 
 
 def holds_itself(value: Any) -> bool:
-    """Whether an object is found again in what it holds: only a pickle can tell that."""
-    return _recurs(value, set(), set())
+    """Return True if an object contains itself, which only a pickle can represent."""
+    return _contains_cycle(value, set(), set())
 
 
-def _recurs(value: Any, above: set[int], done: set[int]) -> bool:
+def _contains_cycle(value: Any, above: set[int], done: set[int]) -> bool:
     kind = type(value)
     if kind in _SIMPLE:
         return False
-    if form_of(kind) is RECORD:
-        held: Any = attributes(value).values()
+    if find_form(kind) is RECORD:
+        held: Any = read_attributes(value).values()
     elif issubclass(kind, dict):
         held = value.values()
     elif issubclass(kind, (list, tuple, deque)):
@@ -95,7 +97,7 @@ def _recurs(value: Any, above: set[int], done: set[int]) -> bool:
     if id(value) in above or id(value) in done:
         return id(value) in above
     above.add(id(value))
-    found = any(_recurs(each, above, done) for each in held)
+    found = any(_contains_cycle(each, above, done) for each in held)
     above.discard(id(value))
     done.add(id(value))
     return found
@@ -104,12 +106,14 @@ def _recurs(value: Any, above: set[int], done: set[int]) -> bool:
 _SIMPLE = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
 
 
-def attributes(value: Any) -> dict[str, Any]:
-    """Return what an instance has: its fields, then what else was set. What it has computed and kept is computed
-    again."""
+def read_attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an instance: its fields, then any others.
+
+    Cached properties are left out, since they are computed again.
+    """
     kind = type(value)
     found = {}
-    for name in _slots(kind):
+    for name in _find_slots(kind):
         try:
             found[name] = getattr(value, name)
         except AttributeError:  # a field that was never set
@@ -120,8 +124,8 @@ def attributes(value: Any) -> dict[str, Any]:
     return found
 
 
-def _slots(kind: type) -> tuple[str, ...]:
-    """Return the names that all instances may have: fields, and slots of classes that are no dataclasses."""
+def _find_slots(kind: type) -> tuple[str, ...]:
+    """Return the names that all instances may have: fields, and slots of classes that are not dataclasses."""
     names = dict.fromkeys(each.name for each in dataclasses.fields(kind))
     for each in kind.__mro__:
         slots = each.__dict__.get("__slots__", ())
@@ -130,30 +134,30 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def is_computed(kind: type, name: str) -> bool:
-    """Whether an attribute is a cached property."""
+    """Return True if an attribute is a cached property."""
     return any(isinstance(each.__dict__.get(name), cached_property) for each in kind.__mro__)
 
 
-def can_have(kind: type, live: Mapping[str, Any], name: str) -> bool:
-    """Whether an instance takes an attribute of this name."""
-    return name in live or name in _slots(kind)
+def accepts_attribute(kind: type, live: Mapping[str, Any], name: str) -> bool:
+    """Return True if an instance accepts an attribute of this name."""
+    return name in live or name in _find_slots(kind)
 
 
-def with_attributes(kind: type, held: Mapping[str, Any]) -> Any:
-    """Return a new instance with these attributes, of which none of its own code knows."""
+def make_instance(kind: type, held: Mapping[str, Any]) -> Any:
+    """Return a new instance with these attributes, without running the code of its class."""
     made: Any = object.__new__(kind)
-    fill(made, held)
+    set_attributes(made, held)
     return made
 
 
-def fill(target: Any, held: Mapping[str, Any]) -> None:
-    """Set attributes of an instance, also of a frozen one."""
+def set_attributes(target: Any, held: Mapping[str, Any]) -> None:
+    """Set attributes of an instance, including a frozen one."""
     for name, value in held.items():
         object.__setattr__(target, name, value)
 
 
-def default_of(kind: type, name: str) -> Any:
-    """Return the value that a field has where none is given. Raises KeyError where it has none."""
+def find_default(kind: type, name: str) -> Any:
+    """Return the default value of a field; raise KeyError if it has none."""
     for each in dataclasses.fields(kind):
         if each.name == name and each.default is not dataclasses.MISSING:
             return each.default
@@ -171,42 +175,44 @@ def _is_dtensor(tensor: Any) -> bool:
 
 
 def is_wrapped_local(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor whose local part wraps tensors: nobody can cut that into boxes."""
-    return _is_dtensor(tensor) and form_of(type(tensor._local_tensor)) is WRAPPER and is_wrapper(tensor._local_tensor)
+    """Return True for a DTensor whose local part wraps tensors: it cannot be cut into boxes."""
+    return _is_dtensor(tensor) and find_form(type(tensor._local_tensor)) is WRAPPER and is_wrapper(tensor._local_tensor)
 
 
 def is_wrapper(tensor: Any) -> bool:
-    """Whether a tensor of a wrapper class is stored as its inner tensors; a DTensor is stored as its boxes."""
+    """Return True if a tensor of a wrapper class is stored as its inner tensors; a DTensor is stored as its boxes."""
     return not _is_dtensor(tensor) or is_wrapped_local(tensor)
 
 
-def inner_tensors(tensor: Any) -> tuple[dict[str, Any], Any]:
-    """Return the inner tensors of a tensor by their names, and what its class needs to know besides. Some classes name
-    other objects, too, as meshes: these are the live one's own."""
+def read_inner_tensors(tensor: Any) -> tuple[dict[str, Any], Any]:
+    """Return the inner tensors of a tensor by name, and the context that its class needs.
+
+    Some classes also name other objects, such as meshes. Those are taken from the live tensor.
+    """
     names, context = tensor.__tensor_flatten__()
     inner = {name: getattr(tensor, name) for name in names}
     return {name: each for name, each in inner.items() if isinstance(each, torch.Tensor)}, context
 
 
-def wrapper_entry(tensor: Any, names: list[str], context: dict[str, Any]) -> SubclassEntry:
+def make_wrapper_entry(tensor: Any, names: list[str], context: dict[str, Any]) -> SubclassEntry:
     """Return the entry of a wrapped tensor."""
     return SubclassEntry(
         [encode_key(name) for name in names],  # type: ignore[misc]
         obj_type=class_name(type(tensor)),
         dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=outer_shape(tensor),
+        shape=read_outer_shape(tensor),
         requires_grad=bool(tensor.requires_grad),
         context=context,
     )
 
 
-def outer_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape that a wrapped tensor has to others; -1 for what is not a number, as in a nested tensor's."""
+def read_outer_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the outer shape of a wrapped tensor; -1 for a size that is not a number, as in a nested tensor."""
     return tuple(size if type(size) is int else -1 for size in tensor.shape)
 
 
-def context_of(tensor: Any, context: Any) -> Any:
-    """Return what is stored as a tensor's context: what the class gives, and of a DTensor a text of its layout."""
+def describe_context(tensor: Any, context: Any) -> Any:
+    """Return the stored context of a tensor: the context of its class, or a text of a DTensor's layout."""
     if _is_dtensor(tensor):
         mesh = tensor.device_mesh.mesh.tolist()
         return f"mesh {mesh}, {', '.join(map(str, tensor.placements))}"

@@ -1,4 +1,4 @@
-"""The entries of dicts, by their type: what each needs to come back as it was."""
+"""The entries of dicts, by their type, with the details that restore each exactly."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from typing import Any
 from snapshot.manifest import entries as e
 
 
-def dict_maker(value: dict[Any, Any]) -> Callable[[list[Any], list[int] | None], e.DictEntry] | None:
-    """Return what makes the entry of a dict of this type; None where a defaultdict's factory cannot be recorded."""
+def find_dict_maker(value: dict[Any, Any]) -> Callable[[list[Any], list[int] | None], e.DictEntry] | None:
+    """Return a function that creates the entry of this type of dict; None if a factory cannot be recorded."""
     kind = type(value)
     if kind is dict:
         return e.DictEntry
     if kind is Counter:
         return e.CounterEntry
     if kind is defaultdict:
-        factory = e.factory_name(value.default_factory)  # type: ignore[attr-defined]
+        factory = e.find_factory_name(value.default_factory)  # type: ignore[attr-defined]
         return None if factory is None else lambda keys, tagged: e.DefaultdictEntry(keys, tagged, factory=factory)
-    versions = module_versions(getattr(value, "_metadata", None))
+    versions = read_module_versions(getattr(value, "_metadata", None))
     return lambda keys, tagged: e.OrderedDictEntry(keys, tagged, module_versions=versions)
 
 
-def module_versions(metadata: Any) -> dict[str, dict[str, Any]] | None:
-    """Return a module's versions as plain values; what else hooks may have put there, and JSON cannot hold, is left
-    out."""
+def read_module_versions(metadata: Any) -> dict[str, dict[str, Any]] | None:
+    """Return a module's versions as plain values, without entries of hooks that JSON cannot represent."""
     if not isinstance(metadata, dict):
         return None
     plain = (str, int, float, bool, type(None))

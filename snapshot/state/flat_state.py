@@ -1,4 +1,4 @@
-"""What flattening gives: entries in order, leaves and blobs by path, and what they have in common."""
+"""The result of flattening: entries in order, leaves and blobs by path, and shared memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from snapshot.state.leaves import Blob, Leaf
 from snapshot.state.sharded import Shards
 
 LOW = 1 << 40
-"""Below it no ordinary address lies, but the offsets do that views have into memory that was freed."""
+"""Ordinary addresses are above it; offsets of views into freed memory are below."""
 
 
 class FlatState:
@@ -18,14 +18,14 @@ class FlatState:
         self.leaves: list[Leaf] = []
         self.blobs: list[Blob] = []
         self.shards: dict[str, Shards] = {}
-        """Tensors of which this process may hold only some boxes."""
+        """Tensors with boxes that other processes may hold."""
         self.ties: dict[str, str] = {}
-        """Path -> the path of the leaf that is the very same memory, seen the same way."""
+        """Path -> the path of the leaf that is the same view of the same memory."""
         self.pickled: list[str] = []
         self.lossy: list[str] = []
         """Tensors with attributes of Python, which are not stored."""
         self.excluded: list[str] = []
         self.once: set[str] = set()
-        """What this rank gives for all: see `FromOneRank`."""
+        """Paths that this rank stores for all: see `FromOneRank`."""
         self.seen: dict[int, Leaf | list[Leaf]] = {}
-        """Address -> the leaf, or the leaves, whose memory begins there."""
+        """Address -> the leaf, or leaves, whose memory begins there."""

@@ -20,17 +20,17 @@ import torch
 from snapshot.errors import SnapshotError
 from snapshot.manifest import entries as e
 from snapshot.manifest.containers import SEQUENCES
-from snapshot.manifest.paths import component, component_of, encode_key, tagged_keys
+from snapshot.manifest.paths import encode_component, encode_key, find_tagged_keys, key_component
 from snapshot.manifest.scalars import Scalar
-from snapshot.manifest.typed import LONGEST_NAME, TYPED, enum_entry, plain_entry
+from snapshot.manifest.typed import LONGEST_NAME, TYPED, make_enum_entry, make_plain_entry
 from snapshot.saved import SavedObject, class_name
 from snapshot.state import compound
-from snapshot.state.compound import form_of
-from snapshot.state.dicts import dict_maker
+from snapshot.state.compound import find_form
+from snapshot.state.dicts import find_dict_maker
 from snapshot.state.flat_state import LOW
-from snapshot.state.flatten_cache import remember, replay
+from snapshot.state.flatten_cache import remember_state, replay_state
 from snapshot.state.leaves import Blob, FromOneRank, Leaf
-from snapshot.state.state_tree import live_leaves
+from snapshot.state.state_tree import collect_leaves
 from snapshot.state.tensor_leaves import SIMPLE, TensorLeaves
 from snapshot.tensors import composite, generators
 
@@ -38,9 +38,10 @@ DEEPEST = 500
 
 
 class Flattened(TensorLeaves):
-    """What an app state holds. `entries` is in order; a leaf's stands as None until it has been written.
+    """The state of an application, flattened. A leaf's entry is None until the leaf has been written.
 
-    `excluded` says of a path whether it is left out, with all beneath it: nothing of that is looked at."""
+    `excluded` returns True for a path to leave out with everything beneath it, which is not visited.
+    """
 
     def add(self, path: str, value: Any) -> None:
         """Flatten a value below `path`."""
@@ -48,46 +49,46 @@ class Flattened(TensorLeaves):
             self._leave_out(path, value)
             return
         plain = self._prepare is None and self._excluded is None
-        if plain and replay(path, value, self):
+        if plain and replay_state(path, value, self):
             return
         before = len(self.entries), len(self.leaves), len(self.blobs), len(self.pickled), len(self.shards)
         try:
-            self._visit(path, value, 0)
+            self._add_value(path, value, 0)
         except RecursionError as error:
             raise SnapshotError(f"{path}: nested deeper than Python's stack allows here, or holds itself") from error
         if plain and not self.once:
-            remember(path, value, self, before)
+            remember_state(path, value, self, before)
 
     def _leave_out(self, path: str, value: Any) -> None:
-        """Note the names of what is left out, so that no glob that matches them is said to match nothing."""
+        """Record the excluded names, so that globs that match them are not reported as unmatched."""
         self.excluded.append(path)
         with contextlib.suppress(RecursionError):
-            self.excluded.extend(live_leaves(path, value))
+            self.excluded.extend(collect_leaves(path, value))
 
-    def _visit(self, path: str, value: Any, depth: int) -> None:
-        """Flatten a value of any type; those that are looked up by their exact type come here only from `add`."""
+    def _add_value(self, path: str, value: Any, depth: int) -> None:
+        """Flatten a value of any type. Types in `_VISITORS` are dispatched directly, except by `add`."""
         visitor = _VISITORS.get(type(value))
         if visitor is not None:
             visitor(self, path, value, depth)
         elif isinstance(value, torch.Tensor):
-            self._tensor_like(path, value)
+            self._add_tensor_like(path, value)
         elif isinstance(value, (np.ndarray, np.generic)):
-            self._array(path, value, depth)
+            self._add_array(path, value, depth)
         elif type(value) is FromOneRank:
             before = len(self.entries)
-            _VISITORS.get(type(value.value), Flattened._visit)(self, path, value.value, depth)
+            _VISITORS.get(type(value.value), Flattened._add_value)(self, path, value.value, depth)
             self.once.update(islice(self.entries, before, None))
-        elif not self._classes or form_of(type(value)) is None:
-            self._object(path, value)
-        elif form_of(type(value)) is compound.ENUM:
-            self._member(path, value)
+        elif not self._classes or find_form(type(value)) is None:
+            self._add_object(path, value)
+        elif find_form(type(value)) is compound.ENUM:
+            self._add_member(path, value)
         elif not self._within and compound.holds_itself(value):
-            self._object(path, value)
+            self._add_object(path, value)
         else:
-            self._record(path, value, depth)
+            self._add_record(path, value, depth)
 
-    def _sequence(self, path: str, value: Any, depth: int) -> None:
-        self._deeper(path, depth)
+    def _add_sequence(self, path: str, value: Any, depth: int) -> None:
+        self._check_depth(path, depth)
         if type(value) is deque:
             self.entries[path] = e.DequeEntry(len(value), maxlen=value.maxlen)
         else:
@@ -96,27 +97,27 @@ class Flattened(TensorLeaves):
         for i, child in enumerate(value):
             if excluded is not None and excluded(f"{path}/{i}"):
                 raise ValueError(f"exclude: {path}/{i} cannot be left out, since it is an element of a sequence")
-            visitors.get(type(child), Flattened._visit)(self, f"{path}/{i}", child, depth + 1)
+            visitors.get(type(child), Flattened._add_value)(self, f"{path}/{i}", child, depth + 1)
 
-    def _slice(self, path: str, value: slice, depth: int) -> None:
-        self._deeper(path, depth)
+    def _add_slice(self, path: str, value: slice, depth: int) -> None:
+        self._check_depth(path, depth)
         self.entries[path] = e.SliceEntry(3)
         for i, child in enumerate((value.start, value.stop, value.step)):
-            _VISITORS.get(type(child), Flattened._visit)(self, f"{path}/{i}", child, depth + 1)
+            _VISITORS.get(type(child), Flattened._add_value)(self, f"{path}/{i}", child, depth + 1)
 
-    def _dict(self, path: str, value: dict[Any, Any], depth: int) -> None:
-        self._deeper(path, depth)
-        make = dict_maker(value)
+    def _add_dict(self, path: str, value: dict[Any, Any], depth: int) -> None:
+        self._check_depth(path, depth)
+        make = find_dict_maker(value)
         keys = list(value)
         strings = all(type(key) is str for key in keys)
         recorded = keys if strings and all(map(str.isascii, keys)) else [encode_key(key) for key in keys]
         if make is None or None in recorded:
-            self._object(path, value)
+            self._add_object(path, value)
             return
-        tagged = () if strings else tagged_keys(keys)
+        tagged = () if strings else find_tagged_keys(keys)
         self.entries[path] = entry = make(recorded, list(tagged) or None)
         if self._excluded is not None:
-            self._some_of(path, entry, value, depth, self._excluded)
+            self._add_included(path, entry, value, depth, self._excluded)
             return
         prefix = path + "/"
         visitors = _VISITORS
@@ -124,13 +125,13 @@ class Flattened(TensorLeaves):
             self.add_named(prefix, value, depth)
             return
         for i, (key, child) in enumerate(zip(recorded, value.values(), strict=True)):
-            below = prefix + component_of(key, i in tagged)
-            visitors.get(type(child), Flattened._visit)(self, below, child, depth + 1)
+            below = prefix + key_component(key, i in tagged)
+            visitors.get(type(child), Flattened._add_value)(self, below, child, depth + 1)
 
-    def _some_of(
+    def _add_included(
         self, path: str, entry: e.DictEntry, value: dict[Any, Any], depth: int, excluded: Callable[[str], bool]
     ) -> None:
-        """Flatten the values of a dict, less those that are left out."""
+        """Flatten the values of a dict that are not excluded."""
         gone = []
         for text, child in zip(entry.components(), value.values(), strict=True):
             below = f"{path}/{text}"
@@ -138,19 +139,21 @@ class Flattened(TensorLeaves):
             if gone[-1]:
                 self._leave_out(below, child)
             else:
-                _VISITORS.get(type(child), Flattened._visit)(self, below, child, depth + 1)
-        self.entries[path] = entry.without(gone)
+                _VISITORS.get(type(child), Flattened._add_value)(self, below, child, depth + 1)
+        self.entries[path] = entry.without_children(gone)
 
     def add_named(self, prefix: str, value: dict[str, Any], depth: int) -> None:
-        """Flatten the values of a dict whose keys are all strings. What `_tensor` does for a plain tensor stands here
-        once more, without calls: models have tens of thousands of them, and this loop is what a take of small tensors
-        costs."""
+        """Flatten the values of a dict whose keys are all strings.
+
+        The fast path of `_add_tensor` is inlined here: a model can have tens of thousands of plain tensors, and this
+        loop dominates a take of small ones.
+        """
         tensor_type, strided, prepare = torch.Tensor, torch.strided, self._prepare
         entries, leaves, seen, shapes, visitors = self.entries, self.leaves, self.seen, self._shapes, _VISITORS
         for key, child in value.items():
-            path = prefix + (key if key.isascii() and "/" not in key and "%" not in key else component(key))
+            path = prefix + (key if key.isascii() and "/" not in key and "%" not in key else encode_component(key))
             if type(child) is not tensor_type or prepare is not None:
-                visitors.get(type(child), Flattened._visit)(self, path, child, depth + 1)
+                visitors.get(type(child), Flattened._add_value)(self, path, child, depth + 1)
                 continue
             dtype = SIMPLE.get(child.dtype)
             if (
@@ -165,7 +168,7 @@ class Flattened(TensorLeaves):
                 or (address := child.data_ptr()) in seen
                 or (address < LOW and composite.is_freed(child))
             ):
-                self._tensor(path, child)
+                self._add_tensor(path, child)
                 continue
             size = child.shape
             shape = shapes.get(size)
@@ -175,112 +178,114 @@ class Flattened(TensorLeaves):
             seen[address] = leaf = Leaf(path, child, dtype, shape, nbytes, address, True)
             leaves.append(leaf)
 
-    def _deeper(self, path: str, depth: int) -> None:
+    def _check_depth(self, path: str, depth: int) -> None:
         if depth > DEEPEST:
             raise SnapshotError(f"{path[:200]}...: nested more than {DEEPEST} deep, or holds itself")
 
-    def _scalar(self, path: str, value: Any, depth: int) -> None:
-        entry = plain_entry(value)
+    def _add_scalar(self, path: str, value: Any, depth: int) -> None:
+        entry = make_plain_entry(value)
         if entry is not None:
             self.entries[path] = entry
         elif type(value) in TYPED:
-            self._object(path, value)
+            self._add_object(path, value)
         else:
             text = type(value) is str
             data = value.encode("utf-8", "surrogatepass") if text else bytes(value)  # a bytearray may change
-            self._blob(path, data, "utf8" if text else type(value).__name__, type(value))
+            self._add_blob(path, data, "utf8" if text else type(value).__name__, type(value))
 
-    def _member(self, path: str, value: Any) -> None:
-        """Store a member of an Enum, or what was read of one."""
-        entry = enum_entry(value)
+    def _add_member(self, path: str, value: Any) -> None:
+        """Store a member of an Enum, or a saved member whose class is unknown."""
+        entry = make_enum_entry(value)
         if entry is None:
-            self._object(path, value)
+            self._add_object(path, value)
         else:
             self.entries[path] = entry
 
-    def _record(self, path: str, value: Any, depth: int) -> None:
+    def _add_record(self, path: str, value: Any, depth: int) -> None:
         within, self._within = self._within, True
         try:
-            self._fields(
-                path, value, e.RecordEntry, class_name(type(value)), held=compound.attributes(value), depth=depth
+            self._add_fields(
+                path, value, e.RecordEntry, class_name(type(value)), held=compound.read_attributes(value), depth=depth
             )
         finally:
             self._within = within
 
-    def _fields(
+    def _add_fields(
         self, path: str, value: Any, kind: type[e.RecordEntry], name: str, *, held: dict[str, Any], depth: int
     ) -> None:
-        """Flatten an object that is what it has under its names."""
-        self._deeper(path, depth)
+        """Flatten an object as its attributes."""
+        self._check_depth(path, depth)
         keys = [encode_key(each) for each in held]
         if None in keys or len(name) > LONGEST_NAME:
-            self._object(path, value)
+            self._add_object(path, value)
             return
         self.entries[path] = entry = kind(keys, obj_type=name)  # type: ignore[arg-type]
         if self._excluded is not None:
-            self._some_of(path, entry, held, depth, self._excluded)
+            self._add_included(path, entry, held, depth, self._excluded)
         else:
             self.add_named(path + "/", held, depth)
 
-    def _wrapped(self, path: str, tensor: torch.Tensor) -> bool:
-        if not self._classes or form_of(type(tensor)) is not compound.WRAPPER or not compound.is_wrapper(tensor):
+    def _add_wrapped(self, path: str, tensor: torch.Tensor) -> bool:
+        if not self._classes or find_form(type(tensor)) is not compound.WRAPPER or not compound.is_wrapper(tensor):
             return False
-        inner, context = compound.inner_tensors(tensor)
-        self._below_wrapper(path, compound.wrapper_entry(tensor, list(inner), context_entries(tensor, context)), inner)
+        inner, context = compound.read_inner_tensors(tensor)
+        self._add_inner_tensors(
+            path, compound.make_wrapper_entry(tensor, list(inner), flatten_context(tensor, context)), inner
+        )
         return True
 
-    def _below_wrapper(self, path: str, entry: e.SubclassEntry, inner: dict[str, Any]) -> None:
-        """Flatten inner tensors. Only their class understands them, so they are not prepared."""
+    def _add_inner_tensors(self, path: str, entry: e.SubclassEntry, inner: dict[str, Any]) -> None:
+        """Flatten inner tensors without preparing them, since only their class can interpret them."""
         self.entries[path] = entry
         prepare, self._prepare = self._prepare, None
         try:
             for name, child in inner.items():
-                below = f"{path}/{component(name)}"
-                _VISITORS.get(type(child), Flattened._visit)(self, below, child, 0)
+                below = f"{path}/{encode_component(name)}"
+                _VISITORS.get(type(child), Flattened._add_value)(self, below, child, 0)
         finally:
             self._prepare = prepare
 
-    def _saved(self, path: str, value: SavedObject, depth: int) -> None:
-        """Save what was read of an object whose class is not here as that object."""
+    def _add_saved(self, path: str, value: SavedObject, depth: int) -> None:
+        """Save a `SavedObject`, whose class is not available, as the original object."""
         if value.kind == compound.RECORD:
-            self._fields(path, value, e.RecordEntry, value.class_name, held=dict(value), depth=depth)
+            self._add_fields(path, value, e.RecordEntry, value.class_name, held=dict(value), depth=depth)
         elif value.kind == compound.ENUM:
-            self._member(path, value)
+            self._add_member(path, value)
         elif value.kind == compound.WRAPPER and isinstance(value._entry, e.SubclassEntry):
             entry = value._entry
-            self._below_wrapper(path, entry, {name: value[name] for name in entry.names()})
+            self._add_inner_tensors(path, entry, {name: value[name] for name in entry.list_names()})
         elif value.kind == generators.KIND:
-            self._generator_state(path, value["device"], value["state"])
+            self._add_generator_state(path, value["device"], value["state"])
         else:
-            self._object(path, value)
+            self._add_object(path, value)
 
-    def _bytes_io(self, path: str, value: io.BytesIO, depth: int) -> None:
+    def _add_bytes_io(self, path: str, value: io.BytesIO, depth: int) -> None:
         """Store a file in memory: its position in eight bytes, then its contents."""
         if getattr(value, "__dict__", None):
-            self._object(path, value)
+            self._add_object(path, value)
             return
         try:
             data = value.tell().to_bytes(8, "little") + value.getvalue()
         except ValueError as error:
             raise SnapshotError(f"{path}: a BytesIO cannot be stored: {error}") from error
-        self._blob(path, data, "BytesIO", type(value))
+        self._add_blob(path, data, "BytesIO", type(value))
 
-    def _generator(self, path: str, value: torch.Generator, depth: int) -> None:
-        self._generator_state(path, value.device, value.get_state())
+    def _add_generator(self, path: str, value: torch.Generator, depth: int) -> None:
+        self._add_generator_state(path, value.device, value.get_state())
 
-    def _generator_state(self, path: str, device: torch.device, state: torch.Tensor) -> None:
+    def _add_generator_state(self, path: str, device: torch.device, state: torch.Tensor) -> None:
         self.entries[path] = entry = e.TensorPartsEntry(generators.KIND, {}, {"device": str(device)})
-        self._part(path, "state", state, entry.parts, f"{generators.KIND} {device}")
+        self._add_part(path, "state", state, entry.parts, f"{generators.KIND} {device}")
 
-    def _blob(self, path: str, data: bytes, serializer: str, kind: type) -> None:
+    def _add_blob(self, path: str, data: bytes, serializer: str, kind: type) -> None:
         self.entries[path] = None
         self.blobs.append(Blob(path, data, serializer, class_name(kind)))
 
-    def _object(self, path: str, value: Any) -> None:
-        """Pickle what nothing else can hold, and name it in a warning."""
+    def _add_object(self, path: str, value: Any) -> None:
+        """Pickle an object that has no other representation, and record it for a warning."""
         if isinstance(value, SavedObject):
             raise SnapshotError(f"{path}: of {value!r} only the class is known, so there is nothing to save")
-        if self._sharded(path, value):
+        if self._add_sharded(path, value):
             return
         held = io.BytesIO()
         try:
@@ -289,29 +294,29 @@ class Flattened(TensorLeaves):
                 torch.save(value, held)
         except Exception as error:
             raise SnapshotError(
-                f"{path}: a {class_name(type(value))} can be stored in no way, not even pickled: {error}"
+                f"{path}: a {class_name(type(value))} cannot be stored, not even pickled: {error}"
             ) from error
         self.pickled.append(f"{path} ({class_name(type(value))})")
-        self._blob(path, held.getvalue(), "torch_save", type(value))
+        self._add_blob(path, held.getvalue(), "torch_save", type(value))
 
 
 class _Context(Flattened):
-    """What a wrapper class gives beside its tensors: plain values, and of anything else the class."""
+    """The context of a wrapper class: plain values, and the class name of any other object."""
 
-    def _object(self, path: str, value: Any) -> None:
+    def _add_object(self, path: str, value: Any) -> None:
         self.entries[path] = e.OpaqueEntry(class_name(type(value)))
 
-    def _tensor_like(self, path: str, tensor: torch.Tensor) -> None:
-        self._object(path, tensor)
+    def _add_tensor_like(self, path: str, tensor: torch.Tensor) -> None:
+        self._add_object(path, tensor)
 
-    def _array(self, path: str, value: Any, depth: int) -> None:
-        self._object(path, value)
+    def _add_array(self, path: str, value: Any, depth: int) -> None:
+        self._add_object(path, value)
 
 
-def context_entries(tensor: Any, context: Any) -> dict[str, Any]:
-    """Return what a wrapped tensor's class needs to know besides its inner tensors, as entries that stand in one."""
+def flatten_context(tensor: Any, context: Any) -> dict[str, Any]:
+    """Return the context of a wrapped tensor's class, as entries."""
     flat = _Context()
-    flat._visit("", compound.context_of(tensor, context), 0)
+    flat._add_value("", compound.describe_context(tensor, context), 0)
     plain = (Scalar, e.Container)
     return {
         path: entry if isinstance(entry, plain) and not isinstance(entry, e.SubclassEntry) else e.OpaqueEntry("tensor")
@@ -321,17 +326,17 @@ def context_entries(tensor: Any, context: Any) -> dict[str, Any]:
 
 _Visitor = Callable[[Flattened, str, Any, int], None]
 _VISITORS: dict[type, _Visitor] = {
-    torch.Tensor: Flattened._tensor,
-    torch.nn.Parameter: Flattened._parameter,
-    np.ndarray: Flattened._array,
-    **dict.fromkeys((dict, OrderedDict, defaultdict, Counter), Flattened._dict),
-    **dict.fromkeys((list, tuple, set, frozenset, deque), Flattened._sequence),
+    torch.Tensor: Flattened._add_tensor,
+    torch.nn.Parameter: Flattened._add_parameter,
+    np.ndarray: Flattened._add_array,
+    **dict.fromkeys((dict, OrderedDict, defaultdict, Counter), Flattened._add_dict),
+    **dict.fromkeys((list, tuple, set, frozenset, deque), Flattened._add_sequence),
     **dict.fromkeys(
         (int, str, bool, bytes, bytearray, float, complex, type(None), torch.dtype, torch.device, torch.Size, *TYPED),
-        Flattened._scalar,
+        Flattened._add_scalar,
     ),
-    slice: Flattened._slice,
-    io.BytesIO: Flattened._bytes_io,
-    torch.Generator: Flattened._generator,
-    SavedObject: Flattened._saved,
+    slice: Flattened._add_slice,
+    io.BytesIO: Flattened._add_bytes_io,
+    torch.Generator: Flattened._add_generator,
+    SavedObject: Flattened._add_saved,
 }

@@ -1,10 +1,10 @@
-"""Flattening what was flattened before: the same containers, with the same kinds of tensors, need no second look.
+"""A cache for flattening: the same containers with the same kinds of tensors are not visited again.
 
-Of every large state dict what flattening made of it is remembered: names, entries, and what the tensors were like, but
-no tensor. If the next one under the same key has the same structure, down to the type of every value, that is used
-again, with the new tensors and the numbers that changed; if anything differs, it is flattened as if for the first time.
-What is compared, is compared for all tensors at once: a loop of Python's own over ten thousand of them costs as much as
-all else.
+For each large state dict, the result of flattening is cached: names, entries and the tensors' properties, but no
+tensor. It is reused if the next state under the same key has the same structure, down to the type of every value. Then
+only the tensors and changed numbers are replaced; otherwise the state is flattened from scratch.
+
+All tensors are compared at once: a Python loop over ten thousand of them would dominate the cost.
 """
 
 from __future__ import annotations
@@ -21,42 +21,41 @@ import torch
 from snapshot.manifest.entries import Container, DictEntry
 from snapshot.manifest.entry import Entry
 from snapshot.manifest.scalars import SCALARS, Scalar
-from snapshot.manifest.typed import TYPED, plain_entry
+from snapshot.manifest.typed import TYPED, make_plain_entry
 from snapshot.per_process import PerProcess
-from snapshot.state.dicts import module_versions
+from snapshot.state.dicts import read_module_versions
 from snapshot.state.flat_state import LOW, FlatState
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.composite import is_freed
 
 FEW = 32
-"""States of fewer tensors are not worth it."""
+"""States of fewer tensors are not cached."""
 MOST = 64
-"""How many states are remembered."""
+"""The maximum number of cached states."""
 _CONTAINERS = frozenset((dict, OrderedDict, list, tuple))
 _KEYS = frozenset((str, int))
-"""Types of keys of which equal ones are the same."""
+"""Types of keys whose equal values are identical."""
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _EXACT = frozenset((int, str, bool, bytes, type(None), torch.dtype, torch.device, torch.Size))
-"""Types of which equal values are the same: 0.0 and -0.0, or two ranges, may be equal and not the same."""
+"""Types whose equal values are identical, unlike 0.0 and -0.0, or two ranges."""
 _KNOWN = frozenset((*SCALARS, *TYPED, str))
 _dtype, _shape, _device = attrgetter("dtype"), attrgetter("shape"), attrgetter("device")
 _on_host, _requires = attrgetter("is_cpu"), attrgetter("requires_grad")
 
 
 class _Unlike(Exception):
-    """Raised where a state cannot be remembered, or is not like the one that was."""
+    """Raised if a state cannot be cached, or differs from the cached one."""
 
 
-def _survey(value: Any, children: list[Any], structure: list[Any]) -> None:
-    """Gather all that is in nested containers, each container's own first; and what the containers themselves are
-    like."""
+def _survey_values(value: Any, children: list[Any], structure: list[Any]) -> None:
+    """Gather all values in nested containers, parents first, and the structure of the containers."""
     inner = value
     if type(value) is dict or type(value) is OrderedDict:
         if not _KEYS.issuperset(map(type, value)):
             raise _Unlike
         structure.append(list(value))
         if type(value) is OrderedDict:
-            structure.append(module_versions(getattr(value, "_metadata", None)))
+            structure.append(read_module_versions(getattr(value, "_metadata", None)))
         inner = value.values()
     else:
         structure.append(len(value))
@@ -64,11 +63,11 @@ def _survey(value: Any, children: list[Any], structure: list[Any]) -> None:
     if not _CONTAINERS.isdisjoint(map(type, inner)):
         for child in inner:
             if type(child) in _CONTAINERS:
-                _survey(child, children, structure)
+                _survey_values(child, children, structure)
 
 
-def _names(path: str, value: Any, entries: Mapping[str, Entry | None], names: list[str]) -> None:
-    """Gather the paths of what `_survey` gathers, in its order."""
+def _collect_names(path: str, value: Any, entries: Mapping[str, Entry | None], names: list[str]) -> None:
+    """Gather the paths of the values in `_survey_values`, in its order."""
     entry = entries.get(path)
     if not isinstance(entry, Container) or entry.width != len(value):
         raise _Unlike
@@ -77,12 +76,14 @@ def _names(path: str, value: Any, entries: Mapping[str, Entry | None], names: li
     names += below
     for name, child in zip(below, inner, strict=True):
         if type(child) in _CONTAINERS:
-            _names(name, child, entries, names)
+            _collect_names(name, child, entries, names)
 
 
 class TensorTraits:
-    """What many tensors are like, as lists that are compared at once. Asking torch for one thing about a tensor costs
-    as much as all else that is done with it: what others imply is not asked for."""
+    """Properties of many tensors, as lists that are compared at once.
+
+    Reading one property of a tensor dominates the cost, so properties that others imply are not read.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.addresses = list(map(torch.Tensor.data_ptr, tensors))  # raises, unless all are strided
@@ -98,14 +99,14 @@ class TensorTraits:
         self.conjugate = list(map(torch.Tensor.is_conj, tensors)) if any(d.is_complex for d in set(self.dtypes)) else []
 
     def __eq__(self, other: object) -> bool:
-        """Whether they are alike, wherever they lie."""
+        """Return True if all properties are equal, whatever the addresses."""
         return isinstance(other, TensorTraits) and {**vars(self), "addresses": 0} == {**vars(other), "addresses": 0}
 
     __hash__ = None  # type: ignore[assignment]
 
 
 class _Template:
-    """What flattening made of a state."""
+    """The result of flattening a state."""
 
     def __init__(
         self, path: str, value: Any, entries: dict[str, Entry | None], made: Sequence[Leaf], flat: FlatState
@@ -114,8 +115,8 @@ class _Template:
         children: list[Any] = []
         self.structure: list[Any] = []
         names: list[str] = []
-        _survey(value, children, self.structure)
-        _names(path, value, entries, names)
+        _survey_values(value, children, self.structure)
+        _collect_names(path, value, entries, names)
         self.types = list(map(type, children))
         self.entries = entries
         leaves = {leaf.path: leaf for leaf in made}
@@ -135,7 +136,7 @@ class _Template:
         self.inexact = [at for at, scalar in enumerate(self.scalars) if type(scalar) not in _EXACT]
         tensors = [children[index] for index in self.tensors_at]
         self.likeness = TensorTraits(tensors)
-        self.pattern = _pattern(self.likeness.addresses)
+        self.pattern = _find_aliases(self.likeness.addresses)
         self.likeness.addresses = []
         named = [names[index] for index in self.tensors_at]
         self.ties = {name: flat.ties[name] for name in named if name not in leaves}
@@ -155,13 +156,16 @@ class _Template:
             for name in ("path", "dtype", "shape", "nbytes", "plain", "extra", "note")
         ]
 
-    def follow(self, value: Any, flat: FlatState) -> None:
-        """Add a value of the same structure to what is flattened; `_Unlike`, and nothing done, if it is another."""
+    def replay(self, value: Any, flat: FlatState) -> None:
+        """Add a value of the same structure to a flattened state.
+
+        Raise `_Unlike`, and change nothing, for another structure.
+        """
         if type(value) is not self.kind:
             raise _Unlike
         children: list[Any] = []
         structure: list[Any] = []
-        _survey(value, children, structure)
+        _survey_values(value, children, structure)
         if structure != self.structure or list(map(type, children)) != self.types:
             raise _Unlike
         tensors = [children[index] for index in self.tensors_at]
@@ -173,13 +177,13 @@ class _Template:
         held = [tensors[at] for at in self.leaves_at]
         begins = [addresses[at] for at in self.leaves_at]
         full = begins if self.full else [begin for begin, size in zip(begins, sizes, strict=True) if size]
-        if _pattern(addresses) != self.pattern:
+        if _find_aliases(addresses) != self.pattern:
             raise _Unlike
         if full and min(full) < LOW and any(is_freed(each) for each in held if each.data_ptr() < LOW and each.numel()):
             raise _Unlike
         if not flat.seen.keys().isdisjoint(full):
             raise _Unlike  # it shares memory with another key's
-        scalars = self._scalars([children[index] for index in self.scalars_at])
+        scalars = self._make_scalars([children[index] for index in self.scalars_at])
         leaves = list(map(Leaf, paths, held, dtypes, shapes, sizes, begins, plain, extras, notes))
         flat.entries.update(self.entries)
         flat.entries.update(scalars)
@@ -188,7 +192,7 @@ class _Template:
         owners = leaves if self.full else [leaf for leaf in leaves if leaf.nbytes]
         flat.seen.update(zip(full, owners, strict=True))
 
-    def _scalars(self, values: list[Any]) -> dict[str, Entry]:
+    def _make_scalars(self, values: list[Any]) -> dict[str, Entry]:
         """Return the entries of values that changed."""
         changed = list(self.inexact)
         if values != self.scalars:
@@ -196,15 +200,15 @@ class _Template:
             changed += [at for at, value in enumerate(values) if value is not known[at] and value != known[at]]
         found: dict[str, Entry] = {}
         for at in changed:
-            entry = plain_entry(values[at])
+            entry = make_plain_entry(values[at])
             if entry is None:
                 raise _Unlike
             found[self.scalar_names[at]] = entry
         return found
 
 
-def _pattern(addresses: list[int]) -> list[int]:
-    """Which tensors begin at one address: for each, the first that does; nothing if all addresses are different."""
+def _find_aliases(addresses: list[int]) -> list[int]:
+    """Return, for each tensor, the first one at its address; an empty list if all addresses are different."""
     if len(set(addresses)) == len(addresses):
         return []
     first: dict[int, int] = {}
@@ -212,26 +216,26 @@ def _pattern(addresses: list[int]) -> list[int]:
 
 
 class _Templates:
-    """The templates that are kept, by path."""
+    """The cached templates, by path."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.kept: OrderedDict[str, _Template] = OrderedDict()
         self.failures: dict[str, int] = {}
-        """How often in a row a state was not like the one before."""
+        """The number of consecutive states that differed from the previous one."""
 
 
 _templates = PerProcess(_Templates)
 
 
-def replay(path: str, value: Any, flat: FlatState) -> bool:
-    """Flatten a value as the last one under the path was, if it is like that; whether it was."""
+def replay_state(path: str, value: Any, flat: FlatState) -> bool:
+    """Flatten a value with the template of its path; return False if it does not match."""
     templates = _templates.get()
     template = templates.kept.get(path)
     if template is None:
         return False
     try:
-        template.follow(value, flat)
+        template.replay(value, flat)
     except (_Unlike, RecursionError, RuntimeError):  # what torch refuses to say of odd tensors, flattening tells better
         templates.kept.pop(path, None)
         return False
@@ -239,8 +243,8 @@ def replay(path: str, value: Any, flat: FlatState) -> bool:
     return True
 
 
-def remember(path: str, value: Any, flat: FlatState, before: tuple[int, ...]) -> None:
-    """Note what flattening has just made of a value. A state that changes each time is tried ever more rarely."""
+def remember_state(path: str, value: Any, flat: FlatState, before: tuple[int, ...]) -> None:
+    """Cache the result of flattening a value. States that change each time are tried ever more rarely."""
     entries, leaves, *others = before
     if len(flat.leaves) - leaves < FEW or tuple(others) != (len(flat.blobs), len(flat.pickled), len(flat.shards)):
         return

@@ -1,4 +1,4 @@
-"""Which kind of stateful an object is."""
+"""The kind of each stateful object."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _KINDS: tuple[tuple[type, type[Kind]], ...] = (
 )
 
 
-def kind_type(stateful: Any) -> type[Kind]:
-    """Return the kind of a stateful, without asking for its state."""
+def find_kind(stateful: Any) -> type[Kind]:
+    """Return the kind of a stateful, without reading its state."""
     own: type[Kind] | None = getattr(type(stateful), "__snapshot_kind__", None)
     return own or next((kind for of, kind in _KINDS if isinstance(stateful, of)), Kind)
 
 
-def kind_of(key: str, stateful: Any) -> Kind:
-    """Return a stateful of its kind, with what it holds now."""
-    return kind_type(stateful)(key, stateful)
+def make_kind(key: str, stateful: Any) -> Kind:
+    """Return a stateful wrapped in its kind, with its current state."""
+    return find_kind(stateful)(key, stateful)

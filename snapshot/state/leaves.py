@@ -1,4 +1,4 @@
-"""What flattening gives: tensors and bytes to be stored, under logical paths."""
+"""Leaves of a flattened state: tensors and bytes to store, under logical paths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Wrap = Callable[[str, e.TensorEntry | e.ChunkedTensorEntry], None]
 
 
 class Leaf(msgspec.Struct, gc=False):
-    """A tensor to be stored: plain, strided, of any device; its bytes are written in C order."""
+    """A tensor to store: plain, strided, on any device; its bytes are written in C order."""
 
     path: str
     tensor: torch.Tensor
@@ -25,39 +25,39 @@ class Leaf(msgspec.Struct, gc=False):
     shape: tuple[int, ...]
     nbytes: int
     address: int = 0
-    """Where it begins; 0 where it has no bytes."""
+    """The address; 0 if it has no bytes."""
     plain: bool = False
-    """Whether its own memory is what will be written: contiguous, on the host, and neither conjugate nor negative."""
+    """True if its own memory can be written: contiguous, on the host, neither conjugate nor negative."""
     extra: e.Extra | None = None
-    """What its entry says of it besides dtype and shape."""
+    """Properties in its entry besides dtype and shape."""
     note: str = ""
-    """What there is to it besides dtype, shape and bytes: ranks that differ in that do not hold the same."""
+    """Properties besides dtype, shape and bytes: replicas are equal in them."""
     wrap: Wrap | None = None
-    """Called with the stored range's entry, where that is not itself the manifest's entry for `path`."""
+    """Called with the stored range's entry, if the manifest's entry for `path` is another one."""
     splits: bool = True
-    """Whether several ranks may write parts of it."""
+    """True if several ranks may write parts of it."""
     origin: tuple[int, ...] | None = None
-    """Where it begins in the tensor that it is a box of; None for what is a tensor of its own."""
+    """Offsets in the tensor that it is a box of; None if it is a whole tensor."""
     whole: Leaf | None = None
     """The tensor that it is a box of."""
 
     @property
     def entry(self) -> str:
-        """The path of the entry that it belongs to: a tensor may be made of several."""
+        """The path of the entry that it belongs to: several leaves can form one tensor."""
         return self.path.partition("%[")[0]
 
     def copy_for(self, path: str) -> Leaf:
-        """Return the same tensor under another path, stored apart."""
+        """Return a leaf of the same tensor under another path, stored separately."""
         return msgspec.structs.replace(self, path=path)
 
-    def part(self, box: Box) -> Leaf:
-        """Return a box of it, to be stored apart."""
+    def take_box(self, box: Box) -> Leaf:
+        """Return a box of the leaf, to store separately."""
         whole, origin = self.whole or self, self.origin or (0,) * len(box.offsets)
-        return Leaf.of(whole, box.within(origin), self.tensor.detach()[box.slices()])
+        return Leaf.box_of(whole, box.moved_by(origin), self.tensor.detach()[box.slices()])
 
     @staticmethod
-    def of(whole: Leaf, box: Box, tensor: torch.Tensor) -> Leaf:
-        """Return a box of a tensor, which `tensor` holds."""
+    def box_of(whole: Leaf, box: Box, tensor: torch.Tensor) -> Leaf:
+        """Return a leaf for a box of a tensor; `tensor` holds the box."""
         address, plain = tensor.data_ptr(), is_plain(tensor)
         return Leaf(
             whole.path, tensor, whole.dtype, box.sizes, tensor.nbytes, address, plain, origin=box.offsets, whole=whole
@@ -65,7 +65,7 @@ class Leaf(msgspec.Struct, gc=False):
 
 
 class Blob(msgspec.Struct, gc=False):
-    """Bytes to be stored as they are."""
+    """Bytes to store unchanged."""
 
     path: str
     data: bytes
@@ -75,9 +75,9 @@ class Blob(msgspec.Struct, gc=False):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FromOneRank:
-    """A value, with all beneath it, that stands in the manifest once, for every rank that asks for its name.
+    """A value, with everything beneath it, that is stored once for all ranks.
 
-    Only one rank may give it: no other may have a value under the same path.
+    Only one rank may provide it: no other may have a value under the same path.
     """
 
     value: Any

@@ -1,5 +1,7 @@
-"""A model and its optimizer under the names that torch's `distributed.checkpoint.state_dict` gives them: the same for
-every parallelism, so that what one of them saved another can restore."""
+"""A model and its optimizer under torch's parallelism-independent names.
+
+The names are those of `torch.distributed.checkpoint.state_dict`, so every parallelism can restore the state of another.
+"""
 
 from __future__ import annotations
 
@@ -50,18 +52,20 @@ class ModelState:
         self.options = options
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the model's state under `model`, the optimizers' under `optim`. A fresh optimizer has none, and stays
-        so."""
-        return self._state_dict(self.options)
+        """Return the model's state under `model`, and the optimizers' under `optim`.
+
+        A fresh optimizer has no state, and remains fresh.
+        """
+        return self._read_state_dict(self.options)
 
     def nested_state_dict(self) -> dict[str, Any]:
-        """Return the same, with the optimizers' state by parameter, also where the options ask for a flat one."""
-        return self._state_dict(_nested(self.options))
+        """Return the state dict with the optimizers' state by parameter, even if the options request a flat one."""
+        return self._read_state_dict(_nest_options(self.options))
 
-    def _state_dict(self, options: Any) -> dict[str, Any]:
+    def _read_state_dict(self, options: Any) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
-        if options is not None and options.full_state_dict and options.cpu_offload and _several():
+        if options is not None and options.full_state_dict and options.cpu_offload and _has_peers():
             raise SnapshotError(
                 "ModelState: with full_state_dict and cpu_offload torch gives rank 0 the state, and all others none; "
                 "leave out both: every rank saves its own shards, and nothing has to be gathered"
@@ -71,25 +75,25 @@ class ModelState:
         fresh = [not optimizer.state for optimizer in self.optimizers]
         try:
             model, optim = get_state_dict(self.model, self.optimizers, options=options)
-            names = self._names_of(fresh, optim, options) if any(fresh) else set()
+            names = self._find_fresh_names(fresh, optim, options) if any(fresh) else set()
         finally:
             for optimizer, was_fresh in zip(self.optimizers, fresh, strict=True):
                 if was_fresh:  # torch has taken a step of zeros with it, from which training would go on otherwise
                     optimizer.state.clear()
-        return {"model": model, "optim": _without_state(optim, names) if names else optim}
+        return {"model": model, "optim": _drop_state(optim, names) if names else optim}
 
-    def _names_of(self, fresh: list[bool], optim: Mapping[str, Any], options: Any) -> set[str]:
+    def _find_fresh_names(self, fresh: list[bool], optim: Mapping[str, Any], options: Any) -> set[str]:
         """Return the parameters of fresh optimizers."""
         if "param_groups" not in optim:
             from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-            optim = get_optimizer_state_dict(self.model, self.optimizers, options=_nested(options))
+            optim = get_optimizer_state_dict(self.model, self.optimizers, options=_nest_options(options))
         groups = [was for was, each in zip(fresh, self.optimizers, strict=True) for _ in each.param_groups]
         listed = zip(groups, optim["param_groups"], strict=False)
         return {name for was_fresh, group in listed if was_fresh for name in group["params"]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take a state back, of this parallelism: `Snapshot.restore` has brought it into that."""
+        """Load a state of this parallelism, which `Snapshot.restore` has converted."""
         from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
 
         if not self.optimizers or "optim" not in state_dict:
@@ -97,7 +101,7 @@ class ModelState:
             return
         optim, options = state_dict["optim"], self.options
         if "param_groups" in optim:  # DCP drops what is empty, and torch would take the rest for flattened names
-            optim, options = {"state": {}, **optim}, _nested(options)
+            optim, options = {"state": {}, **optim}, _nest_options(options)
         set_state_dict(
             self.model,
             self.optimizers,
@@ -107,7 +111,7 @@ class ModelState:
         )
 
 
-def _without_state(optim: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+def _drop_state(optim: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     """Return an optimizer's state dict, nested or flat, without the state of some parameters."""
     if "param_groups" in optim:
         return {**optim, "state": {name: each for name, each in optim["state"].items() if name not in names}}
@@ -115,11 +119,11 @@ def _without_state(optim: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     return {name: each for name, each in optim.items() if flat.get(name) not in names}
 
 
-def _nested(options: Any) -> Any:
+def _nest_options(options: Any) -> Any:
     if options is None or not options.flatten_optimizer_state_dict:
         return options
     return dataclasses.replace(options, flatten_optimizer_state_dict=False)
 
 
-def _several() -> bool:
+def _has_peers() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.tensors.addresses import view
+from snapshot.tensors.addresses import view_memory
 from snapshot.tensors.dtypes import BY_NAME
 from snapshot.text import counted
 
@@ -24,30 +24,30 @@ RECORD = "record"
 """Marks a dtype whose scalars are `np.record`, and not `np.void`: [RECORD, NumPy's text for it]."""
 
 
-def describe(value: Array | np.generic) -> tuple[Any, tuple[int, ...], str, torch.Tensor] | None:
-    """(NumPy's text for the dtype, shape, order, a tensor over the bytes); None for what needs a pickle."""
+def describe_array(value: Array | np.generic) -> tuple[Any, tuple[int, ...], str, torch.Tensor] | None:
+    """Return (NumPy's text for the dtype, shape, order, tensor over the bytes); None if a pickle is needed."""
     if type(value) is not np.ndarray and not isinstance(value, np.generic):
         return None
     dtype = value.dtype
-    descr = _descr(dtype)
+    descr = _describe_dtype(dtype)
     if descr is None or (isinstance(value, np.generic) and type(value) is not dtype.type):
         return None
     if type(value) in _TEXTS:  # NumPy's arrays have no empty texts, and cut those that end in zeros
         raw = np.frombuffer(_TEXTS[type(value)](value), np.uint8)
-        return descr, (), "C", tensor_over(raw)
+        return descr, (), "C", wrap_array(raw)
     array: Array = np.asarray(value)
     order = "F" if array.ndim > 1 and array.flags.f_contiguous and not array.flags.c_contiguous else "C"
     plain = np.ascontiguousarray(array).reshape(array.shape)
-    return descr, tuple(array.shape), order, tensor_over(plain)
+    return descr, tuple(array.shape), order, wrap_array(plain)
 
 
-def _descr(dtype: np.dtype[Any]) -> Any:
-    """NumPy's text for a dtype, as JSON has it; None where it does not say all of it."""
+def _describe_dtype(dtype: np.dtype[Any]) -> Any:
+    """Return NumPy's text for a dtype in JSON; None if it is incomplete."""
     if dtype.hasobject or dtype.metadata:
         return None
     try:
-        descr = _jsonable(np.lib.format.dtype_to_descr(dtype))
-        again = np.lib.format.descr_to_dtype(_tuples(descr))
+        descr = _to_json(np.lib.format.dtype_to_descr(dtype))
+        again = np.lib.format.descr_to_dtype(_to_tuples(descr))
     except (TypeError, ValueError):
         return None
     if again != dtype:
@@ -61,27 +61,31 @@ _TEXTS: dict[type, Callable[[Any], bytes]] = {
 }
 
 
-def tensor_over(array: Array) -> torch.Tensor:
-    """Return a tensor over a C-ordered array's memory, as NumPy's dtype where torch has it, else as bytes. Keeps it
-    alive."""
+def wrap_array(array: Array) -> torch.Tensor:
+    """Return a tensor over a C-ordered array's memory, which it keeps alive.
+
+    Its dtype is the array's if torch has it; otherwise the tensor holds bytes.
+    """
     name = array.dtype.name
     dtype = BY_NAME.get(name) if array.dtype.isnative and array.dtype.kind in "biufc" else None
     if array.nbytes == 0:
         shape = array.shape if dtype is not None else (0,)
         return torch.empty(shape, dtype=dtype or torch.uint8, device="cpu")
-    memory = view(array.__array_interface__["data"][0], array.nbytes)
+    memory = view_memory(array.__array_interface__["data"][0], array.nbytes)
     tensor = torch.frombuffer(memory, dtype=dtype or torch.uint8)
     tensor = tensor.view(array.shape) if dtype is not None else tensor
     tensor._owner = array  # type: ignore[attr-defined]
     return tensor
 
 
-def rebuild(path: str, tensor: torch.Tensor, dtype: Any, shape: tuple[int, ...], *, order: str, scalar: bool) -> Any:
+def rebuild_array(
+    path: str, tensor: torch.Tensor, dtype: Any, shape: tuple[int, ...], *, order: str, scalar: bool
+) -> Any:
     """Return the array (or scalar) whose bytes are in a contiguous CPU tensor, over the same memory."""
-    made = numpy_dtype(path, dtype)
+    made = read_dtype(path, dtype)
     nbytes = tensor.numel() * tensor.element_size()
     if scalar and not shape and made.type in _TEXTS:
-        return _text(path, tensor, made, nbytes)
+        return _rebuild_text(path, tensor, made, nbytes)
     expected = math.prod(shape) * made.itemsize
     if any(size < 0 for size in shape) or nbytes != expected or (scalar and shape):
         raise CorruptSnapshotError(f"{path}: an array {made}{list(shape)} does not take {counted(nbytes, 'byte')}")
@@ -97,8 +101,8 @@ def rebuild(path: str, tensor: torch.Tensor, dtype: Any, shape: tuple[int, ...],
     return array[()] if scalar else array
 
 
-def _text(path: str, tensor: torch.Tensor, dtype: np.dtype[Any], nbytes: int) -> np.str_ | np.bytes_:
-    """Return the text of exactly so many characters. Earlier versions stored an empty one as a zero."""
+def _rebuild_text(path: str, tensor: torch.Tensor, dtype: np.dtype[Any], nbytes: int) -> np.str_ | np.bytes_:
+    """Return the text of exactly its number of characters. Earlier versions stored an empty one as a zero."""
     raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     if not dtype.itemsize and nbytes == np.dtype(f"{dtype.kind}1").itemsize and not any(raw):
         raw = b""
@@ -112,33 +116,36 @@ def _text(path: str, tensor: torch.Tensor, dtype: np.dtype[Any], nbytes: int) ->
         raise CorruptSnapshotError(f"{path}: is not a text: {error}") from error
 
 
-def numpy_dtype(path: str, descr: Any) -> np.dtype[Any]:
+def read_dtype(path: str, descr: Any) -> np.dtype[Any]:
     """Return a dtype from NumPy's text for it."""
     record = isinstance(descr, list) and len(descr) == 2 and descr[0] == RECORD
     try:
-        made = np.lib.format.descr_to_dtype(_tuples(descr[1] if record else descr))
+        made = np.lib.format.descr_to_dtype(_to_tuples(descr[1] if record else descr))
         made = np.dtype((np.record, made)) if record else made
     except Exception as error:  # what it reads such texts with raises many kinds at nonsense
-        raise CorruptSnapshotError(f"{path}: {str(descr)[:80]!r} is no dtype of NumPy") from error
+        raise CorruptSnapshotError(f"{path}: {str(descr)[:80]!r} is not a NumPy dtype") from error
     if made.hasobject:
         raise CorruptSnapshotError(f"{path}: an array of Python objects cannot be read from bytes")
     return made
 
 
-def _jsonable(descr: Any) -> Any:
+def _to_json(descr: Any) -> Any:
     if isinstance(descr, (list, tuple)):
-        return [_jsonable(item) for item in descr]
+        return [_to_json(item) for item in descr]
     if type(descr) not in (str, int):
         raise TypeError(f"{descr!r} must be a text or a number")  # the title of a field may be anything
     return descr
 
 
-def _tuples(descr: Any) -> Any:
-    """JSON has no tuples. A dtype is a text, or a list of fields; a field is (name, dtype) or (name, dtype, shape), and
-    its name may be (title, name)."""
+def _to_tuples(descr: Any) -> Any:
+    """Return a dtype's JSON text with the tuples that NumPy expects.
+
+    A dtype is a text or a list of fields. A field is (name, dtype) or (name, dtype, shape), and its name may be
+    (title, name).
+    """
     if not isinstance(descr, list):
         return descr
     return [
-        (tuple(name) if isinstance(name, list) else name, _tuples(dtype), *map(tuple, shape))
+        (tuple(name) if isinstance(name, list) else name, _to_tuples(dtype), *map(tuple, shape))
         for name, dtype, *shape in descr
     ]

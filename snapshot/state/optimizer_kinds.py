@@ -1,7 +1,7 @@
-"""Optimizers as statefuls: they get all of what was saved, where their parameters are, in the dtypes that were saved.
+"""Optimizers as statefuls: their parameters receive the saved state in its saved dtypes.
 
-Where a parameter has another dtype now than it had, its state is cast as torch's own `load_state_dict` casts it.
-Whether the optimizer has state already makes no difference.
+If a parameter's dtype has changed, its state is cast as torch's own `load_state_dict` casts it. An optimizer without
+state is restored in the same way.
 """
 
 from __future__ import annotations
@@ -14,9 +14,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from snapshot.errors import RestoreError
 from snapshot.manifest.entries import TENSORS, DictEntry, ListEntry, SubclassEntry
-from snapshot.manifest.paths import component
+from snapshot.manifest.paths import encode_component
 from snapshot.manifest.scalars import Scalar
-from snapshot.state.optimizers import SavedOptimizer, change_of, expected_shape, knows_shapes, mismatch_of
+from snapshot.state.optimizers import (
+    SavedOptimizer,
+    describe_class_change,
+    describe_mismatch,
+    find_expected_shape,
+    knows_shapes,
+)
 from snapshot.state.state_tree import MISSING
 from snapshot.state.stateful_kinds import Kind
 from snapshot.tensors.addresses import address_of_tensor
@@ -28,22 +34,22 @@ class StateOfParameters(Kind):
 
     exact = True
     optimizer_at = ""
-    """Where below the key the optimizer's state dict is."""
+    """The path of the optimizer's state dict below the key."""
 
     def __init__(self, key: str, stateful: Any) -> None:
         super().__init__(key, stateful)
         self.base = f"{key}{self.optimizer_at}"
-        """Where the optimizer's state dict is."""
+        """The path of the optimizer's state dict."""
         self._states = f"{self.base}/state/"
         self._cast: dict[str, torch.dtype] = {}
-        """Parameters whose state is cast, with the dtype that it gets."""
+        """Parameters whose state is cast -> the new dtype."""
         self._saved: SavedOptimizer | None = None
         self._tensors: list[tuple[str, Any, str, str]] = []
-        """Saved tensors of the state: path, entry, parameter, and the name of what is kept of it."""
+        """Saved tensors of the state: path, entry, parameter and state name."""
         self._wrapped: tuple[str, ...] = ()
-        """Where inner tensors of wrapped ones are."""
+        """The paths of wrapped tensors' inner tensors."""
         self.untouched: set[str] = set()
-        """Parameters whose state stays as it is, since their shapes are others."""
+        """Parameters whose state remains unchanged, since their shapes differ."""
         self.parameters: dict[str, Any] = {}
         """The live parameters, by their names in `state`."""
         self.owners: dict[str, torch.optim.Optimizer] = {}
@@ -55,9 +61,9 @@ class StateOfParameters(Kind):
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [self.stateful]
 
-    def optimizer_mismatch(self, entries: Mapping[str, Any]) -> str | None:
-        """Say why the saved optimizer's state is none for this one."""
-        self._saved = SavedOptimizer.of(self.base, entries)
+    def describe_mismatch(self, entries: Mapping[str, Any]) -> str | None:
+        """Return the reason why the saved state does not fit this optimizer; None if it fits."""
+        self._saved = SavedOptimizer.from_entries(self.base, entries)
         self.untouched.clear()
         depth = self._states.count("/")
         self._tensors = []
@@ -69,34 +75,38 @@ class StateOfParameters(Kind):
                 parts = path.split("/", depth + 2)
                 if len(parts) > depth + 1:
                     self._tensors.append((path, entry, parts[depth], parts[depth + 1]))
-        why = mismatch_of(self._saved, self.optimizers, self.owners) if self._saved is not None else None
+        why = describe_mismatch(self._saved, self.optimizers, self.owners) if self._saved is not None else None
         return f"{self.base}: {why}" if why else None
 
-    def leave_optimizer(self, entries: dict[str, Any]) -> bool:
-        """Take the optimizer out of what is restored. True where nothing else is left."""
+    def drop_optimizer(self, entries: dict[str, Any]) -> bool:
+        """Exclude the optimizer from the restore; return True if nothing else is left."""
         return True
 
-    def notes(self) -> Iterable[tuple[str, str, str]]:
-        """Lines for the report: another class, and options that the snapshot lacks."""
+    def make_notes(self) -> Iterable[tuple[str, str, str]]:
+        """Yield lines for the report: another class, and options that the snapshot lacks."""
         saved = self._saved
         if saved is None or not self.optimizers:
             return
-        change = change_of(saved, self.optimizers)
+        change = describe_class_change(saved, self.optimizers)
         if change:
             yield "changed", self.base, change
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         live = {name: group for names, group in zip(self.groups, groups, strict=False) for name in names}
         for number, (options, params) in enumerate(zip(saved.options, saved.groups, strict=True)):
             for name in next((live[each] for each in params if each in live), {}):
-                if name not in ("params", "param_names") and component(str(name)) not in options:
-                    yield "kept", f"{self.base}/param_groups/{number}/{component(str(name))}", "the snapshot lacks it"
+                if name not in ("params", "param_names") and encode_component(str(name)) not in options:
+                    yield (
+                        "kept",
+                        f"{self.base}/param_groups/{number}/{encode_component(str(name))}",
+                        "the snapshot lacks it",
+                    )
 
     def choose_dtypes(
         self, cast: str, allowed: Callable[[torch.dtype, torch.dtype], bool], beside: Callable[[Any], bool]
     ) -> list[str]:
-        """Find the parameters whose dtype differs from the saved one; return why that is not allowed.
+        """Find the parameters with a changed dtype; return the changes that are not allowed.
 
-        `beside` is true for a parameter that is restored itself: only then its state follows its dtype.
+        `beside` returns True for a parameter that is restored itself: only then does its state follow its dtype.
         """
         self._cast = {}
         refused: dict[str, int] = {}
@@ -117,31 +127,30 @@ class StateOfParameters(Kind):
         hint = "; allow it with cast='same_kind' or 'any'" if cast == "error" else ""
         return [f"{self.base}: {text} ({count} of them){hint}" for text, count in refused.items()]
 
-    def _in_state(self, path: str) -> tuple[str, str] | None:
-        """Return the parameter that a path in `state` belongs to, and the name of what is kept of it."""
+    def _find_in_state(self, path: str) -> tuple[str, str] | None:
+        """Return the parameter and the state name that a path in `state` belongs to."""
         if not path.startswith(self._states):
             return None
         name, slash, rest = path[len(self._states) :].partition("/")
         return (name, rest.partition("/")[0]) if slash else None
 
-    def state_dtype(self, path: str, entry: Any) -> torch.dtype | None:
-        """Return the dtype in which a saved tensor is restored; None for what is no tensor of the optimizer's state."""
-        found = self._in_state(path)
+    def choose_state_dtype(self, path: str, entry: Any) -> torch.dtype | None:
+        """Return the dtype to restore a saved tensor in; None if it is not optimizer state."""
+        found = self._find_in_state(path)
         saved = BY_NAME.get(entry.dtype)
         if found is None or saved is None or (self._wrapped and path.startswith(self._wrapped)):
             return None
         name, what = found
         return self._cast[name] if name in self._cast and what != "step" and saved.is_floating_point else saved
 
-    def places(self, entries: Mapping[str, Any], skipped: set[str]) -> dict[str, Any]:
-        """Return what is there already, without the state that cannot be filled as it is: a new tensor takes its
-        place."""
+    def find_places(self, entries: Mapping[str, Any], skipped: set[str]) -> dict[str, Any]:
+        """Return the live leaves that can be filled in place; other state gets new tensors."""
         gone = []
         for path, entry, name, _ in self._tensors:
             held = self.live.get(path, MISSING)
             if held is MISSING or path in skipped:
                 continue
-            dtype = BY_NAME.get(entry.dtype) if name not in self._cast else self.state_dtype(path, entry)
+            dtype = BY_NAME.get(entry.dtype) if name not in self._cast else self.choose_state_dtype(path, entry)
             if not (isinstance(held, torch.Tensor) and held.dtype is dtype and held.shape == entry.shape):
                 gone.append(path)
         for path, held in self.live.items():
@@ -154,16 +163,18 @@ class StateOfParameters(Kind):
         away = set(gone)
         return {path: held for path, held in self.live.items() if path not in away} if away else self.live
 
-    def other_shapes(self, entries: Mapping[str, Any], unfit: set[int]) -> dict[str, str]:
-        """Return the parameters whose saved state has the shape of another one, and how it differs. `unfit`: where the
-        memory of parameters is that were left as they are."""
+    def find_other_shapes(self, entries: Mapping[str, Any], unfit: set[int]) -> dict[str, str]:
+        """Return the parameters whose saved state has another shape, and the difference.
+
+        `unfit` holds the addresses of parameters that were left unchanged.
+        """
         found: dict[str, str] = {}
         known = knows_shapes(self.optimizers)
         for path, entry, name, what in self._tensors:
             parameter = self.parameters.get(name)
             if not isinstance(parameter, torch.Tensor) or parameter.shape == entry.shape or name in found:
                 continue
-            wanted = expected_shape(what, parameter.shape) if known else None
+            wanted = find_expected_shape(what, parameter.shape) if known else None
             if wanted is None:
                 held = self.live.get(path)
                 wanted = held.shape if isinstance(held, torch.Tensor) else entry.shape
@@ -174,41 +185,41 @@ class StateOfParameters(Kind):
                 found.setdefault(name, "its parameter has another shape")
         return found
 
-    def leave_state(self, name: str, entries: dict[str, Any]) -> str:
-        """Leave the state of a parameter as it is; return its path."""
+    def drop_state(self, name: str, entries: dict[str, Any]) -> str:
+        """Leave the state of a parameter unchanged; return its path."""
         path = f"{self._states}{name}"
         self.untouched.add(name)
         self._tensors = [each for each in self._tensors if each[2] != name]
         for below in [each for each in entries if each == path or each.startswith(f"{path}/")]:
             del entries[below]
         states = entries[self._states[:-1]]
-        entries[self._states[:-1]] = states.without(each == name for each in states.components())
+        entries[self._states[:-1]] = states.without_children(each == name for each in states.components())
         return path
 
-    def like(self, path: str, shape: tuple[int, ...]) -> Any | None:
-        found = self._in_state(path)
+    def find_like(self, path: str, shape: tuple[int, ...]) -> Any | None:
+        found = self._find_in_state(path)
         parameter = self.parameters.get(found[0]) if found else None
         return parameter if parameter is not None and tuple(parameter.shape) == shape and shape else None
 
-    def device(self, path: str, shape: tuple[int, ...]) -> torch.device | str:
-        parameter = self.like(path, shape)
+    def choose_device(self, path: str, shape: tuple[int, ...]) -> torch.device | str:
+        parameter = self.find_like(path, shape)
         return "cpu" if parameter is None else parameter.device
 
 
-def exactly(cast: Any, saved: Any) -> Any:
-    """Return what an optimizer holds, in the dtypes that were meant, on the devices where torch has put it."""
+def restore_dtypes(cast: Any, saved: Any) -> Any:
+    """Return an optimizer's state in the saved dtypes, on the devices that torch has chosen."""
     if isinstance(saved, torch.Tensor):
         if not isinstance(cast, torch.Tensor):
             return saved
         return cast if cast.dtype == saved.dtype else saved.to(cast.device)
     if isinstance(saved, dict) and isinstance(cast, dict):
-        return type(cast)((key, exactly(cast.get(key), value)) for key, value in saved.items())
+        return type(cast)((key, restore_dtypes(cast.get(key), value)) for key, value in saved.items())
     if isinstance(saved, (list, tuple)) and isinstance(cast, (list, tuple)) and len(saved) == len(cast):
-        return type(saved)(map(exactly, cast, saved))
+        return type(saved)(map(restore_dtypes, cast, saved))
     return cast
 
 
-def with_options(saved: Any, live: Mapping[str, Any]) -> Any:
+def add_live_options(saved: Any, live: Mapping[str, Any]) -> Any:
     """Return a saved parameter group, with the options that only the live one has."""
     if not isinstance(saved, dict):
         return saved
@@ -235,8 +246,8 @@ class OptimizerKind(StateOfParameters):
         groups = f"{key}/param_groups/"  # torch copies what it is given for them: they are no places to fill
         self.live = {path: value for path, value in self.live.items() if not path.startswith(groups)}
 
-    def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
-        """Parameter groups must be as many, and as large: torch would find out only after tensors were written."""
+    def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
+        """Return differences between parameter groups: torch would detect them only after tensors were written."""
         groups = entries.get(f"{self.key}/param_groups")
         if not isinstance(groups, ListEntry):
             return [f"{self.key}: the snapshot holds no optimizer's parameter groups under this key"]
@@ -253,8 +264,8 @@ class OptimizerKind(StateOfParameters):
             return []
         return [f"{self.key}/param_groups: the snapshot has groups of {saved} parameters, and the optimizer of {have}"]
 
-    def hand_back(self, state: Any, strict: bool) -> list[str]:
-        """Torch casts state to its parameter's dtype; what was meant to have another one is put back as it was read."""
+    def load_state(self, state: Any, strict: bool) -> list[str]:
+        """Load the state; tensors that torch casts to their parameter's dtype get their chosen dtype back."""
         states = state.get("state")
         numbered: dict[Any, Any] = {}
         if isinstance(states, dict):  # DCP makes texts of the numbers, and torch would take those for no parameter's
@@ -265,7 +276,7 @@ class OptimizerKind(StateOfParameters):
                 numbered[self._numbers[name]] = held[self._numbers[name]]
         groups = state.get("param_groups", ())
         pairs = zip(groups, self.stateful.param_groups, strict=False)
-        state = {**state, "state": numbered, "param_groups": [with_options(*pair) for pair in pairs]}
+        state = {**state, "state": numbered, "param_groups": [add_live_options(*pair) for pair in pairs]}
         try:
             self.stateful.load_state_dict(state)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -276,5 +287,5 @@ class OptimizerKind(StateOfParameters):
                 continue
             live = self.stateful.state.get(parameter)
             if live is not None:
-                live.update({name: exactly(live.get(name), value) for name, value in saved.items()})
+                live.update({name: restore_dtypes(live.get(name), value) for name, value in saved.items()})
         return []

@@ -1,6 +1,6 @@
-"""Optimizers compared by name: what a saved one and a live one keep of each parameter, and which options they have.
+"""Comparison of saved and live optimizers: the state of each parameter, and the options.
 
-The names come from a table, since a fresh optimizer has no state yet, and taking a step would change the model.
+The names come from a table, since a fresh optimizer has no state yet, and a step would change the model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from snapshot.manifest.entries import DictEntry, ListEntry
 from snapshot.manifest.optimizer import OptimizerRecord
-from snapshot.manifest.paths import component
+from snapshot.manifest.paths import encode_component
 from snapshot.manifest.scalars import Scalar
 from snapshot.saved import class_name
 from snapshot.tensors.dtypes import NAMES
@@ -22,7 +22,7 @@ _LIKE_PARAMETER = frozenset(
     {"acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev"}
     | {"square_avg", "step_size", "sum", "variance"}
 )
-"""What torch's optimizers keep in the shape of the parameter."""
+"""State names of torch's optimizers with the parameter's shape."""
 _LBFGS = "al d t old_dirs old_stps ro H_diag prev_flat_grad prev_loss"
 _STATE: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     name: (frozenset(always.split()), frozenset(sometimes.split()))
@@ -44,32 +44,32 @@ _STATE: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         ("SparseAdam", "step exp_avg exp_avg_sq", ""),
     )
 }
-"""Of torch's optimizers: the names in the state of each parameter that has any, and those that depend on options."""
+"""For torch's optimizers: the names in each parameter's state, and those that depend on options."""
 _ANY_OPTIMIZER = frozenset(
     {"params", "param_names", "lr", "weight_decay", "foreach", "fused", "capturable", "differentiable", "maximize"}
     | {"decoupled_weight_decay", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 )
-"""Options that say nothing of the class: how it computes, and what learning rate schedulers add."""
+"""Options that do not identify the class: implementation choices, and those of learning rate schedulers."""
 
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """What a snapshot holds of an optimizer, without its tensors."""
+    """An optimizer in a snapshot, without its tensors."""
 
     classes: tuple[str, ...]
     """Empty for a snapshot that does not record them."""
     state: Mapping[str, frozenset[str]]
     """Parameter -> the names in its state."""
     options: tuple[frozenset[str], ...]
-    """Of each parameter group."""
+    """The options of each parameter group."""
     groups: tuple[tuple[str, ...], ...]
-    """The parameters of each group, as they are named in `state`."""
+    """The parameters of each group, by their names in `state`."""
     dtypes: Mapping[str, str]
-    """Of the parameters; empty for a snapshot that does not record them."""
+    """The parameters' dtypes; empty for a snapshot that does not record them."""
 
     @staticmethod
-    def of(path: str, entries: Mapping[str, Any]) -> SavedOptimizer | None:
-        """Read it from the entries below a path; None where these are of no optimizer."""
+    def from_entries(path: str, entries: Mapping[str, Any]) -> SavedOptimizer | None:
+        """Return the optimizer below a path; None if the entries are not of an optimizer."""
         top, listed = entries.get(path), entries.get(f"{path}/param_groups")
         if not isinstance(top, DictEntry) or not isinstance(listed, ListEntry):
             return None
@@ -79,7 +79,9 @@ class SavedOptimizer:
             group, held = entries.get(base), entries.get(f"{base}/params")
             options.append(frozenset(group.components()) if isinstance(group, DictEntry) else frozenset())
             indices = [entries.get(f"{base}/params/{at}") for at in range(getattr(held, "length", 0))]
-            groups.append(tuple(component(str(each.value())) if isinstance(each, Scalar) else "" for each in indices))
+            groups.append(
+                tuple(encode_component(str(each.value())) if isinstance(each, Scalar) else "" for each in indices)
+            )
         states = entries.get(f"{path}/state")
         found: dict[str, frozenset[str]] = {}
         alike: dict[str, frozenset[str]] = {}
@@ -97,13 +99,13 @@ class SavedOptimizer:
         return SavedOptimizer(classes, found, tuple(options), tuple(groups), known)
 
 
-def record_of(optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[Any]) -> OptimizerRecord:
-    """Return what is recorded of optimizers with these parameters."""
+def make_record(optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[Any]) -> OptimizerRecord:
+    """Return the record of optimizers with these parameters."""
     dtypes = [NAMES.get(each.dtype, "") if isinstance(each, torch.Tensor) else "" for each in parameters]
-    return OptimizerRecord(_class_names(optimizers), tuple(dtypes[:1] if len(set(dtypes)) == 1 else dtypes))
+    return OptimizerRecord(_list_class_names(optimizers), tuple(dtypes[:1] if len(set(dtypes)) == 1 else dtypes))
 
 
-def _class_names(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[str, ...]:
+def _list_class_names(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[str, ...]:
     return tuple(class_name(type(each)) for each in optimizers)
 
 
@@ -111,20 +113,23 @@ Owners = Mapping[str, torch.optim.Optimizer]
 """Parameter -> the optimizer that it belongs to."""
 
 
-def mismatch_of(saved: SavedOptimizer, optimizers: Sequence[torch.optim.Optimizer], owners: Owners) -> str | None:
-    """Say why the saved state is none for these optimizers, each for its own parameters; None if it is."""
-    same = saved.classes == _class_names(optimizers)
+def describe_mismatch(saved: SavedOptimizer, optimizers: Sequence[torch.optim.Optimizer], owners: Owners) -> str | None:
+    """Return the reason why the saved state does not fit these optimizers; None if it fits.
+
+    Each optimizer is compared for its own parameters.
+    """
+    same = saved.classes == _list_class_names(optimizers)
     if same and len(optimizers) == 1:
         return None
-    by = f"saved by {_short(saved.classes)} with" if saved.classes else "saved with"
+    by = f"saved by {_shorten_classes(saved.classes)} with" if saved.classes else "saved with"
     known = {(id(owners[name]), kept): owners[name] for name, kept in saved.state.items() if kept and name in owners}
     for (_, kept), owner in known.items():
-        always, sometimes = _state_names(owner) or _seen_names(
+        always, sometimes = _find_state_names(owner) or _find_seen_names(
             owner, kept if same or not saved.classes else frozenset()
         )
         possible = always | sometimes
         if possible and not always <= kept <= possible:
-            return f"{by} {_listed(kept)}; {type(owner).__name__} has {_listed(possible)}"
+            return f"{by} {_join_names(kept)}; {type(owner).__name__} has {_join_names(possible)}"
     met: dict[tuple[int, frozenset[str]], torch.optim.Optimizer] = {}
     for options, params in zip(saved.options, saved.groups, strict=True):
         met |= {(id(owners[name]), options): owners[name] for name in params if name in owners}
@@ -134,28 +139,28 @@ def mismatch_of(saved: SavedOptimizer, optimizers: Sequence[torch.optim.Optimize
         theirs, ours = options - defaults - held - _ANY_OPTIMIZER, defaults - options - _ANY_OPTIMIZER
         if (theirs or ours) if saved.classes and not same else (theirs and ours):
             return (
-                f"{by} the options {_listed(options - _ANY_OPTIMIZER) or '(none)'}; "
-                f"{type(owner).__name__} has {_listed(defaults - _ANY_OPTIMIZER) or '(none)'}"
+                f"{by} the options {_join_names(options - _ANY_OPTIMIZER) or '(none)'}; "
+                f"{type(owner).__name__} has {_join_names(defaults - _ANY_OPTIMIZER) or '(none)'}"
             )
     return None
 
 
-def change_of(saved: SavedOptimizer, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
-    """Say that the optimizers are of another class than those that were saved; None if they are not."""
-    if not saved.classes or saved.classes == _class_names(optimizers):
+def describe_class_change(saved: SavedOptimizer, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
+    """Return a text for optimizers of another class than the saved ones; None if the classes are equal."""
+    if not saved.classes or saved.classes == _list_class_names(optimizers):
         return None
     here = ", ".join(type(each).__name__ for each in optimizers)
-    known = not saved.state or all(_state_names(each) or each.state for each in optimizers)
+    known = not saved.state or all(_find_state_names(each) or each.state for each in optimizers)
     what = (
         "the names of state and options are the same"
         if known
         else ("the names of the options are the same; which names its state has is not known before its first step")
     )
-    return f"saved by {_short(saved.classes)}, restored into {here}: {what}"
+    return f"saved by {_shorten_classes(saved.classes)}, restored into {here}: {what}"
 
 
-def grouped_otherwise(saved: SavedOptimizer, live: Sequence[Sequence[str]]) -> str | None:
-    """Say that the parameters that both have are in other groups; None if they are not."""
+def describe_group_change(saved: SavedOptimizer, live: Sequence[Sequence[str]]) -> str | None:
+    """Return a text if shared parameters are in other groups; None if they are not."""
     common = {name for group in live for name in group}.intersection(*[[n for g in saved.groups for n in g]])
     there, here = ({frozenset(group) & common for group in groups} - {frozenset()} for groups in (saved.groups, live))
     if there == here:
@@ -166,12 +171,11 @@ def grouped_otherwise(saved: SavedOptimizer, live: Sequence[Sequence[str]]) -> s
 
 def knows_shapes(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     """Return True if the shapes of all that these optimizers keep are known."""
-    return all(_state_names(each) is not None for each in optimizers)
+    return all(_find_state_names(each) is not None for each in optimizers)
 
 
-def expected_shape(name: str, shape: torch.Size) -> torch.Size | None:
-    """Return the shape that torch's own optimizers give to what they keep of a parameter; None where it is not
-    known."""
+def find_expected_shape(name: str, shape: torch.Size) -> torch.Size | None:
+    """Return the shape of a state tensor in torch's own optimizers; None if it is unknown."""
     if name in _LIKE_PARAMETER:
         return shape
     if name == "row_var" and shape:
@@ -181,23 +185,23 @@ def expected_shape(name: str, shape: torch.Size) -> torch.Size | None:
     return None
 
 
-def _seen_names(optimizer: torch.optim.Optimizer, kept: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names that an optimizer which is not torch's own has kept so far; `kept` where it has kept nothing."""
+def _find_seen_names(optimizer: torch.optim.Optimizer, kept: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names that an optimizer of another library has stored so far; `kept` if it has none."""
     held = frozenset(name for state in optimizer.state.values() if isinstance(state, dict) for name in state)
     return (kept, kept) if kept else (held, held)
 
 
-def _state_names(optimizer: torch.optim.Optimizer) -> tuple[frozenset[str], frozenset[str]] | None:
-    """Return the names that an optimizer whose `step` is torch's own keeps of each parameter."""
+def _find_state_names(optimizer: torch.optim.Optimizer) -> tuple[frozenset[str], frozenset[str]] | None:
+    """Return the state names of each parameter, for an optimizer with torch's own `step`."""
     step = type(optimizer).step
     if not step.__module__.startswith("torch.optim."):
         return None
     return _STATE.get(step.__qualname__.partition(".")[0])
 
 
-def _short(classes: Iterable[str]) -> str:
+def _shorten_classes(classes: Iterable[str]) -> str:
     return ", ".join(each.rpartition(".")[2] for each in classes)
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))

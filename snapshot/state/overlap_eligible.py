@@ -1,6 +1,6 @@
-"""Which tensors of an application only an optimizer's `step()` changes: they may be copied until the next one.
+"""Tensors that only an optimizer's `step()` changes: they may be copied until the next step.
 
-What is not known to be so is not: an error here is a snapshot of two moments.
+Any tensor in doubt is excluded, since an error here would mix two moments in one snapshot.
 """
 
 from __future__ import annotations
@@ -14,73 +14,73 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from snapshot.manifest.paths import component
+from snapshot.manifest.paths import encode_component
 from snapshot.state.leaves import Leaf
 from snapshot.state.model_state import ModelState
 from snapshot.state.sharded import Shards
 
 ONE_ELEMENT = 16
-"""No element is longer. A state of one element is often a count, which other code may change."""
+"""The maximum element size. A state of one element is often a count, which other code may change."""
 _MAX_NORM = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _address, _nbytes, _on_host = attrgetter("address"), attrgetter("nbytes"), attrgetter("is_cpu")
 _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
-"""Names under which modules hold what they wrap."""
+"""Attributes in which modules hold the module that they wrap."""
 
 
-def local(tensor: Any) -> Any:
-    """Return the memory of a tensor in this process: that of a `DTensor` is inside."""
+def find_local_tensor(tensor: Any) -> Any:
+    """Return the local tensor of a `DTensor`, or the tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def base_of(tensor: torch.Tensor) -> int:
-    """Where the storage begins that a tensor lies in."""
+def find_storage_begin(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage."""
     return int(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size())
 
 
 class OverlapEligible:
-    """What the optimizers of an app state own: the parameters of its modules, and the state of each."""
+    """The tensors that the optimizers of an app state own: parameters, and the state of each."""
 
     def __init__(self, app_state: Mapping[str, Any]) -> None:
         self.optimizers: list[torch.optim.Optimizer] = []
-        """Those whose steps can be waited for."""
+        """The optimizers whose steps can be awaited."""
         self._changing: list[torch.Tensor] = []
-        """What may change at any time, whoever else owns it."""
+        """Memory that may change at any time, even if an optimizer owns it."""
         self._parameters: dict[str, torch.Tensor] = {}
-        """By the path that a module's state has in the snapshot."""
+        """The parameters by the path of a module's state in the snapshot."""
         of_state: list[str] = []
         for key, stateful in app_state.items():
             named = isinstance(stateful, ModelState)
-            below = f"{component(key)}/"
+            below = f"{encode_component(key)}/"
             optimizers = stateful.optimizers if named else [stateful]
             if named or isinstance(stateful, torch.optim.Optimizer):
-                usual = [self._take_in(each) for each in optimizers]
+                usual = [self._accept_optimizer(each) for each in optimizers]
                 of_state += [f"{below}optim/state/" if named else f"{below}state/"] if all(usual) else []
         self._of_state = tuple(of_state)
         held = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
         stepped = {id(each) for group in held for each in group}
         for key, stateful in app_state.items():
-            below = f"{component(key)}/"
+            below = f"{encode_component(key)}/"
             if isinstance(stateful, ModelState):
-                self._look_into(f"{below}model/", stateful.model, stepped, unwrapped=True)
+                self._collect_parameters(f"{below}model/", stateful.model, stepped, unwrapped=True)
             elif isinstance(stateful, torch.nn.Module):
-                self._look_into(below, stateful, stepped, unwrapped=False)
+                self._collect_parameters(below, stateful, stepped, unwrapped=False)
 
-    def _take_in(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take an optimizer for one whose steps can be waited for; whether its state is where torch has it."""
+    def _accept_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Record an optimizer whose steps can be awaited; return True if its state is in torch's usual place."""
         if not _is_hooked(optimizer):
             for group in optimizer.param_groups:
-                self._changing += map(local, group["params"])
+                self._changing += map(find_local_tensor, group["params"])
             for state in optimizer.state.values():
                 values = state.values() if isinstance(state, Mapping) else [state]
-                self._changing += [local(each) for each in values if isinstance(each, torch.Tensor)]
+                self._changing += [find_local_tensor(each) for each in values if isinstance(each, torch.Tensor)]
             return False
         self.optimizers.append(optimizer)
         return _has_usual_state(optimizer)
 
-    def _look_into(self, below: str, module: torch.nn.Module, stepped: set[int], *, unwrapped: bool) -> None:
-        """Name the parameters of a module that an optimizer steps; those that a forward pass changes are changing.
+    def _collect_parameters(self, below: str, module: torch.nn.Module, stepped: set[int], *, unwrapped: bool) -> None:
+        """Record the parameters of a module that an optimizer steps; exclude those that a forward pass changes.
 
-        `unwrapped`: under the names that they have without what wraps modules.
+        With `unwrapped`, use their names without model wrappers.
         """
         parameters = self._parameters
         left: list[tuple[str, torch.nn.Module, tuple[int, ...]]] = [("", module, ())]
@@ -91,9 +91,9 @@ class OverlapEligible:
                 if (
                     parameter is not None and id(parameter) in stepped and parameter.requires_grad
                 ):  # others it is not the step that changes
-                    parameters[below + component(prefix + name)] = parameter
+                    parameters[below + encode_component(prefix + name)] = parameter
             if isinstance(module, _MAX_NORM) and module.max_norm is not None:
-                self._changing.append(local(module.weight))
+                self._changing.append(find_local_tensor(module.weight))
             for name, child in module._modules.items():
                 if child is not None and id(child) not in above:
                     hidden = unwrapped and (
@@ -104,39 +104,40 @@ class OverlapEligible:
     def __bool__(self) -> bool:
         return bool(self.optimizers)
 
-    def late(
+    def find_late(
         self, leaves: Sequence[Leaf], flat: Sequence[Leaf], shards: Mapping[str, Shards], ties: Mapping[str, str]
     ) -> tuple[bytes, list[torch.Tensor]]:
-        """Return a byte for each leaf: 1 where it may be copied later; and, of those, the tensors whose versions tell
-        of changes.
+        """Return a byte for each leaf, 1 if it may be copied late, and the tensors to watch.
 
-        `flat`, `shards` and `ties` are all that the application has given: of memory that also holds something else,
-        nothing may.
+        The versions of these tensors reveal changes. `flat`, `shards` and `ties` are the whole state of the
+        application: memory that also holds anything else is excluded.
         """
-        mine = self._owners(leaves)
+        mine = self._find_owners(leaves)
         if not any(owner is not None for owner in mine):
             return b"", []
-        everything = mine if flat is leaves else self._owners(flat)
+        everything = mine if flat is leaves else self._find_owners(flat)
         others = [leaf for leaf, owner in zip(flat, everything, strict=True) if owner is None]
         if flat is not leaves:  # what has two names on some ranks only is a leaf of its own here
             others += [leaf for leaf, owner in zip(leaves, mine, strict=True) if owner is None]
         elsewhere = list(self._changing)
         for path, each in shards.items():
-            elsewhere += [piece.tensor for piece in each.pieces if self._owner(path, piece.tensor) is None]
-        shared = {owner for path, owner in ties.items() if not self._names(path)}  # two names, and not both an owner's
+            elsewhere += [piece.tensor for piece in each.pieces if self._find_owner(path, piece.tensor) is None]
+        shared = {
+            owner for path, owner in ties.items() if not self._is_owned(path)
+        }  # two names, and not both an owner's
         if shared:
             elsewhere += [leaf.tensor for leaf in flat if leaf.path in shared]
             elsewhere += [piece.tensor for path in shared & shards.keys() for piece in shards[path].pieces]
-        spoilt = _meeting(leaves, others, elsewhere)
+        spoilt = _find_overlaps(leaves, others, elsewhere)
         marks = bytes(owner is not None and not bad for owner, bad in zip(mine, spoilt, strict=True))
         return marks, list(compress(mine, marks))  # type: ignore[arg-type]  # there are owners where there are marks
 
-    def _names(self, path: str) -> bool:
-        """Whether what is an optimizer's would have such a name."""
+    def _is_owned(self, path: str) -> bool:
+        """Return True if a path is one that an optimizer's tensor would have."""
         return path.startswith(self._of_state) or path in self._parameters
 
-    def _owners(self, leaves: Sequence[Leaf]) -> list[torch.Tensor | None]:
-        """For each leaf the tensor of an optimizer that it is, or is a part of."""
+    def _find_owners(self, leaves: Sequence[Leaf]) -> list[torch.Tensor | None]:
+        """Return, for each leaf, the optimizer's tensor that it is, or is a part of."""
         of_state, parameters = self._of_state, self._parameters
         found: list[torch.Tensor | None] = []
         for leaf in leaves:
@@ -152,24 +153,28 @@ class OverlapEligible:
                         and parameter.nbytes == leaf.nbytes
                         and parameter.is_contiguous()
                     )
-                    owner = parameter if whole else self._owner(leaf.path, leaf.tensor)
+                    owner = parameter if whole else self._find_owner(leaf.path, leaf.tensor)
             found.append(owner)
         return found
 
-    def _owner(self, path: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    def _find_owner(self, path: str, tensor: torch.Tensor) -> torch.Tensor | None:
         if path.startswith(self._of_state):
             return tensor
         parameter = self._parameters.get(path)
         if parameter is None:
             return None
-        here = local(parameter)
-        begin, end = _span(here)
-        first, last = _span(tensor)
-        return parameter if begin <= first and last <= end and base_of(here) == base_of(tensor) else None
+        here = find_local_tensor(parameter)
+        begin, end = _find_extent(here)
+        first, last = _find_extent(tensor)
+        return (
+            parameter
+            if begin <= first and last <= end and find_storage_begin(here) == find_storage_begin(tensor)
+            else None
+        )
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor's memory begins and ends, with the gaps that it may have."""
+def _find_extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the begin and end of a tensor's memory, including any gaps."""
     begin = tensor.data_ptr()
     if tensor.is_contiguous():
         return begin, begin + tensor.nbytes
@@ -179,41 +184,46 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + int(last + 1) * tensor.element_size()
 
 
-def _meeting(leaves: Sequence[Leaf], others: Sequence[Leaf], elsewhere: Sequence[torch.Tensor]) -> list[bool]:
-    """Which leaves lie in a storage in which something else lies, too, or in the same bytes: NumPy's arrays of one
-    memory are storages of their own."""
-    bases = {*_bases(others), *map(base_of, elsewhere)}
-    spoilt = [base in bases for base in _bases(leaves)]
-    spans = np.concatenate([_extents(others), np.array([*map(_span, elsewhere)], np.int64).reshape(-1, 2)])
+def _find_overlaps(leaves: Sequence[Leaf], others: Sequence[Leaf], elsewhere: Sequence[torch.Tensor]) -> list[bool]:
+    """Return, for each leaf, True if its storage or its bytes are shared with something else.
+
+    NumPy arrays over one memory are separate storages, so addresses are compared too.
+    """
+    bases = {*_find_storage_begins(others), *map(find_storage_begin, elsewhere)}
+    spoilt = [base in bases for base in _find_storage_begins(leaves)]
+    spans = np.concatenate([_find_extents(others), np.array([*map(_find_extent, elsewhere)], np.int64).reshape(-1, 2)])
     spans = spans[spans[:, 0] < spans[:, 1]]
     if not len(spans):
         return spoilt
     spans = spans[np.argsort(spans[:, 0])]
     ends = np.maximum.accumulate(spans[:, 1])
-    mine = _extents(leaves)
+    mine = _find_extents(leaves)
     before = np.searchsorted(spans[:, 0], mine[:, 1], side="left")  # so many of them begin before its end
     met = (before > 0) & (ends[np.maximum(before - 1, 0)] > mine[:, 0])
     return [base or meets for base, meets in zip(spoilt, met.tolist(), strict=True)]
 
 
-def _bases(leaves: Sequence[Leaf]) -> list[int]:
-    """`base_of` of leaves, most of which begin where their storage does."""
+def _find_storage_begins(leaves: Sequence[Leaf]) -> list[int]:
+    """Return the storage addresses of leaves, most of which begin where their storage does."""
     offsets = map(torch.Tensor.storage_offset, [leaf.tensor for leaf in leaves])
-    return [base_of(leaf.tensor) if offset else leaf.address for leaf, offset in zip(leaves, offsets, strict=True)]
+    return [
+        find_storage_begin(leaf.tensor) if offset else leaf.address
+        for leaf, offset in zip(leaves, offsets, strict=True)
+    ]
 
 
-def _extents(leaves: Sequence[Leaf]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """`_span` of leaves, most of which have no gaps."""
+def _find_extents(leaves: Sequence[Leaf]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the memory extents of leaves, most of which have no gaps."""
     begins = np.fromiter(map(_address, leaves), np.int64, len(leaves))
     ends = begins + np.fromiter(map(_nbytes, leaves), np.int64, len(leaves))
     for index, leaf in enumerate(leaves):
         if not leaf.plain:
-            begins[index], ends[index] = _span(leaf.tensor)
+            begins[index], ends[index] = _find_extent(leaf.tensor)
     return np.stack([begins, ends], axis=1)
 
 
 def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each of its steps runs torch's hooks: not one of another make, and not one that a graph replays."""
+    """Return True if each step runs torch's hooks: a foreign optimizer or a captured graph may not run them."""
     for group in optimizer.param_groups:  # of those that do not say whether a graph may hold them, on a device any may
         if group.get("capturable", not all(map(_on_host, group["params"]))):
             return False
@@ -221,7 +231,7 @@ def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _has_usual_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether what its state dict holds below `state` is the state of its parameters, and nothing else."""
+    """Return True if the state dict's `state` is the state of the parameters, and nothing else."""
     plain = type(optimizer).state_dict is torch.optim.Optimizer.state_dict and "state_dict" not in vars(optimizer)
     hooks = (*optimizer._optimizer_state_dict_pre_hooks, *optimizer._optimizer_state_dict_post_hooks)
     return plain and not hooks and all(isinstance(key, torch.Tensor) for key in optimizer.state)

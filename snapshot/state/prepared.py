@@ -1,4 +1,4 @@
-"""What a prepare function makes of tensors: another dtype, perhaps, and never another shape."""
+"""The results of a prepare function, which may change a tensor's dtype but not its shape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Prepare = Callable[[str, torch.Tensor, bool], torch.Tensor]
 
 
 def prepare_tensor(prepare: Prepare, path: str, tensor: torch.Tensor, *, tracing: bool = False) -> torch.Tensor:
-    """Return what the function makes of a tensor. Raises ValueError unless that is a tensor of the same shape."""
+    """Return the function's result for a tensor; raise ValueError unless it is a tensor of the same shape."""
     made = prepare(path, tensor, tracing)
     if not isinstance(made, torch.Tensor) or made.shape != tensor.shape:
         raise ValueError(
@@ -28,18 +28,18 @@ def prepare_tensor(prepare: Prepare, path: str, tensor: torch.Tensor, *, tracing
 
 
 def prepare_shards(prepare: Prepare, path: str, shards: Shards) -> Shards:
-    """Prepare what this rank holds of a sharded tensor, part by part.
+    """Prepare this rank's pieces of a sharded tensor, one by one.
 
-    A rank that holds nothing asks with an empty tensor, and `tracing`: all ranks must store one dtype.
+    A rank without pieces calls the function with an empty tensor, and `tracing`: all ranks must store one dtype.
     """
     pieces = [
-        dataclasses.replace(piece, tensor=_plain(path, prepare_tensor(prepare, path, piece.tensor)))
+        dataclasses.replace(piece, tensor=_expect_plain(path, prepare_tensor(prepare, path, piece.tensor)))
         for piece in shards.pieces
     ]
     dtypes = {piece.tensor.dtype for piece in pieces}
     if not pieces:
         empty = torch.zeros((0,) * len(shards.shape), dtype=shards.dtype, device="cpu")
-        dtypes = {_plain(path, prepare_tensor(prepare, path, empty, tracing=True)).dtype}
+        dtypes = {_expect_plain(path, prepare_tensor(prepare, path, empty, tracing=True)).dtype}
     if len(dtypes) > 1:
         raise ValueError(
             f"{path}: the prepare function returned several dtypes for parts of one tensor: "
@@ -50,8 +50,8 @@ def prepare_shards(prepare: Prepare, path: str, shards: Shards) -> Shards:
     return dataclasses.replace(shards, dtype=dtype, pieces=pieces, layout=layout)
 
 
-def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
-    if composite.plain_subclass(tensor) is None or tensor.layout is not torch.strided or tensor.dtype not in NAMES:
+def _expect_plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
+    if composite.plain_subclass_name(tensor) is None or tensor.layout is not torch.strided or tensor.dtype not in NAMES:
         raise SnapshotError(
             f"{path}: the prepare function must return a plain, dense tensor for a part of a sharded one, got a "
             f"{type(tensor).__name__} of {tensor.dtype} and layout {tensor.layout}"

@@ -24,8 +24,8 @@ class RNGState:
             "numpy": np.random.get_state(legacy=False),
             "python": {"version": version, "words": np.array(words, dtype=np.uint32), "normal": normal},
         }
-        for index, device in enumerate(_devices()):
-            state[f"{device.type}:{index}"] = _module(device).get_rng_state(index)
+        for index, device in enumerate(_find_devices()):
+            state[f"{device.type}:{index}"] = _find_module(device).get_rng_state(index)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> list[str]:
@@ -39,15 +39,15 @@ class RNGState:
         for name, restore in (("torch", torch.set_rng_state), ("numpy", _restore_numpy), ("python", _restore_python)):
             if name in state and restore(state[name]) is not False:
                 del state[name]
-        for index, device in enumerate(_devices()):
+        for index, device in enumerate(_find_devices()):
             saved = state.pop(f"{device.type}:{index}", None)
             if saved is not None:
-                _module(device).set_rng_state(saved, index)
+                _find_module(device).set_rng_state(saved, index)
         return list(state)
 
 
 def _restore_numpy(saved: dict[str, Any]) -> bool:
-    """Put NumPy's global generator back, of whatever kind it was; False where that cannot be."""
+    """Restore NumPy's global generator, whatever its kind; return False if that is impossible."""
     if "kind" in saved:  # as the first snapshots had it
         saved = {
             "bit_generator": saved["kind"],
@@ -72,7 +72,7 @@ def _restore_numpy(saved: dict[str, Any]) -> bool:
 
 
 def _restore_python(saved: dict[str, Any]) -> bool:
-    """Put `random` back; False where part of its state was left out."""
+    """Restore `random`; return False if part of its state was left out."""
     if not {"version", "words", "normal"} <= saved.keys():
         return False
     random.setstate((saved["version"], tuple(map(int, saved["words"])), saved["normal"]))
@@ -85,12 +85,12 @@ _BIT_GENERATORS: dict[Any, Any] = {
 }
 
 
-def _devices() -> list[torch.device]:
+def _find_devices() -> list[torch.device]:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None or not hasattr(_module(accelerator), "get_rng_state"):
+    if accelerator is None or not hasattr(_find_module(accelerator), "get_rng_state"):
         return []
     return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
 
 
-def _module(device: torch.device) -> Any:
+def _find_module(device: torch.device) -> Any:
     return torch.get_device_module(device)

@@ -1,5 +1,7 @@
-"""Tensors of which this rank holds some boxes: whatever class they are of, what else needs to know of them is where
-each piece of local memory lies in the whole tensor, and which ranks hold the same."""
+"""Tensors of which this rank holds some boxes, whatever their class.
+
+Other modules need only the position of each local piece in the whole tensor, and the ranks that hold the same piece.
+"""
 
 from __future__ import annotations
 
@@ -15,48 +17,48 @@ import torch
 from snapshot.errors import SnapshotError
 from snapshot.saved import class_name
 from snapshot.tensors import composite, meshes
-from snapshot.tensors.digest import of_range
-from snapshot.tensors.geometry import Box, Shape, inside
+from snapshot.tensors.digest import digest_range
+from snapshot.tensors.geometry import Box, Shape, is_inside
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class LocalPiece:
     """A box of a tensor, in this rank's memory."""
 
     box: Box
-    """Where it lies in the whole tensor."""
+    """The box in the whole tensor."""
     tensor: torch.Tensor
-    """A plain, detached view of the local memory: to write to it is to write to the live tensor."""
+    """A plain, detached view of the local memory: a write changes the live tensor."""
     holders: tuple[int, ...] | None
-    """The global ranks that hold the very same box, this one included; None where nobody here knows."""
+    """The global ranks that hold the same box, including this one; None if unknown."""
     replica: int = 0
-    """Which of the equal copies this is, where the value itself says so."""
+    """The number of this copy among equal ones, if the value records it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shards:
-    """What this rank holds of a tensor that is spread over ranks."""
+    """This rank's pieces of a tensor that is spread over ranks."""
 
     kind: str
-    """`DTensor`, or `ShardedTensor` for all that is a list of boxes."""
+    """`DTensor`, or `ShardedTensor` for any list of boxes."""
     dtype: torch.dtype
     shape: Shape
-    """Of the whole tensor."""
-    pieces: list[Piece]
-    """None of them is empty."""
+    """The shape of the whole tensor."""
+    pieces: list[LocalPiece]
+    """The pieces; no piece is empty."""
     ranks: tuple[int, ...] | None
-    """All global ranks over which the tensor is spread; None where nobody here knows."""
+    """All global ranks over which the tensor is spread; None if unknown."""
     mesh: list[Any] | None
-    """The ranks as lists in lists, shared by all tensors of the mesh: not to be changed."""
+    """The ranks as nested lists, shared by all tensors of the mesh: do not modify."""
     placements: list[str] | None
-    """What each dimension of the mesh does: `R`, `S(dim)` or `_S(dim,strides)`."""
+    """The placement on each dimension of the mesh: `R`, `S(dim)` or `_S(dim,strides)`."""
     layout: str
-    """What all `ranks` must agree on, as one text; empty where nobody here knows it."""
+    """A text that must be equal on all `ranks`; empty if unknown."""
     requires_grad: bool
 
     @property
-    def open(self) -> bool:
-        """Whether nobody here knows which other ranks hold which of its boxes."""
+    def is_open(self) -> bool:
+        """True if it is unknown which other ranks hold which of the boxes."""
         return self.ranks is None or any(piece.holders is None for piece in self.pieces)
 
 
@@ -81,28 +83,28 @@ class Sharded:
     global_shape: Sequence[int]
     """Of the larger tensor."""
     offsets: Sequence[int]
-    """Where in it this one begins."""
+    """The offsets of this tensor in it."""
     replica: int = 0
-    """Which of the equal copies this is."""
+    """The number of this copy among equal ones."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, torch.Tensor):
-            raise TypeError(f"Sharded: `tensor` must be a torch.Tensor, not a {class_name(type(self.tensor))}")
-        if composite.plain_subclass(self.tensor) is None or self.tensor.layout is not torch.strided:
-            raise TypeError(f"Sharded: `tensor` must be plain and dense, not a {_described(self.tensor)}")
+            raise TypeError(f"Sharded: `tensor` must be a torch.Tensor, got a {class_name(type(self.tensor))}")
+        if composite.plain_subclass_name(self.tensor) is None or self.tensor.layout is not torch.strided:
+            raise TypeError(f"Sharded: `tensor` must be plain and dense, got a {_describe_tensor(self.tensor)}")
         for name in ("global_shape", "offsets"):
-            object.__setattr__(self, name, _integers(name, getattr(self, name)))
-        object.__setattr__(self, "replica", _integers("replica", (self.replica,))[0])
+            object.__setattr__(self, name, _expect_integers(name, getattr(self, name)))
+        object.__setattr__(self, "replica", _expect_integers("replica", (self.replica,))[0])
         shape, box = tuple(self.global_shape), self.box()
         if not len(shape) == len(box.offsets) == len(box.sizes):
             raise ValueError(
                 f"Sharded: `tensor` of shape {box.sizes}, `global_shape` {shape} and `offsets` {box.offsets} differ in "
                 "their number of dimensions; give the tensor dimensions of size 1 (`tensor.unsqueeze`) to make it equal"
             )
-        if not inside(box, shape):
+        if not is_inside(box, shape):
             raise ValueError(f"Sharded: `tensor` of shape {box.sizes} at {box.offsets} is not within {shape}")
         if self.replica < 0:
-            raise ValueError(f"Sharded: `replica` must not be negative, and is {self.replica}")
+            raise ValueError(f"Sharded: `replica` must not be negative, got {self.replica}")
 
     def box(self) -> Box:
         """Return where this part lies in the whole tensor."""
@@ -110,44 +112,46 @@ class Sharded:
 
     def __repr__(self) -> str:
         replica = f", replica {self.replica}" if self.replica else ""
-        return f"Sharded({_dtype(self.tensor.dtype)} {self.box()} of {self.global_shape}{replica})"
+        return f"Sharded({_dtype_name(self.tensor.dtype)} {self.box()} of {self.global_shape}{replica})"
 
 
-def sharded(path: str, value: Any) -> Shards | None:
-    """Return what this rank holds of a value that is spread over ranks; None for any other value.
+def find_shards(path: str, value: Any) -> Shards | None:
+    """Return this rank's pieces of a sharded value; None for any other value.
 
-    Nothing here communicates. Raises SnapshotError where the boxes cannot be known for sure.
+    Nothing here communicates. Raises SnapshotError if the boxes cannot be determined.
     """
     if isinstance(value, Sharded):
-        return _of_wrapper(path, value)
-    if _is(value, "torch.distributed.tensor", "DTensor"):
-        return _of_dtensor(path, value)
-    if _is(value, "torch.distributed._shard.sharded_tensor", "ShardedTensor"):
-        return _of_sharded_tensor(path, value)
+        return _read_wrapper(path, value)
+    if _is_instance(value, "torch.distributed.tensor", "DTensor"):
+        return _read_dtensor(path, value)
+    if _is_instance(value, "torch.distributed._shard.sharded_tensor", "ShardedTensor"):
+        return _read_sharded_tensor(path, value)
     describe = getattr(type(value), "__snapshot_shards__", None)
     if describe is not None:
         described: Shards = describe(value, path)
         return described
     if _is_checkpointable(value):
         shape = value.shape if hasattr(value, "shape") else value.size()
-        return _of_checkpointable(path, value, tuple(map(int, shape)))
+        return _read_checkpointable(path, value, tuple(map(int, shape)))
     return None
 
 
-def empty_like(value: Any, dtype: torch.dtype) -> Any:
-    """Return a new tensor, not initialised, that is laid out as a live one is: as optimizers make their state of
-    parameters. Of a DTensor, on the same mesh, in the same way, with new local memory on the same device."""
+def allocate_like(value: Any, dtype: torch.dtype) -> Any:
+    """Return an uninitialised tensor with the layout of a live one, as optimizers create their state.
+
+    For a DTensor, the new tensor has the same mesh and placements, and new local memory on the same device.
+    """
     with torch.no_grad():
         return torch.empty_like(value, dtype=dtype, requires_grad=False)
 
 
-def _of_wrapper(path: str, value: Sharded) -> Shards:
-    pieces = _pieces(path, [(value.box(), value.tensor)], None, value.replica)
+def _read_wrapper(path: str, value: Sharded) -> Shards:
+    pieces = _make_pieces(path, [(value.box(), value.tensor)], None, value.replica)
     shape = tuple(value.global_shape)
-    return _listed(value.tensor.dtype, shape, pieces, None, layout="", requires_grad=value.tensor.requires_grad)
+    return _make_shards(value.tensor.dtype, shape, pieces, None, layout="", requires_grad=value.tensor.requires_grad)
 
 
-def _of_dtensor(path: str, value: Any) -> Shards:
+def _read_dtensor(path: str, value: Any) -> Shards:
     for placement in value.placements:
         if placement.is_partial():
             raise SnapshotError(
@@ -155,50 +159,54 @@ def _of_dtensor(path: str, value: Any) -> Shards:
                 "give it another placement first (`redistribute`)"
             )
     mesh, shape = value.device_mesh, tuple(map(int, value.shape))
-    mesh_shape, ranks, nested, mesh_text = _ranks(mesh)
-    placements, order = _placements(path, value, mesh_shape)
+    mesh_shape, ranks, nested, mesh_text = _read_mesh(mesh)
+    placements, order = _read_placements(path, value, mesh_shape)
     texts = [str(placement) for placement in placements]
-    layout = f"DTensor {_dtype(value.dtype)} {list(shape)} on {mesh_text} as {', '.join(texts)}"
+    layout = f"DTensor {_dtype_name(value.dtype)} {list(shape)} on {mesh_text} as {', '.join(texts)}"
     dtype, pieces = value.dtype, []
     coordinate = mesh.get_coordinate()
     if coordinate is not None:
         with torch.no_grad():
             local = value.to_local()
         if _is_checkpointable(local):
-            listed = _of_checkpointable(path, local, shape)
+            listed = _read_checkpointable(path, local, shape)
             dtype, pieces = listed.dtype, listed.pieces
         else:
-            local = _plain(path, local)
+            local = _expect_plain(path, local)
             if local.dtype != dtype:
                 raise SnapshotError(f"{path}: a DTensor of {dtype} whose local part is of {local.dtype}")
             coordinate = tuple(coordinate)
-            held = _held(path, local, shape, mesh_shape, placements=placements, coordinate=coordinate, order=order)
-            holders = meshes.peers(ranks, mesh_shape, placements, coordinate)
-            pieces = [Piece(box, local[part.slices()], holders) for box, part in held.boxes]
+            held = _find_held_shards(
+                path, local, shape, mesh_shape, placements=placements, coordinate=coordinate, order=order
+            )
+            holders = meshes.find_peers(ranks, mesh_shape, placements, coordinate)
+            pieces = [LocalPiece(box, local[part.slices()], holders) for box, part in held.boxes]
     return Shards("DTensor", dtype, shape, pieces, ranks, nested, texts, layout, bool(value.requires_grad))
 
 
-def _ranks(mesh: Any) -> tuple[Shape, tuple[int, ...], list[Any], str]:
-    """Return a mesh's shape, its ranks, flat and as lists in lists, and a short text of them. A model has few meshes,
-    and to ask one takes longer than all the rest that is done for a tensor."""
+def _read_mesh(mesh: Any) -> tuple[Shape, tuple[int, ...], list[Any], str]:
+    """Return a mesh's shape, its ranks (flat and nested), and a short text of them.
+
+    The result is cached: a model has few meshes, and reading one takes longer than the rest of the work for a tensor.
+    """
     found = _MESHES.get(mesh)
     if found is None:
         ranks = mesh.mesh
         shape, nested = tuple(map(int, ranks.shape)), ranks.tolist()
         text = str(nested)
         if len(text) > LONG:
-            text = f"a mesh of {shape} from rank {int(ranks.min())} on ({of_range(text.encode())})"
+            text = f"a mesh of {shape} from rank {int(ranks.min())} on ({digest_range(text.encode())})"
         found = _MESHES[mesh] = shape, tuple(ranks.flatten().tolist()), nested, text
     return found
 
 
 _MESHES: weakref.WeakKeyDictionary[Any, tuple[Shape, tuple[int, ...], list[Any], str]] = weakref.WeakKeyDictionary()
 LONG = 80
-"""A mesh whose text is longer stands in layouts by a digest."""
+"""A mesh with a longer text is represented by a digest in layouts."""
 
 
-def _placements(path: str, value: Any, mesh_shape: Shape) -> tuple[meshes.Placements, tuple[int, ...] | None]:
-    """Return a DTensor's placements, and the order in which they cut, where that is told apart from them."""
+def _read_placements(path: str, value: Any, mesh_shape: Shape) -> tuple[meshes.Placements, tuple[int, ...] | None]:
+    """Return a DTensor's placements, and the order in which they cut, if it is recorded separately."""
     types = sys.modules["torch.distributed.tensor.placement_types"]
     made: list[meshes.Placement] = []
     for placement in value.placements:
@@ -209,7 +217,7 @@ def _placements(path: str, value: Any, mesh_shape: Shape) -> tuple[meshes.Placem
         elif isinstance(placement, types.Replicate):
             made.append(meshes.Copy())
         else:
-            raise SnapshotError(f"{path}: is placed as {placement!r}, and nobody here knows what that means")
+            raise SnapshotError(f"{path}: unknown placement {placement!r}")
     placements = tuple(made)
     told = getattr(value._spec, "shard_order", None)
     if told is None or any(isinstance(placement, meshes.Split) and placement.strides > 1 for placement in made):
@@ -217,10 +225,10 @@ def _placements(path: str, value: Any, mesh_shape: Shape) -> tuple[meshes.Placem
     order = tuple(mesh_dim for entry in told for mesh_dim in entry.mesh_dims)
     if all(tuple(entry.mesh_dims) == tuple(sorted(entry.mesh_dims)) for entry in told):
         return placements, None
-    return meshes.strided(mesh_shape, placements, order), order
+    return meshes.add_strides(mesh_shape, placements, order), order
 
 
-def _held(
+def _find_held_shards(
     path: str,
     local: torch.Tensor,
     shape: Shape,
@@ -230,16 +238,16 @@ def _held(
     coordinate: Shape,
     order: tuple[int, ...] | None,
 ) -> meshes.HeldShards:
-    """Return what the local part is of the whole.
+    """Return the boxes of the local part.
 
-    Strides that do not divide evenly are read in two ways, and nothing in a DTensor tells which: torch's operations cut
-    from left to right, while FSDP cuts last what lies leftmost. The local shape tells them apart, or nothing is said.
+    Uneven strides are ambiguous: torch's operations cut from left to right, while FSDP cuts the leftmost dimension
+    last. The local shape distinguishes the two; if it does not, an error is raised.
     """
-    found = [meshes.held(shape, mesh_shape, placements, coordinate, order)]
+    found = [meshes.find_held_shards(shape, mesh_shape, placements, coordinate, order)]
     if order is None and any(isinstance(placement, meshes.Split) and placement.strides > 1 for placement in placements):
-        order = meshes.nesting(mesh_shape, placements)
+        order = meshes.find_nesting(mesh_shape, placements)
         if order is not None:
-            found.append(meshes.held(shape, mesh_shape, placements, coordinate, order))
+            found.append(meshes.find_held_shards(shape, mesh_shape, placements, coordinate, order))
     size = tuple(local.shape)
     fitting = {held for held in found if held.shape == size or not (held.boxes or local.numel())}
     if len({held.boxes for held in fitting}) == 1:
@@ -247,32 +255,35 @@ def _held(
     placed = f"of {shape}, placed as {', '.join(map(str, placements))} on a mesh of {mesh_shape}, at {coordinate}"
     if fitting:
         raise SnapshotError(
-            f"{path}: which part the local {size} is {placed}, cannot be told, since the sizes do not divide evenly"
+            f"{path}: the position of the local {size} {placed} is ambiguous, since the sizes do not divide evenly"
         )
-    raise SnapshotError(f"{path}: the local part is {size}, where {found[0].shape} was to be expected {placed}")
+    raise SnapshotError(f"{path}: local part must be {found[0].shape} {placed}, got {size}")
 
 
-def _of_sharded_tensor(path: str, value: Any) -> Shards:
+def _read_sharded_tensor(path: str, value: Any) -> Shards:
     metadata = value.metadata()
     shape, properties = tuple(map(int, metadata.size)), metadata.tensor_properties
     spread: dict[Box, list[int | None]] = {}
     for shard in metadata.shards_metadata:
         # the rank in a placement is a global one, also where the tensor's process group is not all of them
         rank = shard.placement.rank() if shard.placement is not None else None
-        spread.setdefault(_box(shard.shard_offsets, shard.shard_sizes), []).append(rank)
+        spread.setdefault(_make_box(shard.shard_offsets, shard.shard_sizes), []).append(rank)
     known = {box: tuple(sorted({rank for rank in ranks if rank is not None})) for box, ranks in spread.items()}
     told = all(None not in ranks for ranks in spread.values())
     parts = [
-        (_box(shard.metadata.shard_offsets, shard.metadata.shard_sizes), shard.tensor) for shard in value.local_shards()
+        (_make_box(shard.metadata.shard_offsets, shard.metadata.shard_sizes), shard.tensor)
+        for shard in value.local_shards()
     ]
     _refuse_strays(path, parts, shape)
-    pieces = _pieces(path, parts, known if told else None)
+    pieces = _make_pieces(path, parts, known if told else None)
     if any(piece.tensor.dtype != properties.dtype for piece in pieces):
         raise SnapshotError(f"{path}: a ShardedTensor of {properties.dtype} that holds shards of another dtype")
     ranks = tuple(sorted({rank for several in known.values() for rank in several})) if told else None
     texts = sorted(f"{box}@{','.join(map(str, several))}" for box, several in known.items())
-    layout = f"ShardedTensor {_dtype(properties.dtype)} {list(shape)} in {' '.join(texts)}" if told else ""
-    return _listed(properties.dtype, shape, pieces, ranks, layout=layout, requires_grad=bool(properties.requires_grad))
+    layout = f"ShardedTensor {_dtype_name(properties.dtype)} {list(shape)} in {' '.join(texts)}" if told else ""
+    return _make_shards(
+        properties.dtype, shape, pieces, ranks, layout=layout, requires_grad=bool(properties.requires_grad)
+    )
 
 
 def _is_checkpointable(value: Any) -> bool:
@@ -284,29 +295,29 @@ def _is_checkpointable(value: Any) -> bool:
     )
 
 
-def _of_checkpointable(path: str, value: Any, shape: Shape) -> Shards:
-    """Return what torch's protocol for checkpoints tells of a value."""
+def _read_checkpointable(path: str, value: Any, shape: Shape) -> Shards:
+    """Return the pieces that torch's checkpoint protocol reports for a value."""
     from torch.distributed.checkpoint.metadata import MetadataIndex  # it costs time, and few values need it
 
     parts = []
     for i, chunk in enumerate(value.__create_chunk_list__()):
-        box = _box(chunk.offsets, chunk.sizes)
+        box = _make_box(chunk.offsets, chunk.sizes)
         if box.numel:
             parts.append((box, value.__get_tensor_shard__(MetadataIndex(path, torch.Size(box.offsets), i))))
     _refuse_strays(path, parts, shape)
-    pieces = _pieces(path, parts, None)
+    pieces = _make_pieces(path, parts, None)
     dtypes = {piece.tensor.dtype for piece in pieces} or {getattr(value, "dtype", torch.get_default_dtype())}
     if len(dtypes) > 1:
         raise SnapshotError(f"{path}: its parts are of several dtypes: {', '.join(sorted(map(str, dtypes)))}")
-    return _listed(
+    return _make_shards(
         dtypes.pop(), shape, pieces, None, layout="", requires_grad=bool(getattr(value, "requires_grad", False))
     )
 
 
-def _listed(
+def _make_shards(
     dtype: torch.dtype,
     shape: Shape,
-    pieces: list[Piece],
+    pieces: list[LocalPiece],
     ranks: tuple[int, ...] | None,
     *,
     layout: str,
@@ -315,67 +326,67 @@ def _listed(
     return Shards("ShardedTensor", dtype, shape, pieces, ranks, None, None, layout, requires_grad)
 
 
-def _pieces(
+def _make_pieces(
     path: str,
     parts: Iterable[tuple[Box, torch.Tensor]],
     holders: dict[Box, tuple[int, ...]] | None,
     replica: int = 0,
-) -> list[Piece]:
+) -> list[LocalPiece]:
     pieces = []
     for box, part in parts:
-        tensor = _plain(path, part)
+        tensor = _expect_plain(path, part)
         if tuple(tensor.shape) != box.sizes:
             raise SnapshotError(f"{path}: the part at {box} is of shape {tuple(tensor.shape)}")
         if box.numel:
-            pieces.append(Piece(box, tensor, None if holders is None else holders.get(box), replica))
+            pieces.append(LocalPiece(box, tensor, None if holders is None else holders.get(box), replica))
     return pieces
 
 
 def _refuse_strays(path: str, parts: Iterable[tuple[Box, torch.Tensor]], shape: Shape) -> None:
     for box, _ in parts:
-        if not inside(box, shape):
+        if not is_inside(box, shape):
             raise SnapshotError(f"{path}: the part at {box} is not within a tensor of shape {shape}")
 
 
-def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor; of one that a collective is still to fill, what it fills."""
-    if _is(tensor, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
+def wait_for_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, after any collective that is still filling it has finished."""
+    if _is_instance(tensor, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
         return tensor.wait()  # type: ignore[attr-defined,no-any-return]
     return tensor
 
 
-def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a local part, as a tensor that is nothing more."""
-    tensor = waited(tensor)
-    if composite.plain_subclass(tensor) is None or tensor.layout is not torch.strided:
-        raise SnapshotError(f"{path}: its local part is a {_described(tensor)}, of which no boxes can be stored")
+def _expect_plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a local part as a plain tensor."""
+    tensor = wait_for_tensor(tensor)
+    if composite.plain_subclass_name(tensor) is None or tensor.layout is not torch.strided:
+        raise SnapshotError(f"{path}: its local part must be plain and dense, got a {_describe_tensor(tensor)}")
     tensor = tensor.detach()
     return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
 
 
-def _is(value: Any, module: str, name: str) -> bool:
-    """Whether a value is of a class whose module only they have imported who have such values."""
+def _is_instance(value: Any, module: str, name: str) -> bool:
+    """Return True if a value is of a class, without importing the class's module."""
     kind = getattr(sys.modules.get(module), name, None)
     return isinstance(kind, type) and isinstance(value, kind)
 
 
-def _box(offsets: Iterable[int], sizes: Iterable[int]) -> Box:
+def _make_box(offsets: Iterable[int], sizes: Iterable[int]) -> Box:
     return Box(tuple(map(int, offsets)), tuple(map(int, sizes)))
 
 
-def _integers(name: str, given: Iterable[Any]) -> Shape:
+def _expect_integers(name: str, given: Iterable[Any]) -> Shape:
     try:
         values = tuple(given)
         if any(isinstance(number, bool) for number in values):
-            raise TypeError("a bool is no number of elements")
+            raise TypeError("a bool is not a number of elements")
         return tuple(operator.index(number) for number in values)
     except TypeError as error:
-        raise TypeError(f"Sharded: `{name}` must be made of integers, and is {given!r}") from error
+        raise TypeError(f"Sharded: `{name}` must be integers, got {given!r}") from error
 
 
-def _dtype(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _described(tensor: torch.Tensor) -> str:
+def _describe_tensor(tensor: torch.Tensor) -> str:
     return f"{class_name(type(tensor))} of layout {tensor.layout}"

@@ -1,4 +1,4 @@
-"""What an application's state is made of: objects with `state_dict()` and `load_state_dict()`."""
+"""Objects with `state_dict()` and `load_state_dict()`, which make up an application's state."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ class StateDict(UserDict[str, Any]):
 
 
 def check_app_state(app_state: Mapping[str, Any]) -> None:
-    """Raise `TypeError` or `ValueError`, naming the key, for an app state that cannot be one."""
+    """Raise `TypeError` or `ValueError`, with the key, for an invalid app state."""
     if not isinstance(app_state, Mapping):
-        raise TypeError(f"app_state is {type(app_state).__name__}, and must be a dict of stateful objects")
+        raise TypeError(f"app_state must be a dict of stateful objects, got {type(app_state).__name__}")
     for key, value in app_state.items():
         if not isinstance(key, str):
-            raise TypeError(f"app_state has the key {key!r}, and its keys must be strings")
+            raise TypeError(f"app_state keys must be strings, got {key!r}")
         if isinstance(value, type) or not isinstance(value, Stateful):
             raise TypeError(
-                f"app_state[{key!r}] is {_a(value)}, which has no state_dict() and load_state_dict(); "
-                f"wrap plain values: StateDict({_keyword(key)}=...)"
+                f"app_state[{key!r}] is {_describe_value(value)}, which has no state_dict() and load_state_dict(); "
+                f"wrap plain values: StateDict({_keyword_name(key)}=...)"
             )
     rng = [key for key, value in app_state.items() if isinstance(value, RNGState)]
     if len(rng) > 1:
-        raise ValueError(f"app_state holds several RNGState ({', '.join(map(repr, rng))}), and there is one RNG state")
+        raise ValueError(f"app_state must hold at most one RNGState, got several ({', '.join(map(repr, rng))})")
 
 
-def _a(value: object) -> str:
+def _describe_value(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__qualname__}"
 
 
-def _keyword(key: str) -> str:
+def _keyword_name(key: str) -> str:
     return key if key.isidentifier() else "value"

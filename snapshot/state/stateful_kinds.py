@@ -1,7 +1,7 @@
-"""Kinds of statefuls: how each wants its state back. What depends on the kind lives here, and is looked up once.
+"""Kinds of statefuls: how each restores its state, with the behaviour that depends on the kind.
 
-Modules are matched by name and filled in place, a `StateDict` key by key; everything else gets back exactly what it
-gave, whole. Optimizers have a module of their own.
+Modules are matched by name and filled in place, and a `StateDict` key by key. All other kinds receive the exact saved
+state, whole. Optimizers have a module of their own.
 """
 
 from __future__ import annotations
@@ -13,114 +13,114 @@ from typing import Any
 import torch
 
 from snapshot.manifest.entries import DictEntry
-from snapshot.manifest.paths import component, decode_key
+from snapshot.manifest.paths import decode_key, encode_component
 from snapshot.state.rng import RNGState
-from snapshot.state.state_tree import live_leaves
+from snapshot.state.state_tree import collect_leaves
 
 
 class Kind:
-    """A stateful that gets back exactly what it gave."""
+    """A stateful that receives exactly the state that it saved."""
 
     by_name = False
-    """Whether names are matched one by one, and what does not match is an error or left out."""
+    """True if names are matched one by one; a name without a match is an error or left out."""
     needs: frozenset[str] = frozenset()
-    """Paths without which `mismatches` has nothing to say."""
+    """Paths that `find_mismatches` needs."""
     exact = False
-    """Whether a shape or dtype that differs is an error; else the leaf is replaced by a new object."""
+    """True if a differing shape or dtype is an error; otherwise the leaf is replaced by a new object."""
     models: str | None = None
-    """Where below the key a model's names are; None where there is no model, whose wrappers would change them."""
+    """The path of a model's names below the key; None if there is no model."""
     unfolds = True
-    """Whether plain values that others pickled become entries of their own, and are no objects any more."""
+    """True if plain values in other libraries' pickles become separate entries."""
 
     def __init__(self, key: str, stateful: Any) -> None:
         self.key = key
         self.stateful = stateful
         self.state = self.read_state()
         self.compounds: dict[str, Any] = {}
-        """Path -> an object that is held there and has a class of its own: a dataclass, an Enum, a wrapped tensor."""
-        self.live = live_leaves(key, self.state, self.compounds)
+        """Path -> a live object with a class of its own: a dataclass, an Enum, a wrapped tensor."""
+        self.live = collect_leaves(key, self.state, self.compounds)
 
     def read_state(self) -> Any:
-        """Return what the stateful holds now."""
+        """Return the current state of the stateful."""
         return self.stateful.state_dict()
 
-    def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
-        """Why the stateful cannot take this state, as far as only it knows."""
+    def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
+        """Return the reasons, known only to the stateful, why it cannot take this state."""
         return []
 
-    def adopts(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
-        """Which of the entries that other ranks had belong here as well."""
+    def find_adopted(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
+        """Return the entries of other ranks that belong here as well."""
         return []
 
-    def unexpected(self, entries: Mapping[str, Any]) -> list[str]:
-        """Which entries have names that mean nothing here, though names matter."""
+    def find_unexpected(self, entries: Mapping[str, Any]) -> list[str]:
+        """Return the entries without a counterpart in the application, if names matter."""
         return []
 
-    def missing(self, entries: Mapping[str, Any]) -> list[str]:
-        """Which names of the application the snapshot lacks, though names matter."""
+    def find_missing(self, entries: Mapping[str, Any]) -> list[str]:
+        """Return the application's names that the snapshot lacks, if names matter."""
         return []
 
-    def asks_for(self, path: str) -> bool:
-        """Return True if what another rank alone had is missed here, since the application has it."""
+    def wants_entry(self, path: str) -> bool:
+        """Return True if the application has an entry that only another rank saved."""
         return False
 
-    def kept(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the application has, the snapshot lacks, and keeps its value: path -> key."""
+    def find_kept(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Return live values that the snapshot lacks and that stay unchanged: path -> key."""
         return {}
 
-    def drop(self, keys: Iterable[Any]) -> None:
-        """Remove what `kept` gave."""
+    def drop_keys(self, keys: Iterable[Any]) -> None:
+        """Remove the keys of `find_kept`."""
 
-    def model_names(self) -> list[str]:
+    def list_model_names(self) -> list[str]:
         """Return the model's names, as components of paths."""
         return []
 
-    def like(self, path: str, shape: tuple[int, ...]) -> Any | None:
-        """Return a live tensor of the layout that a new one of this shape should have."""
+    def find_like(self, path: str, shape: tuple[int, ...]) -> Any | None:
+        """Return a live tensor whose layout a new one of this shape should have."""
         return None
 
-    def device(self, path: str, shape: tuple[int, ...]) -> torch.device | str:
-        """Where a new tensor belongs."""
+    def choose_device(self, path: str, shape: tuple[int, ...]) -> torch.device | str:
+        """Return the device for a new tensor."""
         return "cpu"
 
-    def hand_back(self, state: Any, strict: bool) -> list[str]:
-        """Give the state back; what had no place there."""
+    def load_state(self, state: Any, strict: bool) -> list[str]:
+        """Load the state; return the names that could not be restored."""
         self.stateful.load_state_dict(state)
         return []
 
 
 class StateDictKind(Kind):
-    """A `StateDict`: its own keys are set one by one; what they hold comes back as it was saved."""
+    """A `StateDict`: its own keys are set one by one, with the saved values."""
 
-    def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
+    def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
         if isinstance(entries.get(self.key), DictEntry):
             return []
         return [f"{self.key}: the snapshot holds no dictionary under this key"]
 
-    def adopts(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
+    def find_adopted(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
         return [path for path in self.live if path not in entries and path in elsewhere] if elsewhere else []
 
-    def asks_for(self, path: str) -> bool:
+    def wants_entry(self, path: str) -> bool:
         return path in self.live
 
-    def kept(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+    def find_kept(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         top = entries.get(self.key)
         saved = set(map(decode_key, top.keys)) if isinstance(top, DictEntry) else set()
-        return {f"{self.key}/{component(str(key))}": key for key in self.state if key not in saved}
+        return {f"{self.key}/{encode_component(str(key))}": key for key in self.state if key not in saved}
 
-    def drop(self, keys: Iterable[Any]) -> None:
+    def drop_keys(self, keys: Iterable[Any]) -> None:
         for key in keys:
             del self.stateful[key]
 
 
 class RNGKind(Kind):
-    """The RNG state: what it gives are copies, not places to fill; generators that are not here are reported."""
+    """The RNG state: its values are copies, so none is filled in place. Missing generators are reported."""
 
     def __init__(self, key: str, stateful: RNGState) -> None:
         super().__init__(key, stateful)
         self.live = {}
 
-    def hand_back(self, state: Any, strict: bool) -> list[str]:
+    def load_state(self, state: Any, strict: bool) -> list[str]:
         return [f"{self.key}/{name}" for name in self.stateful.load_state_dict(state)]
 
 
@@ -131,10 +131,10 @@ class ModuleKind(Kind):
     exact = True
     models = ""
 
-    def model_names(self) -> list[str]:
-        return [component(name) for name in self.state] if isinstance(self.state, Mapping) else []
+    def list_model_names(self) -> list[str]:
+        return [encode_component(name) for name in self.state] if isinstance(self.state, Mapping) else []
 
-    def hand_back(self, state: Any, strict: bool) -> list[str]:
+    def load_state(self, state: Any, strict: bool) -> list[str]:
         if type(state) is dict:
             state = OrderedDict(state)
         if not hasattr(state, "_metadata") and hasattr(self.state, "_metadata"):
@@ -143,7 +143,7 @@ class ModuleKind(Kind):
         return []
 
 
-def names_beneath(key: str, entries: Mapping[str, Any]) -> list[str] | None:
-    """Return the paths of what a state dict holds at its first level; None where the state is no dict."""
+def find_names_beneath(key: str, entries: Mapping[str, Any]) -> list[str] | None:
+    """Return the paths of a state dict's first level; None if the state is not a dict."""
     top = entries.get(key)
     return [f"{key}/{name}" for name in top.components()] if isinstance(top, DictEntry) else None

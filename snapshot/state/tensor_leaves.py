@@ -1,7 +1,7 @@
-"""Tensors and arrays of an app state become leaves: what flattening does where it comes to one.
+"""Flattening of tensors and arrays to leaves.
 
-A plain tensor costs as few attribute reads as can be: a snapshot of 10,000 small tensors spends more here than in
-system calls.
+A plain tensor costs as few attribute reads as possible: a snapshot of 10,000 small tensors spends more time here than
+in system calls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from snapshot.state.compound import is_wrapped_local
 from snapshot.state.flat_state import LOW, FlatState
 from snapshot.state.leaves import Leaf
 from snapshot.state.prepared import Prepare, prepare_shards, prepare_tensor
-from snapshot.state.sharded import sharded, waited
+from snapshot.state.sharded import find_shards, wait_for_tensor
 from snapshot.tensors import composite
 from snapshot.tensors.addresses import is_plain
 from snapshot.tensors.dtypes import NAMES
@@ -29,9 +29,9 @@ from snapshot.tensors.dtypes import NAMES
 _COMPLEX = frozenset(("complex32", "complex64", "complex128"))
 SIMPLE = {dtype: name for dtype, name in NAMES.items() if name not in _COMPLEX}
 _ONLY_BYTES = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
-"""Dtypes that torch can only hold: it cannot copy them into another order."""
+"""Dtypes that torch cannot copy into another order."""
 _OF_MODULES = frozenset(("persistent", "_is_buffer", "_is_param"))
-"""Attributes with which torch marks what a module holds; it gives them anew."""
+"""Attributes with which torch marks a module's tensors; torch sets them again."""
 
 
 class TensorLeaves(FlatState, ABC):
@@ -44,31 +44,34 @@ class TensorLeaves(FlatState, ABC):
         *,
         classes: bool = True,
     ) -> None:
-        """`classes`: take objects apart that have a class of their own; else they are pickled. Whoever reads them needs
-        live ones to give them their classes back."""
+        """Create an empty state.
+
+        With `classes`, objects with a class of their own are taken apart, and their readers need live objects.
+        Otherwise they are pickled.
+        """
         super().__init__()
         self._excluded = excluded
         self._classes = classes
         self._within = False
-        """Whether an object is taken apart of which it is known that it does not hold itself."""
+        """True inside an object that is known not to contain itself."""
         self._prepare = prepare
         self._prepared_of: dict[int, list[tuple[torch.Tensor, str]]] = {}
         self._arrays: dict[Any, tuple[str, Any]] = {}
         self._boxes: dict[Any, str] = {}
         self._shapes: dict[torch.Size, tuple[int, ...]] = {}
 
-    def _tensor(self, path: str, tensor: torch.Tensor, depth: int = 0) -> None:
-        """Add a plain tensor in the fewest attribute reads: each costs as much as all the rest of a line of Python."""
+    def _add_tensor(self, path: str, tensor: torch.Tensor, depth: int = 0) -> None:
+        """Add a plain tensor in the fewest attribute reads, which dominate the cost."""
         if self._prepare is not None:
-            if self._prepared_before(path, tensor):
+            if self._note_prepared(path, tensor):
                 return
-            tensor = self._prepared(path, tensor)
+            tensor = self._prepare_tensor(path, tensor)
         dtype = NAMES.get(tensor.dtype)
         if not tensor.is_cpu or dtype is None or tensor.layout is not torch.strided or tensor.is_nested:
-            self._unusual(path, tensor, dtype)
+            self._add_unusual(path, tensor, dtype)
             return
         if not tensor.is_contiguous() or tensor.requires_grad:
-            self._described(path, tensor, dtype, None)
+            self._add_described(path, tensor, dtype, None)
             return
         size = tensor.shape
         shape = self._shapes.get(size)
@@ -83,21 +86,21 @@ class TensorLeaves(FlatState, ABC):
             if address < LOW:
                 refuse_freed(path, tensor)
             if address in self.seen:
-                if self._tied(leaf, address):
+                if self._note_tie(leaf, address):
                     return
             else:
                 self.seen[address] = leaf
         self.leaves.append(leaf)
 
-    def _unusual(self, path: str, tensor: torch.Tensor, dtype: str | None) -> None:
-        """On another device, of another layout, or of a dtype that is stored in parts."""
+    def _add_unusual(self, path: str, tensor: torch.Tensor, dtype: str | None) -> None:
+        """Add a tensor on another device, of another layout, or of a dtype that is stored in parts."""
         if dtype is None or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
-            self._composite(path, tensor)
+            self._add_composite(path, tensor)
         else:
-            self._described(path, tensor, dtype, None)
+            self._add_described(path, tensor, dtype, None)
 
-    def _tied(self, leaf: Leaf, address: int) -> bool:
-        """Whether the very same memory is a leaf already, seen in the same way; if so, note it."""
+    def _note_tie(self, leaf: Leaf, address: int) -> bool:
+        """Record a tie and return True if a leaf is the same view of the same memory."""
         others = self.seen.get(address)
         if others is None:
             self.seen[address] = leaf
@@ -106,18 +109,18 @@ class TensorLeaves(FlatState, ABC):
             others = self.seen[address] = [others]
         tensor = leaf.tensor
         for other in others:
-            if composite.seen_alike(other.tensor, tensor):
+            if composite.is_same_view(other.tensor, tensor):
                 self.ties[leaf.path] = other.path
                 return True
         others.append(leaf)
         return False
 
-    def _described(self, path: str, tensor: torch.Tensor, dtype: str, subclass: str | None) -> None:
-        """Add a tensor of which more is recorded than its bytes: how it lies in memory, its class, `requires_grad`."""
+    def _add_described(self, path: str, tensor: torch.Tensor, dtype: str, subclass: str | None) -> None:
+        """Add a tensor with its memory order, its class and `requires_grad`."""
         if dtype in _ONLY_BYTES and not tensor.is_contiguous():
             raise SnapshotError(f"{path}: torch cannot copy a {tensor.dtype}, so it can be saved only in C order")
         self.entries[path] = None
-        order = composite.stride_order(tensor)
+        order = composite.find_stride_order(tensor)
         requires_grad = tensor.requires_grad
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes:
@@ -127,30 +130,30 @@ class TensorLeaves(FlatState, ABC):
             extra, note = e.Extra(order, subclass, requires_grad), f"{order} {subclass} {requires_grad}"
         address = tensor.data_ptr() if nbytes else 0
         leaf = Leaf(path, tensor, dtype, tuple(tensor.shape), nbytes, address, is_plain(tensor), extra, note)
-        if nbytes and self._tied(leaf, address):
+        if nbytes and self._note_tie(leaf, address):
             return
         self.leaves.append(leaf)
 
-    def _parameter(self, path: str, tensor: torch.Tensor, depth: int = 0) -> None:
-        self._tensor_like(path, tensor)
+    def _add_parameter(self, path: str, tensor: torch.Tensor, depth: int = 0) -> None:
+        self._add_tensor_like(path, tensor)
 
-    def _tensor_like(self, path: str, tensor: torch.Tensor) -> None:
-        """Add a subclass of Tensor: stored as its data with the name of its class, if data is all that it is."""
-        tensor = waited(tensor)
-        if type(tensor) is not torch.nn.Parameter and not is_wrapped_local(tensor) and self._sharded(path, tensor):
+    def _add_tensor_like(self, path: str, tensor: torch.Tensor) -> None:
+        """Add a subclass of Tensor: stored as its data with the name of its class, if it has no other state."""
+        tensor = wait_for_tensor(tensor)
+        if type(tensor) is not torch.nn.Parameter and not is_wrapped_local(tensor) and self._add_sharded(path, tensor):
             return
-        subclass = composite.plain_subclass(tensor)
+        subclass = composite.plain_subclass_name(tensor)
         if subclass is None:
-            if not self._wrapped(path, tensor):
-                self._object(path, tensor)
+            if not self._add_wrapped(path, tensor):
+                self._add_object(path, tensor)
             return
         if type(tensor) is not torch.nn.Parameter:
             lost = [name for name in getattr(tensor, "__dict__", ()) if name not in _OF_MODULES]
             self.lossy.extend([f"{path} ({subclass}: {', '.join(lost)})"] if lost else [])
         if self._prepare is not None and not isinstance(tensor, UninitializedTensorMixin):
-            if self._prepared_before(path, tensor):
+            if self._note_prepared(path, tensor):
                 return
-            tensor = self._prepared(path, tensor)
+            tensor = self._prepare_tensor(path, tensor)
         if isinstance(tensor, UninitializedTensorMixin):
             raise SnapshotError(f"{path}: is not initialised yet, so there is nothing to save; run the module once")
         dtype = NAMES.get(tensor.dtype)
@@ -159,13 +162,13 @@ class TensorLeaves(FlatState, ABC):
                 plain = tensor.as_subclass(torch.Tensor)
             else:  # which has no storage that a view could share
                 plain = tensor.detach().requires_grad_(tensor.requires_grad)
-            self._composite(path, plain, subclass)
+            self._add_composite(path, plain, subclass)
             return
-        self._described(path, tensor, dtype, subclass)
+        self._add_described(path, tensor, dtype, subclass)
 
-    def _sharded(self, path: str, value: Any) -> bool:
-        """Whether a value is a part of a tensor that other ranks hold the rest of; if so, it is described."""
-        shards = sharded(path, value)
+    def _add_sharded(self, path: str, value: Any) -> bool:
+        """Add a value that is sharded over ranks; return False for any other value."""
+        shards = find_shards(path, value)
         if shards is None:
             return False
         self.entries[path] = None
@@ -174,7 +177,7 @@ class TensorLeaves(FlatState, ABC):
             for piece in shards.pieces
             if piece.tensor.numel()
         )
-        if places and not shards.open:
+        if places and not shards.is_open:
             owner = self._boxes.setdefault((shards.kind, shards.layout, shards.dtype, shards.shape, places), path)
             if owner != path:
                 self.ties[path] = owner
@@ -183,31 +186,31 @@ class TensorLeaves(FlatState, ABC):
         self.shards[path] = shards if self._prepare is None else prepare_shards(self._prepare, path, shards)
         return True
 
-    def _prepared_before(self, path: str, tensor: torch.Tensor) -> bool:
-        """Whether the very same tensor was prepared under another name; if so, this is a tie of that."""
+    def _note_prepared(self, path: str, tensor: torch.Tensor) -> bool:
+        """Record a tie and return True if the same tensor was prepared under another name."""
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or not tensor.numel():
             return False
         others = self._prepared_of.setdefault(tensor.data_ptr(), [])
         for twin, owner in others:
-            if composite.seen_alike(twin, tensor):
+            if composite.is_same_view(twin, tensor):
                 self.entries[path] = None
                 self.ties[path] = self.ties.get(owner, owner)
                 return True
         others.append((tensor, path))
         return False
 
-    def _prepared(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _prepare_tensor(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
         assert self._prepare is not None
         return prepare_tensor(self._prepare, path, tensor)
 
-    def _composite(self, path: str, tensor: torch.Tensor, subclass: str | None = None) -> None:
+    def _add_composite(self, path: str, tensor: torch.Tensor, subclass: str | None = None) -> None:
         if tensor.is_meta:
             raise SnapshotError(f"{path}: is on the meta device, so it has no data to save")
         if tensor.is_quantized and tensor.numel():
             refuse_freed(path, tensor)
-        taken = composite.take_apart(tensor)
+        taken = composite.decompose_tensor(tensor)
         if taken is None:
-            self._object(path, tensor)
+            self._add_object(path, tensor)
             return
         kind, parts, params = taken
         params |= {"requires_grad": True} if tensor.requires_grad else {}
@@ -215,9 +218,9 @@ class TensorLeaves(FlatState, ABC):
         entry = e.TensorPartsEntry(kind, {}, params)
         self.entries[path] = entry
         for name, part in parts.items():
-            self._part(path, name, part, entry.parts, f"{kind} {params}")
+            self._add_part(path, name, part, entry.parts, f"{kind} {params}")
 
-    def _part(
+    def _add_part(
         self,
         path: str,
         name: str,
@@ -238,10 +241,10 @@ class TensorLeaves(FlatState, ABC):
         below = f"{path}%[{name}]"
         self.leaves.append(Leaf(below, tensor, dtype, shape, nbytes, address, plain, None, note, wrap, splits=False))
 
-    def _array(self, path: str, value: np.ndarray[Any, Any] | np.generic, depth: int) -> None:
-        described = numpy_arrays.describe(value)
+    def _add_array(self, path: str, value: np.ndarray[Any, Any] | np.generic, depth: int) -> None:
+        described = numpy_arrays.describe_array(value)
         if described is None:
-            self._object(path, value)
+            self._add_object(path, value)
             return
         dtype, shape, order, tensor = described
         self.entries[path] = None
@@ -264,15 +267,15 @@ class TensorLeaves(FlatState, ABC):
         )
 
     @abstractmethod
-    def _object(self, path: str, value: Any) -> None:
-        """Store what nothing else can hold."""
+    def _add_object(self, path: str, value: Any) -> None:
+        """Store an object that has no other representation."""
 
     @abstractmethod
-    def _wrapped(self, path: str, tensor: torch.Tensor) -> bool:
+    def _add_wrapped(self, path: str, tensor: torch.Tensor) -> bool:
         """Flatten a tensor that wraps others; False for any other tensor."""
 
 
 def refuse_freed(path: str, tensor: torch.Tensor) -> None:
-    """Raise where a tensor has lost its memory."""
+    """Raise if a tensor has lost its memory."""
     if composite.is_freed(tensor):
         raise SnapshotError(f"{path}: its memory was freed, so it has no data to save")

@@ -1,1 +1,1 @@
-"""Tensors as bytes: where they lie, what they are called on storage, and how their bytes are digested."""
+"""Tensors as bytes: their memory, their names on storage, and their digests."""

@@ -1,8 +1,9 @@
 """Tensors' memory as buffers, without copying it.
 
-`ctypes` arrays over an address are the cheapest buffer that Python can make of any tensor, whatever its dtype: half
-the time of `tensor.numpy()`, and no trouble with bfloat16 or `requires_grad`. They keep nothing alive: whoever makes
-one holds the tensor."""
+`ctypes` arrays over an address are the cheapest buffer that Python can create for any tensor, whatever its dtype. They
+take half the time of `tensor.numpy()`, and support bfloat16 and `requires_grad`. They keep nothing alive: the caller
+must hold the tensor.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +23,31 @@ _held = ctypes.PyDLL(None)
 
 
 @lru_cache(maxsize=4096)
-def array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    """Return the ctypes array type of a length; made once, since making one costs more than all else here."""
+def make_array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    """Return the ctypes array type of a length. It is cached, since creating a type is slow."""
     return _Char * nbytes
 
 
-def view(address: int, nbytes: int) -> memoryview:
-    """Return the bytes at an address, to be read and written, and sliced."""
-    return memoryview(array_type(nbytes).from_address(address)).cast("B") if nbytes else memoryview(b"")
+def view_memory(address: int, nbytes: int) -> memoryview:
+    """Return a writable memoryview of the bytes at an address."""
+    return memoryview(make_array_type(nbytes).from_address(address)).cast("B") if nbytes else memoryview(b"")
 
 
-def buffer(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
-    """Return the bytes at an address, whole: cheaper than a `view`, for what is only handed on."""
-    return array_type(nbytes).from_address(address)
+def wrap_memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+    """Return a buffer of the bytes at an address, cheaper than `view_memory` if it is not sliced."""
+    return make_array_type(nbytes).from_address(address)
 
 
 def address_of(data: memoryview) -> int:
-    """Where a writable memoryview's bytes lie."""
+    """Return the address of a writable memoryview's bytes."""
     return ctypes.addressof(ctypes.c_char.from_buffer(data)) if len(data) else 0
 
 
 def address_of_tensor(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory begins; of a sharded one, this rank's part, and of a wrapped one, its first inner one's.
-    Something of its own for a tensor without memory."""
+    """Return the address of a tensor's memory, or a unique number for a tensor without memory.
+
+    For a sharded tensor it is this rank's part, and for a wrapped one its first inner tensor.
+    """
     local = getattr(tensor, "_local_tensor", tensor)
     while is_traceable_wrapper_subclass(local):
         local = getattr(local, local.__tensor_flatten__()[0][0])
@@ -54,27 +57,30 @@ def address_of_tensor(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
-copy = _libc.memmove
-"""`copy(to, from, nbytes)` with the GIL released: for long copies."""
-copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-copy.restype = None
+copy_memory = _libc.memmove
+"""`copy_memory(to, from, nbytes)` with the GIL released: for long copies."""
+copy_memory.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+copy_memory.restype = None
 
-copy_short = _held.memmove
-"""The same with the GIL held: giving it up costs more than a copy of some KiB."""
-copy_short.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-copy_short.restype = None
+copy_memory_short = _held.memmove
+"""`copy_memory` with the GIL held: releasing it costs more than a copy of some KiB."""
+copy_memory_short.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+copy_memory_short.restype = None
 
 SHORT = 32 << 10
-"""Up to so many bytes `copy_short` is the cheaper one."""
+"""The length up to which `copy_memory_short` is faster."""
 
 
 _POPULATE_WRITE = 23
 _noisy = ctypes.CDLL(None, use_errno=True)
 
 
-def populate(address: int, nbytes: int) -> bool:
-    """Have the pages of a range made, at once: much quicker than one by one, as they are written to; and where there is
-    no memory for them this is an error, and not a signal in the middle of a copy. False where the kernel cannot."""
+def populate_pages(address: int, nbytes: int) -> bool:
+    """Allocate the pages of a range at once; return False if the kernel does not support it.
+
+    This is much faster than page faults during a copy. If memory is exhausted, it raises an error, while a page fault
+    would end the process by a signal.
+    """
     if _noisy.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_WRITE) == 0:
         return True
     if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
@@ -83,5 +89,5 @@ def populate(address: int, nbytes: int) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie one after the other in host memory, as they will on storage."""
+    """Return True if a tensor's elements are contiguous in host memory, as they are on storage."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -1,4 +1,4 @@
-"""Tensors that are more than their bytes: how they lie in memory, subclasses, sparse layouts, quantised ones."""
+"""Tensors with more than their bytes: memory order, subclasses, sparse layouts, quantisation."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _COMPRESSED: dict[torch.layout, tuple[str, str, str]] = {
 _LAYOUTS = {kind: layout for layout, (kind, _, _) in _COMPRESSED.items()}
 
 
-def stride_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the order of a tensor's dimensions in memory, where it is dense but not in C order; else None."""
+def find_stride_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the order of a tensor's dimensions in memory if it is dense but not in C order; else None."""
     if tensor.is_contiguous() or tensor.numel() == 0:
         return None
     strides, shape = tensor.stride(), tensor.shape
@@ -38,13 +38,13 @@ def stride_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return order
 
 
-def empty(
+def allocate_tensor(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     order: tuple[int, ...] | None = None,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Return a new tensor whose dimensions lie in memory in the given order."""
+    """Return a new tensor whose dimensions are in memory in the given order."""
     if order is None:
         return torch.empty(shape, dtype=dtype, device=device)
     made = torch.empty([shape[axis] for axis in order], dtype=dtype, device=device)
@@ -52,8 +52,8 @@ def empty(
     return made.permute(back)
 
 
-def seen_alike(twin: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether two tensors that begin at one address are the same tensor."""
+def is_same_view(twin: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Return True if two tensors that begin at one address are the same tensor."""
     return (
         twin.dtype == tensor.dtype
         and twin.shape == tensor.shape
@@ -67,7 +67,7 @@ def seen_alike(twin: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that has elements has lost its memory, as sharded modules free what they gather."""
+    """Return True if a tensor with elements has no memory, as when a sharded module has freed it."""
     return tensor.untyped_storage().nbytes() == 0
 
 
@@ -75,22 +75,21 @@ def _is_plain(kind: type[torch.Tensor]) -> bool:
     return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def plain_subclass(tensor: torch.Tensor) -> str | None:
-    """Return the name of a tensor's class, where its data is all that it is; None where it needs its own ways to be
-    stored."""
+def plain_subclass_name(tensor: torch.Tensor) -> str | None:
+    """Return the name of a tensor's class if its data is its whole state; None otherwise."""
     kind = type(tensor)
     if not _is_plain(kind):
         return None
     return class_name(kind)
 
 
-def dress(path: str, tensor: torch.Tensor, subclass: str | None, requires_grad: bool) -> torch.Tensor:
+def restore_class(path: str, tensor: torch.Tensor, subclass: str | None, requires_grad: bool) -> torch.Tensor:
     """Give a plain tensor the class and `requires_grad` that it was saved with.
 
     A class other than Parameter must have been imported already: a snapshot cannot make this process import anything.
     """
     if requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise CorruptSnapshotError(f"{path}: is said to require a gradient, which no {tensor.dtype} can have")
+        raise CorruptSnapshotError(f"{path}: requires_grad must be False for {tensor.dtype}, got True")
     if subclass == _PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad)
     if subclass is not None:
@@ -110,13 +109,13 @@ def dress(path: str, tensor: torch.Tensor, subclass: str | None, requires_grad: 
 
 _INTEGERS = {"qint8": torch.qint8, "quint8": torch.quint8, "qint32": torch.qint32}
 _FORMATS = {(0, 2, 3, 1): torch.channels_last, (0, 2, 3, 4, 1): torch.channels_last_3d}
-"""The only orders that torch gives a tensor that is quantised by channel."""
+"""The only orders that torch supports for tensors quantised by channel."""
 
-Taken = tuple[str, dict[str, torch.Tensor], dict[str, Any]]
+Decomposed = tuple[str, dict[str, torch.Tensor], dict[str, Any]]
 
 
-def take_apart(tensor: torch.Tensor) -> Taken | None:
-    """(kind, parts, parameters) of a tensor that is made of tensors; None for one that nobody here knows."""
+def decompose_tensor(tensor: torch.Tensor) -> Decomposed | None:
+    """Return (kind, parts, parameters) of a tensor made of tensors; None for an unknown one."""
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         parts = {"indices": tensor._indices(), "values": tensor._values()}
@@ -126,15 +125,15 @@ def take_apart(tensor: torch.Tensor) -> Taken | None:
         parts = {outer: getattr(tensor, outer)(), inner: getattr(tensor, inner)(), "values": tensor.values()}
         return kind, parts, {"shape": list(tensor.shape)}
     if tensor.layout is torch.strided and tensor.is_quantized:
-        return _take_quantised_apart(tensor)
+        return _decompose_quantised(tensor)
     return None
 
 
-def _take_quantised_apart(tensor: torch.Tensor) -> Taken | None:
+def _decompose_quantised(tensor: torch.Tensor) -> Decomposed | None:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in _INTEGERS:  # several values in a byte
         return None
-    scheme, order = tensor.qscheme(), stride_order(tensor)
+    scheme, order = tensor.qscheme(), find_stride_order(tensor)
     if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         params = {"dtype": dtype, "scale": float(tensor.q_scale()).hex(), "zero_point": int(tensor.q_zero_point())}
         params |= {"order": list(order)} if order is not None else {}
@@ -154,20 +153,20 @@ def _take_quantised_apart(tensor: torch.Tensor) -> Taken | None:
 Parts = Mapping[str, torch.Tensor]
 
 
-def put_together(path: str, kind: str, parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
-    """Return the tensor that was taken apart."""
+def compose_tensor(path: str, kind: str, parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
+    """Return the tensor that `decompose_tensor` has taken apart."""
     build = _BUILDERS.get(kind)
     if build is None:
-        raise CorruptSnapshotError(f"{path}: {kind!r} is no kind of tensor that this version knows")
+        raise CorruptSnapshotError(f"{path}: unknown kind of tensor {kind!r}")
     try:
         with torch.no_grad():
             made = build(parts, params)
     except Exception as error:  # torch raises many kinds at what it cannot make
-        raise CorruptSnapshotError(f"{path}: its parts do not make a {kind} tensor: {error}") from error
-    return dress(path, made, params.get("subclass"), bool(params.get("requires_grad")))
+        raise CorruptSnapshotError(f"{path}: cannot build a {kind} tensor from its parts: {error}") from error
+    return restore_class(path, made, params.get("subclass"), bool(params.get("requires_grad")))
 
 
-def _sparse_coo(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
+def _build_sparse_coo(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
     values = parts["values"]
     made = torch.sparse_coo_tensor(
         parts["indices"], values, params["shape"], device=values.device, check_invariants=True
@@ -175,7 +174,7 @@ def _sparse_coo(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
     return made._coalesced_(bool(params["coalesced"]))
 
 
-def _compressed(kind: str) -> Callable[[Parts, Mapping[str, Any]], torch.Tensor]:
+def _make_compressed_builder(kind: str) -> Callable[[Parts, Mapping[str, Any]], torch.Tensor]:
     _, outer, inner = _COMPRESSED[_LAYOUTS[kind]]
 
     def build(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
@@ -194,23 +193,23 @@ def _compressed(kind: str) -> Callable[[Parts, Mapping[str, Any]], torch.Tensor]
     return build
 
 
-def _in_order(integers: torch.Tensor, params: Mapping[str, Any]) -> tuple[torch.Tensor, list[int]]:
-    """Return the integers as they shall lie in memory, and the order of the dimensions there."""
+def _order_integers(integers: torch.Tensor, params: Mapping[str, Any]) -> tuple[torch.Tensor, list[int]]:
+    """Return the integers in their memory order, and the order of the dimensions."""
     order = params.get("order") or list(range(integers.dim()))
     if sorted(order) != list(range(integers.dim())):
-        raise ValueError(f"{order} is no order of {counted(integers.dim(), 'dimension')}")
+        raise ValueError(f"{order} is not an order of {counted(integers.dim(), 'dimension')}")
     return integers.permute(order).contiguous(), order
 
 
 def _check_zero_points(zero_points: Any, integers: torch.Tensor) -> None:
-    """Torch makes a tensor with any, and fails when it is looked at."""
+    """Raise if a zero point is out of range. torch accepts it, and fails on access."""
     known = torch.iinfo(integers.dtype)
     if not bool(((zero_points >= known.min) & (zero_points <= known.max)).all()):
-        raise ValueError(f"a zero point that is no {integers.dtype}")
+        raise ValueError(f"zero points must be in the range of {integers.dtype}")
 
 
-def _per_tensor(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
-    integers, order = _in_order(parts["integers"], params)
+def _build_per_tensor(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
+    integers, order = _order_integers(parts["integers"], params)
     _check_zero_points(torch.tensor(params["zero_point"], device="cpu"), integers)
     made = torch._empty_affine_quantized(
         integers.shape,
@@ -223,8 +222,8 @@ def _per_tensor(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
     return made.permute([order.index(axis) for axis in range(len(order))]) if "order" in params else made
 
 
-def _per_channel(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
-    integers, order = _in_order(parts["integers"], params)
+def _build_per_channel(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
+    integers, order = _order_integers(parts["integers"], params)
     _check_zero_points(parts["zero_points"], integers)
     made = torch._empty_per_channel_affine_quantized(
         parts["integers"].shape,
@@ -240,8 +239,8 @@ def _per_channel(parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
 
 
 _BUILDERS: dict[str, Callable[[Parts, Mapping[str, Any]], torch.Tensor]] = {
-    "sparse_coo": _sparse_coo,
-    **{kind: _compressed(kind) for kind in _LAYOUTS},
-    "quantized_per_tensor": _per_tensor,
-    "quantized_per_channel": _per_channel,
+    "sparse_coo": _build_sparse_coo,
+    **{kind: _make_compressed_builder(kind) for kind in _LAYOUTS},
+    "quantized_per_tensor": _build_per_tensor,
+    "quantized_per_channel": _build_per_channel,
 }

@@ -1,7 +1,7 @@
-"""Digests: xxh3 of 128 bits over a range, by blocks of 256 KiB where the range is longer than one.
+"""Digests: xxh3 of 128 bits over a range, by blocks of 256 KiB for longer ranges.
 
-Blocks are digested in any order, by any thread, while they are hot; a partial read verifies only the blocks it touches.
-They are against accidents, not against attackers.
+Blocks are digested in any order, by any thread, while they are in cache. A partial read verifies only the blocks that
+it touches. The digests protect against accidents, not against attackers.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ block_digest = xxhash.xxh3_128_digest
 _hex = xxhash.xxh3_128_hexdigest
 
 
-def of_range(data: Buffer) -> str:
+def digest_range(data: Buffer) -> str:
     """Return the digest of a range of at most one block, or of a document.
 
-    >>> of_range(b"")
+    >>> digest_range(b"")
     'xxh3:99aa06d3014798d86001c324468d497f'
     """
     return "xxh3:" + _hex(data)
 
 
-def of_table(table: Buffer) -> str:
+def digest_table(table: Buffer) -> str:
     """Return the digest of a longer range, from the table of its blocks' digests."""
     return "xxh3:" + _hex(table)
 
 
-def of_bytes(data: Buffer) -> str:
+def digest_bytes(data: Buffer) -> str:
     """Return the digest of a range of any length."""
     view = memoryview(data).cast("B")
     if len(view) <= BLOCK:
-        return of_range(view)
-    return of_table(b"".join(block_digest(view[begin : begin + BLOCK]) for begin in range(0, len(view), BLOCK)))
+        return digest_range(view)
+    return digest_table(b"".join(block_digest(view[begin : begin + BLOCK]) for begin in range(0, len(view), BLOCK)))
 
 
-def digests(joined: bytes) -> list[bytes]:
-    """Digests that stand one after the other."""
+def split_digests(joined: bytes) -> list[bytes]:
+    """Return concatenated digests as a list."""
     return [joined[at : at + SIZE] for at in range(0, len(joined), SIZE)]
 
 
-def block_count(nbytes: int) -> int:
-    """How many blocks a range's table holds; 0 where it needs none."""
+def count_blocks(nbytes: int) -> int:
+    """Return the number of blocks in a range's table; 0 if it needs no table."""
     return -(-nbytes // BLOCK) if nbytes > BLOCK else 0
 
 
 class RunningDigest:
-    """The digest of one range whose bytes come in order, in pieces that know nothing of blocks."""
+    """The digest of one range whose bytes arrive in order, in pieces of any length."""
 
     __slots__ = ("_open", "_open_bytes", "_table")
 
@@ -63,7 +63,7 @@ class RunningDigest:
         self._open_bytes = 0
 
     def update(self, data: memoryview) -> None:
-        """Take the next bytes; whole blocks are digested in place, only one that straddles pieces is carried over."""
+        """Add the next bytes; whole blocks are digested in place, and a partial block is carried over."""
         position = 0
         if self._open_bytes:
             position = min(BLOCK - self._open_bytes, len(data))
@@ -82,11 +82,11 @@ class RunningDigest:
             self._open_bytes = 0
 
     def finish(self) -> tuple[str, bytes]:
-        """Return the digest of all, and the table of the blocks' digests (empty where one block was enough)."""
+        """Return the digest of all bytes, and the table of block digests (empty for a single block)."""
         table: Sequence[bytes] = self._table
         if self._open_bytes or not table:
             table = [*table, self._open.digest()]
         if len(table) == 1:
             return "xxh3:" + table[0].hex(), b""
         joined = b"".join(table)
-        return of_table(joined), joined
+        return digest_table(joined), joined

@@ -1,4 +1,4 @@
-"""The names of dtypes, in our manifest and in safetensors headers."""
+"""The names of dtypes, in this library's manifest and in safetensors headers."""
 
 from __future__ import annotations
 
@@ -32,4 +32,4 @@ SAFETENSORS: dict[str, str] = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""Our name -> safetensors' name, for what every release of that library reads; the rest is stored as bytes (`U8`)."""
+"""This library's name -> safetensors' name, for dtypes that each of its releases reads; others are stored as bytes."""

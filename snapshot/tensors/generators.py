@@ -11,11 +11,11 @@ from snapshot.errors import CorruptSnapshotError
 from snapshot.saved import SavedObject
 
 KIND = "Generator"
-"""Their kind among what is made of tensors."""
+"""The `kind` of their entries."""
 
 
-def device_of(path: str, params: Mapping[str, Any]) -> torch.device:
-    """Return the device of a generator that was saved."""
+def read_device(path: str, params: Mapping[str, Any]) -> torch.device:
+    """Return the device of a saved generator."""
     name = params.get("device")
     try:
         if isinstance(name, str):
@@ -25,17 +25,17 @@ def device_of(path: str, params: Mapping[str, Any]) -> torch.device:
     raise CorruptSnapshotError(f"{path}: {str(name)[:80]!r} is not the device of a generator")
 
 
-def made(path: str, params: Mapping[str, Any], state: torch.Tensor) -> Any:
-    """Return a generator in this state; its device and state alone where this machine has no such device."""
-    device = device_of(path, params)
+def make_generator(path: str, params: Mapping[str, Any], state: torch.Tensor) -> Any:
+    """Return a generator in this state, or its device and state if this machine lacks the device."""
+    device = read_device(path, params)
     try:
         generator = torch.Generator(device)
     except (RuntimeError, AssertionError):
         return SavedObject("Generator", "torch.Generator", {"device": device, "state": state})
-    return filled(path, generator, state)
+    return fill_generator(path, generator, state)
 
 
-def filled(path: str, generator: torch.Generator, state: torch.Tensor) -> torch.Generator:
+def fill_generator(path: str, generator: torch.Generator, state: torch.Tensor) -> torch.Generator:
     """Set a generator's state."""
     try:
         generator.set_state(state.cpu())

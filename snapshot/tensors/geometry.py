@@ -1,7 +1,7 @@
 """Boxes in a tensor, and the ranges of its flat bytes that they cover.
 
-Everything is counted in elements, in C order. A box is a pair of tuples: where it begins, and how long it is, by
-dimension."""
+All counts are in elements, in C order. A box is a pair of tuples: its offsets and its sizes, by dimension.
+"""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements it holds."""
+        """The number of elements."""
         return math.prod(self.sizes)
 
     def slices(self) -> tuple[slice, ...]:
-        """Return what to index a tensor with."""
+        """Return the slices that index the box in a tensor."""
         return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def relative_to(self, origin: Shape) -> Box:
-        """Return the same box, seen from another origin."""
+        """Return the box in coordinates relative to an origin."""
         return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
 
-    def within(self, origin: Shape) -> Box:
-        """Return the same box, in what its own origin lies in at `origin`: the other way round."""
+    def moved_by(self, origin: Shape) -> Box:
+        """Return the box in outer coordinates, given the origin of its own: the inverse of `relative_to`."""
         return Box(tuple(a + b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
 
     def __str__(self) -> str:
         return ",".join(f"{offset}:{offset + size}" for offset, size in zip(self.offsets, self.sizes, strict=True))
 
 
-def whole(shape: Shape) -> Box:
+def whole_box(shape: Shape) -> Box:
     """Return the box that is all of a tensor."""
     return Box((0,) * len(shape), shape)
 
 
-def inside(box: Box, shape: Shape) -> bool:
-    """Whether a box lies within a tensor of that shape."""
+def is_inside(box: Box, shape: Shape) -> bool:
+    """Return True if a box is within a tensor of that shape."""
     return (
         len(box.offsets) == len(box.sizes) == len(shape)
         and all(offset >= 0 and size >= 0 for offset, size in zip(box.offsets, box.sizes, strict=True))
@@ -56,7 +56,7 @@ def inside(box: Box, shape: Shape) -> bool:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return what two boxes share; None where that is nothing."""
+    """Return the intersection of two boxes; None if it is empty."""
     begins = tuple(map(max, a.offsets, b.offsets))
     sizes = tuple(
         min(ao + asz, bo + bsz) - begin
@@ -65,9 +65,11 @@ def intersect(a: Box, b: Box) -> Box | None:
     return Box(begins, sizes) if all(size > 0 for size in sizes) else None
 
 
-def overlap(boxes: list[Box]) -> bool:
-    """Whether any two of the boxes share an element. Planes between them part them into ever smaller groups; only where
-    no plane does, pairs are compared. A `ValueError` for what no way of sharding makes: looking at it would take hours.
+def boxes_overlap(boxes: list[Box]) -> bool:
+    """Return True if any two of the boxes share an element.
+
+    Planes split the boxes into ever smaller groups, and pairs are compared only if no plane does. Raise ValueError for
+    arrangements that no sharding creates, since comparing them could take hours.
     """
     if not boxes or not boxes[0].sizes:
         return len(boxes) > 1
@@ -77,22 +79,22 @@ def overlap(boxes: list[Box]) -> bool:
         group = groups.pop()
         patience -= len(group)
         if patience < 0:
-            raise ValueError(f"its {counted(len(boxes), 'part')} lie in no order that a layout has")
+            raise ValueError(f"its {counted(len(boxes), 'part')} form no known layout")
         if len(group) < 2:
             continue
         for axis in range(len(group[0].sizes)):
-            parted = _parted(group, axis)
+            parted = _split_by_planes(group, axis)
             if len(parted) > 1:
                 groups.extend(parted)
                 break
         else:
-            if _sweep(group, patience):
+            if _sweep_pairs(group, patience):
                 return True
     return False
 
 
-def _parted(boxes: list[Box], axis: int) -> list[list[Box]]:
-    """Return the boxes in groups between which planes across an axis lie that cut none of them."""
+def _split_by_planes(boxes: list[Box], axis: int) -> list[list[Box]]:
+    """Return groups of boxes that planes across an axis separate without cutting a box."""
     groups: list[list[Box]] = []
     end = -1
     for box in sorted(boxes, key=lambda box: box.offsets[axis]):
@@ -103,14 +105,14 @@ def _parted(boxes: list[Box], axis: int) -> list[list[Box]]:
     return groups
 
 
-def _sweep(boxes: list[Box], patience: int) -> bool:
-    """Compare the boxes pair by pair, along the dimension in which they begin at the most places."""
+def _sweep_pairs(boxes: list[Box], patience: int) -> bool:
+    """Compare the boxes pair by pair, along the dimension with the most distinct offsets."""
     axis = max(range(len(boxes[0].sizes)), key=lambda axis: len({box.offsets[axis] for box in boxes}))
     active: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offsets[axis]):
         patience -= len(active)
         if patience < 0:
-            raise ValueError(f"its {counted(len(boxes), 'part')} lie in no order that a layout has")
+            raise ValueError(f"its {counted(len(boxes), 'part')} form no known layout")
         active = [other for other in active if other.offsets[axis] + other.sizes[axis] > box.offsets[axis]]
         if any(intersect(box, other) for other in active):
             return True
@@ -118,27 +120,27 @@ def _sweep(boxes: list[Box], patience: int) -> bool:
     return False
 
 
-def is_run(shape: Shape, box: Box) -> bool:
-    """Whether a box is one flat range of a tensor.
+def is_flat_range(shape: Shape, box: Box) -> bool:
+    """Return True if a box is one flat range of a tensor.
 
-    >>> is_run((2, 3), Box((0, 1), (1, 2))), is_run((2, 3), Box((0, 1), (2, 2)))
+    >>> is_flat_range((2, 3), Box((0, 1), (1, 2))), is_flat_range((2, 3), Box((0, 1), (2, 2)))
     (True, False)
     """
     first = next((axis for axis, size in enumerate(box.sizes) if size != 1), len(shape))
     return box.sizes[first + 1 :] == shape[first + 1 :]
 
 
-def split(shape: Shape, most: int) -> list[Box]:
+def split_shape(shape: Shape, most: int) -> list[Box]:
     """Cut a tensor into boxes of at most `most` elements, each of them one flat range, in order.
 
-    >>> [str(box) for box in split((2, 3), 2)]
+    >>> [str(box) for box in split_shape((2, 3), 2)]
     ['0:1,0:2', '0:1,2:3', '1:2,0:2', '1:2,2:3']
     """
     if math.prod(shape) <= most or not shape:
-        return [whole(shape)]
+        return [whole_box(shape)]
     row = math.prod(shape[1:])
     if row > most:
-        inner = split(shape[1:], most)
+        inner = split_shape(shape[1:], most)
         return [Box((i, *box.offsets), (1, *box.sizes)) for i in range(shape[0]) for box in inner]
     step = max(1, most // row)
     return [
@@ -174,12 +176,12 @@ def boxes_of_range(shape: Shape, begin: int, end: int) -> Iterator[tuple[int, Bo
             yield last * row + at, Box((last, *box.offsets), (1, *box.sizes))
 
 
-def runs(shape: Shape, box: Box, gap: int) -> list[tuple[int, int]]:
-    """Return the flat ranges that cover a box, in order. Ranges that lie at most `gap` elements apart are joined.
+def find_flat_ranges(shape: Shape, box: Box, gap: int) -> list[tuple[int, int]]:
+    """Return the flat ranges that cover a box, in order, joining those at most `gap` elements apart.
 
-    >>> runs((4, 10), Box((1, 2), (2, 3)), gap=0)
+    >>> find_flat_ranges((4, 10), Box((1, 2), (2, 3)), gap=0)
     [(12, 15), (22, 25)]
-    >>> runs((4, 10), Box((1, 2), (2, 3)), gap=7)
+    >>> find_flat_ranges((4, 10), Box((1, 2), (2, 3)), gap=7)
     [(12, 25)]
     """
     if box.numel == 0:

@@ -1,5 +1,7 @@
-"""What each rank of a mesh holds of a tensor, told by integers alone: so that whoever plans or tests needs neither
-processes nor torch, and so that no box depends on what a torch version happens to offer."""
+"""The boxes that each rank of a mesh holds of a tensor, computed from integers alone.
+
+Plans and tests need neither processes nor torch, and no box depends on the torch version.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typing import NamedTuple
 from snapshot.tensors.geometry import Box, Shape
 
 Interval = tuple[int, int]
-"""Where a run of indices begins, and where it ends."""
+"""The begin and end of a run of indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,40 +46,42 @@ Placements = tuple[Placement, ...]
 
 
 class HeldShards(NamedTuple):
-    """What a rank holds of a tensor."""
+    """The boxes of a tensor that a rank holds."""
 
     shape: Shape
-    """Of its local tensor."""
+    """The shape of its local tensor."""
     boxes: tuple[tuple[Box, Box], ...]
-    """Where each part lies in the whole tensor, and where in the local one. None of them is empty."""
+    """The box of each part in the whole tensor, and in the local one. No part is empty."""
 
 
 @functools.lru_cache(maxsize=4096)
-def held(
+def find_held_shards(
     shape: Shape,
     mesh_shape: Shape,
     placements: Placements,
     coordinate: Shape,
     order: tuple[int, ...] | None = None,
 ) -> HeldShards:
-    """Return what the rank at a coordinate of the mesh holds.
+    """Return the boxes that the rank at a coordinate of the mesh holds.
 
-    The dimensions of the mesh cut from left to right, each what the ones before it left. With an `order` of the mesh's
-    dimensions (see `nesting`), they cut in that order instead, and all as if they had no strides.
+    The dimensions of the mesh cut from left to right, each the remainder of those before it. With an `order` of the
+    mesh's dimensions (see `find_nesting`), they cut in that order instead, and all without strides.
 
-    >>> shape, boxes = held((6,), (2,), (Split(0, strides=2),), (0,))
+    >>> shape, boxes = find_held_shards((6,), (2,), (Split(0, strides=2),), (0,))
     >>> shape, [f"{box} is {local}" for box, local in boxes]
     ((4,), ['0:2 is 0:2', '3:5 is 2:4'])
     """
     if not len(mesh_shape) == len(placements) == len(coordinate):
-        raise ValueError(f"a mesh of shape {mesh_shape} has no {len(placements)} placements, or not at {coordinate}")
+        raise ValueError(
+            f"a mesh of shape {mesh_shape} must have one placement per dimension, got {len(placements)} at {coordinate}"
+        )
     axes: list[list[Interval]] = [[(0, size)] for size in shape]
     for mesh_dim in range(len(mesh_shape)) if order is None else order:
         placement = placements[mesh_dim]
         if isinstance(placement, Split):
             strides = placement.strides if order is None else 1
-            axes[placement.dim] = _share(axes[placement.dim], strides, mesh_shape[mesh_dim], coordinate[mesh_dim])
-    located = [_located(axis) for axis in axes]
+            axes[placement.dim] = _take_share(axes[placement.dim], strides, mesh_shape[mesh_dim], coordinate[mesh_dim])
+    located = [_locate_runs(axis) for axis in axes]
     boxes = []
     for part in itertools.product(*located):
         sizes = tuple(size for _, _, size in part)
@@ -85,19 +89,22 @@ def held(
     return HeldShards(tuple(sum(size for _, _, size in axis) for axis in located), tuple(boxes))
 
 
-def everywhere(
+def iterate_shards(
     shape: Shape, mesh_shape: Shape, placements: Placements, order: tuple[int, ...] | None = None
 ) -> Iterator[tuple[Shape, HeldShards]]:
-    """Yield what each coordinate of the mesh holds, in the mesh's order."""
+    """Yield the boxes at each coordinate of the mesh, in the mesh's order."""
     for coordinate in itertools.product(*map(range, mesh_shape)):
-        yield coordinate, held(shape, mesh_shape, placements, coordinate, order)
+        yield coordinate, find_held_shards(shape, mesh_shape, placements, coordinate, order)
 
 
-def peers(mesh_ranks: Sequence[int], mesh_shape: Shape, placements: Placements, coordinate: Shape) -> tuple[int, ...]:
-    """Return the ranks that hold the very same boxes as the one at a coordinate, itself included, in the mesh's order.
-    `mesh_ranks` are all of the mesh's, flat.
+def find_peers(
+    mesh_ranks: Sequence[int], mesh_shape: Shape, placements: Placements, coordinate: Shape
+) -> tuple[int, ...]:
+    """Return the ranks that hold the same boxes as the one at a coordinate, itself included.
 
-    >>> peers([0, 1, 2, 3], (2, 2), (Copy(), Split(0)), (0, 1))
+    `mesh_ranks` holds all ranks of the mesh, flat. The result is in the mesh's order.
+
+    >>> find_peers([0, 1, 2, 3], (2, 2), (Copy(), Split(0)), (0, 1))
     (1, 3)
     """
     same = (
@@ -110,14 +117,13 @@ def peers(mesh_ranks: Sequence[int], mesh_shape: Shape, placements: Placements, 
     )
 
 
-def nesting(mesh_shape: Shape, placements: Placements) -> tuple[int, ...] | None:
-    """Return the order in which the mesh's dimensions would cut, were strides only the traces of dimensions further
-    right that had cut before: what FSDP makes of a tensor that is parallel already. None where the strides tell of no
-    such order.
+def find_nesting(mesh_shape: Shape, placements: Placements) -> tuple[int, ...] | None:
+    """Return the order in which the mesh's dimensions cut, if strides encode one; None otherwise.
 
-    Where everything divides evenly, cutting in this order comes to the same as cutting from left to right.
+    FSDP uses such strides for a tensor that is parallel already: dimensions further right have cut it before. If all
+    sizes divide evenly, cutting in this order is equal to cutting from left to right.
 
-    >>> nesting((4, 2), (Split(0, strides=2), Split(0)))
+    >>> find_nesting((4, 2), (Split(0, strides=2), Split(0)))
     (1, 0)
     """
     orders: dict[int, list[int]] = {}
@@ -134,45 +140,46 @@ def nesting(mesh_shape: Shape, placements: Placements) -> tuple[int, ...] | None
     return tuple(itertools.chain.from_iterable(orders.values()))
 
 
-def strided(mesh_shape: Shape, placements: Placements, order: tuple[int, ...]) -> Placements:
-    """Return the placements with the strides that tell of an order: what `nesting` reads.
+def add_strides(mesh_shape: Shape, placements: Placements, order: tuple[int, ...]) -> Placements:
+    """Return the placements with strides that encode an order: the inverse of `find_nesting`.
 
-    >>> strided((4, 2), (Split(0), Split(0)), (1, 0))
+    >>> add_strides((4, 2), (Split(0), Split(0)), (1, 0))
     (Split(dim=0, strides=2), Split(dim=0, strides=1))
     """
     made = list(placements)
     for i, mesh_dim in enumerate(order):
         placement = placements[mesh_dim]
         if isinstance(placement, Split):
-            earlier = (other for other in order[:i] if other > mesh_dim and _cuts(placements[other], placement.dim))
+            earlier = (
+                other for other in order[:i] if other > mesh_dim and _cuts_dimension(placements[other], placement.dim)
+            )
             made[mesh_dim] = Split(placement.dim, math.prod(mesh_shape[other] for other in earlier))
     return tuple(made)
 
 
-def _cuts(placement: Placement, dim: int) -> bool:
+def _cuts_dimension(placement: Placement, dim: int) -> bool:
     return isinstance(placement, Split) and placement.dim == dim
 
 
-def _share(axis: list[Interval], strides: int, parts: int, index: int) -> list[Interval]:
-    """One rank's share of the indices of an axis, which are counted as if they followed each other."""
+def _take_share(axis: list[Interval], strides: int, parts: int, index: int) -> list[Interval]:
+    """Return one rank's share of an axis's indices, counted consecutively."""
     length = sum(end - begin for begin, end in axis)
     shares: list[Interval] = []
     for stride in range(strides):
-        first, last = _chunk(length, strides, stride)
-        begin, end = _chunk(last - first, parts, index)
-        shares += _among(axis, first + begin, first + end)
+        first, last = _chunk_interval(length, strides, stride)
+        begin, end = _chunk_interval(last - first, parts, index)
+        shares += _select_range(axis, first + begin, first + end)
     return shares
 
 
-def _chunk(length: int, parts: int, index: int) -> Interval:
-    """Where a chunk of a length lies: all are as long as the first, but for the last ones, which get what is left."""
+def _chunk_interval(length: int, parts: int, index: int) -> Interval:
+    """Return the interval of a chunk: all are as long as the first, except for the last ones, which may be shorter."""
     step = -(-length // parts)
     return min(length, step * index), min(length, step * (index + 1))
 
 
-def _among(axis: list[Interval], begin: int, end: int) -> Iterator[Interval]:
-    """Yield what the range [begin, end) of the indices of an axis comes to, where they are counted as if they followed
-    each other."""
+def _select_range(axis: list[Interval], begin: int, end: int) -> Iterator[Interval]:
+    """Yield the intervals that the range [begin, end) covers, counting the axis's indices consecutively."""
     at = 0
     for low, high in axis:
         first, last = max(begin - at, 0), min(end - at, high - low)
@@ -181,9 +188,11 @@ def _among(axis: list[Interval], begin: int, end: int) -> Iterator[Interval]:
         at += high - low
 
 
-def _located(axis: list[Interval]) -> list[tuple[int, int, int]]:
-    """(where it begins in the tensor, where in the local one, how long it is) of each run of indices, joined to the one
-    before it where it follows it."""
+def _locate_runs(axis: list[Interval]) -> list[tuple[int, int, int]]:
+    """Return (begin in the tensor, begin in the local one, length) of each run of indices.
+
+    Runs that follow each other are joined.
+    """
     runs: list[tuple[int, int, int]] = []
     at = 0
     for begin, end in axis:

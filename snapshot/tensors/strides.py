@@ -1,6 +1,6 @@
-"""Views into a storage: which element lies where, and whether that is a box in a tensor of C order.
+"""Views into a storage, and whether a view is a box in a tensor of C order.
 
-Everything is counted in elements. Nearly every view that people save is one: a slice, a transposition, both.
+All counts are in elements. Nearly every saved view is one: a slice, a transposition, or both.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ Shape = tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
-def contiguous(shape: Shape) -> Shape:
+def contiguous_strides(shape: Shape) -> Shape:
     """Return the strides of C order.
 
-    >>> contiguous((2, 3, 4))
+    >>> contiguous_strides((2, 3, 4))
     (12, 4, 1)
     """
     return tuple(math.prod(max(1, size) for size in shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-def span(shape: Shape, strides: Shape) -> int:
-    """How far a view reaches from its first element: the elements of storage that it needs.
+def measure_span(shape: Shape, strides: Shape) -> int:
+    """Return the distance from a view's first element to its end, in elements of storage.
 
-    >>> span((2, 3), (10, 2))
+    >>> measure_span((2, 3), (10, 2))
     15
     """
     if 0 in shape:
@@ -33,29 +33,28 @@ def span(shape: Shape, strides: Shape) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-class Around(NamedTuple):
-    """A tensor of C order of which a view is a box that begins where it begins."""
+class EnclosingTensor(NamedTuple):
+    """A tensor of C order with the same first element as a view, which is a box of it."""
 
     order: Shape
-    """The view's dimensions from the one of the longest steps on: it is permuted so."""
+    """The view's dimensions by decreasing stride: its permutation."""
     sizes: Shape
     """The shape of the tensor around it; one dimension more than the view has if its last steps are longer than 1."""
 
     @property
     def padded(self) -> bool:
-        """Whether there is one dimension more, of which the view has the first element."""
+        """True if there is one dimension more, and the view has its first element only."""
         return len(self.sizes) > len(self.order)
 
 
-def around(shape: Shape, strides: Shape) -> Around | None:
-    """Return the tensor that a view is a box of; None where there is none, since elements overlap or lie across each
-    other.
+def find_enclosing_tensor(shape: Shape, strides: Shape) -> EnclosingTensor | None:
+    """Return the tensor that a view is a box of; None if its elements overlap or interleave.
 
-    >>> around((3, 2), (1, 10))
-    Around(order=(1, 0), sizes=(2, 10))
-    >>> around((2, 3), (10, 2))
-    Around(order=(0, 1), sizes=(2, 5, 2))
-    >>> around((4, 4), (0, 1)) is None
+    >>> find_enclosing_tensor((3, 2), (1, 10))
+    EnclosingTensor(order=(1, 0), sizes=(2, 10))
+    >>> find_enclosing_tensor((2, 3), (10, 2))
+    EnclosingTensor(order=(0, 1), sizes=(2, 5, 2))
+    >>> find_enclosing_tensor((4, 4), (0, 1)) is None
     True
     """
     order = tuple(sorted(range(len(shape)), key=lambda axis: (shape[axis] != 1, -strides[axis], axis)))
@@ -77,4 +76,4 @@ def around(shape: Shape, strides: Shape) -> Around | None:
         step = stride
     if step > 1:
         sizes.append(step)
-    return Around(order, tuple(sizes))
+    return EnclosingTensor(order, tuple(sizes))

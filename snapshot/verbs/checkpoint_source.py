@@ -15,7 +15,7 @@ import torch
 
 from snapshot.aio import in_thread
 from snapshot.errors import CorruptSnapshotError, StorageError
-from snapshot.formats.embedded_tensors import Layout, streamed
+from snapshot.formats.embedded_tensors import EmbeddedLayout, is_streamed
 from snapshot.formats.foreign import is_packed
 from snapshot.load.fetch import raise_faults
 from snapshot.load.read_plan import MOST_TIMES, ROOM, ReadPlan
@@ -33,7 +33,7 @@ from snapshot.state.leaves import Leaf
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
 from snapshot.tensors.geometry import Box, boxes_of_range
-from snapshot.tensors.strides import around
+from snapshot.tensors.strides import find_enclosing_tensor
 
 Made = Callable[[], bytes]
 """What makes bytes that depend on those before them in their file."""
@@ -189,10 +189,10 @@ class CheckpointStager(Stager):
         pieces = [stored for _, stored in entry.pieces()]
         if sum(stored.nbytes for stored in pieces) <= BLOCK:
             return False
-        if index in self._orders or any(streamed(stored) for stored in pieces):
+        if index in self._orders or any(is_streamed(stored) for stored in pieces):
             return True
         packed = [stored for stored in pieces if is_packed(stored) and stored.nbytes > BLOCK]
-        layouts: list[tuple[tuple[int, ...], Layout]] = []
+        layouts: list[tuple[tuple[int, ...], EmbeddedLayout]] = []
         requests = []
         for stored in packed:
             request = request_all(self.leaves[index].path, stored)
@@ -228,7 +228,7 @@ class CheckpointStager(Stager):
 
 
 def _note_layout(
-    layouts: list[tuple[tuple[int, ...], Layout]], shape: tuple[int, ...], layout: Layout
+    layouts: list[tuple[tuple[int, ...], EmbeddedLayout]], shape: tuple[int, ...], layout: EmbeddedLayout
 ) -> list[ReadRequest]:
     """Note where a tensor is, and want nothing of it."""
     layouts.append((shape, layout))
@@ -237,7 +237,7 @@ def _note_layout(
 
 def _is_odd(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether a view does not lie in the order of its dimensions, or overlaps itself."""
-    found = around(shape, strides)
+    found = find_enclosing_tensor(shape, strides)
     return found is None or [axis for axis in found.order if shape[axis] > 1] != sorted(
         axis for axis in found.order if shape[axis] > 1
     )

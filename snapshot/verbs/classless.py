@@ -21,7 +21,7 @@ def without_classes(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
             made[path] = e.DictEntry(entry.keys, entry.tagged, entry.replicated)
             lines.append(f"{path}: the class {entry.obj_type}; it is a dict")
         elif isinstance(entry, EnumEntry):
-            made[path] = entry.bare()
+            made[path] = entry.to_scalar()
             lines.append(f"{path}: the class {entry.obj_type}; it is its {'value' if entry.held else 'name'}")
         else:
             made[path] = entry

@@ -22,7 +22,7 @@ from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.document import FORMAT, Document
 from snapshot.manifest.rank_view import is_rank
 from snapshot.options import expect_positive
-from snapshot.plan.globs import expect_globs, matcher, unmatched
+from snapshot.plan.globs import expect_globs, find_unmatched, matcher
 from snapshot.plan.renaming import Rename
 from snapshot.progress import Meter
 from snapshot.reports import Change, Diff
@@ -187,7 +187,7 @@ def _read_names(side: Side) -> DiffNames:
 def _choose_items(names: Iterable[str], select: Sequence[str], exclude: Sequence[str]) -> Any:
     """Whether a name is to be looked at. Raises for a glob that matches nothing in either."""
     included, excluded = matcher(select or ["**"]), matcher(exclude)
-    missing = unmatched([*select, *exclude], names) if select or exclude else []
+    missing = find_unmatched([*select, *exclude], names) if select or exclude else []
     if missing:
         raise RestoreError(f"the glob {missing[0]!r} matches nothing in either", missing)
     return lambda name: included(name) and not excluded(name)
@@ -201,7 +201,7 @@ def _ranks(here: Mapping[Rank, Any], there: Mapping[Rank, Any], world: int) -> l
     if here and there and shared[0] != shared[1]:
         held = (here if shared[0] else there)[None]
         sharded = isinstance(held, e.ShardedTensorEntry)
-        own.update(rank for rank in range(world) if not sharded or held.held_by(rank))
+        own.update(rank for rank in range(world) if not sharded or held.is_held_by(rank))
     return [*[None] * (all(shared) or (any(shared) and not (here and there))), *sorted(own)]
 
 

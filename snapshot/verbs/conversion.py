@@ -14,7 +14,7 @@ from snapshot.load.checksums import expect_archive_checksums
 from snapshot.load.open import expect_files, open_document
 from snapshot.load.stored_ranges import stored_in
 from snapshot.manifest.document import Document
-from snapshot.manifest.validate import locations_of
+from snapshot.manifest.validate import find_locations
 from snapshot.options import Settings, expect_positive
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
@@ -55,7 +55,7 @@ def convert_checkpoint(
     source = Session(origin, options, budget=half)
     try:
         document = run(open_document(source))
-        run(expect_files(source, document, locations_of(document.manifest, document.files)))
+        run(expect_files(source, document, find_locations(document.manifest, document.files)))
         if choice.verify:
             expect_archive_checksums(source, stored_in(document.manifest), document.files)
         if to == "snapshot":

@@ -25,7 +25,7 @@ from snapshot.load.open import expect_files, load_parts, open_document, open_mai
 from snapshot.load.stored_ranges import TABLE, find_uncovered, requests_of, stored_in
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document, ManifestPart, PartEntry, encode
-from snapshot.manifest.validate import locations_of
+from snapshot.manifest.validate import find_locations
 from snapshot.options import Settings, expect_positive
 from snapshot.progress import Meter
 from snapshot.reports import CopyReport
@@ -35,7 +35,7 @@ from snapshot.save import cleanup
 from snapshot.save.rendezvous import expect_at_path
 from snapshot.save.transaction import Transaction
 from snapshot.save.writer import write_small
-from snapshot.tensors.digest import of_range
+from snapshot.tensors.digest import digest_range
 from snapshot.text import listed
 from snapshot.url import URL
 from snapshot.verbs.copy_foreign import copy_files
@@ -127,7 +127,7 @@ def _copy_selection(
 ) -> CopyReport:
     """Return what of a snapshot was selected, as a snapshot: the files hold other things, too, and are written anew."""
     run(load_parts(source, document, list(document.parts)))
-    run(expect_files(source, document, locations_of(document.manifest, document.files)))
+    run(expect_files(source, document, find_locations(document.manifest, document.files)))
     if choice.verify:
         expect_archive_checksums(source, stored_in(document.manifest), document.files)
     write_as_snapshot(
@@ -253,7 +253,7 @@ class _Copy:
             for kept, (location, part) in zip(self._document.parts, parts.items(), strict=True):
                 data = await in_thread(_encode_moved_part, part, places)
                 await write_small(storage, places[location], [data])
-                entries.append(PartEntry(places[location], len(data), of_range(data), kept.ranks, kept.count))
+                entries.append(PartEntry(places[location], len(data), digest_range(data), kept.ranks, kept.count))
             data = await in_thread(_encode_moved, self._document, transaction.save_id, places, entries)
             await shielded(transaction.commit(data))
 

@@ -22,7 +22,7 @@ from snapshot.reports import CopyReport
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.storage import Storage
-from snapshot.tensors.digest import of_range
+from snapshot.tensors.digest import digest_range
 from snapshot.url import URL
 from snapshot.verbs.copy_stream import CopiedFile, copy_files_through, stat_files
 from snapshot.verbs.staged_files import StagedFiles
@@ -70,7 +70,7 @@ def copy_files(
     if verify:
         stored = list(stored_in(document.manifest))
         expect_archive_checksums(source, stored, document.files)
-        checked = "checksums" if zip_checksums.archives(stored, document.files) else "sizes"
+        checked = "checksums" if zip_checksums.find_archives(stored, document.files) else "sizes"
     target = opener(layout.place)
     try:
         nbytes = run(_write_files(source, layout, target, meter, overwrite=overwrite))
@@ -161,7 +161,7 @@ async def _find_layout(source: Session, document: ForeignDocument, url: URL) -> 
     for marker in made.markers:
         there = found if marker == index else marker
         made.markers[marker] = await storage.get(there, limit=source.settings.manifest_bytes)
-        if of_range(made.markers[marker]) != document.save_id:
+        if digest_range(made.markers[marker]) != document.save_id:
             raise SnapshotError(f"{storage.url}: was replaced while it was looked at; copy again")
     return made
 

@@ -24,7 +24,7 @@ from snapshot.runtime.session import Session
 from snapshot.save.staging import FileDigests, StagedPart, Stager
 from snapshot.save.writer import Writer, arena_bytes
 from snapshot.storage import Buffer, Storage
-from snapshot.tensors.digest import BLOCK, RunningDigest, of_range
+from snapshot.tensors.digest import BLOCK, RunningDigest, digest_range
 
 FILES = 16
 """How many files are written side by side."""
@@ -112,7 +112,7 @@ class Checked(FileDigests):
             if each.digest is None:
                 continue
             if each.begin >= part.begin and each.end <= part.end and (each.plain or each.end - each.begin <= BLOCK):
-                self._compare(each, of_range(share))
+                self._compare(each, digest_range(share))
                 continue
             if self._open is None:
                 self._open = _PlainDigest() if each.plain else RunningDigest()

@@ -15,7 +15,7 @@ from snapshot.aio import in_thread, shielded
 from snapshot.load.open import expect_files
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
-from snapshot.manifest.validate import check_tensor, locations_of
+from snapshot.manifest.validate import check_tensor, find_locations
 from snapshot.plan.layout import PAGE, Extent, FilePart, FilePlan, cut_file
 from snapshot.progress import Meter
 from snapshot.runtime.arena import Slot, arena
@@ -71,7 +71,7 @@ async def compare_pairs(a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryB
         entries = {pair.name: getattr(pair, of) for pair in pairs}
         for name, entry in entries.items():
             check_tensor(name, entry, side.document.files)
-        await expect_files(side.session, side.document, locations_of(entries, side.document.files))
+        await expect_files(side.session, side.document, find_locations(entries, side.document.files))
     meter.begin(2 * sum(pair.nbytes for pair in pairs))
     file = _file(pairs)
     here, there = (_fetched(side, pairs, of) for side, of in ((a, "a"), (b, "b")))

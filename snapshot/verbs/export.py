@@ -21,20 +21,20 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.formats import dcp, safetensors, torch_archive
-from snapshot.formats.dcp_export import archived, flattened, metadata
-from snapshot.formats.foreign import root_of, root_over
+from snapshot.formats.dcp_export import archive_object, encode_metadata, flatten_state
+from snapshot.formats.foreign import find_root, narrow_root
 from snapshot.formats.torch_save import VALUE
 from snapshot.manifest import document
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
-from snapshot.manifest.paths import uncomponent
-from snapshot.plan.layout import Extent, FilePlan, exact_file
+from snapshot.manifest.paths import decode_component
+from snapshot.plan.layout import Extent, FilePlan, plan_exact_file
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
 from snapshot.runtime.session import Session
 from snapshot.save.writer import Writer
 from snapshot.state.leaves import Leaf
-from snapshot.state.state_tree import inflate
+from snapshot.state.state_tree import inflate_tree
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, SAFETENSORS
 from snapshot.text import listed, with_article
 from snapshot.verbs import losses
@@ -124,7 +124,7 @@ class Export:
             dtype = self._dtype(entry)
             if dtype not in SAFETENSORS:
                 refused.append(f"{path}: {dtype}")
-            components = [uncomponent(each) for each in path.split("/")]
+            components = [decode_component(each) for each in path.split("/")]
             text = ".".join(components[1:] if one and len(components) > 1 else components)
             if text in names or text == "__metadata__":
                 raise RestoreError(f"{path} and {names.get(text)} would both be named {text!r}: rename one of them")
@@ -136,19 +136,19 @@ class Export:
                 f"{self._source.url}: safetensors has no such dtypes; cast them, or exclude them:{listed(refused)}"
             )
         if name is not None:
-            plan.files.append((name, exact_file(plan.leaves, range(len(sizes)))))
+            plan.files.append((name, plan_exact_file(plan.leaves, range(len(sizes)))))
             return plan
         groups = _in_order(sizes, shard)
         plan.markers = (safetensors.INDEX, safetensors.ALONE)
         plan.others = (document.METADATA, dcp.METADATA)
         plan.more = r"model-\d{5}-of-\d{5}\.safetensors"
         if len(groups) == 1:
-            plan.files.append((safetensors.ALONE, exact_file(plan.leaves, groups[0])))
+            plan.files.append((safetensors.ALONE, plan_exact_file(plan.leaves, groups[0])))
             return plan
         located = {}
         for number, group in enumerate(groups, 1):
             where = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            plan.files.append((where, exact_file(plan.leaves, group)))
+            plan.files.append((where, plan_exact_file(plan.leaves, group)))
             located.update({plan.leaves[index].path: where for index in group})
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": located}
         plan.last = lambda: [(safetensors.INDEX, json.dumps(index, indent=2).encode())]
@@ -169,7 +169,7 @@ class Export:
         plan.changed += losses.memory_changes(self._entries, lambda *_: True)
         plan.left_out += self._lose_classes()
         state = self._state(lambda path, entry: self._absent(plan, path, entry))
-        content, held = torch_archive.pickled(state)
+        content, held = torch_archive.pickle_state(state)
         root = name.rpartition("/")[2].partition(".")[0] or "archive"
         extents: list[Extent] = []
         size = self._archive(plan, root, content, held, numbers=range(len(plan.leaves)), base=0, extents=extents)
@@ -190,7 +190,9 @@ class Export:
         """Lay out an archive of torch's at `base` in a file: a pickle, and the leaves of these numbers; its length."""
         members = [_member_header(plan, str(number), plan.leaves[number].nbytes, number) for number in numbers]
         members += [torch_archive.ArchiveMember(key, len(data), data) for key, data in held.items()]
-        found, size = torch_archive.laid_out(torch_archive.around(root, content, members, _identity()), zlib.crc32)
+        found, size = torch_archive.lay_out_archive(
+            torch_archive.wrap_storages(root, content, members, _identity()), zlib.crc32
+        )
         self._extents(plan, found, base, extents, (number for number in numbers if plan.leaves[number].nbytes))
         return size
 
@@ -205,7 +207,7 @@ class Export:
             number = plan.leaf(path, dtype, permuted, entry)
             if order:
                 plan.orders[number] = order
-            known = self._tied[tied] = torch_archive.Absent(
+            known = self._tied[tied] = torch_archive.AbsentTensor(
                 str(number), dtype, shape, order, extra.requires_grad, extra.subclass == losses.PARAMETER
             )
         return known
@@ -222,12 +224,12 @@ class Export:
         objects = Objects(self._source, self._document, allow_pickle=choice.allow_pickle, verify=choice.verify)
         values = objects.read({path: entry for path, entry in self._entries.items() if is_leaf_value(entry)})
         values |= {path: tensor(path, entry) for path, entry in self._entries.items() if isinstance(entry, e.TENSORS)}
-        bare = root_of(self._document) is None and self._document.format == "torch.save"
+        bare = find_root(self._document) is None and self._document.format == "torch.save"
         if bare and self._entries.keys() == {VALUE}:
             return values[VALUE]  # it was saved bare
-        root = root_over(self._document, dict.fromkeys(path.partition("/")[0] for path in self._entries))
+        root = narrow_root(self._document, dict.fromkeys(path.partition("/")[0] for path in self._entries))
         below = {f"0/{path}": entry for path, entry in self._entries.items()}
-        return inflate("0", {"0": root, **below}, {f"0/{path}": value for path, value in values.items()})
+        return inflate_tree("0", {"0": root, **below}, {f"0/{path}": value for path, value in values.items()})
 
     def _extents(
         self, plan: Plan, found: Sequence[torch_archive.Frame | int], base: int, extents: list[Extent], sized: Any
@@ -275,7 +277,7 @@ class Export:
         if not isinstance(state, dict):
             plan.changed.append(f"the state: the {type(state).__name__} becomes the value of a dict, under {VALUE!r}")
             state = {VALUE: state}
-        flat, paths = flattened(state)
+        flat, paths = flatten_state(state)
         left_out, changed = losses.container_changes(state, paths)
         plan.left_out += left_out
         plan.changed += changed
@@ -305,7 +307,7 @@ class Export:
         for number, lane_items in enumerate(dealt):
             where = f"__0_{number}.distcp"
             plan.files.append((where, self._dcp_file(plan, where, lane_items, placed)))
-        plan.last = lambda: [(dcp.METADATA, metadata(flat, paths, placed))]
+        plan.last = lambda: [(dcp.METADATA, encode_metadata(flat, paths, placed))]
         return plan
 
     def _nested(self, plan: Plan, value: Any, entries: Mapping[int, Any]) -> tuple[int, bytes | _Nested]:
@@ -315,7 +317,7 @@ class Export:
         self._within: list[str] = []
         first = len(plan.leaves)
 
-        def absent(tensor: torch.Tensor) -> torch_archive.Absent | None:
+        def absent(tensor: torch.Tensor) -> torch_archive.AbsentTensor | None:
             if id(tensor) not in entries:
                 return None
             _, path, entry = entries[id(tensor)]
@@ -323,10 +325,10 @@ class Export:
             self._within.append(path)
             return self._absent(plan, path, entry)  # type: ignore[no-any-return]
 
-        content, held = torch_archive.pickled(value, absent)
+        content, held = torch_archive.pickle_state(value, absent)
         numbers = range(first, len(plan.leaves))
         if not self._tied:
-            return 0, archived(value)
+            return 0, archive_object(value)
         return sum(plan.leaves[number].nbytes for number in numbers), _Nested(content, held, numbers)
 
     def _dcp_file(
@@ -350,9 +352,9 @@ class Export:
                 dtype, shape = self._dtype(what), tuple(what.shape)
                 number = plan.leaf(name, dtype, shape, what)
                 member = _member_header(plan, "0", plan.leaves[number].nbytes, number)
-                content = torch_archive.pickled_tensor(dtype, shape)
-                found, size = torch_archive.laid_out(
-                    torch_archive.around("archive", content, [member], _identity()), zlib.crc32
+                content = torch_archive.pickle_tensor(dtype, shape)
+                found, size = torch_archive.lay_out_archive(
+                    torch_archive.wrap_storages("archive", content, [member], _identity()), zlib.crc32
                 )
                 self._extents(plan, found, position, extents, iter([number]))
             placed[name] = where, position, size

@@ -11,7 +11,7 @@ import numpy as np
 
 from snapshot.manifest import entries as e
 from snapshot.state import numpy_arrays
-from snapshot.tensors.strides import contiguous, span
+from snapshot.tensors.strides import contiguous_strides, measure_span
 from snapshot.verbs.select import clean_extra, places_of
 
 PARAMETER = "torch.nn.parameter.Parameter"
@@ -43,7 +43,7 @@ def memory_changes(entries: Mapping[str, Any], is_kept: Callable[[str, str], boo
             extra = first.extra or e.PLAIN
             begin = extra.storage_offset or 0
             count = math.prod(first.shape)
-            dense = span(first.shape, extra.strides or contiguous(first.shape)) == count
+            dense = measure_span(first.shape, extra.strides or contiguous_strides(first.shape)) == count
             view = repr((places_of(entry), entry.dtype, entry.shape, clean_extra(entry)))
             place = first.location, first.byte_range
             stored.setdefault(place, []).append((begin, begin + count if dense else begin, path, view))
@@ -70,7 +70,7 @@ def _find_overlaps(views: list[tuple[int, int, str, str]], is_kept: Callable[[st
 def array_changes(path: str, entry: Any) -> Iterator[str]:
     """Yield a line for a NumPy array whose dtype a pickle does not keep: NumPy reads most in the native order."""
     if isinstance(entry, e.NDArrayEntry) and not entry.scalar:
-        dtype = numpy_arrays.numpy_dtype(path, entry.dtype)
+        dtype = numpy_arrays.read_dtype(path, entry.dtype)
         read = pickle.loads(pickle.dumps(np.empty(0, dtype), protocol=2)).dtype  # noqa: S301 - written here
         if read != dtype:
             yield f"{path}: the array of {dtype.str} becomes one of {read.str}"

@@ -17,10 +17,10 @@ from snapshot.load.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.document import Document
-from snapshot.manifest.paths import with_parents
-from snapshot.manifest.rank_view import View, nearest, rank_view, renamed
-from snapshot.manifest.validate import check_tensor, locations_of
-from snapshot.plan.globs import matcher, unmatched
+from snapshot.manifest.paths import add_parents
+from snapshot.manifest.rank_view import RankView, make_rank_view, rename_entries, suggest_names
+from snapshot.manifest.validate import check_tensor, find_locations
+from snapshot.plan.globs import find_unmatched, matcher
 from snapshot.plan.renaming import Rename, compile_rename
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
@@ -72,7 +72,7 @@ def change_of(rename: Rename | None, known: Mapping[str, Any]) -> Callable[[str]
         return str
     change, unmatched_names = compile_rename(rename, known)
     if unmatched_names:
-        lines = [f"{name} is not in the checkpoint; {nearest(name, known)}" for name in unmatched_names]
+        lines = [f"{name} is not in the checkpoint; {suggest_names(name, known)}" for name in unmatched_names]
         raise RestoreError(f"rename does not fit:{listed(lines)}", lines)
     return change
 
@@ -98,7 +98,7 @@ def _rename_paths(entries: dict[str, Any], change: Callable[[str], str]) -> dict
         name = change(path)
         if not name or "" in name.split("/"):
             raise RestoreError(f"{path}: rename gives it the name {name!r}, which is not a path", [path])
-    made = renamed(entries, change)
+    made = rename_entries(entries, change)
     held = Counter(path.rpartition("/")[0] for path in made)
     for path, entry in made.items():
         above = path.rpartition("/")[0]
@@ -112,7 +112,7 @@ def _rename_paths(entries: dict[str, Any], change: Callable[[str], str]) -> dict
 
 def _with_containers(entries: Mapping[str, Any], leaves: set[str]) -> dict[str, Any]:
     """Leaves, and the containers that they are in, without what else was in these."""
-    needed = leaves | with_parents(leaves)
+    needed = leaves | add_parents(leaves)
     kept = {}
     for path, entry in entries.items():
         if path not in needed:
@@ -122,29 +122,29 @@ def _with_containers(entries: Mapping[str, Any], leaves: set[str]) -> dict[str, 
             gone = [f"{path}/{name}" not in needed for name in entry.components()]
             if any(gone) and not isinstance(entry, e.DictEntry):
                 raise RestoreError(f"{path}: a sequence can only be taken whole: select all of it, or nothing", [path])
-            kept[path] = entry.without(gone)
+            kept[path] = entry.without_children(gone)
     return kept
 
 
 def expect_matches(document: Document, select: Sequence[str], exclude: Sequence[str]) -> None:
     """Raise where a glob matches nothing: it was meant to."""
     paths = [path.partition("/")[2] for path in document.manifest]
-    missing = unmatched([*select, *exclude], paths) if select or exclude else []
+    missing = find_unmatched([*select, *exclude], paths) if select or exclude else []
     if missing:
         raise RestoreError(f"the glob {missing[0]!r} matches nothing in the checkpoint", missing)
 
 
-def seen_by_rank(document: Document, select: Sequence[str], exclude: Sequence[str], rename: Rename | None) -> View:
+def seen_by_rank(document: Document, select: Sequence[str], exclude: Sequence[str], rename: Rename | None) -> RankView:
     """Return what rank 0 sees of a checkpoint, with all that is sharded or shared; `gone` is what only other ranks
     had."""
     expect_matches(document, select, exclude)
-    view = rank_view(document.manifest, 0, document.world_size, 1)
+    view = make_rank_view(document.manifest, 0, document.world_size, 1)
     wanted, unwanted = matcher(select or ["**"]), matcher(exclude)
     gone = [path for path in view.gone if wanted(path.partition("/")[2]) and not unwanted(path.partition("/")[2])]
     kept = choose_entries(view.entries, select, exclude, rename)
     if select or exclude:
         expect_something(kept)
-    return View(kept, gone=gone)
+    return RankView(kept, gone=gone)
 
 
 def expect_sound(entries: Mapping[str, Any], document: Document) -> None:
@@ -181,7 +181,7 @@ class Objects:
                 f"{self._session.url}: holds what only running a pickle would make; leave it out with exclude=[...], "
                 f"or {TRUST}:{listed(refused)}"
             )
-        run(expect_files(self._session, self._document, locations_of(entries, self._document.files)))
+        run(expect_files(self._session, self._document, find_locations(entries, self._document.files)))
         read_plan = ReadPlan(self._document.files, allow_pickle=self._allow_pickle)
         for path, entry in entries.items():
             read_plan.new(path, entry)

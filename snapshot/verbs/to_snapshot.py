@@ -15,7 +15,7 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import SOLO
 from snapshot.errors import UnsafeObjectError
 from snapshot.events import log
-from snapshot.formats.foreign import with_root
+from snapshot.formats.foreign import add_root
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.plan.globs import expect_globs
@@ -231,7 +231,7 @@ def write_as_snapshot(
         share = RecordedShare(exchange, recording.flat, document.world_size, recording.replicated)
         plan = plan_writes(share, opening.session, staged=False)
         stager = CheckpointStager(source, document, share.leaves, recording.origins, verify=choice.verify)
-        run(Take(opening, share, plan, stager=stager, metadata=with_root(document)).write())
+        run(Take(opening, share, plan, stager=stager, metadata=add_root(document)).write())
     changed = tuple(losses.memory_changes(entries, lambda *_: True))
     return ConvertReport("snapshot", recording.tensors, share.nbytes, tuple(recording.uncast), changed=changed)
 

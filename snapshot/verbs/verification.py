@@ -21,12 +21,12 @@ from snapshot.load.stored_ranges import TABLE, Place, find_uncovered, requests_o
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document
-from snapshot.manifest.rank_view import by_key, is_rank, rank_view
+from snapshot.manifest.rank_view import group_by_key, is_rank, make_rank_view
 from snapshot.manifest.validate import check_tree
 from snapshot.progress import Meter, unmetered
 from snapshot.reports import VerifyReport
 from snapshot.runtime.session import Session
-from snapshot.tensors.digest import BLOCK, of_range
+from snapshot.tensors.digest import BLOCK, digest_range
 from snapshot.text import counted
 from snapshot.verbs.copy_stream import stat_files
 from snapshot.verbs.verify_journal import Key, VerifyJournal
@@ -75,8 +75,8 @@ def _tree_faults(document: Document) -> list[str]:
     ]
     for rank in range(min(world, max(1, MOST_VIEWS // max(1, len(shared))))):
         try:
-            view = rank_view({**shared, **own.get(str(rank), {})}, rank, world, world)
-            for key, entries in by_key(view.entries).items():
+            view = make_rank_view({**shared, **own.get(str(rank), {})}, rank, world, world)
+            for key, entries in group_by_key(view.entries).items():
                 check_tree(key, entries)
         except CorruptSnapshotError as error:
             faults.append(str(error))
@@ -128,7 +128,7 @@ class Verification:
         requests = requests_of([document.manifest], document.files, self.faults, bare)
         self.faults += find_uncovered(document.files, requests) + await in_thread(_tree_faults, document)
         requests = [request for request in requests if request.location not in missing]
-        sums = zip_checksums.archives((request.stored for request in requests), document.files)
+        sums = zip_checksums.find_archives((request.stored for request in requests), document.files)
         before = 0
         if not quick:
             stretch = self.everything(requests, sums, missing)
@@ -212,7 +212,7 @@ class Verification:
         async def actual() -> str:
             await self._session.storage.read_into(request.location, request.begin, [held])
             self._heads += len(held)
-            return of_range(held)
+            return digest_range(held)
 
         try:
             found = await actual()
@@ -261,7 +261,7 @@ class Verification:
         session = self._session
         self._summed += sum(end - begin for _, begin, end in archives)
         try:
-            found, without = await zip_checksums.faults(session.storage, session.budget, archives, progress)
+            found, without = await zip_checksums.find_faults(session.storage, session.budget, archives, progress)
         except (CorruptSnapshotError, StorageError) as error:
             return _damage_text(error)
         self._without |= without

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from snapshot.load.stored_ranges import Place
-from snapshot.tensors.digest import of_range
+from snapshot.tensors.digest import digest_range
 
 Key = tuple[str, str, int, int]
 """What was looked at: `range` or `sum`, a file, and where in it."""
@@ -51,7 +51,12 @@ class VerifyJournal:
         `ValueError` for a file that is something else, or of another snapshot's verification: it is not written over.
         """
         place = Path(path)
-        head = {KIND: 2, "url": url, "save_id": save_id, "files": of_range(json.dumps(held, sort_keys=True).encode())}
+        head = {
+            KIND: 2,
+            "url": url,
+            "save_id": save_id,
+            "files": digest_range(json.dumps(held, sort_keys=True).encode()),
+        }
         place.parent.mkdir(parents=True, exist_ok=True)
         file = open(place, "a+b")  # noqa: SIM115 - it stays open
         try:
@@ -93,7 +98,7 @@ class VerifyJournal:
         self._write({"done": done, "faults": list(faults), "without": sorted(without)})
 
     def _write(self, line: Any) -> None:
-        self._file.write(json.dumps({**line, DIGEST: of_range(json.dumps(line).encode())}).encode() + b"\n")
+        self._file.write(json.dumps({**line, DIGEST: digest_range(json.dumps(line).encode())}).encode() + b"\n")
         self._file.flush()
         if time.monotonic() - self._synced > PAUSE:
             os.fsync(self._file.fileno())
@@ -114,7 +119,7 @@ def _read_line(line: bytes) -> dict[str, Any]:
     """Return what was noted in a line; `ValueError` where it is not what was written."""
     noted = json.loads(line)
     digest = noted.pop(DIGEST, None) if isinstance(noted, dict) else None
-    if digest is None or digest != of_range(json.dumps(noted).encode()):
+    if digest is None or digest != digest_range(json.dumps(noted).encode()):
         raise ValueError("damaged")
     return dict(noted)
 

@@ -316,13 +316,13 @@ def test_a_damaged_manifest(tmp_path, how):
 
 def rewrite(path, change):
     """Change a manifest as its own writer would: with a right digest."""
-    from snapshot.tensors.digest import of_range
+    from snapshot.tensors.digest import digest_range
 
     document = json.loads((path / METADATA).read_bytes())
     del document["digest"]
     document = change(document) or document
     body = msgspec.json.encode(document)[:-1] if not isinstance(document, bytes) else document
-    (path / METADATA).write_bytes(b'%s,"digest":"%s"}' % (body, of_range(body).encode()))
+    (path / METADATA).write_bytes(b'%s,"digest":"%s"}' % (body, digest_range(body).encode()))
 
 
 def entry_of(document, name="0/big/x"):
@@ -337,15 +337,15 @@ def entry_of(document, name="0/big/x"):
         (lambda d: entry_of(d).update(colour="red"), UnsupportedFormatError, "colour"),
         (lambda d: entry_of(d).update(dtype="float7"), UnsupportedFormatError, "float7"),
         (lambda d: entry_of(d).update(serializer="zstd"), UnsupportedFormatError, "zstd"),
-        (lambda d: entry_of(d).update(shape=[1 << 60]), CorruptSnapshotError, "no shape that can be"),
+        (lambda d: entry_of(d).update(shape=[1 << 60]), CorruptSnapshotError, "is not a valid shape"),
         (lambda d: entry_of(d).update(shape=[-200_000]), CorruptSnapshotError, "big/x"),
         (lambda d: entry_of(d).update(shape=[-1, -200_000]), CorruptSnapshotError, "big/x"),
         (lambda d: entry_of(d).update(byte_range=[0, 800_000]), CorruptSnapshotError, "does not lie"),
         (lambda d: entry_of(d).update(byte_range=[1 << 40, (1 << 40) + 800_000]), CorruptSnapshotError, "does not lie"),
         (lambda d: entry_of(d).update(location="/etc/passwd"), CorruptSnapshotError, "/etc/passwd"),
         (lambda d: entry_of(d).update(location="../x"), CorruptSnapshotError, "x"),
-        (lambda d: d["files"].update({"../../etc/passwd": {"size": 1}}), CorruptSnapshotError, "no name"),
-        (lambda d: d["files"].update({"s3://x/y": {"size": 1}}), CorruptSnapshotError, "no name"),
+        (lambda d: d["files"].update({"../../etc/passwd": {"size": 1}}), CorruptSnapshotError, "not the name of"),
+        (lambda d: d["files"].update({"s3://x/y": {"size": 1}}), CorruptSnapshotError, "not the name of"),
         (lambda d: d.update(world_size=0), CorruptSnapshotError, "world size"),
         (lambda d: d.update(world_size="many"), UnsupportedFormatError, "world_size"),
         (lambda d: b"[]", CorruptSnapshotError, METADATA),
@@ -353,7 +353,7 @@ def entry_of(document, name="0/big/x"):
         (lambda d: b'{"format":"snapshot/1","x":NaN', UnsupportedFormatError, "unknown field"),
         (lambda d: b'{"format":"snapshot/1","version":NaN', CorruptSnapshotError, METADATA),
         (lambda d: msgspec.json.encode(d)[:-1].replace(b'"0/small/t1"', b'"0/small/t2"'), CorruptSnapshotError,
-        "twice"),
+        "duplicate keys"),
         (lambda d: msgspec.json.format(msgspec.json.encode(d))[:-1].rstrip(), CorruptSnapshotError, "canonical"),
     ],
 )  # fmt: skip

@@ -17,8 +17,8 @@ import torch
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import Ranks
 from snapshot.manifest.document import ManifestPart, PartEntry, decode_part, encode
-from snapshot.plan.consensus import ConsensusReply, RankRecord, agree, settle
-from snapshot.plan.layout import FilePlan, location, make_plan
+from snapshot.plan.consensus import ConsensusReply, RankRecord, compare_records, settle_details
+from snapshot.plan.layout import FilePlan, make_plan, name_data_file
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.save.collect import ReplicationRules
 from snapshot.save.manifest_builder import (
@@ -33,9 +33,9 @@ from snapshot.save.replication import Replication, agree_on_replicas
 from snapshot.save.writer import WrittenFile
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Leaf
-from snapshot.state.sharded import Piece, Shards
+from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.storage import Limits
-from snapshot.tensors.digest import BLOCK, SIZE, block_count, of_range
+from snapshot.tensors.digest import BLOCK, SIZE, count_blocks, digest_range
 from snapshot.tensors.geometry import Box
 from snapshot.text import size_text
 
@@ -125,7 +125,7 @@ def _sharded(rank: int, world: int) -> Flattened:
         rows = -(-shape[0] // world)
         begin, end = min(rank * rows, shape[0]), min(rank * rows + rows, shape[0])
         box = Box((begin, *(0,) * (len(shape) - 1)), (end - begin, *shape[1:]))
-        pieces = [Piece(box, torch.empty(box.sizes, device="meta"), (rank,))] if end > begin else []
+        pieces = [LocalPiece(box, torch.empty(box.sizes, device="meta"), (rank,))] if end > begin else []
         path = f"model/{name}"
         flat.entries[path] = None
         layout = f"DTensor float32 {shape} {world} S(0)"
@@ -181,7 +181,7 @@ class _Simulation:
                     said.append(said[-1])
             began = time.perf_counter()
             asked = isinstance(said[0], RankRecord)
-            answer: Any = agree(said) if asked else settle(said, self.answers[-1].speakers)
+            answer: Any = compare_records(said) if asked else settle_details(said, self.answers[-1].speakers)
             self.leader += time.perf_counter() - began
             self.answers.append(answer)
             if isinstance(answer, ConsensusReply) and answer.settled:
@@ -196,17 +196,17 @@ class _Simulation:
         plan = make_plan(portion.leaves, 0, Limits(), 2, staged_bytes=0)
         seconds += time.perf_counter() - began
         written = [
-            WrittenFile(file, location(SAVE, rank, n, "safetensors"), [DIGEST] * len(file.extents), _tables(file))
+            WrittenFile(file, name_data_file(SAVE, rank, n, "safetensors"), [DIGEST] * len(file.extents), _tables(file))
             for n, file in enumerate(plan.files)
         ]
         return build_entries(
-            portion, written, location(SAVE, rank, len(written), "bin"), "", msgspec.Raw(b"{}")
+            portion, written, name_data_file(SAVE, rank, len(written), "bin"), "", msgspec.Raw(b"{}")
         ), seconds
 
     def hear(self, tells: bytes) -> ManifestPart:
         """What the leader does with each rank's words."""
         began = time.perf_counter()
-        part = decode_part(tells, PartEntry("", len(tells), of_range(tells), [0], -1), "")
+        part = decode_part(tells, PartEntry("", len(tells), digest_range(tells), [0], -1), "")
         self.leader += time.perf_counter() - began
         return part
 
@@ -256,7 +256,7 @@ class _Simulation:
 
 def _tables(file: FilePlan) -> dict[int, bytes]:
     sizes = enumerate(extent.end - extent.begin for extent in file.extents)
-    return {number: bytes(SIZE * block_count(size)) for number, size in sizes if size > BLOCK}
+    return {number: bytes(SIZE * count_blocks(size)) for number, size in sizes if size > BLOCK}
 
 
 def simulate(worlds: Sequence[int]) -> Iterator[str]:

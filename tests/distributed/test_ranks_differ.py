@@ -194,7 +194,7 @@ def test_a_known_plan_does_not_hide_boxes_that_no_longer_fit(two, folder, change
     for number, kind, text in two.run(_other_shape, f"{folder}/s", change):
         assert number == 1
         assert kind == "SnapshotError"
-        assert "do not make whole tensors" in text
+        assert "must form whole tensors" in text
 
 
 def _prepared(path):

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from snapshot import CorruptSnapshotError, SnapshotError
 from snapshot.errors import UnsafeObjectError
 from snapshot.formats import embedded_tensors, safe_pickle, torch_archive, zip_directory
-from snapshot.formats.pickle_scan import scan
+from snapshot.formats.pickle_scan import scan_pickle
 from snapshot.manifest.entries import TensorEntry
-from snapshot.tensors.strides import around, contiguous, span
+from snapshot.tensors.strides import contiguous_strides, find_enclosing_tensor, measure_span
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 TAKEN = settings(max_examples=150)
@@ -27,7 +27,7 @@ TAKEN = settings(max_examples=150)
 @TAKEN
 @given(SHAPES)
 def test_contiguous_strides_are_torch_s(shape):
-    assert contiguous(shape) == torch.empty(shape).stride()
+    assert contiguous_strides(shape) == torch.empty(shape).stride()
 
 
 @TAKEN
@@ -35,17 +35,17 @@ def test_contiguous_strides_are_torch_s(shape):
 def test_a_view_s_span_is_how_far_it_reaches(axes):
     shape, strides = tuple(size for size, _ in axes), tuple(step for _, step in axes)
     reached = [sum(i * s for i, s in zip(index, strides, strict=True)) for index in np.ndindex(shape)]
-    assert span(shape, strides) == 1 + max(reached)
-    assert span((*shape, 0), (*strides, 3)) == 0
+    assert measure_span(shape, strides) == 1 + max(reached)
+    assert measure_span((*shape, 0), (*strides, 3)) == 0
 
 
 def _boxed(held, shape, strides):
     """What a view is by the tensor around it, which may reach behind the view's end; None where it is no box of one."""
-    found = around(shape, strides)
+    found = find_enclosing_tensor(shape, strides)
     if found is None:
         return None
     whole = torch.full((math.prod(found.sizes),), -1, dtype=held.dtype)
-    count = min(len(whole), span(shape, strides))
+    count = min(len(whole), measure_span(shape, strides))
     whole[:count] = held[:count]
     whole = whole.view(found.sizes)
     part = whole[(*(slice(0, shape[axis]) for axis in found.order), *([0] * found.padded))]
@@ -56,7 +56,7 @@ def _boxed(held, shape, strides):
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 24)), max_size=4))
 def test_a_view_is_the_box_that_it_is_said_to_be_or_none(axes):
     shape, strides = tuple(size for size, _ in axes), tuple(step for _, step in axes)
-    held = torch.arange(span(shape, strides))
+    held = torch.arange(measure_span(shape, strides))
     made = _boxed(held, shape, strides)
     if made is not None:
         assert torch.equal(made, held.as_strided(shape, strides))
@@ -88,13 +88,15 @@ def test_archives_of_zipfile_are_read(members, method):
         for name, data in members.items():
             file.writestr(f"a/{name}", data)
     content = made.getvalue()
-    begin, end = zip_directory.directory_range(content[-zip_directory.TAIL :], len(content))
-    found = zip_directory.members(content[begin:end], begin)
+    begin, end = zip_directory.find_directory(content[-zip_directory.TAIL :], len(content))
+    found = zip_directory.read_members(content[begin:end], begin)
     assert [each.name for each in found] == [f"a/{name}" for name in members]
     for each, data in zip(found, members.values(), strict=True):
-        at = each.header + zip_directory.data_begin(content[each.header :])
+        at = each.header + zip_directory.find_data_begin(content[each.header :])
         held = content[at : at + each.packed]
-        assert (zip_directory.inflated(held, each.size) if each.method == zip_directory.DEFLATED else held) == data
+        assert (
+            zip_directory.inflate_member(held, each.size) if each.method == zip_directory.DEFLATED else held
+        ) == data
         assert each.crc == zlib.crc32(data)
 
 
@@ -107,12 +109,12 @@ def test_archives_that_are_laid_out_are_zipfile_s(members, late):
         torch_archive.ArchiveMember(f"a/{name}", len(data), None if late else data, sum=lambda name=name: sums[name])
         for name, data in members.items()
     ]
-    frames, size = torch_archive.laid_out(made, zlib.crc32)
+    frames, size = torch_archive.lay_out_archive(made, zlib.crc32)
     held = list(members.values())
     content = b"".join(each.make() if isinstance(each, torch_archive.Frame) else held[each] for each in frames)
     assert len(content) == size
     for each, data in zip(made, members.values(), strict=True):
-        at = each.header + zip_directory.data_begin(content[each.header :])
+        at = each.header + zip_directory.find_data_begin(content[each.header :])
         assert at % torch_archive.ALIGNMENT == 0
         assert content[at : at + len(data)] == data
     with zipfile.ZipFile(io.BytesIO(content)) as file:
@@ -127,9 +129,9 @@ def test_archives_that_are_laid_out_are_zipfile_s(members, late):
 def test_any_bytes_are_no_archive_or_lie_in_themselves(data):
     for tail in (data, data + b"PK\5\6" + bytes(18), data + b"PK\5\6" + data[:18].ljust(18, b"\1")):
         try:
-            begin, end = zip_directory.directory_range(tail, len(tail))
+            begin, end = zip_directory.find_directory(tail, len(tail))
             assert 0 <= begin <= end <= len(tail)
-            for each in zip_directory.members(tail[begin:end], begin):
+            for each in zip_directory.read_members(tail[begin:end], begin):
                 assert each.header + each.packed <= begin
         except ValueError:
             pass
@@ -141,11 +143,11 @@ def test_the_lengths_of_long_members_stand_apart():
         return struct.pack("<4s6H3L5H2L", b"PK\1\2", *numbers) + b"a" + extra
 
     long = struct.pack("<2H3Q", 1, 24, 5 << 32, 5 << 32, 3)
-    (found,) = zip_directory.members(item(struct.pack("<2H", 9, 2) + b"xx" + long), 6 << 32)
+    (found,) = zip_directory.read_members(item(struct.pack("<2H", 9, 2) + b"xx" + long), 6 << 32)
     assert (found.size, found.packed, found.header) == (5 << 32, 5 << 32, 3)
     for lie in (b"", long[:-1], long[:4], struct.pack("<2H", 1, 60_000) + long[4:], struct.pack("<2HQ", 1, 8, 1)):
         with pytest.raises(ValueError, match="long member"):
-            zip_directory.members(item(lie), 6 << 32)
+            zip_directory.read_members(item(lie), 6 << 32)
 
 
 @TAKEN
@@ -155,13 +157,13 @@ def test_any_bytes_in_the_place_of_an_archive_with_a_tensor(data):
     torch.save(torch.arange(3.0), file)
     good = file.getvalue()
     entry = TensorEntry("x", (0, len(good)), "float32", (3,), serializer="torch_save")
-    layout = embedded_tensors.layout_of("x", entry, good, good)
+    layout = embedded_tensors.find_layout("x", entry, good, good)
     assert good[layout.begin : layout.begin + 12] == torch.arange(3.0).numpy().tobytes()
     for bad in (data, data + good[len(data) :], good[: len(good) - len(data)] + data):
         entry = TensorEntry("x", (0, len(bad)), "float32", (3,), serializer="torch_save")
         try:
-            found = embedded_tensors.layout_of("x", entry, bad, bad)
-        except (SnapshotError, embedded_tensors.Short):
+            found = embedded_tensors.find_layout("x", entry, bad, bad)
+        except (SnapshotError, embedded_tensors.MoreBytesNeeded):
             continue
         assert 0 <= found.begin <= found.begin + found.nbytes <= len(bad)
 
@@ -189,10 +191,10 @@ VALUES = st.recursive(
 @given(VALUES, st.sampled_from([2, 3, 4, 5]))
 def test_plain_values_are_unpickled_as_pickle_does_it(value, protocol):
     data = pickle.dumps([value, value, (value,)], protocol)
-    found = safe_pickle.load(data, "here")
+    found = safe_pickle.load_pickle(data, "here")
     assert found == pickle.loads(data)
     assert repr(found) == repr(pickle.loads(data))
-    assert scan(data, "here").end == len(data)
+    assert scan_pickle(data, "here").end == len(data)
 
 
 @TAKEN
@@ -200,8 +202,8 @@ def test_plain_values_are_unpickled_as_pickle_does_it(value, protocol):
 def test_the_careful_way_gives_the_same(value, protocol):
     shared = (1, 2)
     data = pickle.dumps([value, [shared] * 40], protocol)
-    assert scan(data, "here").careful
-    assert repr(safe_pickle.load(data, "here")) == repr(pickle.loads(data))
+    assert scan_pickle(data, "here").careful
+    assert repr(safe_pickle.load_pickle(data, "here")) == repr(pickle.loads(data))
 
 
 @settings(max_examples=300)
@@ -211,7 +213,7 @@ def test_any_bytes_are_a_pickle_or_an_error_of_ours(data, at, value):
     at = at % len(good)
     for each in (data, b"\x80\x02" + data + b".", good[:at] + data[:3] + good[at + 1 :]):
         try:
-            repr(safe_pickle.load(each, "here"))
+            repr(safe_pickle.load_pickle(each, "here"))
         except (CorruptSnapshotError, UnsafeObjectError):
             pass
         except RecursionError:

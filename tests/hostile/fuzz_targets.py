@@ -27,18 +27,18 @@ with atheris.instrument_imports(include=["snapshot"]):
         torchsnapshot,
     )
     from snapshot.formats.pickled_objects import load_object
-    from snapshot.formats.zip_directory import TAIL, directory_range, members
+    from snapshot.formats.zip_directory import TAIL, find_directory, read_members
     from snapshot.load.read_plan import ReadPlan
     from snapshot.load.stored_ranges import find_uncovered, requests_of
-    from snapshot.manifest.document import copied, decode_document
+    from snapshot.manifest.document import copy_manifest, decode_document
     from snapshot.manifest.entries import Container, TensorEntry
-    from snapshot.manifest.rank_view import by_key, rank_view
-    from snapshot.manifest.validate import check_tree, locations_of
+    from snapshot.manifest.rank_view import group_by_key, make_rank_view
+    from snapshot.manifest.validate import check_tree, find_locations
     from snapshot.metadata import SnapshotMetadata
     from snapshot.plugins import memory
     from snapshot.registry import open_storage
     from snapshot.runtime.loop import run
-    from snapshot.state.state_tree import inflate
+    from snapshot.state.state_tree import inflate_tree
     from snapshot.storage import URL, Context, check_path
 
 import torch
@@ -54,24 +54,24 @@ def manifest(data):
     """All that is done with a manifest before a byte of data is read."""
     with contextlib.suppress(SnapshotError):
         document = decode_document(sign(data), "here")
-        copied(document.manifest)
+        copy_manifest(document.manifest)
         with contextlib.suppress(SnapshotError):
             SnapshotMetadata.of(document)
         find_uncovered(document.files, requests_of([document.manifest], document.files, []))
         small = sum(file.size for file in document.files.values()) < MADE_OF
         for rank in {0, 1, document.world_size}:
-            view = rank_view(document.manifest, rank, document.world_size, rank + 1)
-            for key, entries in by_key(view.entries).items():
+            view = make_rank_view(document.manifest, rank, document.world_size, rank + 1)
+            for key, entries in group_by_key(view.entries).items():
                 with contextlib.suppress(SnapshotError):
                     check_tree(key, entries)
-                    locations_of(entries, document.files)
+                    find_locations(entries, document.files)
                     gather = ReadPlan(document.files)
                     for path, entry in entries.items():
                         if not isinstance(entry, Container) and small:
                             gather.new(path, entry)
                     if small:
                         gather.finish()
-                        inflate(key, entries, gather.values)
+                        inflate_tree(key, entries, gather.values)
 
 
 def pickled(data):
@@ -101,14 +101,14 @@ def _described(name, data, describe):
     store(f"{PLACE}/{name}", data)
     with contextlib.suppress(SnapshotError):
         found = run(describe(open_storage(URL.parse(f"memory://{PLACE}"), {}, Context())))
-        copied(found.manifest)
-        by_key({path.partition("/")[2]: entry for path, entry in found.manifest.items()})
+        copy_manifest(found.manifest)
+        group_by_key({path.partition("/")[2]: entry for path, entry in found.manifest.items()})
         find_uncovered(found.files, requests_of([found.manifest], found.files, []))
 
 
 def dcp_metadata(data):
     """A `.metadata` file."""
-    _described(".metadata", data, lambda storage: dcp.describe(storage, data))
+    _described(".metadata", data, lambda storage: dcp.describe_checkpoint(storage, data))
 
 
 def torch_pickle(data):
@@ -118,29 +118,29 @@ def torch_pickle(data):
         archive.writestr("a/data.pkl", data)
         archive.writestr("a/data/0", bytes(64))
     archived = file.getvalue()
-    _described("x.pt", archived, lambda storage: torch_save.describe(storage, "x.pt", len(archived), LIMIT))
+    _described("x.pt", archived, lambda storage: torch_save.describe_file(storage, "x.pt", len(archived), LIMIT))
     with contextlib.suppress(SnapshotError, from_pickle.NotPlainError):
-        repr(from_pickle.plain_value("x", archived))
+        repr(from_pickle.read_plain_value("x", archived))
     with contextlib.suppress(SnapshotError):
-        safe_pickle.load(data, "x")
+        safe_pickle.load_pickle(data, "x")
 
 
 def zip_directory(data):
     """A whole archive of torch's, and one with one tensor in it."""
-    _described("x.pt", data, lambda storage: torch_save.describe(storage, "x.pt", len(data), LIMIT))
-    with contextlib.suppress(SnapshotError, embedded_tensors.Short):
+    _described("x.pt", data, lambda storage: torch_save.describe_file(storage, "x.pt", len(data), LIMIT))
+    with contextlib.suppress(SnapshotError, embedded_tensors.MoreBytesNeeded):
         entry = TensorEntry("x", (0, len(data)), "float32", (3,), serializer="torch_save")
-        found = embedded_tensors.layout_of("x", entry, data, data)
+        found = embedded_tensors.find_layout("x", entry, data, data)
         assert 0 <= found.begin <= found.begin + found.nbytes <= len(data)
     with contextlib.suppress(ValueError):
-        begin, end = directory_range(data[-TAIL:], len(data))
-        members(data[begin:end], begin)
+        begin, end = find_directory(data[-TAIL:], len(data))
+        read_members(data[begin:end], begin)
 
 
 def safetensors_header(data):
     """The header of a file of safetensors, and an index."""
     whole = len(data).to_bytes(8, "little") + data + bytes(64)
-    _described("x", whole, lambda storage: safetensors.describe(storage, "x", len(whole), LIMIT))
+    _described("x", whole, lambda storage: safetensors.describe_file(storage, "x", len(whole), LIMIT))
     store(f"{PLACE}/{safetensors.INDEX}", data)
     with contextlib.suppress(SnapshotError):
         run(
@@ -153,7 +153,7 @@ def safetensors_header(data):
 
 def torchsnapshot_manifest(data):
     """A manifest of torchsnapshot, in JSON or YAML."""
-    _described(".snapshot_metadata", data, lambda storage: torchsnapshot.describe(storage, data))
+    _described(".snapshot_metadata", data, lambda storage: torchsnapshot.describe_snapshot(storage, data))
 
 
 def _others(name):

@@ -26,7 +26,7 @@ from snapshot import Sharded, Snapshot, SnapshotError, StateDict
 from snapshot.manifest.document import METADATA
 from snapshot.manifest.entries import AnyEntry
 from snapshot.plugins import memory
-from snapshot.tensors.digest import of_range
+from snapshot.tensors.digest import digest_range
 from tests.helpers import wrapper_tensors
 
 ROOM = 1 << 30
@@ -154,7 +154,7 @@ def store(path, data):
 def sign(body):
     """A document with the digest that belongs to it: who writes it by hand can do so too."""
     body = body.rstrip()[:-1]
-    return b'%s,"digest":"%s"}' % (body, of_range(body).encode())
+    return b'%s,"digest":"%s"}' % (body, digest_range(body).encode())
 
 
 @contextlib.contextmanager

@@ -298,7 +298,7 @@ def harm():
 
 def with_pickle(tmp_path, data):
     """A snapshot of an object whose pickle is replaced by another one, with right digests."""
-    from snapshot.tensors.digest import of_range
+    from snapshot.tensors.digest import digest_range
 
     with pytest.warns(UserWarning, match="pickles"):
         Snapshot.take(tmp_path / "s", {"s": StateDict(x=torch.ones(3), odd=types.SimpleNamespace(a=1))}, overwrite=True)
@@ -308,7 +308,7 @@ def with_pickle(tmp_path, data):
     entry = document["manifest"]["0/s/odd"]
     (tmp_path / "s" / entry["location"]).write_bytes(data)
     document["files"][entry["location"]]["size"] = len(data)
-    entry |= {"byte_range": [0, len(data)], "digest": of_range(data)}
+    entry |= {"byte_range": [0, len(data)], "digest": digest_range(data)}
     path.write_bytes(sign(msgspec.json.encode(document)))
     return tmp_path / "s"
 
@@ -556,7 +556,7 @@ def test_ranks_are_numbered_in_plain_figures(base):
             "manifest": {**base["manifest"], f"{number}/state/a": {"type": "int", "serialized_value": "1"}},
         }
         store(MANIFEST, sign(encoded(document)))
-        with pytest.raises(CorruptSnapshotError, match="no rank"):
+        with pytest.raises(CorruptSnapshotError, match="must begin with a rank"):
             Snapshot(URL).get_state_dict_for_key("state")
 
 
@@ -566,7 +566,7 @@ def test_keys_whose_hashes_collide_are_refused(base):
     manifest = {"0/s": {"type": "dict", "keys": keys}}
     manifest |= {f"0/s/{step * n}": {"type": "NoneType", "serialized_value": "None"} for n in range(8, 20_008)}
     store(MANIFEST, sign(encoded({**base, "manifest": manifest})))
-    with bounded(), pytest.raises(CorruptSnapshotError, match="slow"):
+    with bounded(), pytest.raises(CorruptSnapshotError, match="collide too often"):
         Snapshot(URL).get_state_dict_for_key("s")
 
 

@@ -3,7 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot.manifest.paths import component, component_of, decode_key, encode_key, quote, tagged_keys, uncomponent
+from snapshot.manifest.paths import (
+    decode_component,
+    decode_key,
+    encode_component,
+    encode_key,
+    find_tagged_keys,
+    key_component,
+    quote_path,
+)
 
 texts = st.text(st.characters(exclude_categories=())) | st.text("%/[]25Fu D80int:1")
 keys = texts | st.integers(-(2**70), 2**70) | st.booleans() | st.none() | st.floats(allow_nan=False)
@@ -11,22 +19,22 @@ keys = texts | st.integers(-(2**70), 2**70) | st.booleans() | st.none() | st.flo
 
 @given(texts)
 def test_components_have_an_inverse(text):
-    made = component(text)
-    assert uncomponent(made) == text
+    made = encode_component(text)
+    assert decode_component(made) == text
     assert "/" not in made
     made.encode()
 
 
 @given(st.lists(texts, unique=True))
 def test_components_are_injective(found):
-    assert len({component(text) for text in found}) == len(found)
-    assert len({quote(component(text)) for text in found}) == len(found)
+    assert len({encode_component(text) for text in found}) == len(found)
+    assert len({quote_path(encode_component(text)) for text in found}) == len(found)
 
 
 @given(st.dictionaries(keys, st.none()))
 def test_a_dict_s_keys_never_meet(found):
-    tagged = tagged_keys(found)
-    made = [component_of(encode_key(key), i in tagged) for i, key in enumerate(found)]
+    tagged = find_tagged_keys(found)
+    made = [key_component(encode_key(key), i in tagged) for i, key in enumerate(found)]
     assert len(set(made)) == len(made)
 
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from snapshot import CorruptSnapshotError
 from snapshot.manifest import entries as e
-from snapshot.manifest.merge import expect_whole, merge
-from snapshot.manifest.rank_view import adopt, leave_out, rank_view
+from snapshot.manifest.merge import expect_whole_tensors, merge
+from snapshot.manifest.rank_view import adopt_entry, make_rank_view, remove_entry
 
 
 def shard(begin, size):
@@ -21,22 +21,22 @@ def test_an_own_entry_goes_before_what_others_shared():
         "0/s": e.DictEntry(["x"]), "0/s/x": e.ShardedTensorEntry("float32", (4,), [shard(0, 4)]),
         "1/s": e.DictEntry(["x"]), "1/s/x": one,
     }  # fmt: skip
-    assert rank_view(manifest, 1, 2, 2).entries["s/x"] is one
-    assert rank_view(manifest, 0, 2, 2).entries["s/x"] is manifest["0/s/x"]
+    assert make_rank_view(manifest, 1, 2, 2).entries["s/x"] is one
+    assert make_rank_view(manifest, 0, 2, 2).entries["s/x"] is manifest["0/s/x"]
 
 
 @pytest.mark.parametrize("path", ["2/s", "x/s", "-1/s", "/s", "²/s"])
 def test_an_entry_of_no_rank_is_damage(path):
-    with pytest.raises(CorruptSnapshotError, match="no rank"):
-        rank_view({"0/s": e.DictEntry([]), path: e.IntEntry("1")}, 0, 2, 2)
+    with pytest.raises(CorruptSnapshotError, match="must begin with a rank"):
+        make_rank_view({"0/s": e.DictEntry([]), path: e.IntEntry("1")}, 0, 2, 2)
 
 
 def test_names_come_and_go_with_their_entries():
     entries = {"s": e.DictEntry(["a"]), "s/a": e.IntEntry("1")}
-    adopt(entries, "s/b%2Fc/d", e.IntEntry("2"))
+    adopt_entry(entries, "s/b%2Fc/d", e.IntEntry("2"))
     assert entries["s"].keys == ["a", "b/c"]
     assert entries["s/b%2Fc"].keys == ["d"]
-    leave_out(entries, "s/a")
+    remove_entry(entries, "s/a")
     assert entries["s"].keys == ["b/c"]
 
 
@@ -45,30 +45,35 @@ def test_a_mesh_of_equal_steps_is_short_and_knows_its_ranks(begin, axes):
     ranks = np.full(tuple(size for size, _ in axes), begin)
     for axis, (size, step) in enumerate(axes):
         ranks = ranks + np.arange(size).reshape([-1 if each == axis else 1 for each in range(len(axes))]) * step
-    held = e.ShardedTensorEntry("float32", (4,), [], e.Mesh.of(ranks.tolist()))
-    assert {rank for rank in range(200) if held.held_by(rank)} == set(ranks.flatten().tolist())
+    held = e.ShardedTensorEntry("float32", (4,), [], e.Mesh.from_lists(ranks.tolist()))
+    assert {rank for rank in range(200) if held.is_held_by(rank)} == set(ranks.flatten().tolist())
 
 
 @pytest.mark.parametrize("shape", [(8192,), (1024, 8), (2, 3, 4), (1, 5, 1)])
 def test_the_meshes_that_people_make_are_short(shape):
     ranks = np.arange(np.prod(shape)).reshape(shape)
     for part in (ranks, ranks[..., 0] if len(shape) > 1 else ranks, ranks[-1:]):
-        assert isinstance(e.Mesh.of(part.tolist()), e.Mesh)
+        assert isinstance(e.Mesh.from_lists(part.tolist()), e.Mesh)
 
 
 def test_any_other_mesh_stands_as_it_is():
     ranks = [[3, 1], [0, 2]]
-    assert e.Mesh.of(ranks) == ranks
-    assert [rank for rank in range(6) if e.ShardedTensorEntry("float32", (4,), [], ranks).held_by(rank)] == [0, 1, 2, 3]
+    assert e.Mesh.from_lists(ranks) == ranks
+    assert [rank for rank in range(6) if e.ShardedTensorEntry("float32", (4,), [], ranks).is_held_by(rank)] == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_parts_of_one_tensor_come_together_and_all_else_has_one_owner():
     made = {"0/w": e.ShardedTensorEntry("float32", (4,), [shard(2, 2)])}
     merge(made, {"0/w": e.ShardedTensorEntry("float32", (4,), [shard(0, 2)])}, "rank 1")
-    expect_whole(made)
+    expect_whole_tensors(made)
     assert [each.offsets for each in made["0/w"].shards] == [(0,), (2,)]
     for other in (e.ShardedTensorEntry("float64", (4,), []), e.IntEntry("1"), e.DTensorEntry("float32", (4,), [])):
-        with pytest.raises(CorruptSnapshotError, match="rank 1 describes it"):
+        with pytest.raises(CorruptSnapshotError, match="described twice, by rank 1"):
             merge(dict(made), {"0/w": other}, "rank 1")
     with pytest.raises(CorruptSnapshotError, match="2 of its 4"):
-        expect_whole({"0/w": e.ShardedTensorEntry("float32", (4,), [shard(0, 2)])})
+        expect_whole_tensors({"0/w": e.ShardedTensorEntry("float32", (4,), [shard(0, 2)])})

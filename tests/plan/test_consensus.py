@@ -5,8 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapshot import SnapshotError
-from snapshot.plan.consensus import FIRST, Details, RankRecord, ShardBoxes, agree, as_sum, layout_digest, settle
-from snapshot.tensors.geometry import split
+from snapshot.plan.consensus import (
+    FIRST,
+    Details,
+    RankRecord,
+    ShardBoxes,
+    compare_records,
+    digest_layout,
+    settle_details,
+    sum_digests,
+)
+from snapshot.tensors.geometry import split_shape
 
 digest = b"%016d".__mod__
 
@@ -24,29 +33,29 @@ def record(**changes):
 
 
 def test_ranks_that_are_alike_need_no_more():
-    answer = agree([record(load=rank) for rank in range(5)])
+    answer = compare_records([record(load=rank) for rank in range(5)])
     assert answer.settled
     assert answer.loads == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("change", [{"agreed": "b", "candidates": "d"}, {"basis": "old"}, {"boxes": True}])
 def test_a_difference_is_asked_for_and_only_of_one_of_each_kind(change):
-    answer = agree([record(), record(), record(**change), record(**change)])
+    answer = compare_records([record(), record(), record(**change), record(**change)])
     assert not answer.settled
     assert answer.speakers == ([0, 2] if "candidates" in change else [0])
 
 
 def test_a_plan_that_is_known_counts_only_for_the_structure_that_it_was_made_for():
-    known = agree([record(), record()]).structure
-    assert agree([record(basis=known)] * 2).settled
-    assert not agree([record(basis=known), record(basis=known, structure="new")]).settled
-    assert not agree([record(basis=known), record()]).settled
+    known = compare_records([record(), record()]).structure
+    assert compare_records([record(basis=known)] * 2).settled
+    assert not compare_records([record(basis=known), record(basis=known, structure="new")]).settled
+    assert not compare_records([record(basis=known), record()]).settled
 
 
 @given(st.lists(st.sets(st.integers(0, 30)), min_size=1, max_size=6))
 def test_what_counts_is_what_all_have(held):
     details = [Details(b"".join(map(digest, sorted(items)))) for items in held]
-    common = settle(details, range(len(held))).items
+    common = settle_details(details, range(len(held))).items
     assert common == b"".join(map(digest, sorted(set.intersection(*map(set, held)))))
 
 
@@ -55,13 +64,15 @@ def test_sharded_tensors_that_one_holder_lacks_are_found(tensors, data):
     def sums(lacks):
         have, expected = [[] for _ in range(5)], [[] for _ in range(5)]
         for path, holders in tensors.items():
-            made = layout_digest(path, "S(0)")
+            made = digest_layout(path, "S(0)")
             for rank in holders:
                 if (path, rank) != lacks:
                     have[rank].append(made)
             if (path, min(holders)) != lacks:
                 expected[min(holders)].append(made * len(holders))
-        return agree([record(have=as_sum(h), expected=as_sum(x)) for h, x in zip(have, expected, strict=True)])
+        return compare_records(
+            [record(have=sum_digests(h), expected=sum_digests(x)) for h, x in zip(have, expected, strict=True)]
+        )
 
     assert sums(None).settled
     several = [(path, rank) for path, holders in tensors.items() for rank in holders if len(holders) > 1]
@@ -75,22 +86,22 @@ def boxes(*held, shape=(6, 4), dtype="float32"):
 
 @given(st.integers(1, 24), st.integers(1, 4), st.data())
 def test_boxes_that_fill_a_tensor_are_good_and_copies_are_spared(most, world, data):
-    parts = split((6, 4), most)
+    parts = split_shape((6, 4), most)
     owners = [data.draw(st.sets(st.integers(0, world - 1), min_size=1)) for _ in parts]
     details = [
         boxes(*(box for box, ranks in zip(parts, owners, strict=True) if rank in ranks)) for rank in range(world)
     ]
-    spare = settle(details, []).spare
+    spare = settle_details(details, []).spare
     assert len(spare) == sum(len(ranks) - 1 for ranks in owners)
     if len(parts) > 1:
         lacking = [boxes(*(box for box in map(parts.__getitem__, range(1, len(parts))))), *[boxes()] * (world - 1)]
         with pytest.raises(SnapshotError, match="elements"):
-            settle(lacking, [])
+            settle_details(lacking, [])
 
 
 def test_layouts_that_contradict_each_other_are_named():
     mine = Details(layouts={"w": ("S(0)", [0, 1])})
     with pytest.raises(SnapshotError, match="rank 1, which holds another, has no such tensor"):
-        settle([mine, Details()], [])
+        settle_details([mine, Details()], [])
     with pytest.raises(SnapshotError, match=r"w: S\(0\) on rank 0, S\(1\) on rank 1"):
-        settle([mine, Details(layouts={"w": ("S(1)", [0, 1])})], [])
+        settle_details([mine, Details(layouts={"w": ("S(1)", [0, 1])})], [])

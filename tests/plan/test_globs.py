@@ -2,7 +2,7 @@
 
 import pytest
 
-from snapshot.plan.globs import matcher, pattern, unmatched
+from snapshot.plan.globs import compile_glob, find_unmatched, matcher
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from snapshot.plan.globs import matcher, pattern, unmatched
     ],
 )
 def test_what_matches(glob, path, matches):
-    assert bool(pattern(glob).match(path)) is matches
+    assert bool(compile_glob(glob).match(path)) is matches
 
 
 def test_one_string_is_no_list():
@@ -38,4 +38,4 @@ def test_one_string_is_no_list():
 
 
 def test_unmatched_globs():
-    assert unmatched(["a", "b/*"], ["a", "c"]) == ["b/*"]
+    assert find_unmatched(["a", "b/*"], ["a", "c"]) == ["b/*"]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapshot.plan import layout
-from snapshot.plan.layout import cut_file, make_plan, part_size
+from snapshot.plan.layout import choose_part_size, cut_file, make_plan
 from snapshot.state.leaves import Leaf
 from snapshot.storage import Limits
 from snapshot.tensors.dtypes import ITEMSIZE
@@ -118,7 +118,7 @@ def test_equal_structures_make_equal_plans():
 )  # fmt: skip
 def test_part_sizes_respect_the_storage_and_the_budget(budget, file_size, multiple, smallest, most):
     limits = Limits(smallest_part=smallest, most_parts=most, multiple=multiple)
-    size = part_size(limits, budget, file_size)
+    size = choose_part_size(limits, budget, file_size)
     assert size % multiple == 0
     assert size >= smallest
     assert -(-file_size // size) <= most

@@ -5,8 +5,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot.plan.partition import SHORTEST, PartitionItem, partition
-from snapshot.tensors.geometry import overlap, whole
+from snapshot.plan.partition import SHORTEST, PartitionItem, partition_items
+from snapshot.tensors.geometry import boxes_overlap, whole_box
 
 shapes = st.lists(st.integers(0, 700), max_size=3).map(tuple)
 items = st.lists(st.builds(PartitionItem, shapes, st.sampled_from([1, 2, 4, 8]), st.booleans()), max_size=12)
@@ -14,19 +14,19 @@ items = st.lists(st.builds(PartitionItem, shapes, st.sampled_from([1, 2, 4, 8]),
 
 @given(items, st.lists(st.integers(0, 1 << 20), min_size=1, max_size=6))
 def test_every_element_is_dealt_once(given_items, loads):
-    shares = partition(given_items, loads)
+    shares = partition_items(given_items, loads)
     assert len(shares) == len(loads)
     for number, item in enumerate(given_items):
-        boxes = [dealt.box or whole(item.shape) for share in shares for dealt in share if dealt.item == number]
+        boxes = [dealt.box or whole_box(item.shape) for share in shares for dealt in share if dealt.item == number]
         assert boxes
         assert item.splits or len(boxes) == 1
         assert sum(box.numel for box in boxes) == math.prod(item.shape)
-        assert not overlap([box for box in boxes if box.numel])
+        assert not boxes_overlap([box for box in boxes if box.numel])
 
 
 @given(items, st.integers(1, 6))
 def test_pieces_are_flat_ranges_and_no_shorter_than_need_be(given_items, world):
-    for share in partition(given_items, [0] * world):
+    for share in partition_items(given_items, [0] * world):
         for dealt in share:
             if dealt.box is not None:
                 item = given_items[dealt.item]
@@ -38,7 +38,7 @@ def test_pieces_are_flat_ranges_and_no_shorter_than_need_be(given_items, world):
 
 def loads_of(given_items, loads):
     made = list(loads)
-    for rank, share in enumerate(partition(given_items, loads)):
+    for rank, share in enumerate(partition_items(given_items, loads)):
         for dealt in share:
             item = given_items[dealt.item]
             made[rank] += item.nbytes if dealt.box is None else dealt.box.numel * item.itemsize
@@ -64,5 +64,5 @@ def test_who_has_more_of_its_own_gets_less():
 
 
 def test_many_ranks_get_no_more_pieces_than_thousands():
-    shares = partition([PartitionItem((1 << 20, 1 << 10), 4)] * 20, [0] * 8192)
+    shares = partition_items([PartitionItem((1 << 20, 1 << 10), 4)] * 20, [0] * 8192)
     assert sum(map(len, shares)) < 9000

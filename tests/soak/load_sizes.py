@@ -17,7 +17,7 @@ import torch
 
 from snapshot import Snapshot, SnapshotError, StateDict, release_memory
 from snapshot.manifest.document import METADATA
-from snapshot.tensors.digest import of_range
+from snapshot.tensors.digest import digest_range
 from tests.soak.load_leaks import resident
 
 DONE = {}
@@ -134,7 +134,7 @@ def tiny(path, count):
     (Path(path) / "body").unlink()
     with open(Path(path) / METADATA, "wb") as file:
         file.write(body)
-        file.write(b',"digest":"%s"}' % of_range(body).encode())
+        file.write(b',"digest":"%s"}' % digest_range(body).encode())
     size = len(body) >> 20
     DONE["manifest"] = {"MiB": size}
     del body

@@ -69,7 +69,7 @@ def anew(state):
 def follows(state):
     """Whether it is flattened by what is remembered."""
     flat = Flattened()
-    return flatten_cache.replay("s", state, flat)
+    return flatten_cache.replay_state("s", state, flat)
 
 
 def test_the_same_structure_is_followed_with_new_tensors_and_numbers():

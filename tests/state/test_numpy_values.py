@@ -99,11 +99,15 @@ def test_an_empty_text_of_an_earlier_version_is_read():
 
     assert same(
         np.str_(""),
-        numpy_arrays.rebuild("p", numpy_arrays.tensor_over(np.zeros(4, np.uint8)), "<U0", (), order="C", scalar=True),
+        numpy_arrays.rebuild_array(
+            "p", numpy_arrays.wrap_array(np.zeros(4, np.uint8)), "<U0", (), order="C", scalar=True
+        ),
     )
     assert same(
         np.bytes_(b""),
-        numpy_arrays.rebuild("p", numpy_arrays.tensor_over(np.zeros(1, np.uint8)), "|S0", (), order="C", scalar=True),
+        numpy_arrays.rebuild_array(
+            "p", numpy_arrays.wrap_array(np.zeros(1, np.uint8)), "|S0", (), order="C", scalar=True
+        ),
     )
 
 

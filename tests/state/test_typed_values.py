@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from snapshot import RestoreError, SavedObject, Snapshot, StateDict, UnsafeObjectError, UnsupportedFormatError
 from snapshot.cli import main
-from snapshot.manifest.scalars import scalar_entry
-from snapshot.manifest.typed import enum_entry
+from snapshot.manifest.scalars import make_scalar_entry
+from snapshot.manifest.typed import make_enum_entry
 from snapshot.state import flatten
 
 URL = "memory://typed"
@@ -492,7 +492,7 @@ def as_before(monkeypatch):
     kinds = {type(value) for value in values().values()}
     for kind in kinds & flatten._VISITORS.keys():
         monkeypatch.delitem(flatten._VISITORS, kind)
-    monkeypatch.setattr(flatten, "form_of", lambda kind: None)
+    monkeypatch.setattr(flatten, "find_form", lambda kind: None)
 
 
 def test_snapshots_that_pickled_them_are_restored_as_before(monkeypatch):
@@ -674,7 +674,12 @@ def test_conversions_hold_what_their_formats_can_and_name_the_rest(tmp_path):
 
 def test_ranks_that_differ_in_a_field_of_a_text_do_not_hold_the_same():
     """What is compared over ranks is all of a value, and not its text alone."""
-    texts = [enum_entry(Level.HIGH), enum_entry(other(Level.HIGH)), scalar_entry("\ud800"), scalar_entry("%uD800")]
+    texts = [
+        make_enum_entry(Level.HIGH),
+        make_enum_entry(other(Level.HIGH)),
+        make_scalar_entry("\ud800"),
+        make_scalar_entry("%uD800"),
+    ]
     assert len({(type(each), each.identity) for each in texts}) == 4
 
 

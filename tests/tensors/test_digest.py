@@ -6,7 +6,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapshot.tensors.digest import BLOCK, SIZE, RunningDigest, block_count, of_bytes
+from snapshot.tensors.digest import BLOCK, SIZE, RunningDigest, count_blocks, digest_bytes
 
 
 @settings(max_examples=40, deadline=None)
@@ -18,8 +18,8 @@ def test_pieces_make_the_digest_of_the_whole(length, cuts):
     for begin, end in itertools.pairwise(borders):
         running.update(data[begin:end])
     digest, table = running.finish()
-    assert digest == of_bytes(data)
-    assert len(table) == SIZE * block_count(length)
+    assert digest == digest_bytes(data)
+    assert len(table) == SIZE * count_blocks(length)
     blocks = [xxhash.xxh3_128_digest(data[at : at + BLOCK]) for at in range(0, length, BLOCK)]
     if table:
         assert table == b"".join(blocks)

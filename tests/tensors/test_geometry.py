@@ -6,7 +6,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapshot.tensors.geometry import Box, boxes_of_range, inside, intersect, is_run, overlap, runs, split, whole
+from snapshot.tensors.geometry import (
+    Box,
+    boxes_of_range,
+    boxes_overlap,
+    find_flat_ranges,
+    intersect,
+    is_flat_range,
+    is_inside,
+    split_shape,
+    whole_box,
+)
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 full = st.lists(st.integers(1, 6), max_size=4).map(tuple)
@@ -29,10 +39,10 @@ def mask(shape, box):
 @given(shapes, st.integers(1, 40))
 def test_split_covers_all_in_order_with_flat_ranges(shape, most):
     numbers = torch.arange(math.prod(shape)).view(shape)
-    pieces = split(shape, most)
+    pieces = split_shape(shape, most)
     assert torch.equal(torch.cat([numbers[box.slices()].reshape(-1) for box in pieces]), numbers.reshape(-1))
     assert all(box.numel <= most for box in pieces)
-    assert all(inside(box, shape) for box in pieces)
+    assert all(is_inside(box, shape) for box in pieces)
 
 
 @given(full, st.data())
@@ -55,7 +65,7 @@ def test_runs_cover_the_box_and_join_only_small_gaps(case, gap):
     total = math.prod(shape)
     covered = torch.zeros(total, dtype=torch.bool)
     last = None
-    for begin, end in runs(shape, box, gap):
+    for begin, end in find_flat_ranges(shape, box, gap):
         assert 0 <= begin < end <= total
         assert last is None or begin >= last
         covered[begin:end] = True
@@ -74,26 +84,26 @@ def test_intersections_and_overlaps(data):
     shared = intersect(a, b)
     assert torch.equal(mask(shape, shared) if shared else torch.zeros(shape, dtype=torch.bool), both)
     if shape:
-        assert overlap([a, b]) == bool(both.any())
+        assert boxes_overlap([a, b]) == bool(both.any())
 
 
 @given(shapes)
 def test_whole_is_inside(shape):
-    assert inside(whole(shape), shape)
-    assert not inside(Box((0,) * len(shape), tuple(size + 1 for size in shape)), shape) or not shape
+    assert is_inside(whole_box(shape), shape)
+    assert not is_inside(Box((0,) * len(shape), tuple(size + 1 for size in shape)), shape) or not shape
 
 
 @given(full.flatmap(boxed))
 def test_a_run_is_one_flat_range(shaped):
     shape, box = shaped
     if box.numel:
-        assert is_run(shape, box) == (len(runs(shape, box, 0)) == 1)
+        assert is_flat_range(shape, box) == (len(find_flat_ranges(shape, box, 0)) == 1)
 
 
 def test_layouts_of_many_parts_are_looked_at_to_the_end():
-    assert not overlap([Box((i, 0), (1, 4)) for i in range(100_000)])
-    assert not overlap([Box((i * 2, j * 3), (2, 3)) for i in range(200) for j in range(200)])
-    assert not overlap([Box((i, j, k), (1, 1, 1)) for i in range(20) for j in range(20) for k in range(20)])
+    assert not boxes_overlap([Box((i, 0), (1, 4)) for i in range(100_000)])
+    assert not boxes_overlap([Box((i * 2, j * 3), (2, 3)) for i in range(200) for j in range(200)])
+    assert not boxes_overlap([Box((i, j, k), (1, 1, 1)) for i in range(20) for j in range(20) for k in range(20)])
     uneven = [Box((i * 3 + i % 2, 0), (3 - i % 2 + (i + 1) % 2, 7)) for i in range(0, 5000, 2)]
-    assert not overlap(uneven)
-    assert overlap([Box((i, 0), (1, 4)) for i in range(100_000)] + [Box((77, 3), (1, 1))])
+    assert not boxes_overlap(uneven)
+    assert boxes_overlap([Box((i, 0), (1, 4)) for i in range(100_000)] + [Box((77, 3), (1, 1))])

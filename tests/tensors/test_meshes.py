@@ -9,8 +9,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from snapshot.tensors.geometry import inside
-from snapshot.tensors.meshes import Copy, Split, everywhere, held, nesting, peers, strided
+from snapshot.tensors.geometry import is_inside
+from snapshot.tensors.meshes import (
+    Copy,
+    Split,
+    add_strides,
+    find_held_shards,
+    find_nesting,
+    find_peers,
+    iterate_shards,
+)
 
 shapes = st.lists(st.integers(0, 13), min_size=1, max_size=3).map(tuple)
 mesh_shapes = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
@@ -52,7 +60,7 @@ def put_together(dense, held):
 def test_every_coordinate_holds_what_torch_would_give_it(spread):
     shape, mesh_shape, placements = spread
     dense = numbered(shape)
-    for coordinate, found in everywhere(shape, mesh_shape, placements):
+    for coordinate, found in iterate_shards(shape, mesh_shape, placements):
         assert torch.equal(put_together(dense, found), cut_by_torch(dense, mesh_shape, placements, coordinate))
 
 
@@ -60,13 +68,13 @@ def test_every_coordinate_holds_what_torch_would_give_it(spread):
 @given(spreads(), st.booleans())
 def test_the_boxes_of_all_coordinates_tile_the_tensor_once_for_each_group_of_peers(spread, in_order):
     shape, mesh_shape, placements = spread
-    order = nesting(mesh_shape, placements) if in_order else None
+    order = find_nesting(mesh_shape, placements) if in_order else None
     ranks = range(100, 100 + math.prod(mesh_shape))
     covered = torch.zeros(shape, dtype=torch.int64)
-    for rank, (coordinate, found) in zip(ranks, everywhere(shape, mesh_shape, placements, order), strict=True):
-        assert all(inside(box, shape) and box.numel for box, _ in found.boxes)
-        assert all(inside(part, found.shape) and part.sizes == box.sizes for box, part in found.boxes)
-        if rank == min(peers(ranks, mesh_shape, placements, coordinate)):
+    for rank, (coordinate, found) in zip(ranks, iterate_shards(shape, mesh_shape, placements, order), strict=True):
+        assert all(is_inside(box, shape) and box.numel for box, _ in found.boxes)
+        assert all(is_inside(part, found.shape) and part.sizes == box.sizes for box, part in found.boxes)
+        if rank == min(find_peers(ranks, mesh_shape, placements, coordinate)):
             for box, _ in found.boxes:
                 covered[box.slices()] += 1
     assert covered.eq(1).all()
@@ -77,7 +85,7 @@ def test_the_boxes_of_all_coordinates_tile_the_tensor_once_for_each_group_of_pee
 def test_a_tensor_filled_by_boxes_from_all_local_tensors_is_the_original(spread):
     shape, mesh_shape, placements = spread
     dense, filled = numbered(shape), torch.full(shape, -1)
-    for coordinate, found in everywhere(shape, mesh_shape, placements):
+    for coordinate, found in iterate_shards(shape, mesh_shape, placements):
         local = cut_by_torch(dense, mesh_shape, placements, coordinate)
         for box, part in found.boxes:
             filled[box.slices()] = local[part.slices()]
@@ -89,9 +97,9 @@ def test_a_tensor_filled_by_boxes_from_all_local_tensors_is_the_original(spread)
 def test_peers_are_those_that_hold_the_same_boxes(spread):
     shape, mesh_shape, placements = spread
     ranks = list(range(math.prod(mesh_shape)))[::-1]
-    of_rank = dict(zip(ranks, everywhere(shape, mesh_shape, placements), strict=True))
+    of_rank = dict(zip(ranks, iterate_shards(shape, mesh_shape, placements), strict=True))
     for rank, (coordinate, found) in of_rank.items():
-        same = peers(ranks, mesh_shape, placements, coordinate)
+        same = find_peers(ranks, mesh_shape, placements, coordinate)
         assert rank in same
         assert list(same) == sorted(same, key=ranks.index)
         assert all(of_rank[peer][1] == found for peer in same)
@@ -107,11 +115,11 @@ def test_strides_tell_the_order_in_which_dimensions_of_the_mesh_cut(spread, rand
     order = list(range(len(mesh_shape)))
     random.shuffle(order)
     order = tuple(order)
-    told = strided(mesh_shape, plain, order)
-    read = nesting(mesh_shape, told)
-    assert list(everywhere(shape, mesh_shape, plain, order)) == list(everywhere(shape, mesh_shape, told, read))
+    told = add_strides(mesh_shape, plain, order)
+    read = find_nesting(mesh_shape, told)
+    assert list(iterate_shards(shape, mesh_shape, plain, order)) == list(iterate_shards(shape, mesh_shape, told, read))
     even = tuple(size * math.prod(mesh_shape) for size in shape)
-    assert list(everywhere(even, mesh_shape, told)) == list(everywhere(even, mesh_shape, plain, order))
+    assert list(iterate_shards(even, mesh_shape, told)) == list(iterate_shards(even, mesh_shape, plain, order))
 
 
 @settings(deadline=None)
@@ -121,29 +129,29 @@ def test_nested_cuts_are_what_chunks_of_chunks_are(shape, outer, inner):
     for i, j in itertools.product(range(outer), range(inner)):
         chunk = cut_by_torch(dense, (inner, outer), (Split(0), Split(0)), (0, 0))
         chunk = cut_by_torch(cut_by_torch(dense, (inner,), (Split(0),), (j,)), (outer,), (Split(0),), (i,))
-        found = held(shape, (outer, inner), (Split(0, inner), Split(0)), (i, j), order=(1, 0))
+        found = find_held_shards(shape, (outer, inner), (Split(0, inner), Split(0)), (i, j), order=(1, 0))
         assert torch.equal(put_together(dense, found), chunk)
 
 
 def test_strides_without_an_order_have_none():
-    assert nesting((4, 2), (Split(0, 3), Split(0))) is None
-    assert nesting((4, 2), (Split(0, 2), Split(1))) is None
+    assert find_nesting((4, 2), (Split(0, 3), Split(0))) is None
+    assert find_nesting((4, 2), (Split(0, 2), Split(1))) is None
 
 
 def test_boxes_that_follow_each_other_are_joined():
-    found = held((8, 3), (2,), (Split(0, 8),), (0,))
+    found = find_held_shards((8, 3), (2,), (Split(0, 8),), (0,))
     assert [str(box) for box, _ in found.boxes] == ["0:8,0:3"]
 
 
 def test_a_scalar_is_held_by_all():
-    found = held((), (2, 2), (Copy(), Copy()), (1, 0))
+    found = find_held_shards((), (2, 2), (Copy(), Copy()), (1, 0))
     assert found.shape == ()
     assert [box.numel for box, _ in found.boxes] == [1]
 
 
 def test_a_placement_that_is_missing_is_refused():
-    with pytest.raises(ValueError, match="placements"):
-        held((4,), (2, 2), (Copy(),), (0, 0))
+    with pytest.raises(ValueError, match="one placement per dimension"):
+        find_held_shards((4,), (2, 2), (Copy(),), (0, 0))
 
 
 def test_placements_have_short_texts():

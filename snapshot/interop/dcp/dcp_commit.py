@@ -19,7 +19,7 @@ from snapshot.manifest import document as d
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import FileEntry, ManifestPart
 from snapshot.manifest.merge import merge
-from snapshot.manifest.paths import component, uncomponent
+from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.options import Settings
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
@@ -29,7 +29,7 @@ from snapshot.save.manifest_builder import RankManifest, encode_own_part, shard_
 from snapshot.save.take_options import encode_metadata
 from snapshot.save.transaction import Transaction
 from snapshot.save.writer import write_small
-from snapshot.tensors.digest import of_range
+from snapshot.tensors.digest import digest_range
 
 AT_ONCE = 16
 _part = msgspec.json.Decoder(ManifestPart)
@@ -73,7 +73,7 @@ def join_and_commit(
             part = encode_own_part(described)
             if part:
                 await write_small(session.storage, own_part_path(transaction.save_id, 0), [part])
-            own_part = (len(part), of_range(part), len(described.own))
+            own_part = (len(part), digest_range(part), len(described.own))
             done = RankDone((0, ""), own_part, shard_checksums(described))
             await commit_with_ranks(session, dcp_exchange(), transaction, described, done)
         return sum(file.size for file in files.values())
@@ -112,7 +112,7 @@ def _join_parts(
     for rank, each in enumerate(told[1:], 1):
         merge(found, each.entries, f"rank {rank}")
     files = {location: file for each in told for location, file in each.files.items()}
-    names = [uncomponent(path) for path in found if "/" not in path]
+    names = [decode_component(path) for path in found if "/" not in path]
     expected = set(metadata.state_dict_metadata)
     if set(names) != expected:
         lost = sorted(expected.symmetric_difference(names))[:5]
@@ -127,7 +127,7 @@ def _join_parts(
     below = _paths_below(found)
     made = DcpNames(paths, metadata.planner_data, frozenset(name for each in told for name in each.raw))
     for name in names:
-        head, path = component(name), paths[name]
+        head, path = encode_component(name), paths[name]
         if above and (parent := path.rpartition("/")[0]) and parent not in manifest:
             _open(parent, above, manifest)
         entry = found[head]
@@ -187,7 +187,7 @@ def _simplify(entry: e.ShardedTensorEntry, *, several: bool) -> Any:
 def _describe(manifest: dict[str, Any], files: dict[str, FileEntry], metadata: msgspec.Raw) -> RankManifest:
     """All of it, as what one rank alone wrote."""
     lines = (f"{path}\0{_likeness(entry)}" for path, entry in sorted(manifest.items()))
-    structure = of_range("\n".join(lines).encode("utf-8", "surrogatepass"))
+    structure = digest_range("\n".join(lines).encode("utf-8", "surrogatepass"))
     return RankManifest(manifest, {}, files, [], structure, metadata, 1, len(manifest) > d.IN_ONE, frozenset())
 
 

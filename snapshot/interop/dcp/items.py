@@ -21,9 +21,9 @@ from snapshot.interop.dcp.dcp_commit import WrittenItems
 from snapshot.interop.dcp.names import Keys, flat_paths, nested_paths
 from snapshot.manifest import entries as e
 from snapshot.manifest.merge import merge
-from snapshot.manifest.paths import component
+from snapshot.manifest.paths import encode_component
 from snapshot.options import Settings
-from snapshot.plan.layout import location
+from snapshot.plan.layout import name_data_file
 from snapshot.progress import unmetered
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
@@ -37,7 +37,7 @@ from snapshot.save.take import plan_writes
 from snapshot.save.writer import Writer, write_small
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob
-from snapshot.state.sharded import Piece, Shards
+from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.tensors.geometry import Box
 from snapshot.text import with_article
 
@@ -149,7 +149,7 @@ class _Round:
             else:
                 state[name] = value
         for key in [key for key, value in state.items() if type(value) is dict]:
-            self.flat.add(component(key), state.pop(key))  # which remembers what it made of the last one
+            self.flat.add(encode_component(key), state.pop(key))  # which remembers what it made of the last one
         self.flat.add_named("", state, 0)
         for name, data in blobs:
             self._blob(name, data)
@@ -203,7 +203,7 @@ class _Round:
                     f"{name}: the planner gave {tensor.dtype}{list(tensor.shape)} for the part of {dtype} at {box}"
                 )
             if box.numel:
-                pieces.append(Piece(box, tensor.detach(), None))
+                pieces.append(LocalPiece(box, tensor.detach(), None))
         shards = Shards("ShardedTensor", dtype, shape, pieces, None, None, None, "", False)
         self.flat.entries[path] = None
         self.flat.shards[path] = shards
@@ -216,8 +216,8 @@ class _Round:
         share = RankShare(Exchange(SOLO, "dcp.save", Settings.current().timeout), self.flat, _NOTHING_SHARED)
         plan = plan_writes(share, session, staged=False)
         last = number + len(plan.files)
-        locations = [location(save_id, rank, n, "safetensors") for n in range(number, last)]
-        binary = location(save_id, rank, last, "bin")
+        locations = [name_data_file(save_id, rank, n, "safetensors") for n in range(number, last)]
+        binary = name_data_file(save_id, rank, last, "bin")
         storage = session.storage
         source = Stager(share.leaves, copies=storage.limits.alignment > 1)
         writer = Writer(storage, source, session.budget, unmetered, wanted_part=session.settings.part_bytes)
@@ -249,9 +249,9 @@ class _Round:
         holders: dict[str, str] = {}
         for name in self._names:
             path = self._paths[name]
-            found[component(name)] = entry = made[path]
+            found[encode_component(name)] = entry = made[path]
             if isinstance(entry, e.Container) and entry.width:
-                holders[path] = component(name)
+                holders[path] = encode_component(name)
         for path in made if holders else ():
             above = path.rpartition("/")[0]
             while above and above not in holders:

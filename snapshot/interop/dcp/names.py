@@ -16,11 +16,11 @@ import msgspec
 from snapshot.errors import CorruptSnapshotError
 from snapshot.manifest import entries as e
 from snapshot.manifest.entry import Entry
-from snapshot.manifest.paths import component, decode_key, encode_key, tagged_keys, uncomponent
+from snapshot.manifest.paths import decode_component, decode_key, encode_component, encode_key, find_tagged_keys
 from snapshot.manifest.rank_view import DEEPEST
 from snapshot.manifest.scalars import Scalar
 from snapshot.state.flatten import Flattened
-from snapshot.state.state_tree import inflate
+from snapshot.state.state_tree import inflate_tree
 from snapshot.tensors.geometry import Box
 
 Keys = tuple[str | int, ...]
@@ -67,12 +67,12 @@ class DcpNames:
 
 def path_of(keys: Keys) -> str:
     """Return the manifest's path of an item that stood at these keys."""
-    return "/".join([component(key) if type(key) is str else str(key) for key in keys])
+    return "/".join([encode_component(key) if type(key) is str else str(key) for key in keys])
 
 
 def flat_paths(names: Iterable[str]) -> dict[str, str]:
     """Each name as one component of its own."""
-    return {name: component(name) for name in names}
+    return {name: encode_component(name) for name in names}
 
 
 def nested_paths(names: Iterable[str], planner_data: Any) -> dict[str, str] | None:
@@ -90,7 +90,7 @@ def nested_paths(names: Iterable[str], planner_data: Any) -> dict[str, str] | No
             return None
         last = keys[-1]
         if type(last) is str:  # most names need no escapes, and there are many of them
-            text = last if last.isascii() and "/" not in last and "%" not in last else component(last)
+            text = last if last.isascii() and "/" not in last and "%" not in last else encode_component(last)
         elif _is_path((last,)):
             text = str(last)
         else:
@@ -145,7 +145,7 @@ def _depth(item: tuple[Keys, Any]) -> int:
 def _container(keys: list[str | int]) -> Entry:
     if all(type(key) is int for key in keys) and sorted(keys) == list(range(len(keys))):
         return e.ListEntry(len(keys))
-    return e.DictEntry([encode_key(key) for key in keys], tagged_keys(keys) or None)  # type: ignore[misc]
+    return e.DictEntry([encode_key(key) for key in keys], find_tagged_keys(keys) or None)  # type: ignore[misc]
 
 
 def derive_names(entries: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Keys]]:
@@ -154,7 +154,7 @@ def derive_names(entries: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, 
     walk = _Walk(entries)
     for path, entry in entries.items():
         if "/" not in path:
-            walk.visit((uncomponent(path),), path, entry)
+            walk.visit((decode_component(path),), path, entry)
     for name in walk.twice:
         del walk.paths[name], walk.keys[name]
     return walk.paths, walk.keys
@@ -207,11 +207,11 @@ def record_names(names: DcpNames, entries: Mapping[str, Any]) -> dict[str, Any]:
     derived = names.planner_data == keys and type(names.planner_data) is dict
     if derived and paths == names.paths and not names.raw and not names.partial:
         return {}
-    made = DcpRecord(derived=derived, raw=sorted(map(component, names.raw)))
-    made.partial = {component(name): each for name, each in names.partial.items()}
+    made = DcpRecord(derived=derived, raw=sorted(map(encode_component, names.raw)))
+    made.partial = {encode_component(name): each for name, each in names.partial.items()}
     if paths != names.paths:
-        made.top = names.paths == {uncomponent(path): path for path in entries if "/" not in path}
-        made.items = None if made.top else {component(name): path for name, path in names.paths.items()}
+        made.top = names.paths == {decode_component(path): path for path in entries if "/" not in path}
+        made.items = None if made.top else {encode_component(name): path for name, path in names.paths.items()}
     if not derived:
         made.planner_data = _encoded(names.planner_data)
     return {KEY: msgspec.to_builtins(made)}
@@ -225,7 +225,7 @@ def _encoded(data: Any) -> dict[str, Any] | None:
     if data is None:
         return None
     if type(data) is dict and all(type(name) is str and _is_path(keys) for name, keys in data.items()):
-        return {"keys": {component(name): [_escaped(key) for key in keys] for name, keys in data.items()}}
+        return {"keys": {encode_component(name): [_escaped(key) for key in keys] for name, keys in data.items()}}
     flat = Flattened(classes=False)
     flat.add(_VALUE, data)
     if flat.leaves or flat.blobs or flat.shards or flat.pickled:
@@ -234,7 +234,7 @@ def _encoded(data: Any) -> dict[str, Any] | None:
 
 
 def _escaped(key: str | int) -> str | int:
-    return component(key) if type(key) is str else key
+    return encode_component(key) if type(key) is str else key
 
 
 _entries = msgspec.json.Decoder(dict[str, e.AnyEntry])
@@ -247,11 +247,11 @@ def recall_names(metadata: msgspec.Raw, entries: Mapping[str, Any], where: objec
         made = msgspec.json.decode(told[KEY], type=DcpRecord) if KEY in told else DcpRecord(derived=True)
         paths, keys = derive_names(entries)
         if made.top:
-            paths = {uncomponent(path): path for path in entries if "/" not in path}
+            paths = {decode_component(path): path for path in entries if "/" not in path}
         elif made.items is not None:
-            paths = {uncomponent(name): path for name, path in made.items.items()}
-        partial = {uncomponent(name): each for name, each in made.partial.items()}
-        raw = frozenset(map(uncomponent, made.raw))
+            paths = {decode_component(name): path for name, path in made.items.items()}
+        partial = {decode_component(name): each for name, each in made.partial.items()}
+        raw = frozenset(map(decode_component, made.raw))
         return DcpNames(paths, keys if made.derived else _decoded(made.planner_data), raw, partial)
     except (msgspec.MsgspecError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptSnapshotError(f"{where}: what its metadata say of {KEY} cannot be read: {error}") from error
@@ -261,14 +261,14 @@ def _decoded(data: dict[str, Any] | None) -> Any:
     if data is None:
         return None
     if "keys" in data:
-        return {uncomponent(name): tuple(map(_unescaped, keys)) for name, keys in data["keys"].items()}
+        return {decode_component(name): tuple(map(_unescaped, keys)) for name, keys in data["keys"].items()}
     entries = _entries.decode(msgspec.json.encode(data["entries"]))
     values = {path: entry.value() for path, entry in entries.items() if isinstance(entry, Scalar)}
-    return inflate(_VALUE, entries, values)
+    return inflate_tree(_VALUE, entries, values)
 
 
 def _unescaped(key: Any) -> Any:
-    return uncomponent(key) if type(key) is str else key
+    return decode_component(key) if type(key) is str else key
 
 
 def partial_entry(path: str, partial: Partial, entries: Mapping[str, Any]) -> e.ShardedTensorEntry:

@@ -40,16 +40,16 @@ from snapshot.load.open import expect_files, open_document, read_from
 from snapshot.load.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import FORMAT, Document
-from snapshot.manifest.rank_view import nearest, rank_view
-from snapshot.manifest.validate import check_tensor, check_tree, locations_of
+from snapshot.manifest.rank_view import make_rank_view, suggest_names
+from snapshot.manifest.validate import check_tensor, check_tree, find_locations
 from snapshot.progress import Meter
 from snapshot.reports import RestoreIssues
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
-from snapshot.state.state_tree import inflate
+from snapshot.state.state_tree import inflate_tree
 from snapshot.tensors.dtypes import BY_NAME
-from snapshot.tensors.geometry import Box, inside
+from snapshot.tensors.geometry import Box, is_inside
 from snapshot.url import URL
 
 VERB = "dcp.load"
@@ -195,7 +195,7 @@ class SnapshotReader(StorageReader):
 def _opened(url: URL, document: Document) -> _Opened:
     """Return what the calling rank sees: its own, and what is for all."""
     ranks = ranks_of(None)
-    view = rank_view(document.manifest, ranks.rank, document.world_size, ranks.world)
+    view = make_rank_view(document.manifest, ranks.rank, document.world_size, ranks.world)
     entries = {**view.entries, **view.elsewhere}
     names = recall_names(document.metadata, entries, url)
     tensors = {}
@@ -277,7 +277,7 @@ class _Load:
         path = self._opened.names.paths.get(name)
         if path is None:
             known = self._opened.names.paths
-            raise RestoreError(f"{self._opened.url}: holds no item {name!r}; {nearest(name, known)}", [name])
+            raise RestoreError(f"{self._opened.url}: holds no item {name!r}; {suggest_names(name, known)}", [name])
         return path
 
     def _expect_files(self, items: Iterable[ReadItem]) -> None:
@@ -288,7 +288,7 @@ class _Load:
             entry = self._opened.tensors.get(item.storage_index.fqn)
             entries |= self._tree(path) if entry is None else {path: entry}
         document = self._opened.document
-        run(expect_files(self._session, document, locations_of(entries, document.files)))
+        run(expect_files(self._session, document, find_locations(entries, document.files)))
 
     def _tree(self, path: str) -> dict[str, Any]:
         """Return the entry of an object, and those below it."""
@@ -322,7 +322,7 @@ class _Load:
 
     def _bytes(self, item: ReadItem, trees: dict[str, Any], values: dict[str, Any]) -> io.BytesIO:
         path = self._path(item)
-        value = inflate(path, trees[path], values)
+        value = inflate_tree(path, trees[path], values)
         if item.storage_index.fqn in self._opened.names.raw:
             return io.BytesIO(value)
         data = io.BytesIO()
@@ -377,7 +377,7 @@ class _Load:
                 check_tensor(path, entry, files, partial=partial)
                 self._checked.add(path)
             box = _box(item.storage_index, offsets, sizes, partial=partial)
-            if not inside(box, entry.shape):
+            if not is_inside(box, entry.shape):
                 raise RestoreError(f"{path}: {box} does not lie in {list(entry.shape)}", [path])
             if sizes == entry.shape:
                 read_plan.into(path, entry, target, live=True)

@@ -26,7 +26,7 @@ from torch.futures import Future
 from snapshot.aio import shielded
 from snapshot.errors import SnapshotError, SnapshotExistsError, StorageNotFoundError
 from snapshot.events import emit, log
-from snapshot.formats.notice import leave_notice
+from snapshot.formats.notice import put_notice
 from snapshot.interop.dcp.dcp_commit import WrittenItems, dcp_exchange, join_and_commit
 from snapshot.interop.dcp.items import write_items
 from snapshot.manifest.document import METADATA
@@ -295,7 +295,7 @@ class SnapshotWriter(StorageWriter):
             raise
         else:
             if not self._alone:
-                run(leave_notice(save.session.storage))
+                run(put_notice(save.session.storage))
         finally:
             save.over()
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=save.transaction.save_id)

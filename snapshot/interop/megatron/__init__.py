@@ -17,7 +17,7 @@ from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError
 from snapshot.interop.megatron.tree import COMMON, NOTHING, MegatronBoxes, Parts, built, filled, is_main
 from snapshot.manifest.entries import TENSORS, DictEntry, ObjectEntry
-from snapshot.manifest.paths import component, uncomponent
+from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.state.leaves import FromOneRank
 from snapshot.state.state_tree import MISSING
 from snapshot.state.stateful_kinds import Kind
@@ -41,8 +41,8 @@ class _MegatronKind(Kind):
     def __init__(self, key: str, stateful: MegatronState) -> None:
         self.key = key
         self.stateful = stateful
-        self.state = stateful.places()
-        names = {f"{key}/{component(name)}": held for name, held in self.state.items()}
+        self.state = stateful.find_places()
+        names = {f"{key}/{encode_component(name)}": held for name, held in self.state.items()}
         self.compounds = {}
         self.live = {path: held if isinstance(held, MegatronBoxes) else MISSING for path, held in names.items()}
         self._stored: dict[str, tuple[int, ...]] = {}
@@ -52,7 +52,7 @@ class _MegatronKind(Kind):
         self._listed: set[str] = set()
         """Names of objects as Megatron stores them, each in a list of one."""
 
-    def adopts(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
+    def find_adopted(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
         """Return what other ranks had of these names; of an object, all that it is made of."""
         if f"{self.key}/{COMMON}" not in entries and f"{self.key}/{COMMON}" not in elsewhere:
             self._gather_common(entries)
@@ -78,11 +78,11 @@ class _MegatronKind(Kind):
         moved = {path for path, is_common in zip(paths, common, strict=True) if is_common}
         for path in [path for path in entries if "/".join(path.split("/", 2)[:2]) in moved]:
             entries[new + path[len(self.key) :]] = entries.pop(path)
-        entries[new] = top.without(not is_common for is_common in common)
-        rest = top.without(common)
+        entries[new] = top.without_children(not is_common for is_common in common)
+        rest = top.without_children(common)
         entries[self.key] = replace(rest, keys=[*rest.keys, COMMON])
 
-    def mismatches(self, entries: Mapping[str, Any]) -> list[str]:
+    def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
         """Names that are not there; and tensors whose length may differ are cut to what is stored of them."""
         common = f"{self.key}/{COMMON}"
         found = [
@@ -93,7 +93,7 @@ class _MegatronKind(Kind):
         for path, held in self.live.items():
             entry = entries.get(path)
             if isinstance(entry, ObjectEntry) or (self._theirs and path != common):  # no list of ours is a pickle
-                self._listed.add(uncomponent(path.partition("/")[2]))
+                self._listed.add(decode_component(path.partition("/")[2]))
             if not isinstance(held, MegatronBoxes) or entry is None:
                 continue
             if not isinstance(entry, TENSORS):
@@ -103,7 +103,7 @@ class _MegatronKind(Kind):
                 self.live[path] = held.within(self._stored[path])
         return found
 
-    def unexpected(self, entries: Mapping[str, Any]) -> list[str]:
+    def find_unexpected(self, entries: Mapping[str, Any]) -> list[str]:
         """Tensors that have no place here. Objects of other positions are no mistake: they are left where they are."""
         assert isinstance(entries, dict)
         top = entries[self.key]
@@ -113,11 +113,11 @@ class _MegatronKind(Kind):
         if objects:
             for path in [path for path in entries if "/".join(path.split("/", 2)[:2]) in objects]:
                 del entries[path]
-            entries[self.key] = top.without(f"{self.key}/{name}" in objects for name in top.components())
+            entries[self.key] = top.without_children(f"{self.key}/{name}" in objects for name in top.components())
             self._left = sorted(objects)
         return sorted(unknown - objects)
 
-    def hand_back(self, state: Any, strict: bool) -> list[str]:
+    def load_state(self, state: Any, strict: bool) -> list[str]:
         """Where what was stored is shorter than what is here, the rest is zero."""
         with torch.no_grad():
             for path, shape in self._stored.items():
@@ -202,7 +202,7 @@ class MegatronState:
             )
         return built(given)
 
-    def places(self) -> dict[str, Any]:
+    def find_places(self) -> dict[str, Any]:
         """Return what a restore is to fill, and what is there in the places of all else."""
         self._tree = self._made()
         parts = Parts(self._tree)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from snapshot.errors import RestoreError, SnapshotError
-from snapshot.state.sharded import Piece, Shards
+from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.tensors import composite
-from snapshot.tensors.geometry import Box, Shape, inside
+from snapshot.tensors.geometry import Box, Shape, is_inside
 from snapshot.text import with_article
 
 MAPPING = "megatron.core.dist_checkpointing.mapping"
@@ -60,7 +60,7 @@ class MegatronBoxes:
                 f"{self.key}: is {self.parts[0].dtype}{list(self.shape)}, and in the same state dict also "
                 f"{part.dtype}{list(shape)}"
             )
-        if not inside(box_of(part), shape):
+        if not is_inside(box_of(part), shape):
             raise SnapshotError(f"{self.key}: the part [{box_of(part)}] is not within a tensor of shape {list(shape)}")
         self.shape = shape
         self.flexible = self.flexible or bool(part.allow_shape_mismatch)
@@ -91,12 +91,12 @@ class MegatronBoxes:
             if box is None:
                 continue
             held = data_of(part)
-            if composite.plain_subclass(held) is None or held.layout is not torch.strided:
+            if composite.plain_subclass_name(held) is None or held.layout is not torch.strided:
                 raise SnapshotError(
                     f"{path}: is {with_article(type(held).__qualname__)} of layout {held.layout}, not a plain tensor"
                 )
             view = held.as_subclass(torch.Tensor)[tuple(slice(0, size) for size in box.sizes)]
-            pieces.append(Piece(box, view, None, 0 if is_main(part.replica_id) else 1))
+            pieces.append(LocalPiece(box, view, None, 0 if is_main(part.replica_id) else 1))
         dtype = self.parts[0].dtype
         return Shards("ShardedTensor", dtype, self.shape, pieces, None, None, None, "", False)
 
