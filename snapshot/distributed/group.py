@@ -81,8 +81,8 @@ class Ranks:
 
 
 SOLO = Ranks(0, (0,))
-# A forked child keeps the parent's groups, and never uses them: a store that is freed in the child takes its file, or the
-# server's connection, from the parent.
+# A forked child keeps the parent's groups, and never uses them: a store that is freed in the child takes its file, or
+# the connection to its server, from the parent.
 _groups: PerProcess[dict[int, tuple[int, Any, Ranks]]] = PerProcess(dict, dict.copy)
 
 
