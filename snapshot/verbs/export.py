@@ -99,12 +99,6 @@ class Export:
         expect_sound(self._entries, document)
         self._gone = [f"{path}: of a rank other than 0" for path in view.gone]
 
-    def _dtype(self, entry: Any) -> str:
-        known, wanted = BY_NAME[entry.dtype], self._choice.dtype
-        if wanted is None or not (known.is_floating_point and wanted.is_floating_point):
-            return str(entry.dtype)
-        return str(wanted).removeprefix("torch.")
-
     # Safetensors
 
     def safetensors(self, name: str | None, shard: int) -> Plan:
@@ -121,7 +115,7 @@ class Export:
                     plan.left_out.append(f"{path}: {with_article(_tag(entry))}")
                 continue
             plan.changed += losses.tensor_changes(path, entry)
-            dtype = self._dtype(entry)
+            dtype = self._choice.cast_dtype(entry.dtype)
             if dtype not in SAFETENSORS:
                 refused.append(f"{path}: {dtype}")
             components = [decode_component(each) for each in path.split("/")]
@@ -199,7 +193,7 @@ class Export:
     def _absent(self, plan: Plan, path: str, entry: Any) -> Any:
         extra = clean_extra(entry) or e.PLAIN
         key = repr(places_of(entry))
-        dtype, shape, order = self._dtype(entry), tuple(entry.shape), extra.stride_order
+        dtype, shape, order = self._choice.cast_dtype(entry.dtype), tuple(entry.shape), extra.stride_order
         tied = f"{key} {dtype} {shape} {extra}" if math.prod(shape) else path
         known = self._tied.get(tied)
         if known is None:
@@ -255,7 +249,7 @@ class Export:
         entries: dict[int, Any] = {}
 
         def stand(path: str, entry: Any) -> torch.Tensor:
-            made = torch.empty(entry.shape, dtype=BY_NAME[self._dtype(entry)], device="meta")
+            made = torch.empty(entry.shape, dtype=BY_NAME[self._choice.cast_dtype(entry.dtype)], device="meta")
             entries[id(made)] = made, path, entry
             return made
 
@@ -349,7 +343,7 @@ class Export:
                     plan, "archive", what.content, what.held, numbers=what.numbers, base=position, extents=extents
                 )
             else:
-                dtype, shape = self._dtype(what), tuple(what.shape)
+                dtype, shape = self._choice.cast_dtype(what.dtype), tuple(what.shape)
                 number = plan.leaf(name, dtype, shape, what)
                 member = _member_header(plan, "0", plan.leaves[number].nbytes, number)
                 content = torch_archive.pickle_tensor(dtype, shape)

@@ -67,6 +67,13 @@ class Selection:
         for name, globs in (("select", self.select), ("exclude", self.exclude)):
             expect_globs(name, globs)
 
+    def cast_dtype(self, dtype: str) -> str:
+        """Return the dtype that a tensor is stored in: only floating point is cast."""
+        known = BY_NAME.get(dtype)
+        if self.dtype is None or known is None or not (known.is_floating_point and self.dtype.is_floating_point):
+            return dtype
+        return str(self.dtype).removeprefix("torch.")
+
 
 class RecordedShare(RankShare):
     """What a checkpoint holds, as if it had been flattened here."""
@@ -94,7 +101,7 @@ class Recording:
         """Of each leaf that is read, its entry; the tensors of objects are here already."""
         self.replicated: set[str] = set()
         self._document = document
-        self._dtype = choice.dtype
+        self._choice = choice
         self._objects = Objects(session, document, allow_pickle=choice.allow_pickle, verify=choice.verify)
         self._seen: dict[Any, str] = {}
         self.tensors = 0
@@ -113,7 +120,7 @@ class Recording:
         elif isinstance(entry, e.TensorPartsEntry):
             made = msgspec.structs.replace(entry, parts={})
             self.tensors += 1
-            if self._dtype is not None:
+            if self._choice.dtype is not None:
                 self.uncast.append(f"{path}: the dtype stays, of {with_article(entry.kind)} tensor")
             self.flat.entries[path] = made
             for name, part in entry.parts.items():
@@ -122,18 +129,18 @@ class Recording:
             self.flat.entries[path] = self._cast_record(entry)
 
     def _cast_record(self, entry: Any) -> Any:
-        """Return an optimizer's record says the dtypes that its parameters have now."""
+        """Return an optimizer's entry whose record has the dtypes that its parameters have now."""
         record = getattr(entry, "optimizer", None)
-        if record is None or self._dtype is None:
+        if record is None or self._choice.dtype is None:
             return entry
-        dtypes = tuple(map(self._cast, record.dtypes))
+        dtypes = tuple(map(self._choice.cast_dtype, record.dtypes))
         return msgspec.structs.replace(entry, optimizer=msgspec.structs.replace(record, dtypes=dtypes))
 
     def _tensor(self, path: str, entry: Any) -> None:
         self.tensors += 1
         self.flat.entries[path] = None
         extra = clean_extra(entry)
-        dtype = self._cast(entry.dtype)
+        dtype = self._choice.cast_dtype(entry.dtype)
         if math.prod(entry.shape):
             key = repr((places_of(entry), entry.dtype, entry.shape, extra, type(entry)))
             if (owner := self._seen.setdefault(key, path)) != path:
@@ -148,13 +155,6 @@ class Recording:
                 entries[path] = msgspec.structs.replace(entry, dtype=dtype, shards=shards)
 
         self._leaf(path, entry, dtype, extra, wrap)
-
-    def _cast(self, dtype: str) -> str:
-        wanted = self._dtype
-        known = BY_NAME.get(dtype)
-        if wanted is None or known is None or not (known.is_floating_point and wanted.is_floating_point):
-            return dtype
-        return str(wanted).removeprefix("torch.")
 
     def _part(self, path: str, stored: Any, made: Any) -> None:
         entries = self.flat.entries
