@@ -130,7 +130,7 @@ def _placed(entry: Entry, number: str, world_size: int) -> str:
     if isinstance(entry, e.ShardedTensorEntry):
         ranks = ranks_of(entry)
         return f"sharded over {ranks}" if ranks else "sharded"
-    return "replicated" if getattr(entry, "replicated", False) else f"rank {number}"
+    return "replicated" if entry.replicated else f"rank {number}"
 
 
 def ranks_of(entry: e.ShardedTensorEntry) -> int:

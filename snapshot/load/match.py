@@ -250,4 +250,4 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _is_shared(entry: Any) -> bool:
-    return isinstance(entry, e.ShardedTensorEntry) or bool(getattr(entry, "replicated", False))
+    return isinstance(entry, e.ShardedTensorEntry) or entry.replicated

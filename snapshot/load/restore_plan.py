@@ -176,7 +176,7 @@ class _Planner:
             self._others = {}
             for full, entry in self._document.manifest.items():
                 rank, _, name = full.partition("/")
-                own = int(rank) != self._exchange.rank and not getattr(entry, "replicated", False)
+                own = int(rank) != self._exchange.rank and not entry.replicated
                 if own and not isinstance(entry, ShardedTensorEntry):
                     ranks = self._others.setdefault(self._change(name), [])
                     ranks += [int(rank)] if len(ranks) < 10 else []

@@ -65,7 +65,5 @@ def remember_plan(exchange: Exchange, document: Document) -> None:
     """Note what the ranks of a restored snapshot had agreed on: the next take may go by it."""
     if exchange.alone or document.world_size != exchange.world:
         return
-    paths = frozenset(
-        path.partition("/")[2] for path, entry in document.manifest.items() if getattr(entry, "replicated", False)
-    )
+    paths = frozenset(path.partition("/")[2] for path, entry in document.manifest.items() if entry.replicated)
     plan_memory(exchange.ranks).restored = KnownPlan(document.structure, paths)

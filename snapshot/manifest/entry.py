@@ -8,6 +8,9 @@ import msgspec
 class Entry(msgspec.Struct, tag_field="type", omit_defaults=True, gc=False, forbid_unknown_fields=True):
     """One line of a manifest."""
 
+    replicated = False
+    """True if all ranks share it. Kinds that several ranks may share have a field of this name."""
+
     @property
     def type(self) -> str:
         """The kind of entry, as the manifest has it: `Tensor`, `dict`, `int`, `object`, ...

@@ -51,7 +51,7 @@ def make_rank_view(manifest: Mapping[str, Any], rank: int, saved: int, now: int)
         number, _, logical = path.partition("/")
         if isinstance(entry, ShardedTensorEntry):
             sharded.setdefault(logical, []).append((_parse_rank(path, number, saved), entry))
-        elif getattr(entry, "replicated", False):
+        elif entry.replicated:
             view.entries.setdefault(logical, entry)
         elif path.startswith(prefix):
             view.entries[path[cut:]] = entry
@@ -253,7 +253,7 @@ def resolve_path(manifest: Mapping[str, Any], saved: int, path: str, where: str 
 
 def is_shared(entry: Any) -> bool:
     """Return True if an entry belongs to all ranks: it is replicated or sharded."""
-    return isinstance(entry, ShardedTensorEntry) or getattr(entry, "replicated", False)
+    return isinstance(entry, ShardedTensorEntry) or entry.replicated
 
 
 def _is_never_held(rank: int) -> bool:

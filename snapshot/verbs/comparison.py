@@ -55,7 +55,7 @@ class DiffNames:
             if isinstance(entry, e.ShardedTensorEntry):
                 sharded[logical].append(number)
                 continue
-            shared = document.world_size == 1 or getattr(entry, "replicated", False)
+            shared = document.world_size == 1 or entry.replicated
             self.forms.setdefault(logical, {})[None if shared else int(number)] = entry
         for logical, numbers in sharded.items():
             for number in numbers:  # of several of one name, as stages of a pipeline may have, each is another tensor

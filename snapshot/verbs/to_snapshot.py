@@ -110,7 +110,7 @@ class Recording:
 
     def add(self, path: str, entry: Any) -> None:
         """Record an entry under its path in the manifest; objects come all at once."""
-        if getattr(entry, "replicated", False):
+        if entry.replicated:
             self.replicated.add(path)
         if isinstance(entry, e.TENSORS):
             self._tensor(path, entry)

@@ -64,7 +64,7 @@ def _tree_faults(document: Document) -> list[str]:
     own: dict[str, dict[str, Any]] = defaultdict(dict)
     shared = {}
     for path, entry in document.manifest.items():
-        if world == 1 or getattr(entry, "replicated", False) or isinstance(entry, e.ShardedTensorEntry):
+        if world == 1 or entry.replicated or isinstance(entry, e.ShardedTensorEntry):
             shared[path] = entry
         else:
             own[path.partition("/")[0]][path] = entry
