@@ -36,7 +36,7 @@ class PerProcess(Generic[T]):
         self._make = make
         self._in_child = in_child
         self._value: T | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         _all.append(self)
 
     def get(self) -> T:
@@ -59,7 +59,7 @@ class PerProcess(Generic[T]):
 
     def renew(self) -> None:
         """Give a forked child its own value."""
-        self._lock = threading.Lock()  # another thread of the parent may have held it
+        self._lock = threading.RLock()  # another thread of the parent may have held it
         value, self._value = self._value, None
         if value is not None and self._in_child is not None:
             self._value = self._in_child(value)

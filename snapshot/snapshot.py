@@ -126,8 +126,8 @@ class Snapshot(Checkpoint):
             CorruptSnapshotError: What was read back is not what was written; nothing was committed.
             TypeError: A value of `app_state` is not stateful; nothing was done.
         """
-        refuse_on_loop()
         with Exchange(ranks_of(pg), "take", _timeout(timeout)) as exchange, gc_paused():
+            refuse_on_loop()
             options = TakeOptions(
                 replicated=replicated,
                 storage_options=storage_options,

@@ -12,7 +12,7 @@ from typing import Any
 from snapshot.distributed.exchange import Exchange
 from snapshot.events import warn
 from snapshot.load.foreign_objects import expand_objects
-from snapshot.load.matched import Chosen
+from snapshot.load.matched import ChosenEntries
 from snapshot.load.restore_options import RestoreOptions
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import Container, ListEntry, OrderedDictEntry
@@ -48,15 +48,15 @@ class Chooser:
         self._include, self._exclude = options.include, options.exclude
         self._filtered = bool(self._include or self._exclude)
         self._included, self._excluded = matcher(self._include or ["**"]), matcher(self._exclude)
-        self._chosen = Chosen()
+        self._chosen = ChosenEntries()
 
     def wanted(self, path: str) -> bool:
         """Return True if a path is asked for."""
         return self._included(path) and not self._excluded(path)
 
-    def choose(self, view: RankView, app_state: Mapping[str, Any]) -> Chosen:
+    def choose(self, view: RankView, app_state: Mapping[str, Any]) -> ChosenEntries:
         """Return the entries of each key that is asked for. Keys of which nothing is wanted are left alone."""
-        self._chosen = Chosen()
+        self._chosen = ChosenEntries()
         grouped = group_by_key(view.entries)
         notes = self._notes
         self._check_globs(grouped, view)

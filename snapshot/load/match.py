@@ -14,7 +14,7 @@ from snapshot.errors import RestoreError
 from snapshot.load.class_binding import Binding
 from snapshot.load.match_leaves import LeafMatcher, tag_of
 from snapshot.load.match_optimizer import match_optimizer
-from snapshot.load.matched import Chosen, Matched
+from snapshot.load.matched import ChosenEntries, Matched
 from snapshot.load.read_plan import ReadPlan
 from snapshot.load.restore_options import RestoreOptions
 from snapshot.manifest import entries as e
@@ -34,7 +34,7 @@ class Matcher:
     def __init__(
         self,
         options: RestoreOptions,
-        chosen: Chosen,
+        chosen: ChosenEntries,
         view: RankView,
         *,
         wanted: Callable[[str], bool],

@@ -102,8 +102,7 @@ class LeafMatcher:
         return True
 
     def match_shards(self, kind: Kind, path: str, entry: Any, held: Any, read_plan: ReadPlan) -> bool:
-        """Return a saved tensor and one of which this rank holds some boxes; False where what is there is no such
-        thing."""
+        """Match a saved tensor and one of which this rank holds some boxes. Return False if it holds no such tensor."""
         try:
             made = kind.find_like(path, entry.shape) if held is MISSING else None
             dtype = self._dtype(kind, path, entry) if made is not None else None

@@ -9,7 +9,7 @@ from snapshot.state.state_tree import ChosenState
 
 
 @dataclass
-class Chosen:
+class ChosenEntries:
     """What of a snapshot is asked for, before anything is compared with the application."""
 
     grouped: dict[str, dict[str, Any]] = field(default_factory=dict)

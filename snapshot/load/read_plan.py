@@ -326,8 +326,10 @@ class ReadPlan:
         other: Any,
         source: torch.Tensor,
     ) -> bool:
-        """Return a range that is wanted twice is read once: the second place is filled from the first. False where it
-        cannot be."""
+        """Fill a second place of a range from the first one, so that the range is read once.
+
+        Return False if that cannot be.
+        """
         if other.shape != entry.shape or other.dtype != entry.dtype:
             return False
         alike = [(box, stored.byte_range, place_of(stored)) for box, stored in other.pieces()]
@@ -343,8 +345,10 @@ class ReadPlan:
     def _piece(
         self, path: str, stored: e.TensorEntry, piece: Box, target: torch.Tensor, *, box: Box, live: bool
     ) -> int:
-        """Return what a stored piece of a tensor shares with a box of it, into a tensor of that box's shape; how much
-        that is."""
+        """Add requests for what a stored piece shares with a box of its tensor. Return the number of elements.
+
+        They go to a tensor of the box's shape.
+        """
         if not is_packed(stored):
             return add_requests(self.requests, path, stored, piece, target=target, box=box, live=live)
         shared = intersect(piece, box)
@@ -371,7 +375,6 @@ class ReadPlan:
         verify: bool,
         meter: Meter | None = None,
         all_or_none: bool = True,
-        touched: set[str] | None = None,
     ) -> ReadResult:
         """Read everything, and make the values. Objects come first: one that is refused leaves live tensors alone."""
         meter = meter or Meter("read", None)

@@ -12,7 +12,7 @@ from snapshot.formats.unpickling import expect_no_module
 from snapshot.load.aliasing import find_other_owner, find_read_only_memory, find_shared_memory
 from snapshot.load.choose import Chooser, in_restore_order
 from snapshot.load.match import Matcher
-from snapshot.load.matched import Chosen, Matched
+from snapshot.load.matched import ChosenEntries, Matched
 from snapshot.load.open import expect_files, load_parts
 from snapshot.load.read_plan import ReadPlan
 from snapshot.load.renames import below_only_key, follow_rename, match_wrappers
@@ -129,7 +129,7 @@ class _Planner:
             view = follow_rename(view, rename, app_state)
         return match_wrappers(view, in_restore_order(app_state), self._kinds, self._issues, self._chooser.may_want)
 
-    def _match(self, app_state: Mapping[str, Any], view: RankView, chosen: Chosen, reads: ReadPlan) -> Matched:
+    def _match(self, app_state: Mapping[str, Any], view: RankView, chosen: ChosenEntries, reads: ReadPlan) -> Matched:
         """Find the place of each entry that is asked for."""
         kinds, grouped = self._kinds, chosen.grouped
         for key, stateful in in_restore_order(app_state):

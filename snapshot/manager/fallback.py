@@ -26,7 +26,7 @@ class Tried(msgspec.Struct, array_like=True):
     fault: str = ""
 
 
-class Chosen(msgspec.Struct, array_like=True):
+class ChosenStep(msgspec.Struct, array_like=True):
     """What all do next."""
 
     step: int | None
@@ -73,7 +73,7 @@ class Fallback:
                 with self._begin() as exchange:
                     if error is not None:
                         raise error  # here, so that the other ranks are told
-                    chosen = exchange.agree(mine, self._lead, Tried, Chosen)
+                    chosen = exchange.agree(mine, self._lead, Tried, ChosenStep)
                     exchange.close()
                 self._now_at(chosen.step)
                 if chosen.over or chosen.step is None:
@@ -83,12 +83,12 @@ class Fallback:
             self._now_at(None)
         return self._outcome(chosen, exchange.rank)
 
-    def _lead(self, tried: list[Tried]) -> Chosen:
+    def _lead(self, tried: list[Tried]) -> ChosenStep:
         """Rank 0 chooses: the next one of which nothing is missing, as far as that is seen without reading data."""
         fault = next((each.fault for each in tried if each.fault), "")
         if self._current is not None and not fault:
             self._passed.pop(self._current, None)
-            return Chosen(self._current, over=True, passed=self._told())
+            return ChosenStep(self._current, over=True, passed=self._told())
         if self._current is not None:
             self._pass(self._current, fault)
         while candidate := self._next():
@@ -98,9 +98,9 @@ class Fallback:
             self._token = candidate[1]
             fault = run(self._root.fault(step)) or ""
             if not fault:
-                return Chosen(step, over=False, passed=self._told())
+                return ChosenStep(step, over=False, passed=self._told())
             self._pass(step, fault)
-        return Chosen(None, over=True, passed=self._told())
+        return ChosenStep(None, over=True, passed=self._told())
 
     def _next(self) -> tuple[int, str] | None:
         if self._candidates is None:
@@ -146,7 +146,7 @@ class Fallback:
             return Tried(str(error) or type(error).__name__), None
         return Tried(), None
 
-    def _outcome(self, chosen: Chosen, rank: int) -> tuple[int | None, list[int]]:
+    def _outcome(self, chosen: ChosenStep, rank: int) -> tuple[int | None, list[int]]:
         """Say what was passed over; raise if nothing is left."""
         lines = [f"step-{step}: {why}" for step, why, _ in chosen.passed]
         if chosen.step is None and lines:

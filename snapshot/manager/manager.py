@@ -18,8 +18,8 @@ from snapshot.events import emit, log
 from snapshot.load.restore_options import RestoreArguments, RestoreOptions
 from snapshot.manager import at_exit
 from snapshot.manager.advice import Advice, Measured
-from snapshot.manager.arguments import checked_policy, checked_root, checked_signals, checked_timeout
 from snapshot.manager.channels import Channels
+from snapshot.manager.checked_arguments import checked_policy, checked_root, checked_signals, checked_timeout
 from snapshot.manager.cleaner import Cleaner
 from snapshot.manager.fallback import Fallback
 from snapshot.manager.pending_takes import PendingTakes

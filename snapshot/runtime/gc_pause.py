@@ -47,9 +47,8 @@ _pauses = PerProcess(_Pauses, _Pauses.forked)
 @contextmanager
 def gc_paused() -> Iterator[None]:
     """Keep the collector from starting by itself. May be nested, and entered by several threads."""
-    pauses = _pauses.get()
-    pauses.enter()
+    _pauses.get().enter()
     try:
         yield
     finally:
-        pauses.leave()
+        _pauses.get().leave()  # in a forked child another one

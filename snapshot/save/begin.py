@@ -30,7 +30,11 @@ def begin_take(
         partial(session_for_take, options, slot=slot),
         overwrite=options.overwrite,
     )
-    opening.look_at_path(overwrite=options.overwrite)
+    try:
+        opening.look_at_path(overwrite=options.overwrite)
+    except BaseException as error:
+        opening.__exit__(type(error), error, error.__traceback__)
+        raise
     return opening
 
 

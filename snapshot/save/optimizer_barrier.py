@@ -1,8 +1,8 @@
 """Tensors that a pending snapshot has still to copy are kept from changing: an optimizer's `step()` waits.
 
 The wait is one global hook, which torch calls before those of any optimizer. Loading a state dict waits, too: torch has
-no hook for that which reaches all modules, so two methods are wrapped. Hook and wrappers are there while an overlapped
-take is pending, and go with the last one.
+no hook for that which reaches all modules, so two methods are wrapped, while an overlapped take is pending. The hook
+goes with the first step after the last take. If it has company then, it stays, and does nothing.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class _Barrier:
             if self._hook is None:
                 self._hook = register_optimizer_step_pre_hook(self._before_step)
             for kind in (torch.nn.Module, torch.optim.Optimizer):
-                if kind not in self._loads:
+                if kind not in self._loads or kind.load_state_dict is not self._loads[kind][1]:
                     self._loads[kind] = kind.load_state_dict, _waiting(kind.load_state_dict)
                     kind.load_state_dict = self._loads[kind][1]  # type: ignore[method-assign]
             self.pending = (*self.pending, copy)

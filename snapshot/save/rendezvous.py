@@ -115,19 +115,17 @@ def open_take(
 
     try:
         answer = exchange.agree(Hello(meter.verb, url.reveal(), list(globs)), lead, Hello, Answer)
+        url = agreed_url(url, answer.path)
+        warn_of_globs(globs, answer.globs)  # a warning may be an error
+        if not opened:
+            session = open_session(url)
+            opened.append((session, _new_transaction(session, exchange, answer.save_id)))
     except BaseException:
         for session, transaction in opened:
             run(transaction.abort())
             run(session.close())
         raise
-    url = agreed_url(url, answer.path)
-    warn_of_globs(globs, answer.globs)
-    if opened:
-        session, transaction = opened[0]
-    else:
-        session = open_session(url)
-        transaction = _new_transaction(session, exchange, answer.save_id)
-    return TakeOpening(exchange, session, transaction, answer.globs, meter)
+    return TakeOpening(exchange, *opened[0], answer.globs, meter)
 
 
 def _new_transaction(session: Session, exchange: Exchange, save_id: str) -> Transaction:

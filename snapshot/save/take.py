@@ -113,6 +113,7 @@ class Take:
         try:
             async with transaction:
                 try:
+                    await transaction.claim()
                     manifest, done = await self._while_all_go_on(self._write_files(transaction))
                     if self._verify is not None:
                         await self._while_all_go_on(self._verify(self.session, manifest))

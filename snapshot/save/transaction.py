@@ -34,6 +34,8 @@ class State(Enum):
 
     NEW = auto()
     """Nothing is on storage."""
+    BEGUN = auto()
+    """Its context was entered. Nothing is on storage."""
     CLAIMED = auto()
     """Its claim may be on storage."""
     WRITING = auto()
@@ -53,7 +55,8 @@ class State(Enum):
 class Transaction:
     """One save, from its claim until it is committed or nothing of it is left.
 
-    Used as an asynchronous context: an error that leaves it is reported to the other ranks, and aborts the save.
+    Used as an asynchronous context, in which `claim` comes first. An error that leaves it is reported to the other
+    ranks, and aborts the save.
     """
 
     def __init__(self, session: Session, exchange: Exchange, save_id: str) -> None:
@@ -78,9 +81,12 @@ class Transaction:
     async def claim(self) -> None:
         """Lay a claim at the path: a file that tells other processes that this save is running.
 
-        Its name is unique, so that nothing is lost on a storage without conditional writes.
+        Its name is unique, so that nothing is lost on a storage without conditional writes. A claim that was laid
+        before, or that the leader has laid, is enough.
         """
-        self._state = State.CLAIMED
+        if self._state not in (State.NEW, State.BEGUN):
+            return
+        self._state = State.CLAIMED if self._state is State.NEW else State.WRITING
         pending_saves().add(self.save_id)
         condition = ABSENT if self._storage.capabilities.conditional_put else ANYTHING
         await self._storage.put(claim_path(self.save_id), b"", expect=condition)
@@ -97,14 +103,11 @@ class Transaction:
         self._checked = files
 
     async def __aenter__(self) -> Transaction:
-        pending_saves().add(self.save_id)
-        if self._state is State.NEW and self._exchange.rank == LEADER:
-            try:
-                await self.claim()
-            except BaseException as error:
-                await self.__aexit__(type(error), error, error.__traceback__)
-                raise
-        self._state = State.WRITING
+        if self._state is State.NEW:
+            pending_saves().add(self.save_id)
+            self._state = State.BEGUN if self._exchange.rank == LEADER else State.WRITING
+        elif self._state is State.CLAIMED:
+            self._state = State.WRITING
         return self
 
     async def __aexit__(
@@ -182,7 +185,9 @@ class Transaction:
         `given_up`: all ranks know that nothing will be committed. What cannot be deleted is left to the next save.
         """
         state, leads = self._state, self._exchange.rank == LEADER
-        if state in (State.NEW, State.UNKNOWN, State.ABORTED):
+        if state in (State.NEW, State.BEGUN):
+            self._state = State.ABORTED
+        if state in (State.NEW, State.BEGUN, State.UNKNOWN, State.ABORTED):
             return ""
         if not (self._exchange.alone or given_up or state is State.REVOKED or leads):
             return ""  # the leader decided to commit: its files are the leader's to remove

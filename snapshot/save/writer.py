@@ -139,8 +139,7 @@ class Writer:
         await asyncio.gather(*(writer.abort() for writer in self._open), return_exceptions=True)
 
     async def _serial(self, file: FilePlan, location: str) -> WrittenFile:
-        """Return a lane that one thread does alone, part by part: each is digested, and written, while it is in a
-        cache."""
+        """Write a file in one thread, part by part: each is digested, and written, while it is in a cache."""
         writer = await self._storage.create(location, file.size)
         self._open.append(writer)
         digests = self.source.digests(file)

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
-from snapshot.testing.exchange import Exchange
+from snapshot.testing.http_exchange import HTTPExchange
 from snapshot.testing.traffic import Traffic
 from snapshot.testing.wire import Channel, Gone
 
@@ -136,7 +136,7 @@ class FaultProxy(Traffic):
 
         reset = True
         try:
-            while (head := await client.read_head()) is not None and await Exchange(self, client, head, ask).run():
+            while (head := await client.read_head()) is not None and await HTTPExchange(self, client, head, ask).run():
                 pass
             reset = False
         except Gone:

@@ -241,6 +241,7 @@ class _Copy:
         places = _new_paths(transaction.save_id, [*self._document.files, *parts])
         names = [places[each.location] for each in files]
         async with transaction:
+            await transaction.claim()
             transaction.will_write(list(places.values()))
             await copy_files_through(
                 self._source,

@@ -48,7 +48,7 @@ from snapshot.verbs.select import (
 
 
 def solo_exchange(verb: str, timeout: float) -> Exchange:
-    """Return a call of this process alone, whatever group it is in."""
+    """Return an exchange of this process alone, whatever group it is in."""
     return Exchange(SOLO, verb, timeout)
 
 

@@ -44,7 +44,6 @@ from snapshot.url import URL
 from snapshot.worker.protocol import (
     Begin,
     Cancel,
-    Channel,
     Failed,
     FileLane,
     Finished,
@@ -52,6 +51,7 @@ from snapshot.worker.protocol import (
     Give,
     Happened,
     Map,
+    MessageChannel,
     Moved,
     Received,
     Unmap,
@@ -118,7 +118,7 @@ class WriterProcess:
             except BaseException:
                 ours.close()
                 raise
-        self._channel = Channel(ours, self._received, self._closed)
+        self._channel = MessageChannel(ours, self._received, self._closed)
         self._numbers = itertools.count(1)
         self._takes: dict[int, _Take] = {}
         self._shown: dict[int, SharedSegment] = {}

@@ -195,7 +195,7 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, bool | int | float | str | tuple | list)
 
 
-class Channel:
+class MessageChannel:
     """One end of the socket. It lives on the loop that opens it, and never blocks it."""
 
     def __init__(self, end: socket.socket, receive: Callable[[Received], object], ended: Callable[[], object]) -> None:

@@ -35,13 +35,13 @@ from snapshot.url import URL
 from snapshot.worker.protocol import (
     Begin,
     Cancel,
-    Channel,
     Failed,
     Finished,
     Free,
     Give,
     Happened,
     Map,
+    MessageChannel,
     Moved,
     Received,
     Unmap,
@@ -74,9 +74,9 @@ class Lent(StagedPart):
 
     __slots__ = ("_give_back",)
 
-    def __init__(self, view: memoryview, give_back: Free, channel: Channel) -> None:
+    def __init__(self, view: memoryview, give_back: Free, channel: MessageChannel) -> None:
         super().__init__([view], None, None, None)
-        self._give_back: tuple[Channel, Free] | None = (channel, give_back)
+        self._give_back: tuple[MessageChannel, Free] | None = (channel, give_back)
 
     def release(self) -> None:
         """Tell the parent that it may use it for something else."""
@@ -142,7 +142,7 @@ class Server:
 
     def __init__(self, end: socket.socket) -> None:
         self._ended = asyncio.Event()
-        self._channel = Channel(end, self._received, self._ended.set)
+        self._channel = MessageChannel(end, self._received, self._ended.set)
         self._segments: dict[int, memoryview] = {}
         self._takes: dict[int, tuple[asyncio.Task[list[WrittenFile]], RemoteParts]] = {}
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from snapshot.testing import FaultProxy, exchange, traffic
+from snapshot.testing import FaultProxy, http_exchange, traffic
 
 PATTERN = random.Random(0).randbytes(1 << 20)
 LONG = PATTERN * 50
@@ -701,7 +701,7 @@ def pauses(monkeypatch):
         made.append(seconds)
         await asyncio.sleep(seconds)
 
-    monkeypatch.setattr(exchange, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    monkeypatch.setattr(http_exchange, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
     return made
 
 

@@ -36,6 +36,8 @@ def test_a_commit_leaves_the_manifest_and_its_files(tmp_path):
 
     async def work():
         async with save:
+            assert save.state is State.BEGUN
+            await save.claim()
             assert save.state is State.WRITING
             assert SAVE in pending_saves()
             await put(session, DATA)
@@ -59,6 +61,7 @@ def test_an_error_leaves_nothing(tmp_path, when):
             await save.abort()
             return
         async with save:
+            await save.claim()
             if when == "written":
                 save.will_write([DATA])
                 await put(session, DATA)
@@ -86,6 +89,7 @@ def test_another_snapshot_at_the_path_is_a_conflict_and_stays(tmp_path):
 
     async def work():
         async with save:
+            await save.claim()
             await put(session, METADATA, b'{"format":"x","save_id":"ffffffffffff"}')
             await save.commit(MANIFEST)
 
@@ -101,6 +105,7 @@ def test_a_refused_manifest_leaves_nothing(tmp_path):
 
         async def work():
             async with save:
+                await save.claim()
                 await put(session, DATA)
                 await save.commit(MANIFEST)
 
@@ -118,6 +123,7 @@ def test_an_answer_that_was_lost_leaves_everything(tmp_path):
 
         async def work():
             async with save:
+                await save.claim()
                 await put(session, DATA)
                 await save.commit(MANIFEST)
 
@@ -134,6 +140,7 @@ def test_a_claim_that_was_revoked_cannot_be_committed(tmp_path):
 
     async def work():
         async with save:
+            await save.claim()
             await put(session, DATA)
             assert await other.revoke()
             await save.commit(MANIFEST)
@@ -141,3 +148,18 @@ def test_a_claim_that_was_revoked_cannot_be_committed(tmp_path):
     with pytest.raises(SnapshotExistsError):
         run(work())
     assert left(tmp_path) == []
+
+
+def test_an_error_before_the_claim_deletes_nothing(tmp_path):
+    session, save = transaction(tmp_path)
+    run(put(session, DATA))
+
+    async def work():
+        async with save:
+            raise KeyError("planned")
+
+    with pytest.raises(KeyError):
+        run(work())
+    assert save.state is State.ABORTED
+    assert left(tmp_path) == [DATA]
+    assert SAVE not in pending_saves()

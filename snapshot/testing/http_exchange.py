@@ -46,7 +46,7 @@ class Way:
         return memoryview(spoilt)
 
 
-class Exchange:
+class HTTPExchange:
     """Carries one request and its answer. `ask` opens the connection to the target, or gives the one that is open.
 
     What ends the connections is raised: `Gone` ends them in good order, any other `OSError` resets them.
