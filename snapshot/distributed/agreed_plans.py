@@ -42,6 +42,10 @@ class PlanMemory:
         while len(self._plans) > MOST_PLANS:
             self._plans.pop(next(iter(self._plans)))
 
+    def keep_restored(self, plan: KnownPlan) -> None:
+        """Keep what the ranks of a restored snapshot had agreed on."""
+        self.restored = plan
+
 
 _memories: PerProcess[WeakKeyDictionary[Ranks, PlanMemory]] = PerProcess(WeakKeyDictionary)
 

@@ -220,6 +220,10 @@ class Exchange:
 
     # Decision
 
+    def note_done(self) -> None:
+        """Note that all of this rank's own is done: from now on the leader may commit."""
+        self.posted = True
+
     def commit(self) -> None:
         """Decide, as the leader, that the commit begins. Raise if another rank gave up before."""
         if not self.alone:

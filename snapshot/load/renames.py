@@ -132,7 +132,7 @@ def match_wrappers(
         kind = kinds[key]
         if isinstance(kind, ModelStateKind) and is_flat(view.entries.get(kind.base)):
             view = nested_view(view, kind.base)
-            kind.groups_known = False
+            kind.forget_groups()
     return view
 
 

@@ -66,4 +66,4 @@ def remember_plan(exchange: Exchange, document: Document) -> None:
     if exchange.alone or document.world_size != exchange.world:
         return
     paths = frozenset(path.partition("/")[2] for path, entry in document.manifest.items() if entry.replicated)
-    plan_memory(exchange.ranks).restored = KnownPlan(document.structure, paths)
+    plan_memory(exchange.ranks).keep_restored(KnownPlan(document.structure, paths))

@@ -110,7 +110,7 @@ class BackgroundTake(Take):
         self._prefetcher.stage(now)
         work = self._begin()
         if later:
-            self._stager.parallel = False
+            self._stager.copy_alone()
             self._prefetcher.close()
             self._thread = threading.Thread(
                 target=self._stage_late, args=(later,), name="snapshot-io-stage", daemon=True

@@ -52,7 +52,7 @@ async def commit_with_ranks(
     if exchange.alone:
         await shielded(_commit(session, transaction, manifest, [done]))
         return
-    exchange.posted = True
+    exchange.note_done()
 
     def lead(reports: list[RankDone]) -> bool:
         run(shielded(_commit(session, transaction, manifest, reports)))

@@ -104,6 +104,10 @@ class Stager:
         """Return the same, where that waits for another storage."""
         return await in_thread(self.stage, file, part, slot, budget)
 
+    def copy_alone(self) -> None:
+        """Copy with one thread from now on: torch's others belong to the application again."""
+        self.parallel = False
+
     def digests(self, file: FilePlan) -> FileDigests:
         """Return what digests a file's parts as they come by."""
         return FileDigests(file)

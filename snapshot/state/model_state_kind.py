@@ -32,6 +32,10 @@ class ModelStateKind(StateOfParameters):
         self.groups = [[encode_component(str(name)) for name in group["params"]] for group in groups]
         self.owners = {name: owner for names, owner in zip(self.groups, owners, strict=False) for name in names}
 
+    def forget_groups(self) -> None:
+        """Note that the names of the parameters changed: the groups of the saved optimizer are not known by them."""
+        self.groups_known = False
+
     def read_state(self) -> Any:
         """Return the state by parameter, whatever the options are."""
         return self.stateful.nested_state_dict()
