@@ -1,7 +1,8 @@
 """State that a process has once: made at first use, made anew in a forked child, and reset by tests.
 
-Every module-level value of the library that changes is held in a `PerProcess`. So one hook handles forks, and a test
-can put all of them back.
+What the library makes for itself and changes is held in a `PerProcess`, so that one hook handles forks, and a test can
+put it back. Outside stay what a fork inherits unchanged: registered plugins and event handlers, counters, and caches of
+pure functions.
 """
 
 from __future__ import annotations

@@ -144,9 +144,10 @@ class Snapshot(Checkpoint):
             check_app_state(app_state)
             meter = Meter("take", _shown(progress, pg))
             with begin_take(exchange, path, options, meter) as opening:
+                opening.look_at_path()
                 opening.transaction()  # a snapshot that is in the way is found before anything is collected
                 share = collect_rank_share(exchange, app_state, options, opening.globs)
-                made = plan_writes(share, opening.session, staged=False, expected=plan)
+                made = plan_writes(share, opening.session, staged=False, expected=options.plan)
                 stager = Stager(share.leaves, copies=opening.session.storage.limits.alignment > 1)
                 verify = verify_written(options.verify_share, "take")
                 take = Take(opening, share, made, stager=stager, metadata=options.metadata_json, verify=verify)
@@ -222,19 +223,20 @@ class Snapshot(Checkpoint):
             )
             check_app_state(app_state)
             sink = None
-            if worker == "process":
+            if options.worker == "process":
                 expect_reachable(URL.parse(os.fspath(path)), storage_options)
                 sink = writer_process()
             meter = Meter("async_take", _shown(progress, pg))
             with (
-                take_slots().take(when_busy) as slot,
+                take_slots().take(options.when_busy) as slot,
                 gc_paused(),
                 begin_take(exchange, path, options, meter, slot) as opening,
             ):
+                opening.look_at_path()
                 share = collect_rank_share(exchange, app_state, options, opening.globs)
-                overlapped = staging == "overlapped" and _custom_tensor_prepare_func is None
+                overlapped = options.staging == "overlapped" and options.prepare is None
                 with LateCopies(opening, share, app_state if overlapped else None) as late:
-                    made = plan_writes(share, opening.session, staged=True, late=late.marks, expected=plan)
+                    made = plan_writes(share, opening.session, staged=True, late=late.marks, expected=options.plan)
                     verify = verify_written(options.verify_share, "async_take")
                     with BackgroundTake(
                         opening, share, made, late, metadata=options.metadata_json, verify=verify, sink=sink

@@ -29,11 +29,15 @@ FACE = {"snapshot", "snapshot.__main__"}
 """What gathers the names for users, and starts the command."""
 
 
-def modules():
-    """Each module's name and file. Plugins are found by name, at run time."""
-    for path in sorted((ROOT / "snapshot").rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        if "plugins" not in parts:
+PLUGINS_USE = {"aio", "errors", "events", "per_process", "storage", "tensors", "url"}
+"""What plugins may import of the library."""
+
+
+def modules(folder, *above):
+    """The name and file of each module in a folder."""
+    for path in sorted(folder.rglob("*.py")):
+        parts = (*above, *path.relative_to(folder).with_suffix("").parts)
+        if above[-1] == "plugins" or "plugins" not in parts:  # which are linked into the package
             yield ".".join(parts).removesuffix(".__init__"), path
 
 
@@ -52,8 +56,23 @@ def room_of(module):
     return module.split(".")[1] if "." in module else "snapshot"
 
 
-KNOWN = dict(modules())
-GRAPH = {name: set(imports(path, KNOWN)) - {name} for name, path in KNOWN.items()}
+def graph(known):
+    return {name: set(imports(path, known)) - {name} for name, path in known.items()}
+
+
+def circles(edges):
+    """What is left of a graph when all modules are gone that import none of the rest."""
+    left = dict(edges)
+    while free := [name for name, found in left.items() if not found & left.keys()]:
+        for name in free:
+            del left[name]
+    return {name: sorted(found & left.keys()) for name, found in left.items()}
+
+
+KNOWN = dict(modules(ROOT / "snapshot", "snapshot"))
+GRAPH = graph(KNOWN)
+PLUGINS = dict(modules(ROOT / "plugins", "snapshot", "plugins"))
+OF_PLUGINS = graph(PLUGINS)
 
 
 def test_every_room_has_its_floor():
@@ -76,17 +95,18 @@ def test_imports_point_down():
 
 
 def test_there_are_no_circles():
-    left = {name: set(found) for name, found in GRAPH.items() if name not in FACE}
-    while free := [name for name, found in left.items() if not found & left.keys()]:
-        for name in free:
-            del left[name]
-    circles = {name: sorted(found & left.keys()) for name, found in left.items()}
-    assert circles == {}
+    assert circles({name: found for name, found in GRAPH.items() if name not in FACE}) == {}
+    assert circles(OF_PLUGINS) == {}
+
+
+def test_plugins_know_little_of_the_library():
+    outside = {room_of(other) for found in OF_PLUGINS.values() for other in found} - {"plugins"}
+    assert outside <= PLUGINS_USE
 
 
 def test_a_module_fits_on_a_few_screens():
     """No module of the library, or of its plugins, is longer than about 400 lines."""
-    files = [*KNOWN.values(), *sorted((ROOT / "plugins").rglob("*.py"))]
+    files = [*KNOWN.values(), *PLUGINS.values()]
     long = {str(path.relative_to(ROOT)): count for path in files if (count := len(path.read_text().splitlines())) > 420}
     assert long == {}
 
@@ -99,7 +119,7 @@ def test_the_map_names_every_module():
         folder = re.match(r"`(\w+)/`", section)[1]
         folder = ROOT / (folder if folder in ("snapshot", "plugins") else f"snapshot/{folder}")
         listed |= {folder / name for name in re.findall(r"^\| `([\w/]+\.py)` \|", section, re.MULTILINE)}
-    files = {*KNOWN.values(), *(ROOT / "plugins").rglob("*.py")}
+    files = {*KNOWN.values(), *PLUGINS.values()}
     empty = {path for path in files if path.name == "__init__.py" and len(path.read_text().splitlines()) < 4}
     assert {str(path.relative_to(ROOT)) for path in listed ^ (files - empty)} == set()
 

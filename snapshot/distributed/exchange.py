@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from snapshot import errors
-from snapshot.distributed.group import Ranks
+from snapshot.distributed.group import SOLO, Ranks
 from snapshot.distributed.heartbeat import Liveness
 from snapshot.errors import RankError, SnapshotError, StorageError, system_limits
-from snapshot.options import expect_positive
+from snapshot.options import Settings, expect_positive
 
 T = TypeVar("T")
 LEADER = 0
@@ -355,3 +355,8 @@ MOST_STEPS = 100
 
 def _decode_fault(decided: bytes) -> RankFault:
     return msgspec.json.decode(decided, type=RankFault)
+
+
+def solo_exchange(verb: str) -> Exchange:
+    """Return an exchange of this process alone, whatever group it is in."""
+    return Exchange(SOLO, verb, Settings.current().timeout)

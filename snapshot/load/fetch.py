@@ -1,4 +1,4 @@
-"""Wants are read, all of them, or it is said what of them is not what was written."""
+"""Read all requested ranges, and raise if any fails verification."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from snapshot.text import listed
 def fetch_requests(
     session: Session, requests: Sequence[ReadRequest], verify: bool, meter: Meter, touched: set[str] | None = None
 ) -> ReadResult:
-    """Read wants, and raise for what does not verify. The names of live tensors that are written to go to `touched`."""
+    """Read ranges, and raise for what does not verify. `touched` collects the live tensors that are written to."""
     touched = set() if touched is None else touched
     if not requests:
         return ReadResult(touched=touched)

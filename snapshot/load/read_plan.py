@@ -1,4 +1,4 @@
-"""Gathering: entries of a manifest become wants of the reader, and the values that they stand for.
+"""Read plans: which ranges are read for entries of a manifest, and the values that are made of them.
 
 It knows where each byte belongs: straight into a tensor's own memory where that is contiguous host memory of the
 same dtype, else by way of a slot and a copy that strides, casts, or crosses to a device.
@@ -62,7 +62,7 @@ class ReadPlan:
         self._finish_objects: list[Callable[[], None]] = []
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
         self.targets: list[tuple[str, torch.Tensor, tuple[str, int]]] = []
-        """Live tensors that are filled by way of a slot, with where from: others' addresses are in their wants."""
+        """Live tensors that are filled by way of a slot, with where from: others' addresses are in their requests."""
         self._whole: dict[str, bytearray | SavedFile] = {}
         """Files whose pickles are run: their bytes, then what they hold."""
         self._boxes: set[tuple[Any, ...]] = set()
@@ -356,7 +356,7 @@ class ReadPlan:
             return 0
         part = target.detach()[shared.relative_to(box.offsets).slices()]
         inner = shared.relative_to(piece.offsets)
-        finish = self._finish  # and not this gathering, which holds the want
+        finish = self._finish  # and not this plan, which holds the request
 
         def opens(layout: EmbeddedLayout) -> list[ReadRequest]:
             return add_unpacked_requests(path, stored, layout, inner, target=part, live=live, finish=finish)

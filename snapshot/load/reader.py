@@ -1,7 +1,7 @@
 """Reading: wanted ranges straight into the memory where they belong, verified on the way.
 
-A want that names an address is read into it; one that does not goes through a slot, and is handed over when it has been
-verified as far as it can be. Every byte of storage is fetched once.
+A request that names an address is read into it; one that does not goes through a slot, and is handed over when it has
+been verified as far as it can be. Every byte of storage is fetched once.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ReadResult:
 
 
 class Reader:
-    """Fetches wants from one storage."""
+    """Reads ranges from one storage."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Reader:
         self.result = ReadResult(touched=set() if touched is None else touched)
 
     async def read(self, requests: Sequence[ReadRequest], progress: Callable[[int], None]) -> ReadResult:
-        """Fetch all wants. What does not verify is in the result's `faults`; anything else that goes wrong is
+        """Read all requests. What does not verify is in the result's `faults`; anything else that goes wrong is
         raised."""
         await self._all(requests, progress)
         await self.again()

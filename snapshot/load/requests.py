@@ -1,4 +1,4 @@
-"""What somebody wants of a storage's files: ranges, where their bytes belong, and how they are checked."""
+"""Read requests: ranges of files, where their bytes belong, and how they are checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ there."""
 
 
 class ReadRequest(msgspec.Struct, gc=False):
-    """A stored range that somebody wants, all of it or (block by block) some."""
+    """A stored range that is to be read: all of it, or some of its blocks."""
 
     name: str
     stored: TensorEntry | ObjectEntry
@@ -37,7 +37,7 @@ class ReadRequest(msgspec.Struct, gc=False):
 def request_all(
     name: str, stored: TensorEntry | ObjectEntry, address: int = 0, place: Place | None = None, live: bool = False
 ) -> ReadRequest:
-    """Return the want of a whole stored range."""
+    """Return the request for a whole stored range."""
     begin, end = stored.byte_range
     return ReadRequest(name, stored, stored.location, begin, end, address, place, live)
 

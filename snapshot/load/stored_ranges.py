@@ -50,7 +50,7 @@ def requests_of(
     faults: list[str],
     bare: dict[str, list[Place]] | None = None,
 ) -> list[ReadRequest]:
-    """Return a want for each stored range, and for each table of digests; entries that cannot be read become faults.
+    """Return a request for each stored range, and for each table of digests; entries that cannot be read become faults.
 
     `manifests`: one that is whole, or one and its parts. `bare`: gets the entries of which ranges carry no digest.
     """

@@ -45,7 +45,7 @@ class Bytes:
 def unpack_stream(
     requests: Sequence[ReadRequest], layout: EmbeddedLayout, dtype: str, begin: int, held: torch.Tensor
 ) -> None:
-    """Give wants what they want of the bytes that begin at `begin`: in the file, or in what was decompressed."""
+    """Give requests their share of the bytes that begin at `begin`: in the file, or in what was decompressed."""
     if not layout.plain:
         held = _turned(held, layout.begin - begin, dtype, layout)
     end = begin + held.numel()
@@ -108,11 +108,11 @@ class Unpack:
     def __init__(self, request: ReadRequest, layout: EmbeddedLayout | None = None) -> None:
         """With a layout that is known already, from the first byte of the storage on."""
         assert isinstance(request.stored, TensorEntry)
-        self._want = request
+        self._request = request
         self._stored = request.stored
         self._decode = make_decoder(request.name, request.stored) if layout is None else bytes
         self._layout: EmbeddedLayout | None = None
-        self._wants: list[ReadRequest] = []
+        self._requests: list[ReadRequest] = []
         self._head, self._tail = bytearray(), bytearray()
         self._position = 0
         """Where `_held` begins."""
@@ -146,7 +146,7 @@ class Unpack:
             del self._tail[:-HEAD]
             self._position += len(made)
             if self._position > self._most:
-                raise CorruptSnapshotError(f"{self._want.name}: decompresses to far more bytes than it has elements")
+                raise CorruptSnapshotError(f"{self._request.name}: decompresses to far more bytes than it has elements")
 
     def looked(self) -> None:
         """All has been looked at."""
@@ -156,16 +156,16 @@ class Unpack:
         stored = self._stored
         packed = TensorEntry(stored.location, (0, length), stored.dtype, stored.shape, serializer="torch_save")
         try:
-            found = find_layout(self._want.name, packed, head, tail)
+            found = find_layout(self._request.name, packed, head, tail)
         except MoreBytesNeeded as short:
-            raise CorruptSnapshotError(f"{self._want.name}: its archive is none that torch writes") from short
-        self._decode = make_decoder(self._want.name, stored)
+            raise CorruptSnapshotError(f"{self._request.name}: its archive is none that torch writes") from short
+        self._decode = make_decoder(self._request.name, stored)
         self._begin(found)
 
     def _begin(self, layout: EmbeddedLayout, position: int = 0) -> None:
         self._layout = layout
-        self._wants = open_packed(self._want, layout)
-        self._end = max((request.end for request in self._wants), default=0)
+        self._requests = open_packed(self._request, layout)
+        self._end = max((request.end for request in self._requests), default=0)
         self._position = position
 
     def take(self, data: memoryview) -> bool:
@@ -173,7 +173,7 @@ class Unpack:
         for at in range(0, len(data), PIECE):
             if self._layout is None:
                 head = bytes(data[: max(PIECE, HEAD)])
-                self._begin(find_layout(self._want.name, self._stored, head, b""))
+                self._begin(find_layout(self._request.name, self._stored, head, b""))
             if self._position >= self._end:
                 return False
             self._held += self._decode(bytes(data[at : at + PIECE]))
@@ -185,7 +185,7 @@ class Unpack:
         """There are no more bytes."""
         self._hand_on(len(self._held), last=True)
         if self._position < self._end:
-            raise CorruptSnapshotError(f"{self._want.name}: its bytes end too early")
+            raise CorruptSnapshotError(f"{self._request.name}: its bytes end too early")
 
     def _hand_on(self, count: int, *, last: bool = False) -> None:
         layout = self._layout
@@ -196,6 +196,6 @@ class Unpack:
         if count <= 0:
             return
         held = torch.frombuffer(self._held[:count], dtype=torch.uint8)
-        unpack_stream(self._wants, layout, self._stored.dtype, self._position, held)
+        unpack_stream(self._requests, layout, self._stored.dtype, self._position, held)
         del self._held[:count]
         self._position += count

@@ -1,4 +1,4 @@
-"""How a take begins: a session by its options, all ranks agreed, and a look at what is at the path."""
+"""How a take begins: a session by its options, and all ranks agreed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def begin_take(
     meter: Meter,
     slot: TakeSlot | None = None,
 ) -> TakeOpening:
-    """Agree with the other ranks on a take, and begin to look at what is at the path."""
-    opening = open_take(
+    """Agree with the other ranks on a take."""
+    return open_take(
         exchange,
         URL.parse(os.fspath(path)),
         options.replicated or (),
@@ -30,12 +30,6 @@ def begin_take(
         partial(session_for_take, options, slot=slot),
         overwrite=options.overwrite,
     )
-    try:
-        opening.look_at_path(overwrite=options.overwrite)
-    except BaseException as error:
-        opening.__exit__(type(error), error, error.__traceback__)
-        raise
-    return opening
 
 
 def session_for_take(options: TakeOptions, url: URL, slot: TakeSlot | None = None) -> Session:

@@ -45,13 +45,21 @@ class TakeOpening:
     """
 
     def __init__(
-        self, exchange: Exchange, session: Session, transaction: Transaction, globs: Sequence[str], meter: Meter
+        self,
+        exchange: Exchange,
+        session: Session,
+        transaction: Transaction,
+        globs: Sequence[str],
+        meter: Meter,
+        *,
+        overwrite: bool,
     ) -> None:
         self.exchange = exchange
         self.session = session
         self.globs = globs
         self.meter = meter
         self._transaction = transaction
+        self._overwrite = overwrite
         self._expected: LoopFuture[Expect] | None = None
 
     @property
@@ -59,11 +67,11 @@ class TakeOpening:
         """The id that the names of all files have."""
         return self._transaction.save_id
 
-    def look_at_path(self, *, overwrite: bool) -> None:
+    def look_at_path(self) -> None:
         """Begin to look at what is at the path, and refuse to write over a snapshot. Of several ranks, the leader has
         looked already."""
         if self.exchange.alone:
-            self._expected = start(expect_at_path(self.session, overwrite=overwrite))
+            self._expected = start(expect_at_path(self.session, overwrite=self._overwrite))
 
     def transaction(self) -> Transaction:
         """Wait for what was found at the path, and return the transaction."""
@@ -101,13 +109,14 @@ def open_take(
     """Agree on a take. The leader of several ranks refuses to write over a snapshot, and claims the path."""
     if exchange.alone:
         session = open_session(url)
-        return TakeOpening(exchange, session, _new_transaction(session, exchange, secrets.token_hex(6)), globs, meter)
+        transaction = Transaction(session, exchange, secrets.token_hex(6))
+        return TakeOpening(exchange, session, transaction, globs, meter, overwrite=overwrite)
     opened: list[tuple[Session, Transaction]] = []
 
     def lead(hellos: list[Hello]) -> Answer:
         expect_same_verb(hellos)
         session = open_session(url)
-        transaction = _new_transaction(session, exchange, secrets.token_hex(6))
+        transaction = Transaction(session, exchange, secrets.token_hex(6))
         opened.append((session, transaction))
         transaction.expect(run(expect_at_path(session, overwrite=overwrite)))
         run(transaction.claim())
@@ -119,17 +128,13 @@ def open_take(
         warn_of_globs(globs, answer.globs)  # a warning may be an error
         if not opened:
             session = open_session(url)
-            opened.append((session, _new_transaction(session, exchange, answer.save_id)))
+            opened.append((session, Transaction(session, exchange, answer.save_id)))
     except BaseException:
         for session, transaction in opened:
             run(transaction.abort())
             run(session.close())
         raise
-    return TakeOpening(exchange, *opened[0], answer.globs, meter)
-
-
-def _new_transaction(session: Session, exchange: Exchange, save_id: str) -> Transaction:
-    return Transaction(session, exchange, save_id)
+    return TakeOpening(exchange, *opened[0], answer.globs, meter, overwrite=overwrite)
 
 
 def common_globs(hellos: Sequence[Hello]) -> list[str]:

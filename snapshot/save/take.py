@@ -118,13 +118,12 @@ class Take:
                     if self._verify is not None:
                         await self._while_all_go_on(self._verify(self.session, manifest))
                     await self.before_commit()
-                except BaseException as error:
+                    await commit_with_ranks(self.session, self._exchange, transaction, manifest, done)
+                    keep_plan(self._exchange.ranks, self._share.replication.own, self._share.replication.known_plan())
+                except BaseException as error:  # before the others are told, and files deleted
                     self.stop_staging(error)
                     raise
-                await commit_with_ranks(self.session, self._exchange, transaction, manifest, done)
-                keep_plan(self._exchange.ranks, self._share.replication.own, self._share.replication.known_plan())
         except BaseException as error:
-            self.stop_staging(error)
             if transaction.state not in (State.SENT, State.REFUSED, State.COMMITTED):  # then a note tells of it
                 self.emit("failed", error=error)
             await self._raise_fault_of_another_rank(error)

@@ -57,7 +57,6 @@ class TakeOptions:
     check_replicated: bool = False
     verify_writes: bool | float = False
     metadata: Mapping[str, Any] | None = None
-    progress: ProgressArgument = None
     plan: SavePlan | None = None
     staging: Staging = "blocking"
     worker: Worker = "thread"

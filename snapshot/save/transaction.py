@@ -138,8 +138,10 @@ class Transaction:
                 f"({error})"
             ) from error
         except StorageError as error:
-            if not (self._state is State.SENT and error.uncertain):
-                self._state = State.REFUSED if self._state is State.SENT else self._state
+            if self._state is not State.SENT:
+                raise
+            if not error.uncertain:
+                self._state = State.REFUSED
                 raise
             if not await self.is_committed():
                 self._state = State.UNKNOWN

@@ -15,7 +15,7 @@ from snapshot.load.open import expect_files, open_document
 from snapshot.load.stored_ranges import stored_in
 from snapshot.manifest.document import Document
 from snapshot.manifest.validate import find_locations
-from snapshot.options import Settings, expect_positive
+from snapshot.options import expect_positive
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
 from snapshot.runtime.loop import run
@@ -67,7 +67,6 @@ def convert_checkpoint(
                 open_session=lambda place: Session(place, target_options, durable=durable, budget=half),
                 meter=meter,
                 overwrite=overwrite,
-                timeout=Settings.current().timeout,
             )
         else:
             report = _export(

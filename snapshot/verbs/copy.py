@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from snapshot.aio import in_thread, shielded
+from snapshot.distributed.exchange import solo_exchange
 from snapshot.errors import CommitUnknown, CorruptSnapshotError, SnapshotError, StorageError, UnsupportedFormatError
 from snapshot.events import emit
 from snapshot.formats.foreign import ForeignDocument
@@ -26,7 +27,7 @@ from snapshot.load.stored_ranges import TABLE, find_uncovered, requests_of, stor
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document, ManifestPart, PartEntry, encode
 from snapshot.manifest.validate import find_locations
-from snapshot.options import Settings, expect_positive
+from snapshot.options import expect_positive
 from snapshot.progress import Meter
 from snapshot.reports import CopyReport
 from snapshot.runtime.loop import run
@@ -40,7 +41,7 @@ from snapshot.text import listed
 from snapshot.url import URL
 from snapshot.verbs.copy_foreign import copy_files
 from snapshot.verbs.copy_stream import CheckedRange, CopiedFile, copy_files_through, stat_files
-from snapshot.verbs.to_snapshot import Selection, solo_exchange, write_as_snapshot
+from snapshot.verbs.to_snapshot import Selection, write_as_snapshot
 
 WHERE = re.compile(
     r"endpoint|account_(name|host)|profile|connection_string|host|(^|_)port$|url|protocol|project|(^|_)fo$",
@@ -138,7 +139,6 @@ def _copy_selection(
         open_session=opener,
         meter=meter,
         overwrite=overwrite,
-        timeout=Settings.current().timeout,
     )
     made = opener(url)
     try:
@@ -180,7 +180,7 @@ class _Copy:
         files = await in_thread(self._files, parts, await stat_files(self._source.storage, document.files))
         nbytes = sum(file.size for file in files)
         for again in (False, True):
-            exchange = solo_exchange("copy", Settings.current().timeout)
+            exchange = solo_exchange("copy")
             transaction = Transaction(self._target, exchange, secrets.token_hex(6))
             transaction.expect(expect)
             self._meter.wrote(-self._meter.now().done)
@@ -209,8 +209,8 @@ class _Copy:
         ranges: dict[str, list[CheckedRange]] = {location: [] for location in document.files}
         if self._verify:
             faults: list[str] = []
-            wants = requests_of([document.manifest, *(part.manifest for part in parts)], document.files, faults)
-            faults += find_uncovered(document.files, wants)
+            requests = requests_of([document.manifest, *(part.manifest for part in parts)], document.files, faults)
+            faults += find_uncovered(document.files, requests)
             if faults:
                 raise CorruptSnapshotError(
                     f"{self._source.url}: its manifest does not say what its files hold:{listed(faults)}", faults=faults
@@ -220,11 +220,11 @@ class _Copy:
                     ranges[location].append(
                         CheckedRange(f"{location} (header)", 0, file.header, file.header_digest, True)
                     )
-            for want in wants:
-                if want.begin < want.end:
-                    plain = getattr(want.stored, "serializer", "") == TABLE
-                    ranges[want.location].append(
-                        CheckedRange(want.name, want.begin, want.end, want.stored.digest, plain)
+            for request in requests:
+                if request.begin < request.end:
+                    plain = getattr(request.stored, "serializer", "") == TABLE
+                    ranges[request.location].append(
+                        CheckedRange(request.name, request.begin, request.end, request.stored.digest, plain)
                     )
         return [
             CopiedFile(

@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from snapshot.distributed.exchange import Exchange
-from snapshot.distributed.group import SOLO
+from snapshot.distributed.exchange import Exchange, solo_exchange
 from snapshot.errors import UnsafeObjectError
 from snapshot.events import log
 from snapshot.formats.foreign import add_root
@@ -45,11 +44,6 @@ from snapshot.verbs.select import (
     is_foreign_object,
     places_of,
 )
-
-
-def solo_exchange(verb: str, timeout: float) -> Exchange:
-    """Return an exchange of this process alone, whatever group it is in."""
-    return Exchange(SOLO, verb, timeout)
 
 
 @dataclass(frozen=True)
@@ -207,7 +201,6 @@ def write_as_snapshot(
     open_session: Callable[[URL], Session],
     meter: Meter,
     overwrite: bool,
-    timeout: float,
 ) -> ConvertReport:
     """Write a checkpoint as a snapshot of ours; its ranks stay what they were."""
     expect_matches(document, choice.select, choice.exclude)
@@ -223,10 +216,10 @@ def write_as_snapshot(
     if recording.flat.pickled:
         log.warning("%s: stored as pickles, as they were: %s", url, ", ".join(sorted(recording.flat.pickled)[:20]))
     with (
-        solo_exchange("convert", timeout) as exchange,
+        solo_exchange("convert") as exchange,
         open_take(exchange, url, (), meter, open_session, overwrite=overwrite) as opening,
     ):
-        opening.look_at_path(overwrite=overwrite)
+        opening.look_at_path()
         opening.transaction()
         share = RecordedShare(exchange, recording.flat, document.world_size, recording.replicated)
         plan = plan_writes(share, opening.session, staged=False)

@@ -154,7 +154,7 @@ class Verification:
     def everything(
         self, requests: list[ReadRequest], sums: Mapping[Place, Place], missing: Mapping[str, str]
     ) -> Stretch:
-        """All that is to be read: what `wants` asks for, and the headers of files."""
+        """All that is to be read: what `requests` names, and the headers of files."""
         plain = []
         for location, file in self._document.files.items():
             if file.header and location not in missing:
@@ -312,7 +312,7 @@ def _cut_stretches(everything: Stretch, done: set[Key]) -> Iterator[Stretch]:
 
 
 def cut_requests(requests: Iterable[ReadRequest], length: int = 0) -> Iterator[ReadRequest]:
-    """Yield wants in the order of their places on storage; the long ones, whose blocks have digests, in pieces."""
+    """Yield requests in the order of their places on storage; the long ones, whose blocks have digests, in pieces."""
     length = length or STRETCH
     for request in sorted(requests, key=lambda request: (request.location, request.begin)):
         if request.end - request.begin <= length or request.stored.blocks is None:

@@ -10,8 +10,7 @@ import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
 from snapshot.aio import gather_limited
-from snapshot.distributed.exchange import Exchange
-from snapshot.distributed.group import SOLO
+from snapshot.distributed.exchange import solo_exchange
 from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageNotFoundError
 from snapshot.events import warn
 from snapshot.interop.dcp.names import DcpNames, Unkept, containers, flat_paths, nested_paths, record_names, taken_apart
@@ -20,7 +19,6 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.document import FileEntry, ManifestPart
 from snapshot.manifest.merge import merge
 from snapshot.manifest.paths import decode_component, encode_component
-from snapshot.options import Settings
 from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
@@ -31,6 +29,7 @@ from snapshot.save.transaction import Transaction
 from snapshot.save.writer import write_small
 from snapshot.tensors.digest import digest_range
 
+VERB = "dcp.save"
 AT_ONCE = 16
 _part = msgspec.json.Decoder(ManifestPart)
 
@@ -75,15 +74,10 @@ def join_and_commit(
                 await write_small(session.storage, own_part_path(transaction.save_id, 0), [part])
             own_part = (len(part), digest_range(part), len(described.own))
             done = RankDone((0, ""), own_part, shard_checksums(described))
-            await commit_with_ranks(session, dcp_exchange(), transaction, described, done)
+            await commit_with_ranks(session, solo_exchange(VERB), transaction, described, done)
         return sum(file.size for file in files.values())
 
     return run(commit())
-
-
-def dcp_exchange() -> Exchange:
-    """Return an exchange of the coordinator alone: DCP itself brings the ranks together."""
-    return Exchange(SOLO, "dcp.save", Settings.current().timeout)
 
 
 async def _expect_theirs(session: Session, others: Sequence[WrittenItems]) -> None:

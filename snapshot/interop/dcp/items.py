@@ -14,15 +14,13 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from snapshot.aio import in_thread
-from snapshot.distributed.exchange import Exchange
-from snapshot.distributed.group import SOLO
+from snapshot.distributed.exchange import solo_exchange
 from snapshot.errors import SnapshotError
-from snapshot.interop.dcp.dcp_commit import WrittenItems
+from snapshot.interop.dcp.dcp_commit import VERB, WrittenItems
 from snapshot.interop.dcp.names import Keys, flat_paths, nested_paths
 from snapshot.manifest import entries as e
 from snapshot.manifest.merge import merge
 from snapshot.manifest.paths import encode_component
-from snapshot.options import Settings
 from snapshot.plan.layout import name_data_file
 from snapshot.progress import unmetered
 from snapshot.runtime.gc_pause import gc_paused
@@ -213,7 +211,7 @@ class _Round:
     async def write(self, session: Session, save_id: str, rank: int, number: int) -> _Written:
         """Write the data files, from this number on."""
         self._tie_shards()
-        share = RankShare(Exchange(SOLO, "dcp.save", Settings.current().timeout), self.flat, _NOTHING_SHARED)
+        share = RankShare(solo_exchange(VERB), self.flat, _NOTHING_SHARED)
         plan = plan_writes(share, session, staged=False)
         last = number + len(plan.files)
         locations = [name_data_file(save_id, rank, n, "safetensors") for n in range(number, last)]

@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from snapshot.aio import shielded
+from snapshot.distributed.exchange import solo_exchange
 from snapshot.errors import SnapshotError, SnapshotExistsError, StorageNotFoundError
 from snapshot.events import emit, log
 from snapshot.formats.notice import put_notice
-from snapshot.interop.dcp.dcp_commit import WrittenItems, dcp_exchange, join_and_commit
+from snapshot.interop.dcp.dcp_commit import VERB, WrittenItems, join_and_commit
 from snapshot.interop.dcp.items import write_items
 from snapshot.manifest.document import METADATA
 from snapshot.per_process import PerProcess
@@ -39,8 +40,6 @@ from snapshot.save.claims import claim_path
 from snapshot.save.rendezvous import expect_at_path
 from snapshot.save.transaction import Transaction
 from snapshot.url import URL
-
-VERB = "dcp.save"
 
 
 class Ticket:
@@ -91,7 +90,7 @@ class _Save:
 
     def __init__(self, session: Session, save_id: str, where: str) -> None:
         self.session = session
-        self.transaction = Transaction(session, dcp_exchange(), save_id)
+        self.transaction = Transaction(session, solo_exchange(VERB), save_id)
         self.where = where
         self.began = time.perf_counter()
         self._given_up = weakref.finalize(self, _give_up_later, session, self.transaction, where)
