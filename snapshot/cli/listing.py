@@ -165,8 +165,7 @@ def value_text(entry: Entry, longest: int = LONGEST) -> str:
         return "a pickle" if entry.serializer == "torch_save" else ""
     if isinstance(entry, e.DTensorEntry) and entry.placements:
         return f"DTensor {', '.join(entry.placements)}"
-    extra = getattr(entry, "extra", None)
-    return (extra.subclass or "") if extra is not None else ""
+    return (entry.extra.subclass or "") if isinstance(entry, e.TENSORS) and entry.extra is not None else ""
 
 
 # Totals, and folding

@@ -148,10 +148,10 @@ def _described(path: str, entry: Entry, manifest: Mapping[str, Entry], world_siz
 
 
 def _tensor(
-    snapshot: Checkpoint, path: str, entry: Any, told: dict[str, Any], arguments: argparse.Namespace
+    snapshot: Checkpoint, path: str, entry: e.Entry, told: dict[str, Any], arguments: argparse.Namespace
 ) -> list[str]:
-    shape = tuple(entry.shape) if not isinstance(entry, e.TensorPartsEntry) else ()
     if isinstance(entry, e.TENSORS):
+        shape = tuple(entry.shape)
         read = _reader(snapshot, path)
         if not shape and arguments.box:
             raise ValueError(f"{path} has no dimensions, and no box")
@@ -191,7 +191,7 @@ def _reader(snapshot: Checkpoint, path: str) -> Callable[[Any], torch.Tensor]:
     return read
 
 
-def _statistics(path: str, entry: Any, read: Callable[[Any], torch.Tensor], told: dict[str, Any]) -> list[str]:
+def _statistics(path: str, entry: e.AnyTensor, read: Callable[[Any], torch.Tensor], told: dict[str, Any]) -> list[str]:
     """Read all of it, part by part; of what is one part, once."""
     size = ITEMSIZE.get(entry.dtype, 1)
     shape = tuple(entry.shape)

@@ -333,7 +333,7 @@ def _fields_of(kind: Any) -> list[str]:
     return [each.name for each in dataclasses.fields(kind)]
 
 
-def _plain(entry: Any) -> Any:
+def _plain(entry: e.Entry | None) -> Any:
     """Return what two entries of a context have in common if they say the same: classes may have moved."""
     if isinstance(entry, EnumEntry):
         return "Enum", entry.held, entry.serialized_value if entry.held is not None else entry.name
@@ -342,12 +342,12 @@ def _plain(entry: Any) -> Any:
     return type(entry), getattr(entry, "keys", None), getattr(entry, "length", None), getattr(entry, "maxlen", None)
 
 
-def _shown(entry: Any) -> str:
+def _shown(entry: e.Entry | None) -> str:
     if entry is None:
         return "not there"
     if isinstance(entry, Scalar):
         return entry.readable or entry.serialized_value[:60]
-    return str(type(entry).__struct_config__.tag)
+    return entry.type
 
 
 def _text(value: Any) -> str:

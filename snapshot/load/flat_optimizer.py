@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from snapshot.manifest.entries import DictEntry, ListEntry
+from snapshot.manifest.entries import DictEntry, Entry, ListEntry
 from snapshot.manifest.paths import decode_component
 from snapshot.manifest.rank_view import RankView, rename_view
 from snapshot.manifest.scalars import make_scalar_entry
@@ -14,7 +14,7 @@ from snapshot.manifest.scalars import make_scalar_entry
 _STATE, _GROUPS = "state.", "param_groups."
 
 
-def is_flat(entry: Any) -> bool:
+def is_flat(entry: Entry | None) -> bool:
     """Return True if this is the container of a flat state."""
     if not isinstance(entry, DictEntry):
         return False

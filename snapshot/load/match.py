@@ -12,7 +12,7 @@ import torch
 
 from snapshot.errors import RestoreError
 from snapshot.load.class_binding import Binding
-from snapshot.load.match_leaves import LeafMatcher, tag_of
+from snapshot.load.match_leaves import LeafMatcher
 from snapshot.load.match_optimizer import match_optimizer
 from snapshot.load.matched import ChosenEntries, Matched
 from snapshot.load.read_plan import ReadPlan
@@ -87,9 +87,7 @@ class Matcher:
                 continue
             if isinstance(entry, e.Container):
                 if isinstance(held, torch.Tensor) and kind.by_name:
-                    self._notes.mismatches.append(
-                        f"{path}: the snapshot has a {tag_of(entry)}, the application a tensor"
-                    )
+                    self._notes.mismatches.append(f"{path}: the snapshot has a {entry.type}, the application a tensor")
                 continue
             if path in skipped:
                 read_plan.values |= {path: held} if held is not MISSING else {}
@@ -249,5 +247,5 @@ class Matcher:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _is_shared(entry: Any) -> bool:
-    return isinstance(entry, e.ShardedTensorEntry) or entry.replicated
+def _is_shared(entry: e.Entry | None) -> bool:
+    return isinstance(entry, e.ShardedTensorEntry) or (entry is not None and entry.replicated)

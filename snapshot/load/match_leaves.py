@@ -35,7 +35,7 @@ class LeafMatcher:
         self._notes = issues
         self.matched = matched
 
-    def match_tensor(self, kind: Kind, path: str, entry: Any, held: torch.Tensor, read_plan: ReadPlan) -> None:
+    def match_tensor(self, kind: Kind, path: str, entry: e.AnyTensor, held: torch.Tensor, read_plan: ReadPlan) -> None:
         """Match a saved tensor and a live one: in place if they agree, else cast, replaced, or an error."""
         notes = self._notes
         if isinstance(held, UninitializedTensorMixin):
@@ -44,7 +44,7 @@ class LeafMatcher:
         if held.is_meta:
             notes.mismatches.append(f"{path}: is on the meta device; give it memory first: module.to_empty(device=...)")
             return
-        extra = getattr(entry, "extra", None) or e.PLAIN
+        extra = entry.extra or e.PLAIN
         if not kind.exact and extra.subclass != _subclass_name(held):
             notes.add("replaced", path, f"a {extra.subclass or 'plain tensor'} instead of a {type(held).__name__}")
             self._make_new(read_plan, path, entry, held.device)
@@ -85,8 +85,10 @@ class LeafMatcher:
             self.matched.shapes = True
             self._notes.mismatches.append(f"{path}: {what}")
 
-    def _fits_dtype(self, kind: Kind, path: str, entry: Any, dtype: torch.dtype, *, exact: bool = False) -> bool | None:
-        """Whether a dtype will do: None where the leaf is to be replaced, False where it is an error."""
+    def _fits_dtype(
+        self, kind: Kind, path: str, entry: e.AnyTensor, dtype: torch.dtype, *, exact: bool = False
+    ) -> bool | None:
+        """Return True if the dtype fits, None if the leaf is to be replaced, and False if it is an error."""
         saved = BY_NAME.get(entry.dtype)
         if saved is dtype or saved is None:
             return True
@@ -101,7 +103,7 @@ class LeafMatcher:
         self._notes.add("cast", path, what)
         return True
 
-    def match_shards(self, kind: Kind, path: str, entry: Any, held: Any, read_plan: ReadPlan) -> bool:
+    def match_shards(self, kind: Kind, path: str, entry: e.AnyTensor, held: Any, read_plan: ReadPlan) -> bool:
         """Match a saved tensor and one of which this rank holds some boxes. Return False if it holds no such tensor."""
         try:
             made = kind.find_like(path, entry.shape) if held is MISSING else None
@@ -128,7 +130,7 @@ class LeafMatcher:
             read_plan.values[path] = value
         return True
 
-    def _place_shards(self, path: str, entry: Any, target: Shards, read_plan: ReadPlan, *, live: bool) -> None:
+    def _place_shards(self, path: str, entry: e.AnyTensor, target: Shards, read_plan: ReadPlan, *, live: bool) -> None:
         boxes = {(box.offsets, box.sizes) for box, _ in entry.pieces()}
         if not all((piece.box.offsets, piece.box.sizes) in boxes for piece in target.pieces if piece.box.numel):
             was = "shards" if isinstance(entry, e.ShardedTensorEntry) else "one tensor"
@@ -137,7 +139,7 @@ class LeafMatcher:
         for piece in target.pieces:
             read_plan.into_box(path, entry, piece.box, piece.tensor, live=live)
 
-    def match_other(self, kind: Kind, path: str, entry: Any, held: Any, read_plan: ReadPlan) -> None:
+    def match_other(self, kind: Kind, path: str, entry: e.Entry, held: Any, read_plan: ReadPlan) -> None:
         """Everything that is not one stored range for one live tensor."""
         if isinstance(entry, e.TENSORS) and isinstance(held, torch.Tensor):
             self.match_tensor(kind, path, entry, held, read_plan)
@@ -145,8 +147,11 @@ class LeafMatcher:
         if type(entry) is e.NDArrayEntry and not entry.scalar and _array_fits(held, entry, path):
             read_plan.into_array(path, entry, held)
             return
-        generator = type(entry) is e.TensorPartsEntry and isinstance(held, torch.Generator)
-        if generator and read_plan.into_generator(path, entry, held):
+        if (
+            isinstance(entry, e.TensorPartsEntry)
+            and isinstance(held, torch.Generator)
+            and read_plan.into_generator(path, entry, held)
+        ):
             return
         shape = entry.shape if isinstance(entry, e.TENSORS) else ()
         if type(entry) is e.TensorPartsEntry and isinstance(held, torch.Tensor):
@@ -158,42 +163,39 @@ class LeafMatcher:
                 self._notes.add("replaced", path, f"a new {entry.kind} tensor")
         elif held is not MISSING and not isinstance(entry, e.ObjectEntry):
             self.replace(kind, path, entry)
-        dtype = self._dtype(kind, path, entry) if isinstance(entry, e.TENSORS) else None
-        if dtype is not None and dtype is not BY_NAME.get(entry.dtype):
-            self._fits_dtype(kind, path, entry, dtype, exact=True)
+        dtype = None
+        if isinstance(entry, e.TENSORS):
+            dtype = self._dtype(kind, path, entry)
+            if dtype is not None and dtype is not BY_NAME.get(entry.dtype):
+                self._fits_dtype(kind, path, entry, dtype, exact=True)
         self._make_new(read_plan, path, entry, kind.choose_device(path, shape), dtype)
 
     def _make_new(
         self,
         read_plan: ReadPlan,
         path: str,
-        entry: Any,
+        entry: e.Entry,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> None:
         """Make a new value. A tensor that was a view of another one's memory has memory of its own now."""
         read_plan.new(path, entry, device, dtype)
-        shares = getattr(getattr(entry, "extra", None), "shares", None)
+        shares = entry.extra.shares if isinstance(entry, e.TENSORS) and entry.extra is not None else None
         if shares is not None:
             self._notes.add("changed", path, f"shared memory with {shares}, and has memory of its own now")
 
-    def _dtype(self, kind: Kind, path: str, entry: Any) -> torch.dtype | None:
+    def _dtype(self, kind: Kind, path: str, entry: e.AnyTensor) -> torch.dtype | None:
         """Return the dtype of a new tensor: the saved one, but for an optimizer's state of a parameter that was
         cast."""
         chosen = kind.choose_state_dtype(path, entry) if isinstance(kind, StateOfParameters) else None
         return chosen or BY_NAME.get(entry.dtype)
 
-    def replace(self, kind: Kind, path: str, entry: Any) -> None:
+    def replace(self, kind: Kind, path: str, entry: e.Entry) -> None:
         """Something of another kind than what is there: a module cannot take it, everything else can."""
         if kind.by_name and isinstance(kind.live.get(path), torch.Tensor):
-            self._notes.mismatches.append(f"{path}: the snapshot has a {tag_of(entry)}, the application a tensor")
+            self._notes.mismatches.append(f"{path}: the snapshot has a {entry.type}, the application a tensor")
         else:
-            self._notes.add("replaced", path, f"a new {'tensor' if isinstance(entry, e.TENSORS) else tag_of(entry)}")
-
-
-def tag_of(entry: Any) -> str:
-    """Return the name of an entry's kind in the manifest."""
-    return str(type(entry).__struct_config__.tag)
+            self._notes.add("replaced", path, f"a new {'tensor' if isinstance(entry, e.TENSORS) else entry.type}")
 
 
 def _subclass_name(tensor: torch.Tensor) -> str | None:

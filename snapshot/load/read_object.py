@@ -194,7 +194,7 @@ def _bind_classes(path: str, tree: dict[str, Any], out: Any, read_plan: ReadPlan
     return places
 
 
-def _fill_shards(read_plan: ReadPlan, path: str, entry: Any, target: Shards, document: Document) -> None:
+def _fill_shards(read_plan: ReadPlan, path: str, entry: e.AnyTensor, target: Shards, document: Document) -> None:
     """Fill what this rank holds of a sharded tensor; of what is stored only that is read."""
     if target.shape != tuple(entry.shape) or target.dtype != BY_NAME.get(entry.dtype):
         raise RestoreError(
@@ -213,7 +213,7 @@ def _read_box(
     read_plan: ReadPlan,
     path: str,
     *,
-    entry: Any,
+    entry: e.Entry,
     obj_out: Any,
     box: Sequence[slice | int],
     verify: bool,

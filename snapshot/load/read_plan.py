@@ -80,22 +80,21 @@ class ReadPlan:
     ) -> None:
         """Make a new value for an entry: a tensor in the saved dtype, or in another one. Entries that share their bytes
         (tied weights) share the tensor."""
-        kind = type(entry)
         if isinstance(entry, Scalar):
             self.values[path] = entry.value()
         elif isinstance(entry, e.TENSORS):
             self._new_tensor(path, entry, device, dtype)
-        elif kind is e.NDArrayEntry:
-            self._new_array(path, entry)  # type: ignore[arg-type]
-        elif kind is e.TensorPartsEntry:
-            self._new_parts(path, entry)  # type: ignore[arg-type]
-        elif kind is e.ObjectEntry and self._allow_pickle and is_refused(entry):
-            self._new_pickled(path, entry)  # type: ignore[arg-type]
-        elif kind is e.ObjectEntry:
-            self._new_object(path, entry)  # type: ignore[arg-type]
+        elif isinstance(entry, e.NDArrayEntry):
+            self._new_array(path, entry)
+        elif isinstance(entry, e.TensorPartsEntry):
+            self._new_parts(path, entry)
+        elif isinstance(entry, e.ObjectEntry) and self._allow_pickle and is_refused(entry):
+            self._new_pickled(path, entry)
+        elif isinstance(entry, e.ObjectEntry):
+            self._new_object(path, entry)
 
-    def _new_tensor(self, path: str, entry: Any, device: torch.device | str, dtype: torch.dtype | None) -> None:
-        extra = getattr(entry, "extra", None) or e.PLAIN
+    def _new_tensor(self, path: str, entry: e.AnyTensor, device: torch.device | str, dtype: torch.dtype | None) -> None:
+        extra = entry.extra or e.PLAIN
         subclass, requires_grad = extra.subclass, extra.requires_grad
         first = entry.pieces()[0][1] if entry.nbytes else None
         key = first and (
@@ -123,12 +122,12 @@ class ReadPlan:
             self._made[key] = tensor
 
     def _plain(
-        self, path: str, entry: Any, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+        self, path: str, entry: e.AnyTensor, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         check_tensor(path, entry, self.files, partial=self.partial)
         for _, stored in entry.pieces():
             self._claim(path, stored, stored.dtype, stored.shape)
-        order = (getattr(entry, "extra", None) or e.PLAIN).stride_order
+        order = (entry.extra or e.PLAIN).stride_order
         tensor = composite.allocate_tensor(entry.shape, dtype or BY_NAME[entry.dtype], order, device)
         self.into(path, entry, tensor)
         return tensor
@@ -250,7 +249,7 @@ class ReadPlan:
         self.values[path] = held
         return True
 
-    def into(self, path: str, entry: Any, target: torch.Tensor, *, live: bool = False) -> None:
+    def into(self, path: str, entry: e.AnyTensor, target: torch.Tensor, *, live: bool = False) -> None:
         """Fill a tensor of the entry's shape (any dtype, strides, device) with all of it. The entry has been
         checked."""
         if not math.prod(entry.shape):
@@ -270,7 +269,7 @@ class ReadPlan:
             self._filled[place] = entry, target
         self._pieces(path, pieces, target, whole_box(entry.shape), live)
 
-    def into_box(self, path: str, entry: Any, box: Box, target: torch.Tensor, *, live: bool = False) -> None:
+    def into_box(self, path: str, entry: e.AnyTensor, box: Box, target: torch.Tensor, *, live: bool = False) -> None:
         """Fill a tensor of the box's shape with that part of the entry's tensor."""
         if not box.numel:
             return
@@ -320,10 +319,10 @@ class ReadPlan:
 
     def _again(
         self,
-        entry: Any,
+        entry: e.AnyTensor,
         pieces: list[tuple[Box, e.TensorEntry]],
         target: torch.Tensor,
-        other: Any,
+        other: e.AnyTensor,
         source: torch.Tensor,
     ) -> bool:
         """Fill a second place of a range from the first one, so that the range is read once.

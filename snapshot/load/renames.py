@@ -17,7 +17,7 @@ from snapshot.errors import RestoreError
 from snapshot.formats.foreign import find_root, narrow_root
 from snapshot.load.flat_optimizer import is_flat, nested_view
 from snapshot.manifest.document import Document
-from snapshot.manifest.entries import Container, DictEntry
+from snapshot.manifest.entries import Container, DictEntry, Entry
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.manifest.rank_view import RankView, group_by_key, remove_entry, rename_view, suggest_names
 from snapshot.manifest.scalars import StrEntry
@@ -100,7 +100,7 @@ def _wrong_names(known: Mapping[str, Any], change: Callable[[str], str], keys: s
     return lines
 
 
-def _is_sequence(entry: Any) -> bool:
+def _is_sequence(entry: Entry | None) -> bool:
     return isinstance(entry, Container) and not isinstance(entry, DictEntry)
 
 

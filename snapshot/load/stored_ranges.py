@@ -20,7 +20,7 @@ Place = tuple[str, int, int]
 """A file, and where in it a range begins and ends."""
 
 
-def tensors_of(entry: Any) -> list[e.AnyTensor]:
+def tensors_of(entry: e.Entry) -> list[e.AnyTensor]:
     """Return the tensors that an entry is, or is made of."""
     if isinstance(entry, e.TENSORS):
         return [entry]
@@ -31,7 +31,7 @@ def tensors_of(entry: Any) -> list[e.AnyTensor]:
     return []
 
 
-def stored_of(entry: Any) -> list[e.TensorEntry | e.ObjectEntry]:
+def stored_of(entry: e.Entry) -> list[e.TensorEntry | e.ObjectEntry]:
     """Return the stored ranges of an entry."""
     if isinstance(entry, e.ObjectEntry):
         return [entry]

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from snapshot.manifest.containers import Container
+from snapshot.manifest.entries import Entry
 
 
-def is_leaf(entry: Any) -> bool:
+def is_leaf(entry: Entry) -> bool:
     """Return True if an entry counts: a tensor, a value, or an empty container.
 
     Other containers are represented by their contents.

@@ -5,7 +5,7 @@ Entries are tagged by `type`, and written without default values. They are plain
 
 from __future__ import annotations
 
-from typing import Any, Union
+from typing import Any, ClassVar, Union
 
 import msgspec
 import numpy as np
@@ -68,6 +68,7 @@ __all__ = [
     "DefaultdictEntry",
     "DequeEntry",
     "DictEntry",
+    "Entry",
     "FrozensetEntry",
     "ListEntry",
     "NDArrayEntry",
@@ -193,6 +194,8 @@ class Mesh(msgspec.Struct, gc=False, forbid_unknown_fields=True):
 
 class ShardedTensorEntry(_Boxes, tag="ShardedTensor"):
     """A tensor whose boxes were on several ranks."""
+
+    extra: ClassVar[None] = None
 
     shards: list[Shard]
     mesh: Mesh | list[Any] | None = None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.manifest.entries import ChunkedTensorEntry, ShardedTensorEntry
+from snapshot.manifest.entries import AnyTensor, ChunkedTensorEntry, Entry, Shard, ShardedTensorEntry
 
 
 def merge(into: dict[str, Any], entries: Mapping[str, Any], whose: object) -> None:
@@ -32,12 +32,12 @@ def expect_whole_tensors(entries: Mapping[str, Any]) -> None:
                 raise CorruptSnapshotError(f"{path}: all ranks together wrote {found:,} of its {expected:,} elements")
 
 
-def _find_shards(entry: Any) -> list[Any] | None:
+def _find_shards(entry: Entry) -> list[Shard] | None:
     if isinstance(entry, ChunkedTensorEntry):
         return entry.chunks
     return entry.shards if isinstance(entry, ShardedTensorEntry) else None
 
 
-def _tensor_header(entry: Any) -> tuple[Any, ...]:
+def _tensor_header(entry: AnyTensor) -> tuple[Any, ...]:
     more = (getattr(entry, name, None) for name in ("replicated", "mesh", "placements"))
     return type(entry), entry.dtype, tuple(entry.shape), *more

@@ -12,7 +12,7 @@ import msgspec
 
 from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.manifest.counting import is_leaf
-from snapshot.manifest.entries import Container, DictEntry, OrderedDictEntry, ShardedTensorEntry
+from snapshot.manifest.entries import Container, DictEntry, Entry, OrderedDictEntry, ShardedTensorEntry
 from snapshot.manifest.paths import decode_component, decode_key, encode_key, find_tagged_keys
 
 
@@ -125,7 +125,7 @@ def _prune_containers(view: RankView, rank: int, saved: int) -> None:
         view.elsewhere[path] = view.entries.pop(path)
 
 
-def adopt_entry(entries: dict[str, Any], path: str, entry: Any) -> None:
+def adopt_entry(entries: dict[str, Any], path: str, entry: Entry) -> None:
     """Add an entry to a rank's entries, and its name to its parent dict."""
     entries[path] = entry
     while "/" in path:
@@ -251,7 +251,7 @@ def resolve_path(manifest: Mapping[str, Any], saved: int, path: str, where: str 
     return found[0]
 
 
-def is_shared(entry: Any) -> bool:
+def is_shared(entry: Entry) -> bool:
     """Return True if an entry belongs to all ranks: it is replicated or sharded."""
     return isinstance(entry, ShardedTensorEntry) or entry.replicated
 

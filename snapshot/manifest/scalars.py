@@ -41,7 +41,7 @@ class Scalar(Entry):
         try:
             return type(self).read(self.serialized_value)
         except (ValueError, KeyError, struct.error, ArithmeticError) as error:
-            kind = type(self).__struct_config__.tag
+            kind = self.type
             raise CorruptSnapshotError(f"{self.serialized_value[:80]!r} is not a value of type {kind}") from error
 
 

@@ -31,7 +31,7 @@ class Typed(Scalar):
 
     def value(self) -> Any:
         if len(self.serialized_value) > LONG:
-            kind = type(self).__struct_config__.tag
+            kind = self.type
             raise CorruptSnapshotError(f"a value of type {kind} has {len(self.serialized_value):,} characters")
         return super().value()
 
@@ -288,7 +288,7 @@ def _make_enum_entry(obj_type: str, name: Any, value: Any, *, has_value: bool) -
     readable = f"{obj_type}.{name}"
     if plain is None or len(plain.serialized_value) > LONG or getattr(plain, "escaped", False):
         return None if name is None else EnumEntry("", readable, obj_type=obj_type, name=name)
-    held = str(type(plain).__struct_config__.tag)
+    held = plain.type
     return EnumEntry(plain.serialized_value, readable, obj_type=obj_type, name=name, held=held)
 
 

@@ -137,8 +137,7 @@ def check_range(path: str, entry: TensorEntry | ObjectEntry, files: Files) -> No
 
 
 def _check_layout(path: str, entry: AnyTensor) -> None:
-    extra = getattr(entry, "extra", None)
-    order = extra and extra.stride_order
+    order = None if entry.extra is None else entry.extra.stride_order
     if order is not None and sorted(order) != list(range(len(entry.shape))):
         raise CorruptSnapshotError(f"{path}: {order} is not an order of {counted(len(entry.shape), 'dimension')}")
 

@@ -22,7 +22,7 @@ from snapshot.load.read_plan import MOST_TIMES, ROOM, ReadPlan
 from snapshot.load.reader import Reader
 from snapshot.load.requests import ReadRequest, request_all
 from snapshot.manifest.document import Document
-from snapshot.manifest.entries import TENSORS
+from snapshot.manifest.entries import TENSORS, AnyTensor
 from snapshot.plan.layout import FilePart, FilePlan
 from snapshot.progress import unmetered
 from snapshot.runtime.arena import Slot
@@ -126,7 +126,7 @@ class CheckpointStager(Stager):
         return StagedPart([slot.view[: part.end - part.begin]], None, slot, budget)
 
     async def _want(
-        self, read_plan: ReadPlan, index: int, entry: Any, first: int, *, nbytes: int, slot: Slot, at: int
+        self, read_plan: ReadPlan, index: int, entry: AnyTensor, first: int, *, nbytes: int, slot: Slot, at: int
     ) -> list[Callable[[], object]]:
         """Want a range of a tensor's bytes in the slot; what has to be copied there afterwards."""
         leaf = self.leaves[index]
@@ -150,7 +150,7 @@ class CheckpointStager(Stager):
             self._used.append((index, end - begin))
         return copies
 
-    async def _whole(self, index: int, entry: Any) -> torch.Tensor | None:
+    async def _whole(self, index: int, entry: AnyTensor) -> torch.Tensor | None:
         """All of a tensor that would be read over and over if it were read part by part; None for all others."""
         async with self._making:  # several files may have parts of it
             if index in self._parted:
@@ -168,7 +168,7 @@ class CheckpointStager(Stager):
                 self._left[index] = math.prod(entry.shape)
             return self._held[index]
 
-    def _room(self, entry: Any) -> torch.Tensor:
+    def _room(self, entry: AnyTensor) -> torch.Tensor:
         """Memory for all of a tensor; of a long one the system may write what is not needed now to a file."""
         dtype, count = BY_NAME[entry.dtype], math.prod(entry.shape)
         nbytes = count * dtype.itemsize
@@ -184,7 +184,7 @@ class CheckpointStager(Stager):
                 f"TMPDIR to a larger folder: {error}"
             ) from error
 
-    async def _is_scattered(self, index: int, entry: Any) -> bool:
+    async def _is_scattered(self, index: int, entry: AnyTensor) -> bool:
         """Whether a part of a long tensor, in the order in which it is written, lies all over what holds it."""
         pieces = [stored for _, stored in entry.pieces()]
         if sum(stored.nbytes for stored in pieces) <= BLOCK:

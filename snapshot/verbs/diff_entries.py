@@ -40,14 +40,14 @@ class EntryDifference:
         self.details.append(detail)
 
 
-def kind_of(entry: Any) -> str:
+def kind_of(entry: e.Entry) -> str:
     """Return what a person calls an entry's type: of a tensor the same, however it was cut."""
     if isinstance(entry, e.TENSORS):
         return "Tensor"
-    return entry.kind if isinstance(entry, e.TensorPartsEntry) else str(type(entry).__struct_config__.tag)
+    return entry.kind if isinstance(entry, e.TensorPartsEntry) else entry.type
 
 
-def value_text(entry: Any) -> str:
+def value_text(entry: e.Entry) -> str:
     """Return an entry in a few words."""
     if isinstance(entry, Scalar):
         text = entry.readable or entry.serialized_value
@@ -156,7 +156,7 @@ def by_digests(a: Any, b: Any) -> bool | None:
     return before != after
 
 
-def _digests_of(entry: Any) -> dict[Any, str] | None:
+def _digests_of(entry: e.AnyTensor) -> dict[Any, str] | None:
     made = {}
     for box, stored in entry.pieces():
         if not box.numel:
@@ -234,7 +234,7 @@ def _compare_objects(found: EntryDifference, pairs: list[Pair], path: str, a: e.
         pairs.append(Pair(path, as_bytes(a), as_bytes(b), "uint8"))
 
 
-def content_of(entry: Any) -> Any:
+def content_of(entry: e.Entry) -> Any:
     """Return what tells an entry by its bytes; None for what has none, or none that are known without reading."""
     if isinstance(entry, e.TENSORS):
         held = _digests_of(entry)

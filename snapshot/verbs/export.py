@@ -112,7 +112,7 @@ class Export:
         for path, entry in self._entries.items():
             if not isinstance(entry, e.TENSORS):
                 if isinstance(entry, (e.TensorPartsEntry, e.NDArrayEntry)) or self._is_odd(entry):
-                    plan.left_out.append(f"{path}: {with_article(_tag(entry))}")
+                    plan.left_out.append(f"{path}: {with_article(entry.type)}")
                 continue
             plan.changed += losses.tensor_changes(path, entry)
             dtype = self._choice.cast_dtype(entry.dtype)
@@ -148,7 +148,7 @@ class Export:
         plan.last = lambda: [(safetensors.INDEX, json.dumps(index, indent=2).encode())]
         return plan
 
-    def _is_odd(self, entry: Any) -> bool:
+    def _is_odd(self, entry: e.Entry) -> bool:
         return not isinstance(entry, e.Container) or entry.width == 0
 
     # torch.save
@@ -190,7 +190,7 @@ class Export:
         self._extents(plan, found, base, extents, (number for number in numbers if plan.leaves[number].nbytes))
         return size
 
-    def _absent(self, plan: Plan, path: str, entry: Any) -> Any:
+    def _absent(self, plan: Plan, path: str, entry: e.AnyTensor) -> Any:
         extra = clean_extra(entry) or e.PLAIN
         key = repr(places_of(entry))
         dtype, shape, order = self._choice.cast_dtype(entry.dtype), tuple(entry.shape), extra.stride_order
@@ -248,7 +248,7 @@ class Export:
         plan.left_out += self._lose_classes()
         entries: dict[int, Any] = {}
 
-        def stand(path: str, entry: Any) -> torch.Tensor:
+        def stand(path: str, entry: e.AnyTensor) -> torch.Tensor:
             made = torch.empty(entry.shape, dtype=BY_NAME[self._choice.cast_dtype(entry.dtype)], device="meta")
             entries[id(made)] = made, path, entry
             return made
@@ -409,7 +409,3 @@ def _in_order(sizes: Sequence[int], most: int) -> list[list[int]]:
 def _identity() -> str:
     """Return what torch writes to tell archives apart: forty digits."""
     return f"{secrets.randbelow(10**40):040d}"
-
-
-def _tag(entry: Any) -> str:
-    return str(type(entry).__struct_config__.tag)

@@ -17,12 +17,12 @@ from snapshot.verbs.select import clean_extra, places_of
 PARAMETER = "torch.nn.parameter.Parameter"
 
 
-def tensor_changes(path: str, entry: Any, keeps: frozenset[str] = frozenset()) -> Iterator[str]:
+def tensor_changes(path: str, entry: e.AnyTensor, keeps: frozenset[str] = frozenset()) -> Iterator[str]:
     """Yield a line for each property of a tensor, other than its values, that a format drops.
 
     `keeps`: the properties that the format holds, among `parameter`, `requires_grad` and `order`.
     """
-    extra = getattr(entry, "extra", None) or e.PLAIN
+    extra = entry.extra or e.PLAIN
     if extra.subclass is not None and not (extra.subclass == PARAMETER and "parameter" in keeps):
         yield f"{path}: the {extra.subclass} becomes a plain tensor"
     elif extra.requires_grad and "requires_grad" not in keeps:
@@ -67,7 +67,7 @@ def _find_overlaps(views: list[tuple[int, int, str, str]], is_kept: Callable[[st
             reach, owner = end, path
 
 
-def array_changes(path: str, entry: Any) -> Iterator[str]:
+def array_changes(path: str, entry: e.Entry) -> Iterator[str]:
     """Yield a line for a NumPy array whose dtype a pickle does not keep: NumPy reads most in the native order."""
     if isinstance(entry, e.NDArrayEntry) and not entry.scalar:
         dtype = numpy_arrays.read_dtype(path, entry.dtype)

@@ -195,25 +195,24 @@ class Objects:
         )
 
 
-def is_leaf_value(entry: Any) -> bool:
+def is_leaf_value(entry: e.Entry) -> bool:
     """Whether an entry stands for a value that has to be made: no container, no tensor."""
     return not isinstance(entry, (e.Container, *e.TENSORS))
 
 
-def is_foreign_object(document: Document, entry: Any) -> bool:
+def is_foreign_object(document: Document, entry: e.Entry) -> bool:
     """Whether an entry is an object that somebody else stored: there may be something plain in it."""
     return isinstance(entry, e.ObjectEntry) and isinstance(document, ForeignDocument)
 
 
-def places_of(entry: Any) -> list[tuple[Any, ...]]:
+def places_of(entry: e.AnyTensor) -> list[tuple[Any, ...]]:
     """Return where each box of a tensor is stored, and how: equal for two entries of the same stored values."""
     return [(box, each.location, each.byte_range, each.extra, each.serializer) for box, each in entry.pieces()]
 
 
-def clean_extra(entry: Any) -> Any:
+def clean_extra(entry: e.AnyTensor) -> e.Extra | None:
     """Return an entry's `extra` without what only others' formats need."""
-    extra = getattr(entry, "extra", None)
-    if extra is None:
+    if entry.extra is None:
         return None
-    kept = msgspec.structs.replace(extra, strides=None, storage_offset=None)
+    kept = msgspec.structs.replace(entry.extra, strides=None, storage_offset=None)
     return None if kept == e.PLAIN else kept

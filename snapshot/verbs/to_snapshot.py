@@ -102,7 +102,7 @@ class Recording:
         self.uncast: list[str] = []
         """What stays in its dtype, though another one was asked for."""
 
-    def add(self, path: str, entry: Any) -> None:
+    def add(self, path: str, entry: e.Entry) -> None:
         """Record an entry under its path in the manifest; objects come all at once."""
         if entry.replicated:
             self.replicated.add(path)
@@ -122,7 +122,7 @@ class Recording:
         elif not isinstance(entry, e.ObjectEntry):
             self.flat.entries[path] = self._cast_record(entry)
 
-    def _cast_record(self, entry: Any) -> Any:
+    def _cast_record(self, entry: e.Entry) -> Any:
         """Return an optimizer's entry whose record has the dtypes that its parameters have now."""
         record = getattr(entry, "optimizer", None)
         if record is None or self._choice.dtype is None:
@@ -130,7 +130,7 @@ class Recording:
         dtypes = tuple(map(self._choice.cast_dtype, record.dtypes))
         return msgspec.structs.replace(entry, optimizer=msgspec.structs.replace(record, dtypes=dtypes))
 
-    def _tensor(self, path: str, entry: Any) -> None:
+    def _tensor(self, path: str, entry: e.AnyTensor) -> None:
         self.tensors += 1
         self.flat.entries[path] = None
         extra = clean_extra(entry)
@@ -144,13 +144,13 @@ class Recording:
         if isinstance(entry, e.ShardedTensorEntry) and self._document.world_size > 1:
             entries = self.flat.entries  # and not this recording, which holds the leaf
 
-            def wrap(path: str, stored: Any) -> None:
+            def wrap(path: str, stored: e.AnyTensor) -> None:
                 shards = [e.Shard(box.offsets, box.sizes, tensor) for box, tensor in stored.pieces()]
                 entries[path] = msgspec.structs.replace(entry, dtype=dtype, shards=shards)
 
         self._leaf(path, entry, dtype, extra, wrap)
 
-    def _part(self, path: str, stored: Any, made: Any) -> None:
+    def _part(self, path: str, stored: e.AnyTensor, made: Any) -> None:
         entries = self.flat.entries
 
         def wrap(path: str, written: Any) -> None:
@@ -158,13 +158,13 @@ class Recording:
 
         self._leaf(path, stored, stored.dtype, None, wrap)
 
-    def _named(self, path: str, name: str, part: Any, made: e.TensorPartsEntry) -> None:
+    def _named(self, path: str, name: str, part: e.AnyTensor, made: e.TensorPartsEntry) -> None:
         def wrap(_: str, written: Any) -> None:
             made.parts[name] = written
 
         self._leaf(f"{path}%[{name}]", part, part.dtype, clean_extra(part), wrap)
 
-    def _leaf(self, path: str, entry: Any, dtype: str, extra: Any, wrap: Any) -> None:
+    def _leaf(self, path: str, entry: e.AnyTensor, dtype: str, extra: e.Extra | None, wrap: Any) -> None:
         nbytes = math.prod(entry.shape) * ITEMSIZE[dtype]
         tensor = torch.empty(0, dtype=BY_NAME[dtype], device="meta")
         self.flat.leaves.append(Leaf(path, tensor, dtype, tuple(entry.shape), nbytes, extra=extra, wrap=wrap))
