@@ -6,6 +6,7 @@ all tiers.
 """
 
 import os
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -27,6 +28,9 @@ settings.load_profile("snapshot")
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 # Tests name their credentials. No client asks the machine's metadata service for others.
 os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
+# A shell starts background jobs with SIGINT ignored, and tests interrupt the processes that inherit it from here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Tiers, and processes that share the work
