@@ -112,12 +112,12 @@ _MODULES = {
         "Stateful",
     ),
 }
-"""The module that each name is imported from when it is first used: the command's help need not wait for torch."""
+"""The module that each public name is imported from on first use, so that the command's help does not import torch."""
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name (PEP 562)."""
+    """Import a public name on first use (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)

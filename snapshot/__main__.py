@@ -1,4 +1,4 @@
-"""`python -m snapshot`: the command, where its script is not on the PATH."""
+"""`python -m snapshot`: the command, for environments without its script on the PATH."""
 
 import sys
 

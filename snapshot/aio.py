@@ -1,4 +1,4 @@
-"""Coroutines and threads: blocking work in the pool, coroutines without a loop, cleaning that cannot be cut off."""
+"""Coroutines and threads: blocking work in the pool, coroutines without a loop, clean-up that is never interrupted."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _here = threading.local()
 
 
 def inline() -> bool:
-    """Whether this thread drives a coroutine without a loop."""
+    """Return True if this thread drives a coroutine without a loop."""
     return getattr(_here, "inline", False)
 
 
 def run_inline(work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
-    """Run a coroutine to its end in this thread, without a loop: for calls of storages that are `blocking`."""
+    """Run a coroutine in this thread without a loop: for calls to `blocking` storages."""
     _here.inline = True
     coroutine = work(*arguments)
     try:
@@ -29,14 +29,14 @@ def run_inline(work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> 
     finally:
         _here.inline = False
         coroutine.close()
-    raise RuntimeError(f"{work} waits for a loop, and its storage says that it is blocking")
+    raise RuntimeError(f"{work} must not wait for an event loop, since its storage is declared blocking")
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Run a function that blocks in the loop's pool of threads.
+    """Run a blocking function in the loop's thread pool.
 
-    A cancellation waits for it: when this returns or raises, no thread uses the arguments any more. Otherwise a
-    buffer that was given back, or a descriptor whose number was given anew, would still be written to.
+    A cancellation waits for the function. When this call returns or raises, no thread uses the arguments any more.
+    Otherwise a thread could still write to a released buffer or a reused descriptor.
     """
     if inline():
         return function(*arguments)
@@ -51,7 +51,7 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
 
 
 async def shielded(work: Coroutine[Any, Any, T]) -> T:
-    """Do work to its end, however often it is cancelled meanwhile: cleaning up half is worse than being late."""
+    """Run a coroutine to its end, even if it is cancelled meanwhile: partial clean-up is worse than a delay."""
     task = asyncio.ensure_future(work)
     while not task.done():
         with suppress(BaseException):
@@ -60,7 +60,7 @@ async def shielded(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def gather_limited(items: Iterable[A], work: Callable[[A], Awaitable[T]], limit: int = 16) -> list[T]:
-    """Do work for each item, for at most `limit` of them at once. Return the results in order."""
+    """Process items concurrently, at most `limit` at a time. Return the results in order."""
     free = asyncio.Semaphore(limit)
 
     async def one(item: A) -> T:

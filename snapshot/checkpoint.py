@@ -1,6 +1,6 @@
-"""What stands at a URL, whoever wrote it: read, listed, verified, compared, converted, copied, removed.
+"""Operations on one checkpoint of any format: read, list, verify, compare, convert, copy, delete.
 
-Nothing here needs ranks, or an application; `Snapshot` adds both.
+They need no ranks and no application; `Snapshot` adds both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Checkpoint:
-    """What stands at a URL. Its users know it as a part of `Snapshot`."""
+    """A checkpoint at a URL, written by this library or by another one. `Snapshot` is its public subclass."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Checkpoint:
         self._allow_pickle = allow_pickle
         self._document: Document | None = None
 
-    # Look
+    # Inspect
 
     def read_object(
         self,
@@ -69,19 +69,19 @@ class Checkpoint:
         box: Sequence[slice | int] | None = None,
         verify: bool = True,
     ) -> Any:
-        """Read one object; a container comes with all that is in it.
+        """Read one object. A container is returned with its contents.
 
         Args:
-            path: Its name in the manifest, `"0/model/layer.0.weight"`; or without the rank, `"model/layer.0.weight"`,
-                unless several ranks have an object of that name each for itself.
-            obj_out: A tensor or an array of its shape, which is filled and returned; of a DTensor or ShardedTensor
-                what this rank holds. A dataclass's instance or a wrapped tensor is filled field by field, and a member
-                of an Enum tells its class. Ignored for what cannot be filled.
-            memory_budget_bytes: Host memory for what cannot be read in place; by default 64 MiB from
-                files, 256 MiB elsewhere.
-            box: A slice for each dimension (trailing ones may be left out): only that part is read. An int is a
-                slice of one that drops its dimension.
-            verify: Check the digests of what is read.
+            path: Its name in the manifest, such as `"0/model/layer.0.weight"`. The rank may be omitted
+                (`"model/layer.0.weight"`) unless several ranks have their own object of that name.
+            obj_out: A tensor or array of the same shape, which is filled and returned. Only this rank's shards of a
+                DTensor or ShardedTensor are filled. A dataclass instance or wrapped tensor is filled field by field,
+                and an Enum member provides its class. Ignored for types that cannot be filled.
+            memory_budget_bytes: Host memory for reads that cannot go to their destination directly. The default is 64
+                MiB for files and 256 MiB for other storages.
+            box: A slice for each dimension; trailing dimensions may be omitted. Only that part is read. An int
+                selects one index and drops its dimension.
+            verify: Verify the digests of the bytes that are read.
 
         >>> import torch
         >>> from snapshot import Snapshot, StateDict
@@ -98,9 +98,11 @@ class Checkpoint:
         )
 
     def get_state_dict_for_key(self, key: str, replicate_from_rank0: bool = False) -> Any:
-        """Return the state dict that this rank saved under a key of the app state, made anew; with
-        `replicate_from_rank0` that of rank 0. Weights that were tied are tied again, tensors that were sharded are
-        whole."""
+        """Return the state dict that this rank saved under a key of the app state, as new objects.
+
+        Tied weights are tied again, and sharded tensors are whole. With `replicate_from_rank0`, return the state dict
+        of rank 0.
+        """
         number = 0 if replicate_from_rank0 else ranks_of(self.pg).rank
 
         return self._read(
@@ -109,18 +111,19 @@ class Checkpoint:
         )
 
     def get_manifest(self) -> dict[str, Entry]:
-        """Return what is in the snapshot: an entry for each object, by `"<rank>/<logical path>"`. A copy, yours to
-        change."""
+        """Return a copy of the manifest: an entry for each object, by `"<rank>/<logical path>"`."""
         return copy_manifest(self._open().manifest)
 
     @property
     def metadata(self) -> SnapshotMetadata:
-        """When, by which version, and with which metadata of your own the snapshot was taken."""
+        """Time, library version and user metadata of the snapshot."""
         return SnapshotMetadata.of(self._open())
 
     def exists(self) -> bool:
-        """Whether a committed snapshot is here, or a checkpoint of another library that can be opened; only that, not
-        whether it is whole."""
+        """Return True if a committed snapshot is here, or a readable checkpoint of another library.
+
+        This does not verify the data files.
+        """
         session = self.new_session(None)
         try:
             return run(checkpoint_exists(session))
@@ -135,18 +138,18 @@ class Checkpoint:
         memory_budget_bytes: int | None = None,
         progress: ProgressArgument = None,
     ) -> VerifyReport:
-        """Read every byte, and compare it with its digest. Live tensors are not involved.
+        """Read every byte and compare it with its digest. Live tensors are not used.
 
         Args:
-            quick: Only look whether the files are there, and as long as they were; and at the manifest itself.
-            resume: A local file in which it is noted how far the verification has come. One that was interrupted goes
-                on there if it is given the same file again, which is removed when all is well. It is of one snapshot.
-            memory_budget_bytes: Host memory for what is read; by default 64 MiB from files, 256 MiB elsewhere.
-            progress: True for a bar, or a function that is called with `Progress`.
+            quick: Check only the manifest, and the presence and size of each file.
+            resume: A local journal file. An interrupted verification continues where it stopped if it gets the same
+                file again. A verification without faults deletes the file. Each journal belongs to one snapshot.
+            memory_budget_bytes: Host memory for read buffers. The default is 64 MiB for files and 256 MiB for other storages.
+            progress: True for a progress bar, or a function that is called with `Progress`.
 
         Raises:
-            CorruptSnapshotError: The manifest itself is damaged. All other faults are in the report.
-            ValueError: `resume` is a file of something else.
+            CorruptSnapshotError: The manifest is damaged. All other faults are in the report.
+            ValueError: `resume` is not a journal of this snapshot.
 
         >>> import torch
         >>> from snapshot import Snapshot, StateDict
@@ -176,25 +179,25 @@ class Checkpoint:
         memory_budget_bytes: int | None = None,
         progress: ProgressArgument = None,
     ) -> Diff:
-        """Return what differs between two snapshots: nothing, if a restore of either gives the same.
+        """Return the differences between two snapshots: none, if both restore the same state.
 
-        Two of ours are compared by the digests in their manifests, and no data is read, where their tensors are cut
-        alike. Else, and where one is another library's, what has to be is read, part by part. However tensors are cut
-        or sharded, and over how many ranks, is no difference. What belongs to one rank alone is compared with what
-        that rank has in the other.
+        Tensors that are split the same way in both snapshots are compared by the digests in the manifests, without
+        reading data. Other tensors, and those of other libraries' checkpoints, are read part by part. Splits, shards
+        and the number of ranks do not count as differences. An entry of a single rank is compared with the same
+        rank's entry.
 
         Args:
             a: A snapshot, or a path.
-            b: Another one. `added` is what only this one has.
-            values: Also read the tensors that differ, if they are of one shape, to say by how much.
-            select: Globs over `<key>/<logical path>` of what is compared; all by default.
-            exclude: Globs of what is not.
-            rename: Names in `a` -> names in `b`: a dict of paths, or a function; an empty name takes a level away.
-            memory_budget_bytes: Host memory for what has to be read.
-            progress: True for a bar, or a function that is called with `Progress`.
+            b: Another snapshot, or a path. `added` lists the entries that only this one has.
+            values: Also read tensors that differ and have equal shapes, and report by how much they differ.
+            select: Globs over `<key>/<logical path>` to compare; all by default.
+            exclude: Globs to leave out.
+            rename: Names in `a` -> names in `b`: a dict of paths, or a function. An empty name removes a level.
+            memory_budget_bytes: Host memory for read buffers.
+            progress: True for a progress bar, or a function that is called with `Progress`.
 
         Raises:
-            CorruptSnapshotError: What was read is not what was written.
+            CorruptSnapshotError: Bytes that were read do not match their digests.
 
         >>> import torch
         >>> from snapshot import Snapshot, StateDict
@@ -204,7 +207,7 @@ class Checkpoint:
         1 changed, 1 the same; 1 entry had to be read: 24 B
           ~ model/w: 3 of 3 differ, at most by 1, norm 1.73205
         """
-        from snapshot.verbs.comparison import compare_snapshots  # who only trains need not wait for it
+        from snapshot.verbs.comparison import compare_snapshots  # training jobs do not pay for this import
 
         refuse_on_loop()
         sides = [each if isinstance(each, Checkpoint) else Checkpoint(each) for each in (a, b)]
@@ -237,29 +240,30 @@ class Checkpoint:
         memory_budget_bytes: int | None = None,
         progress: ProgressArgument = None,
     ) -> ConvertReport:
-        """Write what is here once more, in another format; in the memory budget, whatever its size. One process does
-        it, also where several ranks run.
+        """Convert this checkpoint to another format, within the memory budget.
+
+        One process converts, even if several ranks run.
 
         Args:
-            url: Where to: a folder; for `"torch"`, and for `"safetensors"` if it ends so, a file.
+            url: The destination: a folder. For `"torch"`, and for a name ending in `.safetensors`, a file.
             to: `"snapshot"`; `"safetensors"`: one file, or a folder as Hugging Face has it; `"torch"`: a file as
                 torch.save writes it; `"dcp"`: a folder that `torch.distributed.checkpoint.load` reads.
-            select: Globs over `<key>/<logical path>` of what is wanted; all by default.
-            exclude: Globs of what is not.
+            select: Globs over `<key>/<logical path>` to convert; all by default.
+            exclude: Globs to leave out.
             rename: Names here -> names there: a dict of paths, or a function.
-            dtype: Cast floating point tensors to it.
-            shard_bytes: How long a file of several may be.
-            overwrite: Replace what is there.
-            durable: Return only when it survives a loss of power.
-            verify: Check every digest, and the checksums that others' formats carry.
-            storage_options: What the storage plugin of `url` should know.
+            dtype: Cast floating-point tensors to this dtype.
+            shard_bytes: The maximum size of each file if there are several.
+            overwrite: Replace an existing checkpoint.
+            durable: Return only when the result survives a loss of power.
+            verify: Verify every digest, and the checksums of other libraries' formats.
+            storage_options: Options for the storage plugin of `url`.
             memory_budget_bytes: Host memory: half of it for reading, half for writing.
-            progress: True for a bar, or a function that is called with `Progress`.
+            progress: True for a progress bar, or a function that is called with `Progress`.
 
         Raises:
-            SnapshotExistsError: Something is there already; nothing was written.
+            SnapshotExistsError: The destination exists; nothing was written.
             UnsupportedFormatError: The format cannot hold a tensor; nothing was written.
-            UnsafeObjectError: What is here holds a pickle of more than plain values; exclude it.
+            UnsafeObjectError: An object is a pickle of more than plain values; exclude it.
 
         >>> import torch
         >>> from snapshot import Snapshot, StateDict
@@ -268,7 +272,7 @@ class Checkpoint:
         1
         """
         from snapshot.verbs.conversion import convert_checkpoint
-        from snapshot.verbs.to_snapshot import Selection  # who only trains need not wait for it
+        from snapshot.verbs.to_snapshot import Selection  # training jobs do not pay for this import
 
         refuse_on_loop()
         choice = Selection(select, exclude, rename, dtype, verify, self._allow_pickle)
@@ -299,27 +303,28 @@ class Checkpoint:
         memory_budget_bytes: int | None = None,
         progress: ProgressArgument = None,
     ) -> CopyReport:
-        """Write what is here once more, elsewhere: as it is, from any storage to any other. One process does it, also
-        where several ranks run.
+        """Copy this checkpoint to another storage or path.
 
-        A whole snapshot passes byte for byte, and keeps its time, version and metadata; only its files have other
-        names. A part of one is written anew, and is a snapshot of now. A checkpoint of another library is copied file
-        by file: those that it consists of, and no others that lie beside them.
+        One process copies, even if several ranks run.
+
+        A whole snapshot is copied byte for byte, and keeps its time, version and metadata; only its file names
+        change. A selection becomes a new snapshot with the current time. A checkpoint of another library is copied
+        file by file, without unrelated files of its folder.
 
         Args:
-            url: Where to; a file, where what is here is a single file of another library.
-            select: Globs over `<key>/<logical path>` of what is wanted; all by default.
-            exclude: Globs of what is not.
-            overwrite: Replace what is there. A snapshot stays whole until the new one is.
-            durable: Return only when it survives a loss of power.
-            verify: Compare every byte with its digest as it passes, and the checksums that others' formats carry.
-            storage_options: What the storage plugin of `url` should know.
+            url: The destination: a folder, or a file if the source is a single file of another library.
+            select: Globs over `<key>/<logical path>` to copy; all by default.
+            exclude: Globs to leave out.
+            overwrite: Replace an existing checkpoint. An existing snapshot stays whole until the new one is committed.
+            durable: Return only when the copy survives a loss of power.
+            verify: Verify every digest during the copy, and the checksums of other libraries' formats.
+            storage_options: Options for the storage plugin of `url`.
             memory_budget_bytes: Host memory: half of it for reading, half for writing.
-            progress: True for a bar, or a function that is called with `Progress`.
+            progress: True for a progress bar, or a function that is called with `Progress`.
 
         Raises:
-            SnapshotExistsError: Something is there already; nothing was written.
-            CorruptSnapshotError: What is here is damaged; nothing was committed, and nothing is left of the copy.
+            SnapshotExistsError: The destination exists; nothing was written.
+            CorruptSnapshotError: The source is damaged; nothing was committed, and the partial copy was deleted.
 
         >>> import torch
         >>> from snapshot import Snapshot, StateDict
@@ -328,7 +333,7 @@ class Checkpoint:
         'digests'
         """
         from snapshot.verbs.copy import copy_checkpoint
-        from snapshot.verbs.to_snapshot import Selection  # who only trains need not wait for it
+        from snapshot.verbs.to_snapshot import Selection  # training jobs do not pay for this import
 
         refuse_on_loop()
         return copy_checkpoint(
@@ -343,11 +348,13 @@ class Checkpoint:
             budget=memory_budget_bytes,
         )
 
-    # Remove
+    # Delete
 
     def delete(self) -> None:
-        """Remove the snapshot: the manifest first, so that what an interruption leaves is no snapshot. Also removes
-        what interrupted takes left here; nothing else in the folder is touched."""
+        """Delete the snapshot and the leftovers of interrupted takes; other files in the folder are not touched.
+
+        The manifest is deleted first, so an interrupted deletion leaves no partial snapshot.
+        """
         session = self.new_session(None)
 
         try:
@@ -357,12 +364,11 @@ class Checkpoint:
             with suppress(SnapshotError):
                 foreign = run(is_foreign(session))
             if not foreign and getattr(error, "errno", None) == errno.ENOTDIR:
-                raise SnapshotNotFoundError(f"{self._url}: there is no snapshot to delete") from error
+                raise SnapshotNotFoundError(f"{self._url}: no snapshot to delete") from error
             if not foreign:
                 raise
             raise SnapshotExistsError(
-                f"{self._url}: was written by another library; it is only read, never replaced or deleted: remove it "
-                "yourself"
+                f"{self._url}: was written by another library, so it is never replaced or deleted; delete it yourself"
             ) from error
         finally:
             run(session.close())
@@ -370,11 +376,11 @@ class Checkpoint:
         emit("deleted", "delete", str(self._url))
 
     def new_session(self, budget: int | None) -> Session:
-        """Open a session at the URL; the caller closes it."""
+        """Open a session at the URL. The caller closes it."""
         return Session(self._url, self._options, budget=budget)
 
     def _open(self) -> Document:
-        """Return the manifest. A snapshot never changes, so it is read once; `restore` reads it anew."""
+        """Return the manifest. It is read once, since a snapshot never changes; `restore` reads it again."""
         if self._document is None:
             session = self.new_session(None)
             try:
@@ -384,7 +390,7 @@ class Checkpoint:
         return self._document
 
     def _read(self, budget: int | None, read: Callable[[Session, Document], Any]) -> Any:
-        """Read by the manifest that is known; if the snapshot was replaced since, by the new one."""
+        """Read with the cached manifest, or with the new one if the snapshot was replaced since."""
         known = self._open()
         session = self.new_session(budget)
         try:

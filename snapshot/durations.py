@@ -1,4 +1,4 @@
-"""Durations as people write them, in one place: policies, save decisions and the advisor all take them."""
+"""Parsing and formatting of durations, for policies, save decisions and the advisor."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 6048
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|m|min|h|d|w)\s*")
 
 Duration = float | timedelta | str
-"""Seconds, a `timedelta`, or a text: `"90s"`, `"10m"`, `"12h"`, `"7d"`, `"2w"`."""
+"""Seconds, a `timedelta`, or text: `"90s"`, `"10m"`, `"12h"`, `"7d"`, `"2w"`."""
 
 
 def parse_duration(text: str) -> float | None:
-    """Return the seconds of a text such as `90s`, or None if it is not a duration.
+    """Parse text such as `90s` to seconds; return None if it is not a duration.
 
     >>> parse_duration("7d"), parse_duration("1.5h"), parse_duration("soon")
     (604800.0, 5400.0, None)
@@ -24,7 +24,7 @@ def parse_duration(text: str) -> float | None:
 
 
 def seconds_of(given: Duration, what: str) -> float:
-    """So many seconds; `ValueError` or `TypeError`, which name `what`, for what is no duration above 0.
+    """Return a duration in seconds. Raise `ValueError` or `TypeError`, naming `what`, if it is not a duration above 0.
 
     >>> seconds_of("10m", "every"), seconds_of(timedelta(hours=1), "every")
     (600.0, 3600.0)
@@ -46,7 +46,7 @@ def seconds_of(given: Duration, what: str) -> float:
 
 
 def duration_text(seconds: float) -> str:
-    """Return a duration as a person says it.
+    """Format a duration for people.
 
     >>> [duration_text(value) for value in (0.0123, 4.5, 90, 5400, 200000)]
     ['12.3 ms', '4.50 s', '90 s', '1.5 h', '2.3 d']

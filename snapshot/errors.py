@@ -1,4 +1,4 @@
-"""Every exception that this library raises on purpose, so that callers can tell them apart by class."""
+"""All exceptions that this library raises on purpose, each with its own class."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class SnapshotError(Exception):
-    """The root of all errors of this library."""
+    """The base class of all errors of this library."""
 
 
 class SnapshotNotFoundError(SnapshotError, FileNotFoundError):
@@ -15,14 +15,14 @@ class SnapshotNotFoundError(SnapshotError, FileNotFoundError):
 
 
 class SnapshotExistsError(SnapshotError, FileExistsError):
-    """Raised when a snapshot would be written over another one without `overwrite=True`."""
+    """Raised when a save would replace a snapshot without `overwrite=True`."""
 
 
 class CorruptSnapshotError(SnapshotError, ValueError):
-    """Raised when stored bytes are not the bytes that were written.
+    """Raised when stored bytes differ from the bytes that were written.
 
-    `faults` holds a line per damaged entry: its name, file, range and both digests. `touched` names the live tensors
-    that had been written to when the error was raised: some are whole, some hold partial or wrong data.
+    `faults` has a line per damaged entry: its name, file, range and both digests. `touched` names the live tensors that
+    were written before the error; some of them hold partial or wrong data.
     """
 
     def __init__(self, message: str, *, faults: Sequence[str] = (), touched: Sequence[str] = ()) -> None:
@@ -32,15 +32,15 @@ class CorruptSnapshotError(SnapshotError, ValueError):
 
 
 class UnsupportedFormatError(SnapshotError):
-    """Raised when a snapshot is of a newer format, or holds something that this version does not know."""
+    """Raised when a snapshot has a newer format, or content that this version does not support."""
 
 
 class UnsafeObjectError(SnapshotError):
-    """Raised when reading an object would need a pickle that was not allowed."""
+    """Raised when reading an object needs a pickle that was not allowed."""
 
 
 class RestoreError(SnapshotError):
-    """Raised when a snapshot does not fit the application; `mismatches` lists every reason, not only the first."""
+    """Raised when a snapshot does not fit the application. `mismatches` lists every reason."""
 
     def __init__(self, message: str, mismatches: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -48,11 +48,11 @@ class RestoreError(SnapshotError):
 
 
 class CommitUnknown(SnapshotError):
-    """Raised when it cannot be known whether a snapshot was committed: look again later."""
+    """Raised when it is unknown whether a snapshot was committed. Check again later."""
 
 
 class SnapshotBusyError(SnapshotError):
-    """Raised when too many asynchronous takes are under way, and the new one is not to wait."""
+    """Raised when the limit of concurrent async takes is reached and `when_busy="raise"`."""
 
 
 class CancelledError(SnapshotError):
@@ -60,7 +60,7 @@ class CancelledError(SnapshotError):
 
 
 class RankError(SnapshotError):
-    """Raised on every rank when one rank failed; names the rank and its exception, whose class's name is `kind`."""
+    """Raised on every rank when one rank failed. Names the rank and, as `kind`, its exception's class."""
 
     def __init__(self, message: str, *, rank: int = -1, kind: str = "") -> None:
         super().__init__(message)
@@ -69,27 +69,27 @@ class RankError(SnapshotError):
 
 
 class MissingExtraError(SnapshotError, ImportError):
-    """Raised when a storage or feature needs a package that is not installed; says which `pip install` cures it."""
+    """Raised when a package is missing. Names the `pip install` command that provides it."""
 
 
 class StorageError(SnapshotError, OSError):
-    """Raised when a storage refuses or fails; names the URL, and keeps the backend's exception as its cause."""
+    """Raised when a storage operation fails. Names the URL; the backend's exception is the cause."""
 
     uncertain = False
-    """Whether what was asked for may have been done all the same, or may still be: its answer never came."""
+    """True if the operation may still have taken effect, because its response was lost."""
 
 
 class StorageNotFoundError(StorageError, FileNotFoundError):
-    """Raised when a file is not there."""
+    """Raised when a file does not exist."""
 
 
 class StorageConflictError(StorageError):
-    """Raised when a conditional `put` finds something else than it expected."""
+    """Raised when the condition of a conditional `put` does not hold."""
 
 
 @contextmanager
 def system_limits(what: str) -> Iterator[None]:
-    """Raise `SnapshotError`, with its cause, where the system gives no more descriptors, threads or memory."""
+    """Raise `SnapshotError` if the system is out of descriptors, threads or memory."""
     try:
         yield
     except SnapshotError:

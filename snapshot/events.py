@@ -1,4 +1,4 @@
-"""Events: one line per verb in the log, and handlers that are called with each event."""
+"""Events: one log line per operation, and handlers that are called with each event."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ log = logging.getLogger("snapshot")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something happened: `start`, `staged`, `committed`, `restored`, `verified`, `deleted`, `converted`, `copied`,
-    `compared`, `failed`, `cleaned`; and of a manager `pruned`, `fell_back` and `stopping`.
+    """An event of an operation.
 
-    And on the way: `retry`, whose verb is a request and whose path is its file, with `attempt`, `error` and `pause` (in
-    seconds); `swept`, with the number of `uploads` that were dropped.
+    Its name is `start`, `staged`, `committed`, `restored`, `verified`, `deleted`, `converted`, `copied`, `compared`,
+    `failed` or `cleaned`. A manager also sends `pruned`, `fell_back` and `stopping`.
+
+    A `retry` event has a request as its verb and a file as its path, with `attempt`, `error` and `pause` (in seconds).
+    A `swept` event has the number of `uploads` that were dropped.
     """
 
     name: str
@@ -30,26 +32,28 @@ class Event:
 
 Handler = Callable[[Event], None]
 GROUP = "snapshot.events"
-"""The entry-point group of handlers that installed packages bring: `name = "package.module:function"`. They are loaded
-with the first event of a process."""
+"""The entry-point group for handlers of installed packages: `name = "package.module:function"`.
+
+They are loaded with the first event of a process.
+"""
 _handlers: list[Handler] = []
 _points = list(entry_points(group=GROUP))
-"""Looked for at once, since that takes 20 ms; and loaded later, since they import us."""
+"""Entry points are listed at once, which takes 20 ms, but loaded later, since they import this library."""
 _brought: list[Handler] = []
 
 
 def add_handler(handler: Handler) -> None:
-    """Call `handler` with every event. What it raises is logged, and fails nothing."""
+    """Call `handler` with every event. Exceptions of a handler are logged, and do not fail the operation."""
     _handlers.append(handler)
 
 
 def remove_handler(handler: Handler) -> None:
-    """Call it no more."""
+    """Stop calling a handler."""
     _handlers.remove(handler)
 
 
 def emit(name: str, verb: str, path: str, **fields: Any) -> None:
-    """Tell the handlers; and the log, where it ends a verb."""
+    """Call the handlers, and log the event if it ends an operation."""
     if name in ("committed", "restored", "deleted", "verified", "converted", "copied", "compared"):
         log.info("%s %s: %s", verb, path, ", ".join(f"{key} {value}" for key, value in fields.items()))
     for handler in (*_installed(), *_handlers):
@@ -60,18 +64,18 @@ def emit(name: str, verb: str, path: str, **fields: Any) -> None:
 
 
 def _installed() -> list[Handler]:
-    """Return the handlers of installed packages. One that cannot be loaded is logged, and fails nothing."""
+    """Return the handlers of installed packages. A handler that cannot be loaded is logged and skipped."""
     while _points:
         point = _points.pop()
         try:
             _brought.append(point.load())
         except Exception:
-            log.exception("the event handler %s = %s cannot be loaded", point.name, point.value)
+            log.exception("cannot load the event handler %s = %s", point.name, point.value)
     return _brought
 
 
 def warn(message: str) -> None:
-    """Warn, at the place where the caller's code called into the library."""
+    """Warn with the location of the caller's code."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "snapshot":
         level, frame = level + 1, frame.f_back

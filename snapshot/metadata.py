@@ -1,4 +1,4 @@
-"""What a snapshot says of itself as a whole, for users."""
+"""Properties of a whole snapshot, for users."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from snapshot.manifest.entry import Entry
 
 @dataclass(frozen=True, slots=True)
 class SnapshotMetadata:
-    """When, by which version, and with which metadata of the user's a snapshot was taken."""
+    """Time, library version and user metadata of a snapshot."""
 
     format: str
     version: str
     """The library's version."""
     save_id: str
-    """Fresh for every take; the names of its data files begin with it."""
+    """A new id for every take. The names of its data files begin with it."""
     world_size: int
     created: datetime
     structure: str
     """A digest of all names, shapes and dtypes: equal for snapshots of the same structure."""
     metadata: dict[str, Any]
-    """What was given as `metadata` to `take`."""
+    """The `metadata` argument of `take`."""
     entries: int
-    """Tensors, values and empty containers, of all ranks; a container that holds something is not counted."""
+    """The number of tensors, values and empty containers of all ranks. Other containers are not counted."""
     nbytes: int
-    """Bytes of the data files."""
+    """Total size of the data files."""
     files: dict[str, int]
-    """The data files, and how many bytes each has."""
+    """Size of each data file, by name."""
     _document: Document = field(repr=False, compare=False)
 
     @property
     def manifest(self) -> dict[str, Entry]:
-        """What `Snapshot.get_manifest()` returns: an entry for each object. A copy."""
+        """A copy of the manifest, as `Snapshot.get_manifest()` returns it."""
         return copy_manifest(self._document.manifest)
 
     @classmethod
     def of(cls, document: Document) -> SnapshotMetadata:
-        """From the manifest's document."""
+        """Create the metadata from a manifest's document."""
         if measure_nesting(document.metadata) > DEEPEST:
-            raise CorruptSnapshotError(f"the manifest's metadata nests more than {DEEPEST} deep")
+            raise CorruptSnapshotError(f"the manifest's metadata must nest at most {DEEPEST} levels")
         try:
             created = datetime.fromisoformat(document.created)
             metadata = msgspec.json.decode(document.metadata, type=dict[str, Any])
         except (ValueError, msgspec.DecodeError) as error:
-            raise CorruptSnapshotError(f"the manifest's date or metadata cannot be read: {error}") from error
+            raise CorruptSnapshotError(f"cannot read the manifest's date or metadata: {error}") from error
         return cls(
             document.format,
             document.version,

@@ -1,4 +1,4 @@
-"""A snapshot that is being written while the application goes on."""
+"""A snapshot that is written in the background."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class PendingTake(Generic[T]):
-    """A take in the background. `T` is what `wait()` returns."""
+    """A take in the background. `T` is the type that `wait()` returns."""
 
     def __init__(
         self,
@@ -45,41 +45,43 @@ class PendingTake(Generic[T]):
         work.add_done_callback(self._log_failure)
 
     def done(self) -> bool:
-        """Whether it is committed, or has failed."""
+        """Return True if it is committed, or has failed."""
         return self.work.done()
 
     def wait(self, timeout: float | None = None) -> T:
-        """Wait for the commit, and return the snapshot; raise `SnapshotError` if it failed, on every rank.
+        """Wait for the commit and return the snapshot. Raise `SnapshotError` on every rank if it failed.
 
-        `TimeoutError` after `timeout` seconds: the snapshot goes on, and may be waited for again.
+        Raise `TimeoutError` after `timeout` seconds. The take continues, and can be waited for again.
         """
         self._check_thread("wait()")
         self._waiting += 1
         try:
             self.work.result(timeout)
         except concurrent.futures.CancelledError as error:
-            raise CancelledError(f"{self.path}: the snapshot was cancelled, and nothing of it is left") from error
+            raise CancelledError(f"{self.path}: the take was cancelled, and its files were deleted") from error
         except SnapshotError:
             raise
-        except Exception as error:  # a plugin's own, or the system's
+        except Exception as error:  # from a plugin, or from the system
             if isinstance(error, TimeoutError) and not self.work.done():
                 raise TimeoutError(f"{self.path}: not committed after {timeout} s ({self.progress()})") from error
-            raise SnapshotError(f"{self.path}: the snapshot failed: {type(error).__name__}: {error}") from error
+            raise SnapshotError(f"{self.path}: the take failed: {type(error).__name__}: {error}") from error
         finally:
             self._awaited = self._awaited or self.work.done()
             self._waiting -= 1
         return self._snapshot
 
     def staged(self) -> bool:
-        """Whether all of the application's tensors may change without reaching this snapshot: always, once the call
-        returned, unless it was made with `staging="overlapped"`."""
+        """Return True if changes to the application's tensors no longer reach this snapshot.
+
+        This is True once the call returned, unless it used `staging="overlapped"`.
+        """
         return self._held is None or self._held.wait(0)
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Wait until all of the application's tensors may change, whatever changes them.
+        """Wait until the application may change all of its tensors, in any way.
 
-        `TimeoutError` after `timeout` seconds. What fails meanwhile is for `wait()` to raise: a snapshot that is given
-        up needs nothing any more.
+        Raise `TimeoutError` after `timeout` seconds. A failure meanwhile is raised by `wait()`, since a failed take no
+        longer needs the tensors.
         """
         if self._held is None:
             return
@@ -88,11 +90,11 @@ class PendingTake(Generic[T]):
             raise TimeoutError(f"{self.path}: not staged after {timeout} s ({self.progress()})")
 
     def progress(self) -> Progress:
-        """How far it has come."""
+        """Return the progress so far."""
         return self._meter.now()
 
     def add_done_callback(self, function: Callable[[Self], None]) -> None:
-        """Call `function(pending)` when it is done, in a thread of the library; at once if it is."""
+        """Call `function(pending)` in a library thread when the take is done, or at once if it is done already."""
 
         def call(_: Future[None]) -> None:
             def run() -> None:
@@ -106,14 +108,14 @@ class PendingTake(Generic[T]):
         self.work.add_done_callback(call)
 
     def cancel(self) -> bool:
-        """Give it up: nothing of it is left behind. False if it is done already, or just being committed."""
+        """Cancel the take and delete its files. Return False if it is done, or already being committed."""
         if self.work.done():
             return False
         self._check_process()
         self._awaited = True
         self.work.cancel()
         if threading.current_thread().name.startswith(LIBRARY):
-            return True  # called by the work itself, from a progress callback: it cannot wait for its own end
+            return True  # called from a progress callback, which runs in the take itself and cannot wait for its end
         with contextlib.suppress(Exception):
             self.work.result()
             return False
@@ -122,20 +124,18 @@ class PendingTake(Generic[T]):
     def _check_thread(self, call: str) -> None:
         self._check_process()
         if threading.current_thread().name.startswith(LIBRARY) and not self.work.done():
-            raise RuntimeError(f"{call} was called by the work that it waits for: not in a progress callback")
+            raise RuntimeError(f"{call} must not be called in a progress callback: it would wait for itself")
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
-            raise SnapshotError(
-                f"{self.path}: is written by process {self._pid}, and cannot be waited for in a fork of it"
-            )
+            raise SnapshotError(f"{self.path}: is written by process {self._pid}; a forked child cannot wait for it")
 
     def _log_failure(self, work: Future[None]) -> None:
         if work.cancelled():
             return
         error = work.exception()
-        if error is not None and not (self._awaited or self._waiting):  # who waits is told
-            log.error("%s: the snapshot failed in the background: %s", self.path, error)
+        if error is not None and not (self._awaited or self._waiting):  # `wait()` raises it
+            log.error("%s: the take failed in the background: %s", self.path, error)
 
     def __repr__(self) -> str:
         if not self.done():

@@ -1,7 +1,7 @@
-"""State that a process has once: made at first use, made anew in a forked child, and reset by tests.
+"""Process-wide state: created on first use, renewed in a forked child, and reset by tests.
 
-What the library makes for itself and changes is held in a `PerProcess`, so that one hook handles forks, and a test can
-put it back. Outside stay what a fork inherits unchanged: registered plugins and event handlers, counters, and caches of
+All mutable state of the library is held in a `PerProcess`, so that one hook handles forks and tests can reset it.
+Exceptions are values that a fork inherits unchanged: registered plugins and event handlers, counters, and caches of
 pure functions.
 """
 
@@ -17,12 +17,12 @@ _all: list[PerProcess[Any]] = []
 
 
 class PerProcess(Generic[T]):
-    """One value of a process.
+    """One value per process.
 
     Args:
-        make: Makes the value, at first use.
-        in_child: Called in a forked child with the value that the parent had made, to let go of what belongs to the
-            parent. What it returns is the child's value; None makes a new one at first use.
+        make: Creates the value, on first use.
+        in_child: Called in a forked child with the parent's value, to release the parent's resources. Its result is the
+            child's value; None creates a new one on first use.
 
     >>> numbers = PerProcess(list)
     >>> numbers.get().append(3)
@@ -41,7 +41,7 @@ class PerProcess(Generic[T]):
         _all.append(self)
 
     def get(self) -> T:
-        """Return the value; make it if there is none."""
+        """Return the value; create it if there is none."""
         value = self._value
         if value is None:
             with self._lock:
@@ -51,16 +51,16 @@ class PerProcess(Generic[T]):
         return value
 
     def made(self) -> T | None:
-        """Return the value, or None if it was not made yet."""
+        """Return the value, or None if it does not exist yet."""
         return self._value
 
     def reset(self) -> None:
-        """Forget the value: the next `get` makes a new one."""
+        """Discard the value: the next `get` creates a new one."""
         self._value = None
 
     def renew(self) -> None:
         """Give a forked child its own value."""
-        self._lock = threading.RLock()  # another thread of the parent may have held it
+        self._lock = threading.RLock()  # a thread of the parent may have held the lock
         value, self._value = self._value, None
         if value is not None and self._in_child is not None:
             self._value = self._in_child(value)

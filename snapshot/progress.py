@@ -1,4 +1,4 @@
-"""Progress of a take or a restore: bytes counted as they arrive, and shown as a bar or to a callback."""
+"""Progress of a take or a restore: counts bytes, and shows a bar or calls a function."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ log = logging.getLogger("snapshot")
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a take or a restore has come."""
+    """The progress of a take or a restore."""
 
     done: int
-    """Bytes that are where they belong."""
+    """Bytes that are written or read so far."""
     total: int
     staged: int = 0
-    """Bytes that no longer depend on the application's memory (of an asynchronous take)."""
+    """Bytes of an asynchronous take that are copied from the application's memory."""
     seconds: float = 0.0
-    """Since the call."""
+    """Seconds since the call."""
     rate: float = 0.0
-    """Bytes a second, in the last two seconds; 0 when it is over."""
+    """Bytes per second over the last two seconds; 0 when it is over."""
 
     @property
     def mean_rate(self) -> float:
-        """Bytes a second, since the call."""
+        """Bytes per second since the call."""
         return self.done / self.seconds if self.seconds > 0 else 0.0
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Progress:
 
 
 def unmetered(nbytes: int) -> None:
-    """Take note of nothing: for work whose progress is not shown."""
+    """Count nothing: for work without a progress display."""
 
 
 ProgressArgument = bool | Callable[[Progress], None] | None
@@ -50,7 +50,7 @@ RECENT = 2.0
 
 
 class Meter:
-    """Counts bytes as they arrive, from any thread, and shows them if it was asked to."""
+    """Counts bytes from any thread, and shows them if requested."""
 
     def __init__(self, verb: str, wanted: ProgressArgument) -> None:
         self.verb = verb
@@ -58,9 +58,9 @@ class Meter:
         self._done = self._staged = 0
         self._began = time.perf_counter()
         self._seconds = 0.0
-        """How long it took, when it is over."""
+        """Total seconds, once it is over."""
         self._recent: deque[tuple[float, int]] = deque([(self._began, 0)])
-        """When how many bytes were done: in the last seconds, and once before."""
+        """Times and byte counts: of the last seconds, and one before."""
         self._lock = threading.Lock()
         self._callback = wanted if callable(wanted) else None
         self._bar: Any = None
@@ -70,13 +70,13 @@ class Meter:
             self._bar = tqdm(desc=verb, unit="B", unit_scale=True, unit_divisor=1024)
 
     def begin(self, total: int) -> None:
-        """How many bytes there will be."""
+        """Set the total number of bytes."""
         self.total = total
         if self._bar is not None:
             self._bar.reset(total)
 
     def wrote(self, nbytes: int) -> None:
-        """So many more bytes are where they belong."""
+        """Count `nbytes` more bytes as done."""
         now = time.perf_counter()
         with self._lock:
             self._done += nbytes
@@ -88,16 +88,16 @@ class Meter:
             try:
                 self._callback(self.now())
             except Exception:
-                log.exception("a progress callback failed, and is called no more")
+                log.exception("a progress callback failed, and is not called again")
                 self._callback = None
 
     def staged(self, nbytes: int) -> None:
-        """So many more bytes are safe from the application."""
+        """Count `nbytes` more bytes as staged."""
         with self._lock:
             self._staged += nbytes
 
     def now(self) -> Progress:
-        """How far it has come."""
+        """Return the progress so far."""
         with self._lock:
             if self._seconds:
                 return Progress(self._done, self.total, self._staged, self._seconds)
@@ -112,7 +112,7 @@ class Meter:
             self._recent.popleft()
 
     def close(self) -> None:
-        """End: show no more."""
+        """Stop showing progress."""
         self._seconds = self._seconds or time.perf_counter() - self._began
         if self._bar is not None:
             self._bar.close()

@@ -1,4 +1,4 @@
-"""URL scheme -> storage plugin: built-in ones by a table of names, third parties' through an entry point."""
+"""Storage plugins by URL scheme: a table of built-in plugins, and an entry point for others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from snapshot.storage import Context, Storage
 from snapshot.url import URL
 
 GROUP = "snapshot.storage"
-"""The entry-point group that third parties' plugins register in: `scheme = "package.module:Class"`."""
+"""The entry-point group for plugins of other packages: `scheme = "package.module:Class"`."""
 
 _BUILT_IN = {
     "file": ("snapshot.plugins.file.file_storage:FileStorage", None),
@@ -28,7 +28,7 @@ _BUILT_IN = {
     "https": ("snapshot.plugins.web:HttpStorage", "http"),
     "fsspec+": ("snapshot.plugins.fsspec.fsspec_storage:FsspecStorage", None),
 }
-"""Scheme -> (class, the extra that brings what it needs, unless every installation has it)."""
+"""Scheme -> (class, the extra that provides its dependencies, or None if every installation has them)."""
 
 _registered: dict[str, type[Storage]] = {}
 
@@ -39,21 +39,21 @@ def registered() -> Mapping[str, type[Storage]]:
 
 
 def register(scheme: str, plugin: type[Storage]) -> None:
-    """Make `scheme://` URLs open with `plugin` in this process; it goes before built-in ones and entry points.
+    """Open `scheme://` URLs with `plugin` in this process. It takes precedence over built-in plugins and entry points.
 
-    A scheme that ends in `+` stands for all that begin with it: what wraps other storages is registered as `wrap+`, and
-    opens `wrap+file://...` and `wrap+s3://...` alike.
+    A scheme that ends in `+` matches all schemes with that prefix. A plugin that wraps other storages is registered as
+    `wrap+`, and opens both `wrap+file://...` and `wrap+s3://...`.
     """
     _registered[scheme] = plugin
 
 
 def unregister(scheme: str) -> None:
-    """Undo `register`; no error if the scheme is not registered."""
+    """Undo `register`. A scheme that is not registered is not an error."""
     _registered.pop(scheme, None)
 
 
 def schemes() -> list[str]:
-    """Return every scheme with a plugin, besides those of fsspec."""
+    """Return every scheme with a plugin, except those of fsspec."""
     every = {*_BUILT_IN, *_registered, *(point.name for point in entry_points(group=GROUP))}
     return sorted(scheme for scheme in every if not scheme.endswith("+"))
 
@@ -64,9 +64,9 @@ def open_storage(url: URL, options: Mapping[str, Any] | None = None, context: Co
 
 
 def plugin_for(url: URL) -> type[Storage]:
-    """Return the plugin class of a URL: a registered one, or else a built-in one, an entry point, or fsspec's.
+    """Return the plugin class for a URL: registered, built-in, from an entry point, or fsspec's.
 
-    Entry points come late since looking for them reads the metadata of every installed package.
+    Entry points are searched last, since that reads the metadata of every installed package.
     """
     outermost, plus, _ = url.scheme.partition("+")
     for scheme in (url.scheme, outermost + plus):
@@ -79,18 +79,18 @@ def plugin_for(url: URL) -> type[Storage]:
         try:
             loaded = point.load()
         except ImportError as error:
-            raise MissingExtraError(f"{url}: the plugin {point.value} cannot be imported: {error}") from error
+            raise MissingExtraError(f"{url}: cannot import the plugin {point.value}: {error}") from error
         except AttributeError as error:
             raise StorageError(f"{url}: the entry point {point.name} = {point.value}: {error}") from error
         if not (isinstance(loaded, type) and issubclass(loaded, Storage)):
-            raise StorageError(f"{url}: the entry point {point.name} = {point.value} names no subclass of Storage")
+            raise StorageError(f"{url}: the entry point {point.name} = {point.value} must name a subclass of Storage")
         return loaded
     if (found := _by_fsspec(url)) is not None:
         return found
-    near = difflib.get_close_matches(url.scheme, schemes(), n=1, cutoff=0.5)  # as s4 is to s3
+    near = difflib.get_close_matches(url.scheme, schemes(), n=1, cutoff=0.5)  # such as s4 for s3
     hint = f"; did you mean {near[0]}://?" if near else ""
     raise StorageError(
-        f"{url}: no storage plugin for the scheme {url.scheme!r}; known are {', '.join(schemes())}{hint}"
+        f"{url}: no storage plugin for the scheme {url.scheme!r}; known schemes: {', '.join(schemes())}{hint}"
     )
 
 
@@ -100,7 +100,7 @@ def _built_in(scheme: str, url: URL) -> type[Storage]:
     try:
         found: type[Storage] = getattr(importlib.import_module(module), name)
     except OSError as error:
-        raise SnapshotError(f"{url}: its storage plugin cannot be loaded: {error}") from error
+        raise SnapshotError(f"{url}: cannot load its storage plugin: {error}") from error
     except ImportError as error:
         if extra is None:
             raise
@@ -111,6 +111,6 @@ def _built_in(scheme: str, url: URL) -> type[Storage]:
 
 
 def _by_fsspec(url: URL) -> type[Storage] | None:
-    """Return fsspec's plugin if fsspec knows the scheme. Import fsspec only now."""
+    """Return fsspec's plugin if fsspec knows the scheme. fsspec is imported only now."""
     knows_scheme = importlib.import_module("snapshot.plugins.fsspec.fsspec_storage").knows_scheme
     return _built_in("fsspec+", url) if knows_scheme(url.scheme) else None

@@ -1,4 +1,4 @@
-"""What happened, as values that print well."""
+"""Results of operations, as values that print well."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MARKS = {"added": "+", "removed": "-", "changed": "~", "renamed": ">"}
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One entry that was not restored plainly."""
+    """An entry that was not restored exactly as saved."""
 
     kind: str
     """`missing`, `kept`, `removed`, `unexpected`, `renamed`, `changed`, `cast`, `resharded`, `replaced` or
@@ -27,14 +27,14 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What a restore did: how many entries, at what cost, and a line for each that is not plain."""
+    """The result of a restore: entry count, cost, and a line for each entry that was not restored exactly."""
 
     restored: int
-    """Entries that the application has now as they were saved."""
+    """Number of entries that the application now has as they were saved."""
     bytes_read: int
     requests: int
     seconds: dict[str, float]
-    """How the time was spent: open, plan, check, read, place, hand back."""
+    """Seconds per phase: open, plan, check, read, place, hand back."""
     lines: tuple[Line, ...] = ()
 
     def _of(self, kind: str) -> tuple[Line, ...]:
@@ -42,53 +42,55 @@ class RestoreReport:
 
     @property
     def missing(self) -> tuple[Line, ...]:
-        """What the application has and the snapshot has not; it was left as it is."""
+        """Entries of the application that the snapshot lacks; they were left unchanged."""
         return self._of("missing")
 
     @property
     def kept(self) -> tuple[Line, ...]:
-        """Keys of a `StateDict`, options of an optimizer and fields of a dataclass that the snapshot lacks: they keep
-        their value."""
+        """Keys of a `StateDict`, options of an optimizer and fields of a dataclass that the snapshot lacks.
+
+        They keep their values.
+        """
         return self._of("kept")
 
     @property
     def removed(self) -> tuple[Line, ...]:
-        """Keys of a `StateDict` that the snapshot lacks, and that `exact=True` has removed."""
+        """Keys of a `StateDict` that the snapshot lacks, and that `exact=True` removed."""
         return self._of("removed")
 
     @property
     def renamed(self) -> tuple[Line, ...]:
-        """Models whose names were matched without those of wrappers."""
+        """Models that were matched after their wrappers' prefixes were removed."""
         return self._of("renamed")
 
     @property
     def changed(self) -> tuple[Line, ...]:
-        """What came back in another form: of another class, or with memory of its own where it was a view."""
+        """Entries that were restored in another form: another class, or memory of their own instead of a view."""
         return self._of("changed")
 
     @property
     def unexpected(self) -> tuple[Line, ...]:
-        """What the snapshot has and the application has not; it was left out."""
+        """Entries of the snapshot that the application lacks; they were left out."""
         return self._of("unexpected")
 
     @property
     def cast(self) -> tuple[Line, ...]:
-        """What was restored in another dtype."""
+        """Entries that were restored with another dtype."""
         return self._of("cast")
 
     @property
     def resharded(self) -> tuple[Line, ...]:
-        """What was saved in another layout than it has now."""
+        """Entries that were saved with another sharding or layout."""
         return self._of("resharded")
 
     @property
     def replaced(self) -> tuple[Line, ...]:
-        """What no longer fitted, and is a new object now."""
+        """Entries that did not fit the live object, and were restored as a new object."""
         return self._of("replaced")
 
     @property
     def skipped(self) -> tuple[Line, ...]:
-        """What was left out, on request or since it has no place here."""
+        """Entries that were left out, on request or because nothing in the application matches them."""
         return self._of("skipped")
 
     @property
@@ -113,25 +115,25 @@ class RestoreReport:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a verification found."""
+    """The result of a verification."""
 
     entries: int
-    """Tensors, values and empty containers, as `SnapshotMetadata.entries` counts them."""
+    """Number of tensors, values and empty containers, as `SnapshotMetadata.entries` counts them."""
     bytes_read: int
     seconds: float
     faults: tuple[str, ...] = ()
-    """A line per damaged or missing piece; none if all is well."""
+    """A line per damaged or missing piece; empty if all is well."""
     unverifiable: int = 0
-    """Entries of which bytes carry neither a digest nor a checksum: only others' formats have such."""
+    """Number of entries without a digest or checksum. Only other libraries' checkpoints have such entries."""
     quick: bool = False
-    """Whether only presence and sizes of the files were looked at."""
+    """True if only the presence and sizes of files were checked."""
     files: int = 0
     bytes_before: int = 0
-    """Bytes that the verification had looked at before it was interrupted, and that were not read again."""
+    """Bytes that were verified before an interruption, and were not read again."""
 
     @property
     def ok(self) -> bool:
-        """Whether no fault was found; see `unverifiable` and `quick` for what was not looked for."""
+        """True if no fault was found; `unverifiable` and `quick` show the limits of the check."""
         return not self.faults
 
     def __bool__(self) -> bool:
@@ -143,36 +145,36 @@ class VerifyReport:
         head = f"{entries_text(self.entries)}, {looked}{before} in {self.seconds:.3f} s: "
         if self.ok:
             if self.quick:
-                return head + "all files are there, and as long as they were; no byte was compared"
+                return head + "all files exist and have their size; no byte was compared"
             if self.unverifiable:
                 return (
                     head
-                    + f"structure only, {entries_text(self.unverifiable)} can't be verified: "
+                    + f"structure only, {entries_text(self.unverifiable)} cannot be verified: "
                     + (
                         "without a digest, it could only be read"
                         if self.unverifiable == 1
                         else "without a digest, they could only be read"
                     )
                 )
-            return head + "every byte is what was written"
+            return head + "every byte matches its digest"
         return head + counted(len(self.faults), "fault") + listed(self.faults, 1000)
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
-    """What a conversion wrote."""
+    """The result of a conversion."""
 
     format: str
     tensors: int
     nbytes: int
     """Bytes of the tensors."""
     left_out: tuple[str, ...] = ()
-    """A line for each thing that was wanted, and that the format cannot hold."""
+    """A line for each selected entry that the format cannot hold."""
     files: tuple[str, ...] = ()
-    """The files that were written, where they have names of their own."""
+    """The files that were written, if they have names of their own."""
     seconds: float = 0.0
     changed: tuple[str, ...] = ()
-    """A line for each thing that was written, and that comes back otherwise than it was."""
+    """A line for each entry that loads differently from how it was saved."""
 
     def __str__(self) -> str:
         head = f"{counted(self.tensors, 'tensor')}, {size_text(self.nbytes)} to {self.format} in {self.seconds:.3f} s"
@@ -182,17 +184,17 @@ class ConvertReport:
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
-    """What a copy wrote."""
+    """The result of a copy."""
 
     format: str
-    """`snapshot`, or whose format it is that was copied as it is."""
+    """`snapshot`, or the name of the other library's format."""
     entries: int
-    """Tensors, values and empty containers, as `SnapshotMetadata.entries` counts them."""
+    """Number of tensors, values and empty containers, as `SnapshotMetadata.entries` counts them."""
     files: int
     nbytes: int
     """Bytes of the files."""
     checked: str
-    """What the bytes were compared by on their way: `digests`, `checksums`, or only `sizes`."""
+    """The check during the copy: `digests`, `checksums`, or only `sizes`."""
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -212,7 +214,7 @@ _COMPARED = {
 
 @dataclass(slots=True)
 class RestoreIssues:
-    """Lines, and mismatches, as they are gathered."""
+    """Report lines and mismatches, collected during a restore."""
 
     lines: list[Line] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
@@ -223,24 +225,24 @@ class RestoreIssues:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """By how much the elements of two tensors differ. A NaN is equal to a NaN here, and 0.0 to -0.0."""
+    """Differences between the elements of two tensors. NaN equals NaN, and 0.0 equals -0.0."""
 
     elements: int
     differing: int
-    """How many of them differ."""
+    """Number of elements that differ."""
     largest: float
-    """The largest absolute difference; of integers an exact int."""
+    """The largest absolute difference; an exact int for integers."""
     norm: float
     """The L2 norm of the difference."""
     relative: float
-    """The same, relative to the norm of the first tensor; infinite where that is 0."""
+    """The L2 norm of the difference, relative to the norm of the first tensor; infinite if that norm is 0."""
     not_numbers: int = 0
-    """How many of those that differ are a number on one side only: they count in none of the three above."""
+    """Number of elements that are NaN on one side only. The three values above do not include them."""
     within: str = ""
-    """The dtype that both were cast to, which may round, where only one of them is of integers."""
+    """The common dtype for the comparison if only one tensor is of integers; the cast may round."""
 
     def __str__(self) -> str:
-        nan = f", {self.not_numbers:,} in being a number" if self.not_numbers else ""
+        nan = f", {self.not_numbers:,} NaN on one side" if self.not_numbers else ""
         share = f" ({self.relative:.2%} of the first's)" if self.relative < 1e4 else ""
         return (
             f"{self.differing:,} of {self.elements:,} differ{nan}, at most by {self.largest:.6g}, "
@@ -250,20 +252,19 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One entry that is not the same in both."""
+    """An entry that differs between the two snapshots."""
 
     kind: str
-    """`added`: only the second has it; `removed`: only the first; `changed`; or `renamed`: the same bytes under another
-    name."""
+    """`added` (only in the second), `removed` (only in the first), `changed`, or `renamed` (same bytes, new name)."""
     path: str
-    """Its logical path; with a rank before it (`1/rng/torch`) where it belongs to one rank of several alone."""
+    """Its logical path, preceded by a rank (`1/rng/torch`) if it belongs to a single rank of several."""
     what: tuple[str, ...] = ()
-    """What has changed: `kind`, `dtype`, `shape`, `bytes`, `value`, `ties`, `keys`, `length`, `order`, ..."""
+    """The changed properties: `kind`, `dtype`, `shape`, `bytes`, `value`, `ties`, `keys`, `length`, `order`, ..."""
     detail: str = ""
     before: str = ""
-    """Of what was renamed, its name in the first."""
+    """The name in the first snapshot, if it was renamed."""
     values: Values | None = None
-    """By how much, where that was asked for."""
+    """The size of the difference, if requested."""
 
     def __str__(self) -> str:
         if self.kind == "renamed":
@@ -277,18 +278,18 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """What differs between two snapshots. As a list of changes is, it is true if there are any."""
+    """The differences between two snapshots. Truthy if there are any."""
 
     a: str
     b: str
     changes: tuple[Change, ...]
-    """In the order of their paths."""
+    """The changes, sorted by path."""
     equal: int
-    """Entries that are the same in both."""
+    """Number of entries that are equal in both."""
     entries_read: int = 0
-    """Entries whose bytes had to be read; all others were compared by what the manifests say."""
+    """Number of entries whose bytes were read; all others were compared by their manifest entries."""
     bytes_read: int = 0
-    """Bytes of data files that were read, of both."""
+    """Bytes of data files that were read from both."""
     seconds: float = 0.0
 
     def _of(self, kind: str) -> tuple[Change, ...]:
@@ -296,27 +297,27 @@ class Diff:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
+        """True if there are no differences."""
         return not self.changes
 
     @property
     def added(self) -> tuple[Change, ...]:
-        """What only the second has."""
+        """Entries that only the second snapshot has."""
         return self._of("added")
 
     @property
     def removed(self) -> tuple[Change, ...]:
-        """What only the first has."""
+        """Entries that only the first snapshot has."""
         return self._of("removed")
 
     @property
     def changed(self) -> tuple[Change, ...]:
-        """What both have, and is not the same."""
+        """Entries that both have, with differences."""
         return self._of("changed")
 
     @property
     def renamed(self) -> tuple[Change, ...]:
-        """What has the same bytes under another name, where there is but one such."""
+        """Entries with the same bytes under another name, if the match is unique."""
         return self._of("renamed")
 
     def __bool__(self) -> bool:
@@ -330,7 +331,7 @@ class Diff:
 
     @property
     def summary(self) -> str:
-        """One line: how many of each kind, and how that was found out."""
+        """One line: the number of changes by kind, and the bytes that were read."""
         if self.same:
             head = f"the same: {entries_text(self.equal)}"
         else:

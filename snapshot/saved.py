@@ -1,4 +1,4 @@
-"""What is read of an object whose class the reader does not hold: a plain value that names the class."""
+"""Objects whose class the reader does not have, as plain values that name the class."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ def class_name(kind: type) -> str:
 
 
 class SavedObject(Mapping[str, Any]):
-    """An object that was saved, read where the application holds no class for it.
+    """A saved object whose class the application does not provide.
 
-    A snapshot names classes and never imports one. So a dataclass, an Enum's member or a tensor of a wrapper class
-    comes back as this, unless there is a live one in its place: in a `restore`, or as `obj_out` of `read_object`. Its
-    fields are items and attributes. It can be saved again, and is then what it was.
+    A snapshot names classes and never imports them. A dataclass, an Enum member or a wrapper-class tensor is read as
+    a `SavedObject` unless a live object provides its class: in a `restore`, or as `obj_out` of `read_object`. Its
+    fields are items and attributes. Saving it again stores the original object.
 
     >>> from snapshot import SavedObject
     >>> saved = SavedObject("dataclass", "app.Config", {"lr": 0.1, "layers": 3})
@@ -28,8 +28,10 @@ class SavedObject(Mapping[str, Any]):
 
     __slots__ = ("_entry", "_fields", "class_name", "kind")
     kind: str
-    """`dataclass`, `Enum` (with the fields `name` and `value`), `TensorSubclass`, or `Generator`: one of a device that
-    this machine lacks, with the fields `device` and `state`."""
+    """`dataclass`, `Enum` (fields `name` and `value`), `TensorSubclass`, or `Generator` (fields `device` and `state`).
+
+    A `Generator` is read as this if this machine lacks its device.
+    """
     class_name: str
     """The module and the qualified name of the class."""
 
@@ -67,7 +69,7 @@ class SavedObject(Mapping[str, Any]):
     def __hash__(self) -> int:
         try:
             return hash((self.kind, self.class_name, tuple(self._fields.items())))
-        except TypeError:  # it may have been in a set all the same: its class may have hashed it otherwise
+        except TypeError:  # it may be in a set: its own class may be hashable
             return object.__hash__(self)
 
     def __reduce__(self) -> Any:

@@ -1,4 +1,4 @@
-"""Snapshot: save the state of a running application, and bring it back."""
+"""Snapshot: save and restore the state of a running application."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ AppState = Mapping[str, Stateful]
 
 
 class PendingSnapshot(PendingTake["Snapshot"]):
-    """What `Snapshot.async_take` returns. It is of the moment of that call, whatever happens to the tensors since.
+    """The result of `Snapshot.async_take`, with the state at the time of that call.
 
-    It is finished at the interpreter's exit if nobody waits for it, and what fails reaches the log.
+    At interpreter exit, a pending take is finished even without `wait()`, and its failure is logged.
     """
 
 
 class Snapshot(Checkpoint):
-    """A reference to a snapshot that exists, or that is about to.
+    """A reference to a snapshot, which need not exist yet.
 
     Args:
         path: A URL (`memory://name`), or a path of the file system.
-        pg: The process group of those who restore.
-        storage_options: What the storage plugin should know; see its documentation.
-        allow_pickle: Read objects that were stored as pickles and that torch's `weights_only` refuses. A pickle can run
-            any code: only for snapshots from whom you trust.
+        pg: The process group of the ranks that restore.
+        storage_options: Options for the storage plugin; see its documentation.
+        allow_pickle: Unpickle objects that torch's `weights_only` refuses. A pickle can run any code, so use this
+            only for trusted snapshots.
 
     >>> from snapshot import Snapshot, StateDict
     >>> progress = StateDict(step=3)
@@ -94,37 +94,37 @@ class Snapshot(Checkpoint):
         timeout: float | None = None,
         plan: SavePlan | None = None,
     ) -> Snapshot:
-        """Save the application's state, and return when it is committed.
+        """Save the application's state and return when it is committed.
 
-        CPU tensors are written from their own memory. Nothing is committed unless everything is.
+        CPU tensors are written from their own memory. The commit is atomic: all of the state, or nothing.
 
         Args:
-            path: Where to. It must not hold a snapshot already, unless `overwrite`.
+            path: The destination. It must not hold a snapshot, unless `overwrite` is set.
             app_state: Stateful objects by name: modules, optimizers, schedulers, dataloaders, `StateDict`, `RNGState`.
-            pg: The process group of those who take part.
-            replicated: Globs over `<key>/<logical path>` of what is the same on every rank.
-            storage_options: What the storage plugin should know.
-            _custom_tensor_prepare_func: `f(path, tensor, tracing) -> tensor`: what it returns is what is saved. Its
-                dtype may differ, its shape may not. Of a sharded tensor it gets what this rank holds; a rank that holds
-                nothing asks with an empty tensor and `tracing=True`, since all must store one dtype.
-            overwrite: Replace a snapshot that is there. The old one stays whole until the new one is.
+            pg: The process group of the ranks that save.
+            replicated: Globs over `<key>/<logical path>` of values that are equal on every rank.
+            storage_options: Options for the storage plugin.
+            _custom_tensor_prepare_func: `f(path, tensor, tracing) -> tensor`: the returned tensor is saved. Its dtype
+                may differ, its shape must not. For a sharded tensor it gets this rank's shard. A rank without a shard
+                passes an empty tensor and `tracing=True`, since all ranks must store one dtype.
+            overwrite: Replace an existing snapshot. The old one stays whole until the new one is committed.
             durable: Return only when the snapshot survives a loss of power.
-            exclude: Globs of what is left out.
+            exclude: Globs to leave out.
             memory_budget_bytes: Host memory for staging; by default 64 MiB on files, 256 MiB elsewhere.
-            check_replicated: Compare what is replicated over the ranks, too.
-            verify_writes: Read back what was written and compare it with its digests before the commit: all of it, or
-                a share from 0 to 1, chosen at random. On files the system's cache is dropped first, so that the disk
-                is read.
-            metadata: Anything that JSON can hold, to be found in `snapshot.metadata.metadata`.
-            progress: True for a bar, or a function that is called with `Progress`.
-            timeout: Seconds without a sign of life after which another rank counts as dead.
-            plan: What `Snapshot.plan` returned for the same structure.
+            check_replicated: Also compare replicated values across ranks.
+            verify_writes: Read the written bytes back and compare them with their digests before the commit. True for
+                all bytes, or a fraction from 0 to 1, chosen at random. On files the page cache is dropped first, so
+                that the disk is read.
+            metadata: Any JSON value; it is returned as `snapshot.metadata.metadata`.
+            progress: True for a progress bar, or a function that is called with `Progress`.
+            timeout: Seconds without a heartbeat after which another rank counts as dead.
+            plan: A plan that `Snapshot.plan` returned for the same structure.
 
         Raises:
-            SnapshotExistsError: There is a snapshot at `path`; nothing was written.
-            StorageError: The storage failed; nothing is left behind.
-            CorruptSnapshotError: What was read back is not what was written; nothing was committed.
-            TypeError: A value of `app_state` is not stateful; nothing was done.
+            SnapshotExistsError: A snapshot exists at `path`; nothing was written.
+            StorageError: A storage operation failed; partial files were deleted.
+            CorruptSnapshotError: Bytes that were read back differ from the written ones; nothing was committed.
+            TypeError: A value of `app_state` is not stateful; nothing was written.
         """
         with Exchange(ranks_of(pg), "take", _timeout(timeout)) as exchange, gc_paused():
             refuse_on_loop()
@@ -145,7 +145,7 @@ class Snapshot(Checkpoint):
             meter = Meter("take", _shown(progress, pg))
             with begin_take(exchange, path, options, meter) as opening:
                 opening.look_at_path()
-                opening.transaction()  # a snapshot that is in the way is found before anything is collected
+                opening.transaction()  # raises for an existing snapshot before any state is collected
                 share = collect_rank_share(exchange, app_state, options, opening.globs)
                 made = plan_writes(share, opening.session, staged=False, expected=options.plan)
                 stager = Stager(share.leaves, copies=opening.session.storage.limits.alignment > 1)
@@ -178,25 +178,25 @@ class Snapshot(Checkpoint):
         worker: Worker = "thread",
         when_busy: WhenBusy = "wait",
     ) -> PendingSnapshot:
-        """Save the application's state as it is now, and write it while the application goes on.
+        """Save the application's current state in the background.
 
-        Takes what `take` takes. When the call returns, everything has been copied to staging memory (which is kept for
-        the next call), so whatever happens to the tensors afterwards cannot reach the snapshot. With a
-        `memory_budget_bytes` below the payload, the call also waits until enough has been written for the rest to fit;
-        the default is half of the memory that the host has free, shared by the processes of a job. All that is under
-        way shares one budget: that of the newest call.
+        Accepts all arguments of `take`. When the call returns, the state has been copied to staging memory, so later
+        changes to the tensors do not reach the snapshot. Staging memory is kept for the next call. If the state
+        exceeds `memory_budget_bytes`, the call also waits until enough has been written for the rest to fit. The
+        default budget is half of the host's free memory, shared by the processes of a job. All pending takes share
+        the budget of the newest call.
 
         Args:
-            staging: `"blocking"`: the copy is complete when the call returns. `"overlapped"`: what only an optimizer's
-                `step()` changes is copied while the next forward and backward pass run, and that `step()` waits for
-                it, as `load_state_dict()` and `restore` do. For modules and optimizers of `app_state`, in loops that
-                change parameters by nothing else without a call of `wait_staged()` before.
-            worker: `"thread"`: threads of this process write. `"process"`: a process of its own does, with a low
-                claim to cores and disk, which takes no turn of this interpreter.
-            when_busy: If `SNAPSHOT_PENDING` takes are under way (3), `"wait"` for one of them, or `"raise"`.
+            staging: `"blocking"`: the copy is complete when the call returns. `"overlapped"`: parameters and
+                optimizer state are copied during the next forward and backward pass. The next `optimizer.step()`,
+                `load_state_dict()` or `restore` waits for the copy. Call `wait_staged()` before changing parameters
+                in any other way.
+            worker: `"thread"`: threads of this process write. `"process"`: a separate process writes, with low CPU
+                and disk priority, without taking this interpreter's lock.
+            when_busy: If `SNAPSHOT_PENDING` takes (3 by default) are pending: `"wait"` for one of them, or `"raise"`.
 
         Raises:
-            SnapshotBusyError: Too many are under way, and `when_busy="raise"`.
+            SnapshotBusyError: The limit of pending takes is reached, and `when_busy="raise"`.
 
         >>> from snapshot import StateDict
         >>> pending = Snapshot.async_take("memory://docs/async", {"progress": StateDict(step=3)})
@@ -241,7 +241,7 @@ class Snapshot(Checkpoint):
                     with BackgroundTake(
                         opening, share, made, late, metadata=options.metadata_json, verify=verify, sink=sink
                     ) as take:
-                        snapshot = cls(opening.path_as_given(path), pg, storage_options)  # of the current folder now
+                        snapshot = cls(opening.path_as_given(path), pg, storage_options)
                         work = take.stage_and_start()
                         slot.leave_after(work)
                         return PendingSnapshot(
@@ -262,7 +262,7 @@ class Snapshot(Checkpoint):
         exclude: Sequence[str] = (),
         memory_budget_bytes: int | None = None,
     ) -> SavePlan:
-        """Return what a take would write: a dry run that writes nothing. The same plan may be given to `take`.
+        """Plan a take without writing anything. The plan can be passed to `take`.
 
         >>> import torch
         >>> from snapshot import StateDict
@@ -311,35 +311,36 @@ class Snapshot(Checkpoint):
         progress: ProgressArgument = None,
         timeout: float | None = None,
     ) -> RestoreReport:
-        """Bring the application's state back, in place into the tensors that `state_dict()` gives.
+        """Restore the application's state, in place into the tensors that `state_dict()` returns.
 
         Names, shapes, dtypes, and the files' presence and sizes are checked before the first byte reaches a live
         tensor.
 
         Args:
-            app_state: What was saved, or a part of it.
-            strict: Raise for every name that the snapshot lacks, every name of a module that only the snapshot has, and
-                an optimizer of another kind; with False what matches is restored, and the report lists the rest.
-            exact: Remove the keys of a `StateDict` that the snapshot lacks; else they keep their value.
-            mismatched: What to do with a tensor of another shape: `"error"`, or `"skip"`, which leaves it as it is.
-            include: Globs of what is restored; all by default.
-            exclude: Globs of what is not.
+            app_state: The app state that was saved, or a part of it.
+            strict: Raise if the snapshot lacks a name, if it has a module's name that the application lacks, or if
+                the optimizer is of another kind. With False, restore what matches and list the rest in the report.
+            exact: Remove the keys of a `StateDict` that the snapshot lacks; otherwise they keep their values.
+            mismatched: The action for a tensor of another shape: `"error"`, or `"skip"` to leave it unchanged.
+            include: Globs to restore; all by default.
+            exclude: Globs to leave out.
             rename: Names in the snapshot -> names in the application: a function, or a dict of paths, of prefixes
                 (`{"model/a": "model/enc"}`), or of globs (`{"model/h.*.w": "model/layers.*.w"}`).
             cast: Whether a dtype may differ: `"error"`, `"same_kind"` (as `torch.can_cast` has it) or `"any"`.
-            verify: Check every byte's digest on the way.
-            atomic: Verify every byte before any live tensor is touched: everything is read twice.
-            memory_budget_bytes: Host memory for what cannot be read in place; by default 64 MiB from
-                files, 256 MiB elsewhere.
-            read_once: Whether ranks share what one of them has read.
-            progress: True for a bar, or a function that is called with `Progress`.
-            timeout: Seconds without a sign of life after which another rank counts as dead.
+            verify: Verify the digest of every byte that is read.
+            atomic: Verify every byte before any live tensor is written. This reads everything twice.
+            memory_budget_bytes: Host memory for reads that cannot go to their destination directly. The default is 64
+                MiB for files and 256 MiB for other storages.
+            read_once: Whether one rank reads replicated data and sends it to the others.
+            progress: True for a progress bar, or a function that is called with `Progress`.
+            timeout: Seconds without a heartbeat after which another rank counts as dead.
 
         Raises:
-            SnapshotNotFoundError: There is no snapshot.
-            RestoreError: It does not fit; `mismatches` lists everything, and nothing was touched.
-            CorruptSnapshotError: A digest or a file's size is wrong; `touched` names the live tensors that were
-            written.
+            SnapshotNotFoundError: No snapshot exists at the path.
+            RestoreError: The snapshot does not fit the application. `mismatches` lists every reason; no live tensor
+                was written.
+            CorruptSnapshotError: A digest or a file size is wrong. `touched` names the live tensors that were
+                written.
         """
         return self.restore_with(
             app_state,
@@ -362,7 +363,7 @@ class Snapshot(Checkpoint):
         )
 
     def restore_with(self, app_state: AppState, options: RestoreOptions, touched: set[str]) -> RestoreReport:
-        """Restore; see `Restore` for `touched`."""
+        """Restore with prepared options. See `Restore` for `touched`."""
         refuse_on_loop()
         meter = Meter("restore", _shown(options.progress, self.pg))
         wait_for_copies()
@@ -405,5 +406,5 @@ def _timeout(given: float | None) -> float:
 
 
 def _shown(progress: ProgressArgument, pg: ProcessGroup | None) -> ProgressArgument:
-    """One bar for all ranks is enough."""
+    """Show one progress bar for all ranks."""
     return None if progress is True and ranks_of(pg).rank else progress

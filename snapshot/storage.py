@@ -1,7 +1,7 @@
-"""The storage contract: the one seam between the library and every backend.
+"""The storage contract: the interface between the library and every storage plugin.
 
-A plugin stores named files under one root. The contract is small, asynchronous, and copies nothing: whoever calls owns
-the memory, a plugin only moves bytes out of it or into it.
+A plugin stores named files under one root. The contract is small, asynchronous and zero-copy: the caller owns all
+buffers, and a plugin only transfers bytes out of or into them.
 """
 
 from __future__ import annotations
@@ -40,72 +40,78 @@ __all__ = [
 ]
 T = TypeVar("T")
 Buffer = Any
-"""Whatever exports contiguous bytes: a memoryview, a ctypes array, bytes. (A `collections.abc.Buffer` from 3.12 on.)"""
+"""Any object that exports contiguous bytes, such as memoryview, ctypes arrays and bytes.
+
+Python 3.12 has this as `collections.abc.Buffer`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do. Verbs check it before the first byte; the conformance kit tests what is declared."""
+    """The capabilities of a backend. Operations check them before the first byte; the conformance kit tests them."""
 
     write: bool = True
     list: bool = True
     delete: bool = True
     ranged_read: bool = True
     atomic_put: bool = True
-    """A `put` is seen whole or not at all."""
+    """`put` is atomic: readers see the whole file or none of it."""
     conditional_put: bool = True
-    """`put(..., expect=...)` lets exactly one of several writers win."""
+    """`put(..., expect=...)` lets exactly one of several concurrent writers succeed."""
     durable: bool = True
-    """What `finish` and `put` returned from survives the loss of power."""
+    """Files survive a loss of power once `finish` or `put` returned."""
     concurrent: bool = True
-    """Several files may be read and written at once."""
+    """Files can be read and written concurrently."""
     server_side_copy: bool = False
     renames: bool = False
-    """`rename` gives a finished file another name, at once. Elsewhere a file is not seen before it is finished."""
+    """`rename` atomically gives a finished file another name. If False, a file must not be visible before `finish`."""
     guarded_commit: bool = False
-    """`commit` fails if its claim was deleted meanwhile: then a cleaner that deletes a claim stops that take. Elsewhere
-    claims that are younger than a day are left alone."""
+    """`commit` fails if its claim was deleted meanwhile, so deleting a claim stops that take.
+
+    If False, clean-up leaves claims alone that are less than a day old.
+    """
     blocking: bool = False
-    """Its calls wait for nothing but `in_thread`: then a thread of the engine's may make many of them in a row, without
-    the loop, and digest bytes while they are in its caches. Bulk calls only: `create`, a writer's, `read_into`."""
+    """Calls of this storage wait only in `in_thread`, never on an event loop.
+
+    Then one worker thread can make many calls in a row without the loop, and digest bytes while they are in its CPU
+    caches. This covers bulk calls only: `create`, the methods of a writer, and `read_into`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a backend wants of the parts that it is given. A plain value: the planner reads it, and does no I/O."""
+    """Requirements and preferences of a backend for request sizes and parallelism. The planner reads them without I/O."""
 
     smallest_part: int = 1
-    """Every part but a file's last is at least this long."""
+    """The minimum size of every part but a file's last."""
     largest_part: int = 1 << 30
     most_parts: int = 1 << 30
     multiple: int = 1
     """Offset and length of every part but a file's last are multiples of this."""
     alignment: int = 1
-    """The addresses of the buffers are multiples of this; above 1, callers pass one staged buffer a part."""
+    """Buffer addresses are multiples of this. If it is above 1, callers pass one staged buffer per part."""
     in_order: bool = False
-    """Writes begin in the order of their offsets; with `parts_per_file` of 1 they do not overlap, either."""
+    """Writes begin in offset order. With `parts_per_file` of 1 they also do not overlap."""
     preferred_part: int = 8 << 20
     parallel_parts: int = 4
-    """How many parts may be under way at once, over all files."""
+    """The maximum number of concurrent parts over all files."""
     parts_per_file: int = 4
-    """How many of them may be of one file that is written."""
+    """The maximum number of concurrent parts of one file that is written."""
     parallel_files: int = 2
-    """Into how many files side by side the bytes of one rank are best cut."""
+    """The preferred number of parallel files for one rank's bytes."""
     merge_gap: int = 64 << 10
-    """Two ranges this close to each other are read in one request."""
+    """Two ranges at most this many bytes apart are read in one request."""
 
 
 class Memory(Protocol):
-    """An operation's memory: what a plugin must bounce, it borrows here, so that it counts towards the budget."""
+    """The memory budget of an operation. A plugin that needs a bounce buffer borrows it here, so that it is counted."""
 
     def borrow(self, nbytes: int) -> Any:
-        """Return a context manager (asynchronous) over a page-aligned, writable memoryview of at least `nbytes`
-        bytes."""
+        """Return an async context manager with a page-aligned, writable memoryview of at least `nbytes` bytes."""
         ...
 
     def count(self, nbytes: int) -> Any:
-        """Return a context manager (asynchronous) for the time in which a client holds so many bytes of its own
-        making."""
+        """Return an async context manager that counts `nbytes` bytes that a client allocates itself."""
         ...
 
 
@@ -120,41 +126,41 @@ class _Unbounded:
 
 
 class Clients(Protocol):
-    """Where storages share what is dear to make: connections, and clients with their credentials."""
+    """A cache of expensive resources that storages share: connections, and clients with their credentials."""
 
     async def get(self, key: Hashable, make: Callable[[], Awaitable[tuple[T, Callable[[], Awaitable[object]]]]]) -> T:
-        """Return what `make` made for this key, now or before; it also gives the function that closes it."""
+        """Return the cached resource of this key, or create it with `make`, which also returns its close function."""
         ...
 
     async def release(self, key: Hashable) -> None:
-        """One that called `get` needs it no more."""
+        """Release one use of the resource."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What an operation tells the storage that it opens."""
+    """Settings that an operation passes to the storage that it opens."""
 
     durable: bool = True
-    """Whether `finish` and `put` must survive the loss of power."""
+    """True if files must survive a loss of power once `finish` and `put` returned."""
     memory: Memory = field(default_factory=_Unbounded)
     clients: Clients | None = None
-    """Where there are none, each storage makes and closes its own."""
+    """Shared clients. If None, each storage creates and closes its own."""
     direct_io: str = "auto"
-    """`auto`, `always` or `never`: whether bulk bytes go around the page cache (where there is one)."""
+    """Direct I/O for bulk data, if there is a page cache: `auto`, `always` or `never`."""
     lanes: int = 2
-    """How many streams the operation would like to write side by side."""
+    """The number of files that the operation intends to write in parallel."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileStat:
-    """What `stat` says of a file."""
+    """The result of `stat`."""
 
     size: int
     mtime: float
-    """Seconds since the epoch."""
+    """Modification time in seconds since the epoch."""
     token: str
-    """Changes whenever the content does: an ETag, a generation, or inode, size and time."""
+    """Changes with the content: an ETag, a generation, or inode, size and time."""
 
 
 class _Expectation:
@@ -166,48 +172,47 @@ class _Expectation:
 
 
 ABSENT = _Expectation("ABSENT")
-"""`put(..., expect=ABSENT)`: only if nothing is there."""
+"""`put(..., expect=ABSENT)`: fail if the file exists."""
 ANYTHING = _Expectation("ANYTHING")
-"""`put(..., expect=ANYTHING)`: whatever is there is replaced."""
+"""`put(..., expect=ANYTHING)`: replace an existing file."""
 Expect = _Expectation | str
 
 
 class FileWriter(ABC):
-    """One file while it is written. Either `finish` or `abort` ends it; `abort` may be called after a failed
-    `finish`."""
+    """A file that is being written. `finish` or `abort` ends it; `abort` is allowed after a failed `finish`."""
 
     @abstractmethod
     async def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        """Write the buffers one after the other from `offset` on. All parts of a file but the last are equally long.
+        """Write the buffers in order, beginning at `offset`. All parts of a file but the last have the same length.
 
-        May be called concurrently for parts that do not overlap, unless `Limits.in_order`. The buffers stay valid, and
-        unchanged, until this returns, retries included; a call that is cancelled uses them no more once it has raised.
+        Calls may be concurrent for parts that do not overlap, unless `Limits.in_order` is set. The buffers stay valid
+        and unchanged until this returns, retries included. A cancelled call does not use them after it has raised.
         """
 
     @abstractmethod
     async def finish(self) -> None:
-        """Make the file whole, and durable if the context asked for it."""
+        """Complete the file, and make it durable if the context asks for it."""
 
     @abstractmethod
     async def abort(self) -> None:
-        """Leave nothing behind."""
+        """Delete the unfinished file."""
 
 
 class Storage(ABC):
-    """Named files under one root. Paths are relative, with `/` between their parts.
+    """Named files under one root. Paths are relative, with `/` as separator.
 
-    Errors are ours: `StorageNotFoundError` where a file is not there, `StorageConflictError` where an expectation does
-    not hold, `CorruptSnapshotError` where a file ends before a range does, `StorageError` for the rest; each names the
-    URL.
+    All errors are subclasses of `StorageError` that name the URL. A missing file is a `StorageNotFoundError`, a failed
+    condition a `StorageConflictError`. The exception is a file that ends before a range does, which is a
+    `CorruptSnapshotError`.
     """
 
     capabilities: Capabilities = Capabilities()
     limits: Limits = Limits()
 
     def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
-        """Store the arguments; plugins connect lazily, on first use, on the loop that calls them.
+        """Store the arguments. Plugins connect on first use, on the loop that calls them.
 
-        `options` are the user's `storage_options`: a plugin raises `ValueError` for one that it does not know.
+        `options` are the user's `storage_options`. A plugin raises `ValueError` for an unknown option.
         """
         self.url = url
         self.options = dict(options)
@@ -215,41 +220,46 @@ class Storage(ABC):
 
     @abstractmethod
     async def create(self, path: str, size: int) -> FileWriter:
-        """Begin a file of exactly `size` bytes. It may or may not be visible before `finish`."""
+        """Create a file of exactly `size` bytes. It may be visible before `finish`."""
 
     @abstractmethod
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
         """Fill the buffers exactly with the bytes from `offset` on, or raise.
 
-        With a `token` from `stat`, a file that was replaced since is an error, not a mixture.
+        With a `token` from `stat`, raise if the file was replaced since.
         """
 
     @abstractmethod
     async def put(self, path: str, data: bytes, *, expect: Expect = ANYTHING) -> str:
-        """Write a small file atomically; the new token. `expect` is ABSENT, ANYTHING, or the token it must have now."""
+        """Write a small file atomically, and return its token.
+
+        `expect` is ABSENT, ANYTHING, or the token that the existing file must have.
+        """
 
     @abstractmethod
     async def get(self, path: str, *, limit: int | None = None) -> bytes:
-        """Return a small file's content; more than `limit` bytes is an error before they are read."""
+        """Return the content of a small file. Raise before reading if it has more than `limit` bytes."""
 
     @abstractmethod
     async def stat(self, path: str) -> FileStat:
-        """Size, time and token of a file."""
+        """Return size, time and token of a file."""
 
     @abstractmethod
     async def list(self, prefix: str = "", *, recursive: bool = True) -> list[str]:
-        """Return the paths of all files that begin with `prefix`, sorted; folders of one level end in `/` if not
-        recursive."""
+        """Return the sorted paths of all files that begin with `prefix`.
+
+        If not `recursive`, return the folders of one level with a trailing `/`.
+        """
 
     @abstractmethod
     async def delete(self, paths: Sequence[str]) -> None:
-        """Delete files; what is not there is no error. Folders left empty go too."""
+        """Delete files, and folders that become empty. A missing file is not an error."""
 
     async def commit(self, claim: str, path: str, data: bytes, *, expect: Expect = ABSENT) -> str:
-        """`put(path, data)`, such that it fails if the file `claim` was deleted meanwhile, where the backend can tell.
+        """Run `put(path, data)`, but fail if the file `claim` was deleted meanwhile, if the backend can detect that.
 
-        The claim is gone afterwards, if it can be deleted: what could not is no reason to say that nothing was
-        committed. Backends that rename write the data into the claim and rename that.
+        The claim is deleted afterwards. A claim that cannot be deleted does not fail the commit. Backends with `rename`
+        write the data into the claim and rename it.
         """
         token = await self.put(path, data, expect=expect)
         with suppress(StorageError, TimeoutError):
@@ -258,27 +268,30 @@ class Storage(ABC):
         return token
 
     async def settle(self) -> None:
-        """Make the names of finished files as durable as their bytes, where that is apart. `commit` does it for
-        what this storage wrote; whoever wrote for another one's commit has to ask."""
+        """Make the names of finished files as durable as their contents, if that is a separate step.
+
+        `commit` does this for the files that this storage wrote. A rank that wrote files for another rank's commit
+        calls it.
+        """
         return
 
     async def drop_caches(self, paths: Sequence[str]) -> None:  # noqa: B027 - few storages have a cache before them
-        """Let the next reads of finished files come from the storage itself, where the system keeps a copy of them."""
+        """Drop cached copies of finished files, so that the next reads come from the storage itself."""
 
     async def copy(self, source: str, path: str) -> None:
-        """Copy a file within this storage, without its bytes passing through here: see `server_side_copy`."""
-        raise StorageError(f"{self.url.join(source)}: this storage cannot copy on its own")
+        """Copy a file on the server, without transferring its bytes: see `server_side_copy`."""
+        raise StorageError(f"{self.url.join(source)}: this storage has no server-side copy")
 
     async def rename(self, source: str, path: str) -> None:
-        """Give a finished file another name; what had that is replaced: see `renames`."""
+        """Rename a finished file, replacing an existing one: see `renames`."""
         raise StorageError(f"{self.url.join(source)}: this storage cannot rename")
 
     async def sweep(self, prefix: str, older_than: float) -> Sequence[str]:
-        """Drop unfinished uploads below `prefix` that are older than so many seconds; what was dropped."""
+        """Drop unfinished uploads below `prefix` that are older than `older_than` seconds, and return them."""
         return []
 
     async def close(self) -> None:
-        """Give back connections, descriptors and threads."""
+        """Release connections, descriptors and threads."""
         return
 
     def __repr__(self) -> str:
@@ -286,26 +299,25 @@ class Storage(ABC):
 
 
 def check_path(path: str) -> str:
-    """Return the path, if it is one that a storage may be given: it can't leave the root, nor name one file in two
-    ways.
+    """Return a path that is valid in a storage: below the root, and in normal form.
 
     >>> check_path("data/1.bin")
     'data/1.bin'
     >>> check_path("data/../../etc/passwd")
     Traceback (most recent call last):
-    ValueError: 'data/../../etc/passwd': a path in a storage is relative, without empty parts, '.' or '..'
+    ValueError: a path in a storage must be relative, without empty parts, '.' or '..', got 'data/../../etc/passwd'
     """
     if "\0" in path or not {"", ".", ".."}.isdisjoint(path.split("/")):
-        raise ValueError(f"{path!r}: a path in a storage is relative, without empty parts, '.' or '..'")
+        raise ValueError(f"a path in a storage must be relative, without empty parts, '.' or '..', got {path!r}")
     return path
 
 
 @contextmanager
 def map_exceptions(url: URL, kinds: Mapping[type[BaseException], type[StorageError]] | None = None) -> Iterator[None]:
-    """Turn a backend's exceptions into ours, naming the URL and keeping the cause.
+    """Convert a backend's exceptions to `StorageError`s that name the URL and keep the cause.
 
-    Ours pass as they are. `kinds` maps more exceptions, the most special first; `FileNotFoundError` and `OSError`
-    are known.
+    Errors of this library pass unchanged. `kinds` maps more exceptions, the most specific first, in addition to
+    `FileNotFoundError` and `OSError`.
 
     >>> with map_exceptions(URL.parse("/data/x")):
     ...     raise PermissionError(13, "Permission denied")

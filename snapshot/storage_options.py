@@ -1,6 +1,6 @@
-"""Storage options that a process is given from outside: by a file, or by its environment.
+"""Storage options from a file or from the environment.
 
-No error shows a value, which may be a secret.
+No error message shows a value, since it may be a secret.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ VARIABLE = "SNAPSHOT_STORAGE_OPTIONS"
 
 
 def options_from_environment() -> dict[str, Any]:
-    """Return the storage options that the environment gives."""
+    """Return the storage options that the environment sets."""
     text = Settings.current().storage_options.strip()
     if not text:
         return {}
@@ -26,11 +26,11 @@ def options_from_environment() -> dict[str, Any]:
 
 
 def read_options(name: str) -> dict[str, Any]:
-    """Return the options in a file, JSON or YAML; raise `ValueError` if it holds none."""
+    """Read options from a JSON or YAML file. Raise `ValueError` if it holds none."""
     try:
         text = Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is no text in UTF-8"
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
         raise ValueError(f"{name}: {reason}") from None
     return _mapping(text, name)
 
@@ -41,7 +41,7 @@ def _mapping(text: str, name: str = "") -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        if name:  # what is in the environment is JSON
+        if name:  # the environment holds JSON only
             value = _yaml(text, name)
     if value is None and name and not text.strip():
         return {}
@@ -51,11 +51,11 @@ def _mapping(text: str, name: str = "") -> dict[str, Any]:
 
 
 def _yaml(text: str, name: str) -> Any:
-    import yaml  # few need it
+    import yaml  # imported late: rarely needed
 
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)  # the error's text would show the line
+        mark = getattr(error, "problem_mark", None)  # the error's own text would show the line, with its secrets
         line = f" (line {mark.line + 1})" if mark is not None else ""
-        raise ValueError(f"{name}: is neither JSON nor YAML{line}") from None
+        raise ValueError(f"{name}: must be JSON or YAML{line}") from None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def size_text(nbytes: float) -> str:
-    """Return a number of bytes as a person writes it.
+    """Format a number of bytes for people.
 
     >>> size_text(3 << 20), size_text(12)
     ('3.0 MiB', '12 B')
@@ -21,7 +21,7 @@ def size_text(nbytes: float) -> str:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun.
+    """Format a number with its noun.
 
     >>> counted(1, "file"), counted(2000, "file"), counted(0, "entry", "entries")
     ('1 file', '2,000 files', '0 entries')
@@ -40,11 +40,11 @@ def with_article(noun: str) -> str:
 
 
 def entries_text(number: int) -> str:
-    """Return a number of entries."""
+    """Format a number of entries."""
     return counted(number, "entry", "entries")
 
 
 def listed(items: Sequence[str], most: int = 20) -> str:
-    """Items below each other, not more than a screen of them."""
+    """Format items as indented lines, at most `most` of them."""
     more = f"\n  … and {len(items) - most} more" if len(items) > most else ""
     return "".join(f"\n  {item}" for item in items[:most]) + more

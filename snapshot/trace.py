@@ -1,8 +1,8 @@
-"""A timeline of a take: when each part was staged, digested and written, and when all was committed.
+"""A timeline of all operations: when each part was staged, digested and written, and when the commit happened.
 
-Set `SNAPSHOT_TRACE=FILE`, and every verb appends what it did to the file, in Chrome's trace format: open it at
-ui.perfetto.dev. All ranks, and writer processes, may share one file. Spans of one name that overlap stand in rows of
-their own, so a row shows how busy that step was.
+With `SNAPSHOT_TRACE=FILE`, every operation appends its spans to the file in Chrome's trace format, for ui.perfetto.dev.
+All ranks and writer processes may share one file. Overlapping spans of one name get rows of their own, so the rows show
+how busy that step was.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class _Timeline:
-    """The spans that were recorded and not written yet."""
+    """Spans that were recorded but not written yet."""
 
     def __init__(self, path: str = "") -> None:
         self.path = path
         self.lock = threading.Lock()
         self.spans: list[str] = []
         self.rows: dict[str, tuple[list[int], list[int]]] = {}
-        """For each name: the rows that are free, and how many there are."""
+        """For each name: the free rows, and the number of rows."""
 
     def forked(self) -> _Timeline:
-        """Record into the same file, without the spans of the parent."""
+        """Return a timeline for a forked child: the same file, without the parent's spans."""
         return _Timeline(self.path)
 
 
@@ -39,12 +39,12 @@ _timeline = PerProcess(_Timeline, _Timeline.forked)
 
 
 def to(path: str) -> None:
-    """Record into a file from now on; nothing if the path is empty."""
+    """Record into a file from now on. An empty path stops recording."""
     _timeline.get().path = path
 
 
 def span(name: str, **fields: Any) -> AbstractContextManager[Any]:
-    """Record what is done inside the context, with some fields that say of what."""
+    """Record the time spent in the context, with fields that describe the work."""
     timeline = _timeline.made()
     return _Span(timeline, name, fields) if timeline is not None and timeline.path else _NOTHING
 
@@ -86,7 +86,7 @@ class _Span:
 
 
 def save() -> None:
-    """Append what was recorded to the file. The format leaves the closing bracket out, so that it can go on."""
+    """Append the recorded spans to the file. The format allows a missing closing bracket, so further spans can follow."""
     timeline = _timeline.get()
     with timeline.lock:
         lines, path = timeline.spans, timeline.path

@@ -1,4 +1,4 @@
-"""URLs of storages: parsed once, joined with paths, and printed without their secrets."""
+"""Storage URLs: parsed, joined with paths, and printed without secrets."""
 
 from __future__ import annotations
 
@@ -9,64 +9,63 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 _SECRET_WITH_SLASH = re.compile(r"[^/:@]+:(?!\d+(?:/|$))[^@]*@")
-"""`name:secret@` where the secret has a `/`, which should be written `%2F`, but people paste keys as they are."""
+"""Matches `name:secret@` with a `/` in the secret. It should be written `%2F`, but people paste keys unescaped."""
 _NAMES = {"abfs", "abfss", "sftp", "ssh", "ftp"}
-"""Schemes where what stands before an `@` is a container or a user; elsewhere it may be a token."""
+"""Schemes with a container or user name before an `@`; in other schemes it may be a token."""
 _ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/(?!/)")
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*(?:::[A-Za-z][A-Za-z0-9+.\-]*)*)://")
 
 
 @dataclass(frozen=True, slots=True)
 class URL:
-    """Where something is stored. Its text hides passwords and query strings; `reveal()` gives all of it to a client."""
+    """A storage location. Its text hides passwords and query strings; `reveal()` returns the full URL for a client."""
 
     scheme: str
     location: str
-    """What follows `scheme://`, without the query; for `file` a path of the file system."""
+    """The part after `scheme://`, without the query; for `file` a file system path."""
     query: str = ""
 
     @classmethod
     def parse(cls, text: str) -> URL:
-        """Read `scheme://location?query`; anything without a scheme is a path of the file system.
+        """Parse `scheme://location?query`. Text without a scheme is a file system path.
 
         >>> str(URL.parse("s3://key:secret@bucket/run?token=abc"))
         's3://key:***@bucket/run?***'
         """
         if not text:
-            raise ValueError("an empty path; the current folder is '.'")
+            raise ValueError("the path must not be empty; the current folder is '.'")
         found = _SCHEME.match(text)
         if not found:
             if _ONE_SLASH.match(text):
                 scheme, _, rest = text.partition(":/")
                 raise ValueError(
-                    f"{scheme}:/...: a URL has two slashes behind its scheme, {scheme}://...; and a path of the file "
-                    f"system that begins so is ./{scheme}:/..."
+                    f"{scheme}:/...: a URL must have two slashes after its scheme: {scheme}://...; write a file "
+                    f"system path of this name as ./{scheme}:/..."
                 )
-            return cls("file", str(Path(os.path.expanduser(text)).absolute()))  # as in shells, ~nobody is a name
+            return cls("file", str(Path(os.path.expanduser(text)).absolute()))  # an unknown ~user is kept
         scheme, rest = found[1].lower(), text[found.end() :]
         if scheme == "file":
             if not rest.startswith("/"):
                 host, slash, path = rest.partition("/")
                 if host != "localhost" or not slash:
-                    raise ValueError(f"{text!r}: a file URL has three slashes, as in file:///absolute/path")
+                    raise ValueError(f"a file URL must have three slashes, as in file:///absolute/path, got {text!r}")
                 rest = "/" + path
             return cls("file", unquote(rest))
         location, _, query = rest.partition("?")
         return cls(scheme, location.rstrip("/"), query)
 
     def join(self, path: str) -> URL:
-        """Return the URL of a file below this one; the query stays behind the path."""
+        """Return the URL of a file below this one. The query stays after the path."""
         return URL(self.scheme, f"{self.location.rstrip('/')}/{path}" if path else self.location, self.query)
 
     def reveal(self) -> str:
-        """Return the whole text, secrets included: for a client's eyes only. Parsing it gives this URL again."""
+        """Return the full URL with its secrets, for use by clients only. Parsing it gives this URL again."""
         if self.scheme == "file":
             return f"file://{quote(self.location)}"
         return f"{self.scheme}://{self.location}" + (f"?{self.query}" if self.query else "")
 
     def apart(self) -> tuple[str, str]:
-        """Return what stands before the `@` of a host or bucket, and all that follows it; an `@` in a path is of the
-        path."""
+        """Split at the `@` after a host's user or container. An `@` in a path does not count."""
         end = self.location.partition("/")[0].rfind("@")
         if end < 0 and (pasted := _SECRET_WITH_SLASH.match(self.location)):
             end = pasted.end() - 1

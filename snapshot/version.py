@@ -1,8 +1,8 @@
-"""The version of the library that is installed."""
+"""The version of the installed library."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 try:
     VERSION = version("snapshot-torch")
-except PackageNotFoundError:  # run from a checkout that was never installed
+except PackageNotFoundError:  # imported from a checkout that is not installed
     VERSION = "0+unknown"
