@@ -144,7 +144,8 @@ class Checkpoint:
             quick: Check only the manifest, and the presence and size of each file.
             resume: A local journal file. An interrupted verification continues where it stopped if it gets the same
                 file again. A verification without faults deletes the file. Each journal belongs to one snapshot.
-            memory_budget_bytes: Host memory for read buffers. The default is 64 MiB for files and 256 MiB for other storages.
+            memory_budget_bytes: Host memory for read buffers. The default is 64 MiB for files and 256 MiB for other
+                storages.
             progress: True for a progress bar, or a function that is called with `Progress`.
 
         Raises:

@@ -30,7 +30,7 @@ class RestoreReport:
     """The result of a restore: entry count, cost, and a line for each entry that was not restored exactly."""
 
     restored: int
-    """Number of entries that the application now has as they were saved."""
+    """Number of entries that were restored exactly as saved."""
     bytes_read: int
     requests: int
     seconds: dict[str, float]

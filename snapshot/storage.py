@@ -80,7 +80,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Requirements and preferences of a backend for request sizes and parallelism. The planner reads them without I/O."""
+    """Requirements and preferences of a backend for request sizes and parallelism, for the planner."""
 
     smallest_part: int = 1
     """The minimum size of every part but a file's last."""

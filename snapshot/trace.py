@@ -86,7 +86,7 @@ class _Span:
 
 
 def save() -> None:
-    """Append the recorded spans to the file. The format allows a missing closing bracket, so further spans can follow."""
+    """Append the recorded spans to the file. The format needs no closing bracket, so further spans can follow."""
     timeline = _timeline.get()
     with timeline.lock:
         lines, path = timeline.spans, timeline.path

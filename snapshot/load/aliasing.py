@@ -1,4 +1,4 @@
-"""Whether live tensors can be written in place, and whether two of them would be written over each other."""
+"""Aliasing checks: whether live tensors can be written in place, and whether two of them share memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from snapshot.tensors.addresses import address_of_tensor
 
 
 def find_shared_memory(read_plan: ReadPlan) -> list[str]:
-    """Two stored ranges that would land in one live memory cannot both be right."""
+    """Return an error for each pair of stored ranges that would be read into the same live memory."""
     found: list[tuple[str, str]] = []
     requests = [request for request in read_plan.requests if request.live and request.address]
     begins = np.fromiter((request.address for request in requests), np.uint64, len(requests))
@@ -47,24 +47,26 @@ def find_shared_memory(read_plan: ReadPlan) -> list[str]:
             spans.append((begin, end, name, source, dense))
     reached: tuple[int, int, str, tuple[str, int], bool] | None = None
     for span in sorted(spans):
-        # two strided ones may lie between each other's elements
+        # two strided tensors may interleave without sharing elements
         close = reached and span[0] < reached[1] and (span[:2] == reached[:2] or reached[4] or span[4])
         if reached and close and span[3] != reached[3]:
             found.append((reached[2], span[2]))
         reached = span if reached is None or span[1] > reached[1] else reached
     return [
-        f"{first} and {second}: share memory in the application, and are stored apart in the snapshot"
+        f"{first} and {second}: share memory in the application, but have separate bytes in the snapshot"
         for first, second in dict.fromkeys(found)
     ]
 
 
 FEW = 256
-"""Of so few live tensors it is quicker to ask each whether torch allocated it than to read the process's memory map."""
+"""Up to this number of live tensors, asking torch about each is faster than reading the process's memory map."""
 
 
 def find_read_only_memory(read_plan: ReadPlan) -> list[str]:
-    """Live tensors over memory that the process may not write to, such as a file that is mapped for reading: a write
-    would kill the process."""
+    """Return an error for each live tensor in read-only memory, such as a file mapped for reading.
+
+    Writing to such memory would kill the process.
+    """
     spans = [(request.address, request.name) for request in read_plan.requests if request.live and request.address]
     spans += [(target.data_ptr(), name) for name, target, _ in read_plan.targets if target.device.type == "cpu"]
     if len(spans) <= FEW and all(map(_is_allocated, (read_plan.values.get(name) for _, name in spans))):
@@ -72,7 +74,7 @@ def find_read_only_memory(read_plan: ReadPlan) -> list[str]:
     try:
         with open("/proc/self/maps", "rb") as file:
             maps = file.read().splitlines()
-    except OSError:  # another system's
+    except OSError:  # not Linux
         return []
     ranges = [line.split(b" ", 2)[0].split(b"-") for line in maps if line.split(b" ", 2)[1][1:2] != b"w"]
     begins = np.array([int(begin, 16) for begin, _ in ranges], np.uint64)
@@ -81,19 +83,18 @@ def find_read_only_memory(read_plan: ReadPlan) -> list[str]:
     found = np.searchsorted(begins, addresses, "right").astype(np.int64) - 1
     bad = (found >= 0) & (addresses < ends[found])
     return [
-        f"{name}: its memory is read-only, such as a file mapped for reading; give the application a copy: "
-        "tensor.clone()"
+        f"{name}: its memory is read-only, such as a file mapped for reading; copy it first: tensor.clone()"
         for name in dict.fromkeys(spans[int(i)][1] for i in np.flatnonzero(bad))
     ]
 
 
 def _is_allocated(value: object) -> bool:
-    """Return True if torch allocated the tensor's memory itself, so that it can be written to."""
+    """Return True if torch allocated the tensor's memory, so that it is writable."""
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.untyped_storage().resizable()  # type: ignore[attr-defined]
 
 
 def is_writable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be written in place: strided, with memory, and no two elements in one place."""
+    """Return True if a tensor can be written in place: strided, with memory, and without overlapping elements."""
     if tensor.layout is not torch.strided or tensor.is_quantized or (tensor.nbytes and not tensor.data_ptr()):
         return False
     if tensor.is_contiguous():
@@ -110,7 +111,7 @@ def is_writable(tensor: torch.Tensor) -> bool:
 def find_other_owner(
     kinds: Mapping[str, Kind], grouped: Mapping[str, Mapping[str, Any]], skipped: set[str]
 ) -> Callable[[Any], bool]:
-    """Tell whether the memory of a live tensor is restored by one of the statefuls."""
+    """Return a function that returns True if one of the statefuls restores the memory of a live tensor."""
 
     @functools.cache
     def addresses() -> set[int]:

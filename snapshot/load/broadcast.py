@@ -1,8 +1,7 @@
-"""Reading together: what all ranks want is read from storage by one of them, and reaches the others through the process
-group.
+"""Shared reads: one rank reads a range that all ranks want, and broadcasts it through the process group.
 
-This is the one place that uses the group for its collectives: in the foreground, in one order on all ranks, each with
-the call's timeout. A rank that cannot read says so in the very message that the others wait for.
+This is the only module that uses the group's collectives. It does so in the foreground, in one order on all ranks, and
+each collective has the call's timeout. A rank whose read fails sends its error in the message that the others wait for.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from snapshot.text import listed
 
 PART = 8 << 20
 AHEAD = 2
-"""How many of its parts a rank reads ahead of their turn."""
+"""The number of parts that a rank reads ahead of their turn."""
 LOOK = 0.2
-"""Seconds for which a rank waits for a part before it looks whether the others live."""
+"""Seconds that a rank waits for a part before it checks whether the other ranks are alive."""
 WORTH = 1 << 20
-"""Below so many bytes that all want, each reads them itself."""
+"""Ranges of fewer bytes in total are read by each rank itself."""
 _digest = xxhash.xxh3_128_digest
 
 
@@ -55,37 +54,37 @@ class SharedRange:
 
 
 Ranges = frozenset[SharedRange]
-"""What all want."""
+"""The ranges that all ranks want."""
 
 
 class ReadVote(msgspec.Struct, array_like=True):
-    """What a rank says when all that it wants fits."""
+    """A rank's message after its plan fits."""
 
     once: bool
     requests: str
-    """A digest of all that it wants to read."""
+    """A digest of all ranges that it wants to read."""
     unexpected: list[str]
-    """What is shared in the snapshot, and for which this rank has no use."""
+    """Shared names in the snapshot that this rank does not use."""
     unknown: list[str]
-    """Why what was asked for is not to be found here."""
+    """Names that were requested but not found here, with the reason."""
     atomic: bool = False
     """True if the rank verifies every byte before it touches a live tensor."""
 
 
 class ReadDecision(msgspec.Struct, array_like=True):
-    """The leader's answer."""
+    """The leader's response."""
 
     once: bool
     speakers: list[int]
-    """The ranks that are to say what they want, where not all want the same."""
+    """The ranks that must send their read sets, if the ranks want different ranges."""
     names: bool
-    """Whether all are to say which names they have a use for."""
+    """True if all ranks must send the names that they use."""
     atomic: bool = False
     """True if no rank may touch a live tensor before all have verified their bytes."""
 
 
 class ReadSet(msgspec.Struct, array_like=True):
-    """What a rank says when it is asked."""
+    """The ranges that a rank wants, sent on request."""
 
     requests: bytes = b""
     names: bytes = b""
@@ -93,8 +92,11 @@ class ReadSet(msgspec.Struct, array_like=True):
 
 
 def agree_on_reads(exchange: Exchange, plan: RestorePlan, *, once: bool, atomic: bool) -> tuple[Ranges, bool]:
-    """All ranks are ready to read, or all raise, and nothing was touched. What all want, if it is to be read once; and
-    whether all wait until every rank has verified its bytes, since any is `atomic`."""
+    """Wait until all ranks are ready to read, or raise on all of them before anything is written.
+
+    Return the ranges that all want, if they are to be read once. Also return True if all ranks must wait until every
+    rank has verified its bytes, because at least one is `atomic`.
+    """
     if exchange.alone:
         return frozenset(), False
     requests = (
@@ -139,7 +141,7 @@ def _unknown_heads(ready: ReadVote) -> set[str]:
 
 
 def _common_ranges(all_: list[ReadSet], speakers: Sequence[int]) -> bytes:
-    """Return what all who differ want. A name that no rank has a use for is an error, as it is on one rank."""
+    """Return the ranges that all differing ranks want. A name that no rank uses is an error, as on a single rank."""
     names = set().union(*(split_digests(wishes.names) for wishes in all_))
     left = {path: None for wishes in all_ for path in wishes.unexpected if _digest(path.encode()) not in names}
     if left:
@@ -151,7 +153,7 @@ def _common_ranges(all_: list[ReadSet], speakers: Sequence[int]) -> bytes:
 
 
 def split_requests(requests: Sequence[ReadRequest], common: Ranges) -> tuple[list[ReadRequest], list[ReadRequest]]:
-    """Return what this rank reads alone, and what all read together."""
+    """Split requests into those of this rank alone, and those that all ranks share."""
     if not common:
         return list(requests), []
     parts: tuple[list[ReadRequest], list[ReadRequest]] = [], []
@@ -162,8 +164,7 @@ def split_requests(requests: Sequence[ReadRequest], common: Ranges) -> tuple[lis
 
 
 class BroadcastReader:
-    """The parts of what all want, one after the other: read by one rank, received by all others, and put where they
-    belong."""
+    """Reads the shared parts in order: one rank reads each part and broadcasts it, and every rank places the bytes."""
 
     def __init__(
         self,
@@ -175,7 +176,7 @@ class BroadcastReader:
         *,
         verify: bool,
     ) -> None:
-        """All that may fail on one rank alone, before others depend on it."""
+        """Do everything that may fail on one rank alone before other ranks depend on it."""
         self._exchange = exchange
         self._storage = session.storage
         self._reader = Reader(session.storage, session.budget, verify=verify, touched=touched)
@@ -197,7 +198,7 @@ class BroadcastReader:
             self._device = torch.empty(longest + 1, dtype=torch.uint8, device=devices[0])
 
     def run(self, result: ReadResult) -> None:
-        """Read what all want, each rank its share, and pass it on. Faults are added to `result`."""
+        """Read the shared ranges, each rank its share, and broadcast them. Faults are added to `result`."""
         self._pass_on()
         run(self._reader.again())
         own = self._reader.result
@@ -206,7 +207,7 @@ class BroadcastReader:
         result.faults += own.faults
 
     def _pass_on(self) -> None:
-        """All parts. A rank that fails goes on until its message is sent, and then raises."""
+        """Broadcast all parts. A rank that fails continues until its error was sent, and then raises."""
         exchange = self._exchange
         mine = [number for number in range(len(self._parts)) if number % exchange.world == exchange.rank]
         reading: dict[int, tuple[torch.Tensor, Future[None]]] = {}
@@ -250,7 +251,7 @@ class BroadcastReader:
             for _, work in [*reading.values(), *placing]:
                 work.cancel()
             for _, work in [*reading.values(), *placing]:
-                with contextlib.suppress(BaseException):  # the first error is on its way
+                with contextlib.suppress(BaseException):  # the first error is being raised
                     work.result()
 
     async def _read(self, part: ReadPart, held: torch.Tensor) -> None:
@@ -260,7 +261,7 @@ class BroadcastReader:
         self._reader.result.requests += 1
 
     def _send(self, message: torch.Tensor, root: int) -> None:
-        """Pass a part on to all ranks, or receive it."""
+        """Broadcast a part to all ranks, or receive it."""
         passed = message
         if self._device is not None:
             passed = self._device[: len(message)]
@@ -281,8 +282,10 @@ class BroadcastReader:
             message.copy_(passed)
 
     def _arrives(self, work: dist.Work) -> bool:
-        """Wait for a collective as long as all ranks live, however slow they are; False if it broke off for another.
-        A time-out of its own would be over for one that reads slowly, too, and leave the group unusable."""
+        """Wait for a collective as long as all ranks are alive. Return False if it failed on another rank.
+
+        A timeout of the collective itself would also end for a slow reader, and leave the group unusable.
+        """
         end, pause = time.monotonic() + LOOK, 0.00005
         while not work.is_completed():
             if time.monotonic() > end:
@@ -292,15 +295,15 @@ class BroadcastReader:
         return True
 
     def _failed(self, rank: int) -> SnapshotError:
-        """Return the error of the rank that could not go on: it tells it to all, or gives no sign of life."""
+        """Return the error of the rank that failed: the error that it sent, or its missing heartbeat."""
         try:
             self._exchange.agree(False, all, bool, bool)
         except SnapshotError as error:
             return error
-        return SnapshotError(f"what rank {rank} had read did not reach all ranks through the process group")
+        return SnapshotError(f"the bytes that rank {rank} read did not reach all ranks through the process group")
 
     def _place(self, part: ReadPart, held: torch.Tensor) -> None:
-        """Verify what came, and put it where it belongs."""
+        """Verify the received bytes and copy them to their destination."""
         address = held.data_ptr()
         for segment in part.segments:
             at, length = segment.begin - part.begin, segment.end - segment.begin
@@ -320,8 +323,7 @@ class BroadcastReader:
 
 
 def _error_of(work: Future[None]) -> Exception | None:
-    """Return what went wrong with it. It is told to the others in the message that they wait for, and raised after
-    that."""
+    """Return the exception of a read, to be sent to the other ranks before it is raised."""
     error = work.exception()
     if error is not None and not isinstance(error, Exception):
         raise error
@@ -329,7 +331,7 @@ def _error_of(work: Future[None]) -> Exception | None:
 
 
 class _Held(Slot):
-    """A part's memory, as those see it who place what is in it."""
+    """A part's memory, as the slot that placing functions expect."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

@@ -1,4 +1,4 @@
-"""The checksums in others' archives, compared before anything is done with what they are of."""
+"""Verification of the checksums in other libraries' archives, before their contents are used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from snapshot.text import listed
 
 
 def expect_archive_checksums(session: Session, stored: Iterable[Any], files: Files) -> None:
-    """Raise where stored ranges, or others in the same archives, are not what their archives say that they are."""
+    """Raise if stored ranges, or others in the same archives, do not match the archives' checksums."""
     archives = zip_checksums.find_archives(stored, files)
     if not archives:
         return

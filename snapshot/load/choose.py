@@ -1,4 +1,4 @@
-"""Choosing: which entries of a snapshot are asked for, by key, globs and rank.
+"""Selection: the entries of a snapshot that a restore requests, by key, globs and rank.
 
 Nothing is compared with the application's tensors here.
 """
@@ -29,13 +29,13 @@ from snapshot.text import counted
 
 
 def in_restore_order(app_state: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the statefuls in the order in which they are asked and handed back: by key, the RNG state last."""
+    """Return the statefuls in restore order: by key, the RNG state last."""
     items = sorted(app_state.items(), key=lambda item: (isinstance(item[1], RNGState), item[0]))
     return [(encode_component(key), stateful) for key, stateful in items]
 
 
 class Chooser:
-    """Chooses the entries that a restore asks for."""
+    """Selects the entries that a restore requests."""
 
     def __init__(
         self, exchange: Exchange, session: Session, document: Document, options: RestoreOptions, issues: RestoreIssues
@@ -51,11 +51,11 @@ class Chooser:
         self._chosen = ChosenEntries()
 
     def wanted(self, path: str) -> bool:
-        """Return True if a path is asked for."""
+        """Return True if a path is requested."""
         return self._included(path) and not self._excluded(path)
 
     def choose(self, view: RankView, app_state: Mapping[str, Any]) -> ChosenEntries:
-        """Return the entries of each key that is asked for. Keys of which nothing is wanted are left alone."""
+        """Return the requested entries of each key. Keys without any are left unchanged."""
         self._chosen = ChosenEntries()
         grouped = group_by_key(view.entries)
         notes = self._notes
@@ -63,7 +63,7 @@ class Chooser:
         wanted = self._chosen.grouped
         for key, stateful in in_restore_order(app_state):
             if isinstance(stateful, RNGState) and self._exchange.rank >= self._document.world_size:
-                notes.add("skipped", key, "this rank was not there when the snapshot was taken")
+                notes.add("skipped", key, "this rank did not exist when the snapshot was taken")
                 continue
             entries = self._entries(key, grouped, view)
             if entries is None:
@@ -86,14 +86,14 @@ class Chooser:
         return self._chosen
 
     def _lack(self, key: str, view: RankView, grouped: Mapping[str, Any]) -> None:
-        """Say that the snapshot lacks a whole key, or that it is another rank's."""
+        """Report a key that the snapshot lacks, or that belongs to another rank."""
         if key in view.withheld:
             self._notes.mismatches.append(f"{key}: {view.withheld[key]}")
         elif self._options.strict:
             self._notes.mismatches.append(f"{key}: the snapshot has no such key; {suggest_names(key, grouped)}")
         else:
             self._chosen.lacking = True
-            self._notes.add("missing", key, "the snapshot has no such key; left as it is")
+            self._notes.add("missing", key, "the snapshot has no such key; left unchanged")
 
     def _check_globs(self, grouped: Mapping[str, Mapping[str, Any]], view: RankView) -> None:
         named = (path for entries in grouped.values() for path in entries)
@@ -107,17 +107,17 @@ class Chooser:
             warn(f"exclude: the glob {glob!r} matches nothing in the snapshot")
 
     def _entries(self, key: str, grouped: Mapping[str, dict[str, Any]], view: RankView) -> dict[str, Any] | None:
-        """Return what there is under a key. If only other ranks had it, a module finds its names there."""
+        """Return the entries under a key. If only other ranks had it, a module finds its names there."""
         if key not in grouped and any(path.startswith(f"{key}/") for path in view.elsewhere):
             return {key: OrderedDictEntry([])}
         return grouped.get(key)
 
     def _choose(self, key: str, entries: Mapping[str, Any], view: RankView) -> bool:
-        """Whether anything under a key is asked for, here or with other ranks; what is not is left alone."""
+        """Return True if an entry under a key is requested, from this rank or others. Others are left unchanged."""
         choice = ChosenState(entries, self.wanted)
         if choice.is_empty and not any(path.startswith(f"{key}/") and self.wanted(path) for path in view.elsewhere):
             if self._document.parts and self.may_want(key):
-                self._chosen.incomplete = True  # it may be in a part that was not read yet
+                self._chosen.incomplete = True  # it may be in a part that has not been read yet
                 return False
             self._notes.add("skipped", key, "not asked for")
             return False
@@ -129,7 +129,7 @@ class Chooser:
         return True
 
     def may_want(self, key: str) -> bool:
-        """Return True if anything under a key may be asked for."""
+        """Return True if an entry under a key may be requested."""
         if not self._filtered:
             return True
         heads = [glob.partition("/")[0] for glob in self._include]
@@ -140,17 +140,15 @@ class Chooser:
     def _note_gone(self, view: RankView, wanted: Mapping[str, Any]) -> None:
         gone = Counter("/".join(path.split("/", 2)[:2]) for path in view.gone if path.split("/", 2)[1] in wanted)
         for path, count in gone.items():
-            self._notes.add(
-                "skipped", path, f"{counted(count, 'entry', 'entries')} of a rank that is not there any more"
-            )
+            self._notes.add("skipped", path, f"{counted(count, 'entry', 'entries')} of a rank that no longer exists")
 
     def _shared_alone(self, key: str, entries: dict[str, Any], view: RankView) -> bool:
-        """Whether a rank that was not there can have this key, with what all ranks shared of it."""
+        """Return True if a new rank can restore this key from the entries that all ranks shared."""
         for path in [path for path, entry in entries.items() if isinstance(entry, Container) and path != key]:
             if path in entries and not self.wanted(path) and not _is_complete(path, entries):
                 for below in [below for below in entries if below.startswith(f"{path}/")]:
                     del entries[below]
-                entries[path] = ListEntry(0)  # which nobody asked for: it stays as it is in the application
+                entries[path] = ListEntry(0)  # not requested, so the application's value stays
         missing = [
             f"{path}/{name}"
             for path, entry in entries.items()
@@ -165,13 +163,13 @@ class Chooser:
         what = (missing or withheld)[0]
         self._notes.mismatches.append(
             f"{key}: {what} {view.withheld.get(what, 'belongs to other ranks alone')}, and rank {self._exchange.rank} "
-            "was not there when the snapshot was taken; take what is the same on all ranks with replicated=[...]"
+            "did not exist when the snapshot was taken; save values that are equal on all ranks with replicated=[...]"
         )
         return False
 
 
 def _is_complete(path: str, entries: Mapping[str, Any]) -> bool:
-    """Whether all that is in a container is there."""
+    """Return True if a container has all of its contents."""
     return all(
         f"{above}/{name}" in entries
         for above, entry in entries.items()

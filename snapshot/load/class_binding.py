@@ -1,7 +1,7 @@
-"""Binding: each entry that only names a class gets the class that the application holds in its place.
+"""Class binding: entries that name a class get the class of the live object in the same place.
 
-No class is looked for by its name anywhere but among the values that are there already, and among those that were given
-to `torch.serialization.add_safe_globals`.
+A class is looked up by name only among the live values, and among those given to
+`torch.serialization.add_safe_globals`. Nothing is imported.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class KnownClasses(EnumEntry):
 
 
 class BoundRecord(e.RecordEntry):
-    """A dataclass's instance whose class is known."""
+    """An instance of a dataclass that the application has."""
 
     kind: Any = None
     kept: Any = None
-    """What the live one has under other names, and keeps."""
+    """Fields of the live instance that the snapshot lacks; they keep their values."""
     target: Any = None
-    """The instance that is filled itself; None where a new one is made."""
+    """The instance that is filled in place; None if a new one is created."""
 
     def make(self, items: list[tuple[Any, Any]]) -> Any:
         held = {**self.kept, **dict(items)}
@@ -55,23 +55,25 @@ class BoundRecord(e.RecordEntry):
 
 
 class BoundWrapper(e.SubclassEntry):
-    """A wrapped tensor that is made anew, of a class that is known."""
+    """A new wrapped tensor, of a class that the application has."""
 
     kind: Any = None
     given: Any = None
-    """What the class is given beside the inner tensors."""
+    """The arguments that the class gets in addition to the inner tensors."""
 
     def make(self, items: list[tuple[Any, Any]]) -> Any:
         if any(value is None for _, value in items):
-            return None  # it is only tried whether all has its place
+            return None  # a trial run, to check that everything has a place
         size = None if -1 in self.shape else torch.Size(self.shape)
         strides = None if size is None else _strides(self.shape)
         try:
             with torch.no_grad():
                 made = self.kind.__tensor_unflatten__(dict(items), self.given, size, strides)
                 return made.requires_grad_() if self.requires_grad else made
-        except Exception as error:  # it is the class's own code
-            raise CorruptSnapshotError(f"a {self.obj_type} cannot be made of what was saved: {error}") from error
+        except Exception as error:  # raised by the class's own code
+            raise CorruptSnapshotError(
+                f"cannot rebuild a {self.obj_type} from the saved inner tensors: {error}"
+            ) from error
 
 
 def _strides(shape: Iterable[int]) -> tuple[int, ...]:
@@ -96,8 +98,10 @@ class Binding:
         fill: str | None = None,
         left: set[str] | None = None,
     ) -> None:
-        """`fill`: the path of an instance that is filled itself. `left`: gets the inner tensors of what has another
-        shape, if that is left as it is."""
+        """`fill`: the path of an instance that is filled in place.
+
+        `left`: collects the inner tensors of wrapped tensors of another shape, if those are left unchanged.
+        """
         self._live = live
         self._compounds = compounds
         self._notes = notes
@@ -108,19 +112,19 @@ class Binding:
         self._left = left
         self._known: dict[tuple[str, str], type] | None = None
         self.unfit: list[torch.Tensor] = []
-        """Live tensors of another shape, which are left as they are."""
+        """Live tensors of another shape, which are left unchanged."""
         self.wrappers: dict[str, Any] = {}
         """Path -> the live tensor whose inner tensors are filled."""
 
     def bind(self, entries: dict[str, Any]) -> None:
-        """Put what knows its class in the place of what only names it."""
+        """Replace entries that only name a class by entries that hold it."""
         gone: set[str] = set()
         naming = [(path, entry) for path, entry in entries.items() if type(entry) in _NAMING]
         wanted = self._above_wanted(entries) if self._skipped and naming else None
         for path, entry in naming:
             if gone and not gone.isdisjoint(_above(path)):
                 continue
-            # what stays as it is gives no cause for remarks
+            # entries that stay unchanged are not reported
             self._notes = self._said if wanted is None or path in wanted else RestoreIssues()
             if type(entry) is e.RecordEntry:
                 gone.update(self._record(path, entry, entries))
@@ -141,7 +145,7 @@ class Binding:
                 )
 
     def _above_wanted(self, entries: Mapping[str, Any]) -> set[str]:
-        """Return the paths of what is restored, and of what that is in."""
+        """Return the paths that are restored, and of the containers around them."""
         return add_parents(path for path, entry in entries.items() if path not in self._skipped and is_leaf(entry))
 
     # Enums
@@ -167,7 +171,7 @@ class Binding:
     # Dataclasses
 
     def _record(self, path: str, entry: e.RecordEntry, entries: dict[str, Any]) -> list[str]:
-        """Bind a dataclass; the paths of what the class has no place for."""
+        """Bind a dataclass. Return the paths of fields that the class lacks."""
         held = self._compounds.get(path)
         live = find_form(type(held)) is compound.RECORD
         kind: Any = type(held) if live else self._class(compound.RECORD, entry.obj_type)
@@ -183,9 +187,9 @@ class Binding:
             try:
                 kept[name] = own[name] if name in own else compound.find_default(kind, name)
             except KeyError:
-                self._unknown(path, f"{entry.obj_type}, which had no field {name!r},")
+                self._unknown(path, f"{entry.obj_type} without a field {name!r},")
                 return []
-            self._notes.add("kept", f"{path}/{encode_component(name)}", "the saved object had no such field")
+            self._notes.add("kept", f"{path}/{encode_component(name)}", "the saved object has no such field")
         self._renamed(path, entry.obj_type, kind)
         away = [not compound.accepts_attribute(kind, own, name) for name in names]
         gone = [f"{path}/{text}" for text, is_gone in zip(entry.components(), away, strict=True) if is_gone]
@@ -225,8 +229,8 @@ class Binding:
         if kind is None or opaque:
             if self._exact:
                 self._notes.mismatches.append(
-                    f"{path}: the snapshot has a {entry.obj_type}, and there is none here to be filled; let the "
-                    "application make it first, or allow its class: torch.serialization.add_safe_globals([...])"
+                    f"{path}: the snapshot has a {entry.obj_type}, and the application has none to fill; create it "
+                    "in the application first, or allow its class: torch.serialization.add_safe_globals([...])"
                 )
             else:
                 self._unknown(path, entry.obj_type)
@@ -245,7 +249,7 @@ class Binding:
         )
 
     def _filled(self, path: str, entry: e.SubclassEntry, held: Any) -> None:
-        """Bind a live tensor of the same class, whose inner tensors are filled: all else must be the same."""
+        """Bind a live tensor of the same class, whose inner tensors are filled. All other properties must be equal."""
         inner, context = compound.read_inner_tensors(held)
         here = compound.make_wrapper_entry(held, list(inner), flatten_context(held, context))
         for what in ("obj_type", "keys", "dtype", "shape"):
@@ -254,7 +258,7 @@ class Binding:
                 continue
             text = f"{path}: the snapshot has {_text(saved)}, the application {_text(live)}"
             if what == "shape" and self._left is not None:
-                self._notes.add("skipped", path, f"{text.partition(': ')[2]}; left as it is")
+                self._notes.add("skipped", path, f"{text.partition(': ')[2]}; left unchanged")
                 self._left.update(each for each in self._live if each.startswith(f"{path}/"))
                 self.wrappers[path] = held
                 self.unfit.append(held)
@@ -264,16 +268,15 @@ class Binding:
         for name in dict.fromkeys([*entry.context, *here.context]):
             saved, live = entry.context.get(name), here.context.get(name)
             if e.OpaqueEntry in (type(saved), type(live)):
-                self._notes.add("kept", path, f"context{name}, which no snapshot can hold, is that of the live tensor")
+                self._notes.add("kept", path, f"context{name} cannot be stored; the live tensor keeps its own")
             elif _plain(saved) != _plain(live):
                 self._notes.mismatches.append(
-                    f"{path}: the context{name} of its {entry.obj_type} was {_shown(saved)}, and is {_shown(live)}"
+                    f"{path}: the context{name} of its {entry.obj_type} was {_shown(saved)}, but is {_shown(live)} here"
                 )
         self.wrappers[path] = held
 
     def expect_filled(self, values: dict[str, Any]) -> None:
-        """Note as mismatches what could not be restored into the inner tensors of a live one; and give that one as the
-        value of its path."""
+        """Add mismatches for inner tensors that could not be restored in place, and set the live tensors as values."""
         for path, held in self.wrappers.items():
             for name in compound.read_inner_tensors(held)[0]:
                 below = f"{path}/{encode_component(name)}"
@@ -287,7 +290,7 @@ class Binding:
         return self._classes().get((form, name))
 
     def _classes(self) -> dict[tuple[str, str], type]:
-        """Return the classes of what is there, and those that were allowed, by their names."""
+        """Return the classes of live values and the allowed ones, by name."""
         if self._known is None:
             nested = getattr(sys.modules.get("torch.nested._internal.nested_tensor"), "NestedTensor", None)
             allowed = [each for each in (nested, *torch.serialization.get_safe_globals()) if isinstance(each, type)]
@@ -303,11 +306,11 @@ class Binding:
         return self._known
 
     def _unknown(self, path: str, name: str) -> None:
-        self._notes.add("replaced", path, f"there is no {name} here, so it is a SavedObject")
+        self._notes.add("replaced", path, f"the application has no {name}, so it is a SavedObject")
 
     def _renamed(self, path: str, saved: str, kind: type) -> None:
         if saved != class_name(kind):
-            self._notes.add("replaced", path, f"was a {saved}, and is a {class_name(kind)}")
+            self._notes.add("replaced", path, f"was a {saved}, but is a {class_name(kind)} here")
 
 
 _SETS = (set, frozenset)
@@ -315,14 +318,14 @@ _NAMING = (e.RecordEntry, e.SubclassEntry, EnumEntry)
 
 
 def _above(path: str) -> Iterator[str]:
-    """Yield a path, and those of the containers that it is in."""
+    """Yield a path, and the paths of the containers around it."""
     while path:
         yield path
         path = path.rpartition("/")[0]
 
 
 def _in_context(value: Any) -> list[type]:
-    """Return the classes that a wrapped tensor's class knows of besides."""
+    """Return the classes in the context of a wrapped tensor."""
     found: dict[str, Any] = {}
     if find_form(type(value)) is compound.WRAPPER:
         collect_leaves("", compound.read_inner_tensors(value)[1], found)
@@ -334,7 +337,7 @@ def _fields_of(kind: Any) -> list[str]:
 
 
 def _plain(entry: e.Entry | None) -> Any:
-    """Return what two entries of a context have in common if they say the same: classes may have moved."""
+    """Return the part of an entry that must be equal in two contexts; class names may have changed."""
     if isinstance(entry, EnumEntry):
         return "Enum", entry.held, entry.serialized_value if entry.held is not None else entry.name
     if isinstance(entry, Scalar):

@@ -16,7 +16,7 @@ from snapshot.text import listed
 def fetch_requests(
     session: Session, requests: Sequence[ReadRequest], verify: bool, meter: Meter, touched: set[str] | None = None
 ) -> ReadResult:
-    """Read ranges, and raise for what does not verify. `touched` collects the live tensors that are written to."""
+    """Read ranges, and raise if any fails verification. `touched` collects the live tensors that are written."""
     touched = set() if touched is None else touched
     if not requests:
         return ReadResult(touched=touched)
@@ -29,16 +29,12 @@ def fetch_requests(
 
 
 def raise_faults(session: Session, result: ReadResult) -> None:
-    """Raise for what did not verify."""
+    """Raise if any range failed verification."""
     if result.faults:
         touched = sorted(result.touched)
         raise CorruptSnapshotError(
             f"{session.url}: {len(result.faults)} damaged:{listed(result.faults)}"
-            + (
-                f"\nlive tensors that have been written to, and may hold wrong data now:{listed(touched)}"
-                if touched
-                else ""
-            ),
+            + (f"\nlive tensors that were written, and may hold wrong data now:{listed(touched)}" if touched else ""),
             faults=result.faults,
             touched=touched,
         )

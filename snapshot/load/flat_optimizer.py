@@ -1,4 +1,4 @@
-"""A flat optimizer state, as torch's `flatten_optimizer_state_dict` gives it, as the nested one that it stands for."""
+"""Flat optimizer states, as torch's `flatten_optimizer_state_dict` writes them, converted to nested ones."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ def is_flat(entry: Entry | None) -> bool:
 
 
 def nested_view(view: RankView, base: str) -> RankView:
-    """Return a view in which the optimizer state below `base` is nested: each parameter is in a group of its own, since
-    a flat state does not say which parameters shared one."""
+    """Return a view in which the optimizer state below `base` is nested.
+
+    Each parameter gets a group of its own, since a flat state does not record which parameters shared one.
+    """
     top: Any = view.entries[base]
     names = [name for name in top.components() if name.startswith(_GROUPS)]
     params = list(dict.fromkeys(name.removeprefix(_GROUPS).rpartition(".")[0] for name in names))

@@ -1,5 +1,7 @@
-"""Objects that others stored as archives, and that are nothing but numbers, texts and containers, as entries of their
-own: an optimizer is restored by what its groups hold, not by opaque objects."""
+"""Objects in other libraries' archives that hold only plain values, expanded to entries.
+
+An optimizer can then be restored from the contents of its groups instead of opaque objects.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from snapshot.runtime.session import Session
 from snapshot.state.stateful_kinds import Kind
 
 LONGEST = 1 << 20
-"""Longer objects stay what they are."""
+"""Longer objects are not expanded."""
 
 
 def expand_objects(
@@ -33,8 +35,7 @@ def expand_objects(
     wanted: Callable[[str], bool],
     kind: type[Kind],
 ) -> None:
-    """Put plain values in the place of the objects that hold them, where they are `wanted`, if that is for statefuls of
-    this kind. What is not plain stays as it is."""
+    """Replace `wanted` objects of plain values by entries, for statefuls of this kind. Other objects stay unchanged."""
     if not isinstance(document, ForeignDocument) or not kind.unfolds:
         return
     chosen = {
@@ -58,7 +59,7 @@ def expand_objects(
             tree = EntryTree(path, _refuse_tensor, len(content))
             tree.add(path, safe_pickle.load_pickle(content, path))
         except (SnapshotError, ValueError, KeyError):
-            continue  # whoever reads it is told
+            continue  # reading it raises
         if not tree.inline and not any(isinstance(each, e.ObjectEntry) for each in tree.entries.values()):
             entries.update(tree.entries)
 

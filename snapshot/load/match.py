@@ -1,6 +1,6 @@
-"""Matching: each entry's place in what the application holds, and everything that does not fit.
+"""Matching: finds each entry's place in the application, and every mismatch.
 
-Nothing is read here, and nothing touched.
+This reads no data and writes no live tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from snapshot.tensors.addresses import address_of_tensor
 
 
 class Matcher:
-    """Finds the place of each entry in what the application holds."""
+    """Finds the place of each entry in the application."""
 
     def __init__(
         self,
@@ -48,22 +48,22 @@ class Matcher:
         self._strict = options.strict
         self._wanted = wanted
         self._beside = beside
-        """Returns True if a live tensor is restored by a stateful other than the optimizer."""
+        """Returns True if a stateful other than the optimizer restores a live tensor."""
         self._holders = holders
-        """Returns the other ranks that had something of their own at a path."""
+        """Returns the other ranks that had their own entry at a path."""
         self._elsewhere = view.elsewhere
-        """Entries that this rank did not have, and may have by name."""
+        """Entries of other ranks that this rank may use by name."""
         self._withheld = view.withheld
         self._several = several
         self._every = every
-        """True if all that is in the snapshot is for all ranks."""
+        """True if the snapshot has no entries of single ranks."""
         self._notes = issues
         self.matched = Matched(lacking=chosen.lacking, states=dict(chosen.states), skipped=set(chosen.skipped))
-        """The result, when all keys were added."""
+        """The result, once all keys were added."""
         self._leaves = LeafMatcher(options, issues, self.matched)
 
     def add(self, kind: Kind, entries: dict[str, Any], read_plan: ReadPlan) -> bool:
-        """Find each entry's place in what the stateful holds. False where all of it is left as it is."""
+        """Match the entries of one stateful. Return False if all of it is left unchanged."""
         if not self._match_structure(kind, entries):
             return False
         left = self.matched.skipped if self._options.mismatched == "skip" else None
@@ -111,8 +111,7 @@ class Matcher:
         return True
 
     def _match_structure(self, kind: Kind, entries: dict[str, Any]) -> bool:
-        """Compare containers and names, before any leaf. Return False if the whole stateful is
-        left as it is."""
+        """Compare containers and names, before any leaf. Return False if the whole stateful is left unchanged."""
         if not kind.by_name:
             self._match_withheld(kind)
         adopted = kind.find_adopted(entries, self._elsewhere)
@@ -124,7 +123,7 @@ class Matcher:
         needed = choice is None or not choice.skipped.intersection(kind.needs)
         lines = kind.find_mismatches(entries) if needed else []
         if isinstance(kind, StateOfParameters) and not kind.optimizers and kind.base in entries:
-            self._notes.add("unexpected", kind.base, "the application gives no optimizer for it")
+            self._notes.add("unexpected", kind.base, "the application passes no optimizer for it")
             kind.drop_optimizer(entries)
         if isinstance(kind, StateOfParameters) and kind.optimizers:
             if (choice is None or choice.includes(kind.base)) and not self._match_optimizer(kind, entries, lines):
@@ -157,7 +156,7 @@ class Matcher:
                 why = self._withheld.get(path, "is in the application, not in the snapshot")
                 self._notes.mismatches.append(f"{path}: {why}")
             else:
-                self._notes.add("missing", path, "left as it is")
+                self._notes.add("missing", path, "left unchanged")
         for path in kind.find_unexpected(entries):
             if not self._strict:
                 self._notes.add("unexpected", path)
@@ -169,8 +168,7 @@ class Matcher:
                 self._notes.mismatches.append(f"{path}: is in the snapshot, not in the application")
 
     def _match_kept(self, kind: Kind, entries: Mapping[str, Any]) -> None:
-        """Keep what the snapshot lacks, or remove it if that was asked for. What is another
-        rank's is neither: the application asks for it."""
+        """Keep keys that the snapshot lacks, or remove them if requested. Entries of another rank are neither."""
         gone = self.matched.dropped[kind.key] = []
         for path, key in kind.find_kept(entries).items():
             if not self._wanted(path):
@@ -188,17 +186,17 @@ class Matcher:
             elif self._strict:
                 self._notes.mismatches.append(f"{path}: {why}")
             elif path not in self._withheld:
-                self._notes.add("skipped", path, f"{why}; left as it is")
+                self._notes.add("skipped", path, f"{why}; left unchanged")
 
     def _choose_again(self, key: str, entries: dict[str, Any]) -> None:
-        """Of what was found with other ranks, too, only that is restored which was asked for."""
+        """Apply include and exclude globs to entries that were found with other ranks."""
         choice = self.matched.states[key] = ChosenState(entries, self._wanted)
         for path in sorted(choice.skipped - self.matched.skipped):
             self._notes.add("skipped", path, "not asked for")
         self.matched.skipped |= choice.skipped
 
     def _match_withheld(self, kind: Kind) -> None:
-        """Report what this rank cannot have: an optimizer would train on with half of its state."""
+        """Report entries that this rank cannot have, such as half of an optimizer's state."""
         for path, why in self._withheld.items():
             if path.startswith(f"{kind.key}/") and self._wanted(path):
                 if kind.exact or (self._strict and kind.wants_entry(path)):
@@ -207,7 +205,7 @@ class Matcher:
                     self._notes.add("skipped", path, why)
 
     def _match_names(self, kind: Kind, entries: dict[str, Any]) -> None:
-        """Compare a module's names with the snapshot's; what has no match is an error, or left out and reported."""
+        """Compare a module's names with the snapshot's. Names without a match are errors, or left out and reported."""
         saved = find_names_beneath(kind.key, entries)
         if saved is None or not isinstance(kind.state, dict):
             self._notes.mismatches.append(f"{kind.key}: the snapshot holds no module's state under this key")
@@ -232,7 +230,7 @@ class Matcher:
                 if path not in self.matched.skipped and path not in self.matched.unexpected
             ]
         for path in missing if not self._strict else ():
-            self._notes.add("missing", path, "left as it is")
+            self._notes.add("missing", path, "left unchanged")
         for path in unexpected:
             if path not in self.matched.skipped:
                 self._notes.add("unexpected", path)

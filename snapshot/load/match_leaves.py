@@ -1,4 +1,4 @@
-"""Matching of leaves: each stored tensor, array or object, and what the application holds in its place."""
+"""Matching of leaves: stored tensors, arrays and objects with their live counterparts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from snapshot.tensors.dtypes import BY_NAME
 
 
 class LeafMatcher:
-    """Finds the place of one leaf after the other."""
+    """Finds the place of single leaves."""
 
     def __init__(self, options: RestoreOptions, issues: RestoreIssues, matched: Matched) -> None:
         self._options = options
@@ -36,7 +36,7 @@ class LeafMatcher:
         self.matched = matched
 
     def match_tensor(self, kind: Kind, path: str, entry: e.AnyTensor, held: torch.Tensor, read_plan: ReadPlan) -> None:
-        """Match a saved tensor and a live one: in place if they agree, else cast, replaced, or an error."""
+        """Match a saved tensor with a live one: filled in place, cast, replaced, or an error."""
         notes = self._notes
         if isinstance(held, UninitializedTensorMixin):
             self._make_new(read_plan, path, entry)
@@ -53,7 +53,7 @@ class LeafMatcher:
             what = (
                 f"the snapshot has {list(entry.shape)}, the application {list(held.shape)}"
                 if held.shape != entry.shape
-                else "the application's tensor has elements that share memory, or is of another layout"
+                else "the application's tensor has overlapping elements, or another layout"
             )
             if kind.exact:
                 self._misfit(path, what, held, read_plan)
@@ -73,9 +73,9 @@ class LeafMatcher:
         read_plan.values[path] = held
 
     def _misfit(self, path: str, what: str, held: Any, read_plan: ReadPlan) -> None:
-        """Report a tensor that cannot be restored where it belongs, or leave it as it is."""
+        """Report a tensor that cannot be restored, or leave it unchanged."""
         if self._options.mismatched == "skip":
-            self._notes.add("skipped", path, f"{what}; left as it is")
+            self._notes.add("skipped", path, f"{what}; left unchanged")
             read_plan.values[path] = held
             self.matched.unfit.add(path)
             self.matched.unfit_memory |= {address_of_tensor(held)} if isinstance(held, torch.Tensor) else set()
@@ -104,7 +104,7 @@ class LeafMatcher:
         return True
 
     def match_shards(self, kind: Kind, path: str, entry: e.AnyTensor, held: Any, read_plan: ReadPlan) -> bool:
-        """Match a saved tensor and one of which this rank holds some boxes. Return False if it holds no such tensor."""
+        """Match a saved tensor with a live sharded one. Return False if this rank holds no such tensor."""
         try:
             made = kind.find_like(path, entry.shape) if held is MISSING else None
             dtype = self._dtype(kind, path, entry) if made is not None else None
@@ -122,8 +122,8 @@ class LeafMatcher:
             self._notes.mismatches.append(f"{path}: is on the meta device; give it memory first: to_empty(device=...)")
             return True
         elif not all(is_writable(piece.tensor) for piece in target.pieces):
-            what = "the application's tensor has elements that share memory"
-        if what is not None:  # never replaced: a whole tensor may be larger than what one rank can hold
+            what = "the application's tensor has overlapping elements"
+        if what is not None:  # never replaced: a whole tensor may exceed one rank's memory
             self._misfit(path, what, held, read_plan)
         elif self._fits_dtype(kind, path, entry, target.dtype, exact=True):
             self._place_shards(path, entry, target, read_plan, live=made is None)
@@ -140,7 +140,7 @@ class LeafMatcher:
             read_plan.into_box(path, entry, piece.box, piece.tensor, live=live)
 
     def match_other(self, kind: Kind, path: str, entry: e.Entry, held: Any, read_plan: ReadPlan) -> None:
-        """Everything that is not one stored range for one live tensor."""
+        """Match any other pair: arrays, generators, objects, and tensors of several parts."""
         if isinstance(entry, e.TENSORS) and isinstance(held, torch.Tensor):
             self.match_tensor(kind, path, entry, held, read_plan)
             return
@@ -178,20 +178,19 @@ class LeafMatcher:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Make a new value. A tensor that was a view of another one's memory has memory of its own now."""
+        """Create a new value. A tensor that was a view of another one's memory gets memory of its own."""
         read_plan.new(path, entry, device, dtype)
         shares = entry.extra.shares if isinstance(entry, e.TENSORS) and entry.extra is not None else None
         if shares is not None:
-            self._notes.add("changed", path, f"shared memory with {shares}, and has memory of its own now")
+            self._notes.add("changed", path, f"shared memory with {shares}, now has its own")
 
     def _dtype(self, kind: Kind, path: str, entry: e.AnyTensor) -> torch.dtype | None:
-        """Return the dtype of a new tensor: the saved one, but for an optimizer's state of a parameter that was
-        cast."""
+        """Return the dtype of a new tensor: the saved one, unless a cast parameter's optimizer state needs another."""
         chosen = kind.choose_state_dtype(path, entry) if isinstance(kind, StateOfParameters) else None
         return chosen or BY_NAME.get(entry.dtype)
 
     def replace(self, kind: Kind, path: str, entry: e.Entry) -> None:
-        """Something of another kind than what is there: a module cannot take it, everything else can."""
+        """Handle an entry of another kind than the live value: an error for a module, a new value otherwise."""
         if kind.by_name and isinstance(kind.live.get(path), torch.Tensor):
             self._notes.mismatches.append(f"{path}: the snapshot has a {entry.type}, the application a tensor")
         else:

@@ -13,14 +13,14 @@ from snapshot.state.optimizer_kinds import StateOfParameters
 
 @dataclass
 class OptimizerMatch:
-    """The result of the comparison."""
+    """The result of an optimizer's comparison."""
 
     goes_on: bool = True
-    """False where nothing of the stateful is restored."""
+    """False if nothing of the stateful is restored."""
     left: bool = False
-    """True if something that the snapshot has was left as it is."""
+    """True if a part of the saved state was not restored."""
     shapes: bool = False
-    """True if a shape that differs is among the mismatches."""
+    """True if a mismatch is about a shape."""
 
 
 def match_optimizer(
@@ -33,15 +33,15 @@ def match_optimizer(
     notes: RestoreIssues,
     unfit: set[int],
 ) -> OptimizerMatch:
-    """Compare an optimizer with the saved one. `lines` says why it cannot take the state, as far as that is known."""
+    """Compare an optimizer with the saved one. `lines` has the reasons already known why it cannot take the state."""
     why = kind.describe_mismatch(entries)
     lines = [why] if why else lines
     if lines and not options.strict:
         reasons = "; ".join(line.removeprefix(f"{kind.base}: ") for line in lines)
-        notes.add("skipped", kind.base, f"left as it is: {reasons}")
+        notes.add("skipped", kind.base, f"left unchanged: {reasons}")
         return OptimizerMatch(goes_on=not kind.drop_optimizer(entries), left=True)
     if lines:
-        notes.mismatches += [f"{line}; strict=False leaves the optimizer as it is" for line in lines]
+        notes.mismatches += [f"{line}; strict=False leaves the optimizer unchanged" for line in lines]
         return OptimizerMatch()
     found = OptimizerMatch()
     for line, path, detail in kind.make_notes():
@@ -51,7 +51,7 @@ def match_optimizer(
         path = f"{kind.base}/state/{name}"
         if options.mismatched == "skip":
             kind.drop_state(name, entries)
-            notes.add("skipped", path, f"{what}; left as it is")
+            notes.add("skipped", path, f"{what}; left unchanged")
             found.left = True
         else:
             found.shapes = True

@@ -1,4 +1,4 @@
-"""What is chosen of a snapshot, and what of that has a place in the application: values that pass between the steps."""
+"""Results of selection and matching, as values that are passed between the steps."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from snapshot.state.state_tree import ChosenState
 
 @dataclass
 class ChosenEntries:
-    """What of a snapshot is asked for, before anything is compared with the application."""
+    """The requested entries of a snapshot, before they are compared with the application."""
 
     grouped: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Key -> path -> entry."""
     states: dict[str, ChosenState] = field(default_factory=dict)
-    """Keys of which a part is asked for."""
+    """Keys that are requested in part."""
     skipped: set[str] = field(default_factory=set)
-    """Paths that are not asked for."""
+    """Paths that are not requested."""
     lacking: bool = False
-    """True if the snapshot, or what was read of its manifest, lacks a key."""
+    """True if the snapshot, or the manifest parts that were read, lack a key."""
     unknown: list[str] = field(default_factory=list)
-    """Why something that was asked for was not found here; another rank may have it."""
+    """Requested names that were not found here, with the reason; another rank may have them."""
     incomplete: bool = False
-    """True if something may be in parts of the manifest that were not read yet."""
+    """True if a requested entry may be in manifest parts that have not been read yet."""
 
 
 @dataclass
 class Matched:
-    """What is restored, and what is left as it is."""
+    """The entries that are restored, and those that are left unchanged."""
 
     restored: int = 0
     left: bool = False
-    """True if something that the snapshot has is left as it is, since it does not fit."""
+    """True if a saved value does not fit and is not restored."""
     unfit: set[str] = field(default_factory=set)
-    """Tensors that are left as they are, since their shape differs."""
+    """Tensors that are left unchanged because their shape differs."""
     unfit_memory: set[int] = field(default_factory=set)
     """Addresses of the memory of those tensors."""
     shapes: bool = False
-    """True if a shape that differs is among the mismatches."""
+    """True if a mismatch is about a shape."""
     lacking: bool = False
     """True if the application has names that were not found."""
     states: dict[str, ChosenState] = field(default_factory=dict)
-    """Keys of which a part is restored."""
+    """Keys that are restored in part."""
     skipped: set[str] = field(default_factory=set)
-    """Paths that are not asked for."""
+    """Paths that are not requested."""
     dropped: dict[str, list[Any]] = field(default_factory=dict)
-    """Key -> what is removed there before its state is handed back."""
+    """Key -> names that are removed before its state is handed back."""
     unexpected: dict[str, None] = field(default_factory=dict)
-    """Names of modules that are shared, and which this rank has no use for: another rank may."""
+    """Shared module names that this rank does not use, but another rank may."""

@@ -1,4 +1,4 @@
-"""Opening what is at a URL: its manifest, the parts of that, and the files that it names."""
+"""Opening a checkpoint: its manifest, the manifest's parts, and checks of its files."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from snapshot.runtime.gc_pause import gc_paused
 from snapshot.runtime.session import Session
 
 AT_ONCE = 16
-"""Requests that are made concurrently."""
+"""The maximum number of concurrent requests."""
 
 
 async def open_document(session: Session, rank: int | None = None) -> Document:
-    """Return the snapshot's manifest, with all of its parts, or with those that one rank needs first."""
+    """Return the manifest with all of its parts, or with the parts that one rank needs first."""
     document = await open_main(session)
     first = rank if rank is None or rank < document.world_size else 0
     await load_parts(session, document, [part for part in document.parts if first is None or first in part.ranks])
@@ -44,8 +44,8 @@ async def open_document(session: Session, rank: int | None = None) -> Document:
 
 
 async def open_main(session: Session) -> Document:
-    """Return the snapshot's manifest without those of its parts that stand in files of their own."""
-    if isinstance(session.storage, ReadOnlyStorage):  # what stood here was somebody else's: now it may be another's
+    """Return the manifest without its parts in separate files."""
+    if isinstance(session.storage, ReadOnlyStorage):  # opened as another library's checkpoint; it may have changed
         await session.storage.close()
         session.switch_storage(session.open_beside(session.url))
     try:
@@ -61,8 +61,8 @@ async def open_main(session: Session) -> Document:
             raise
         if found is None:
             raise SnapshotNotFoundError(
-                f"{session.url}: there is no snapshot here, or it was never finished ({METADATA} is missing), nor a "
-                "checkpoint of another library that can be read"
+                f"{session.url}: no snapshot found, or it was never committed ({METADATA} is missing), and no "
+                "readable checkpoint of another library"
             ) from error
         document = found
     await read_from(session, document)
@@ -70,7 +70,7 @@ async def open_main(session: Session) -> Document:
 
 
 async def checkpoint_exists(session: Session) -> bool:
-    """Whether something stands here that can be opened."""
+    """Return True if a checkpoint exists here that can be opened."""
     try:
         await session.storage.stat(METADATA)
     except StorageError as error:
@@ -81,7 +81,7 @@ async def checkpoint_exists(session: Session) -> bool:
                 session.url, session.storage, session.open_beside, session.settings.manifest_bytes
             )
         except (CorruptSnapshotError, UnsupportedFormatError, UnsafeObjectError):
-            return False  # what is there cannot be opened
+            return False  # it cannot be opened
         if found is None and not isinstance(error, StorageNotFoundError):
             raise
         return found is not None
@@ -89,7 +89,7 @@ async def checkpoint_exists(session: Session) -> bool:
 
 
 async def is_foreign(session: Session) -> bool:
-    """Whether what stands here is of another library, and has no manifest."""
+    """Return True if another library's checkpoint is here, without a manifest."""
     try:
         return (
             await find_checkpoint(session.url, session.storage, session.open_beside, session.settings.manifest_bytes)
@@ -112,7 +112,7 @@ async def _read_manifest(session: Session) -> Document:
 
 
 async def read_from(session: Session, document: Document) -> None:
-    """Read what a document describes: of somebody else's, from where its files are."""
+    """Switch the session to the storage of the document's files, if another library wrote it."""
     if isinstance(document, ForeignDocument) and not isinstance(session.storage, ReadOnlyStorage):
         inner = session.storage
         if document.place != session.url:
@@ -122,14 +122,14 @@ async def read_from(session: Session, document: Document) -> None:
 
 
 async def load_parts(session: Session, document: Document, parts: Sequence[PartEntry]) -> None:
-    """Read parts of a manifest, and add what is in them. Each only once."""
+    """Read parts of a manifest and add their entries, each part only once."""
     for part, held in zip(parts, await read_parts(session, parts), strict=True):
         merge(document.manifest, held.manifest, part.location)
         document.parts.remove(part)
 
 
 async def read_parts(session: Session, parts: Sequence[PartEntry]) -> list[ManifestPart]:
-    """Return what parts of a manifest hold."""
+    """Return the contents of manifest parts."""
 
     async def read(part: PartEntry) -> ManifestPart:
         return await session.read_twice(part.location, lambda: _read_part(session, part))
@@ -146,15 +146,17 @@ async def _read_part(session: Session, part: PartEntry) -> ManifestPart:
 
 
 async def expect_files(session: Session, document: Document, locations: set[str]) -> None:
-    """Raise unless every file is there, and as long as it was."""
+    """Raise unless every file exists and has its expected size."""
     faults = list((await missing_files(session, document, locations)).values())
     if faults:
         raise CorruptSnapshotError(f"{session.url}: {'; '.join(faults)}", faults=faults)
 
 
 async def missing_files(session: Session, document: Document, locations: set[str], *more: int) -> dict[str, str]:
-    """Return a line for each file that is not there, is no file, or is not as long as it was; or (`more`) of which the
-    storage says so. Anything else that a storage says is no word about the snapshot, and raised."""
+    """Return a line for each file that is missing, is not a regular file, or has an unexpected size.
+
+    `more`: further errno values that count as such a fault. Any other storage error is raised.
+    """
     damage = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, *more}
 
     async def fault(location: str) -> str | None:
@@ -170,7 +172,7 @@ async def missing_files(session: Session, document: Document, locations: set[str
             return str(error)
         if found > expected and isinstance(file, ForeignFile) and not file.exact:
             return None
-        return None if found == expected else f"{location} has {found:,} bytes, and {expected:,} were written"
+        return None if found == expected else f"{location} must have {expected:,} bytes, got {found:,}"
 
     ordered = sorted(locations)
     found = await gather_limited(ordered, fault, AT_ONCE)

@@ -1,4 +1,4 @@
-"""Reading single objects and whole state dicts, without a live application to put them into."""
+"""Reading of single objects and whole state dicts, without a live application."""
 
 from __future__ import annotations
 
@@ -62,17 +62,19 @@ def read_object(
         read_plan.values[path] = obj_out
     elif isinstance(obj_out, np.ndarray) and type(entry) is e.NDArrayEntry and obj_out.flags.c_contiguous:
         if not obj_out.flags.writeable:
-            raise RestoreError(f"{path}: obj_out is an array that must not be written to", [path])
+            raise RestoreError(f"{path}: obj_out must be writable", [path])
         if obj_out.shape != entry.shape or numpy_arrays.read_dtype(path, entry.dtype) != obj_out.dtype:
             raise RestoreError(
-                f"{path}: is {entry.dtype}{list(entry.shape)}, and obj_out {obj_out.dtype.str}{list(obj_out.shape)}",
+                f"{path}: obj_out must be {entry.dtype}{list(entry.shape)}, "
+                f"got {obj_out.dtype.str}{list(obj_out.shape)}",
                 [path],
             )
         read_plan.into_array(path, entry, obj_out)
     elif isinstance(obj_out, torch.Generator) and type(entry) is e.TensorPartsEntry:
         if not read_plan.into_generator(path, entry, obj_out):
             raise RestoreError(
-                f"{path}: is {with_article(entry.kind)} {entry.params}, and obj_out is on {obj_out.device}", [path]
+                f"{path}: obj_out must fit {with_article(entry.kind)} {entry.params}, got one on {obj_out.device}",
+                [path],
             )
     else:
         read_plan.new(path, entry)
@@ -81,15 +83,18 @@ def read_object(
 
 
 def read_state_dict(session: Session, document: Document, key: str, rank: int, *, allow_pickle: bool) -> Any:
-    """All that a rank saved under one key of the app state; for a rank that was not there, what all ranks shared."""
+    """Return the state that a rank saved under one key of the app state.
+
+    A rank that did not exist gets the state that all ranks shared.
+    """
     saved = document.world_size
     if rank >= saved:
         view = make_rank_view(document.manifest, rank, saved, rank + 1)
         for below, why in view.withheld.items():
             if below.startswith(encode_component(key) + "/"):
                 raise RestoreError(
-                    f"{session.url}: {below} {why}, and rank {rank} was not there; replicate_from_rank0=True gives "
-                    "what rank 0 had",
+                    f"{session.url}: {below} {why}, and rank {rank} did not exist; replicate_from_rank0=True returns "
+                    "rank 0's state",
                     [below],
                 )
         rank = 0
@@ -99,14 +104,14 @@ def read_state_dict(session: Session, document: Document, key: str, rank: int, *
     try:
         tree = _entries_below(session, document, path)
     except RestoreError:
-        raise RestoreError(f"{session.url}: holds no key {key!r}; {suggest_names(key, known)}", [key]) from None
+        raise RestoreError(f"{session.url}: has no key {key!r}; {suggest_names(key, known)}", [key]) from None
     return _read_tree(
         session, document, ReadPlan(document.files, allow_pickle=allow_pickle), path, tree=tree, verify=True
     )
 
 
 def _find_tree(session: Session, document: Document, path: str) -> tuple[str, dict[str, Any]]:
-    """Return the manifest's path of what is named with a rank or without, and the entries there."""
+    """Return the manifest path for a name with or without a rank, and the entries below it."""
     if is_rank(path.partition("/")[0], document.world_size):
         try:
             return path, _entries_below(session, document, path)
@@ -117,8 +122,10 @@ def _find_tree(session: Session, document: Document, path: str) -> tuple[str, di
 
 
 def _entries_below(session: Session, document: Document, path: str) -> dict[str, Any]:
-    """Return the entries at a path and beneath it, as the path's rank sees them: what all share may stand under
-    another."""
+    """Return the entries at a path and below it, as the path's rank sees them.
+
+    Shared entries may be stored under another rank.
+    """
     manifest: Mapping[str, Any] = document.manifest
     number, _, logical = path.partition("/")
     entry = manifest.get(path)
@@ -132,12 +139,12 @@ def _entries_below(session: Session, document: Document, path: str) -> dict[str,
     if path not in manifest and is_rank(path, document.world_size):
         return _all_of_rank(path, manifest, document)
     if path not in manifest:
-        raise RestoreError(f"{session.url}: holds no {path!r}; {suggest_names(path, manifest)}", [path])
+        raise RestoreError(f"{session.url}: has no entry {path!r}; {suggest_names(path, manifest)}", [path])
     return {below: each for below, each in manifest.items() if below == path or below.startswith(prefix)}
 
 
 def _all_of_rank(number: str, manifest: Mapping[str, Any], document: Document) -> dict[str, Any]:
-    """All that a rank has, under its number."""
+    """Return all entries of a rank, under its number."""
     below = {path: entry for path, entry in manifest.items() if path.startswith(f"{number}/")}
     names = dict.fromkeys(path.split("/", 2)[1] for path in below)
     return {number: narrow_root(document, names), **below}
@@ -171,8 +178,10 @@ def _read_tree(
 
 
 def _bind_classes(path: str, tree: dict[str, Any], out: Any, read_plan: ReadPlan) -> dict[str, Any]:
-    """Give what only names a class that of what `out` holds in its place; the tensors of `out` that are filled: those
-    that objects hold which have a class of their own."""
+    """Bind entries to the classes of `out`, and return the tensors of `out` that are filled.
+
+    Those are the tensors inside objects that have a class of their own.
+    """
     compounds: dict[str, Any] = {}
     live = collect_leaves(path, out, compounds) if out is not None else {}
     notes = RestoreIssues()
@@ -195,13 +204,13 @@ def _bind_classes(path: str, tree: dict[str, Any], out: Any, read_plan: ReadPlan
 
 
 def _fill_shards(read_plan: ReadPlan, path: str, entry: e.AnyTensor, target: Shards, document: Document) -> None:
-    """Fill what this rank holds of a sharded tensor; of what is stored only that is read."""
+    """Fill this rank's shards of a tensor, reading only their ranges."""
     if target.shape != tuple(entry.shape) or target.dtype != BY_NAME.get(entry.dtype):
         raise RestoreError(
-            f"{path}: is {entry.dtype}{list(entry.shape)}, and obj_out {target.dtype}{list(target.shape)}", [path]
+            f"{path}: obj_out must be {entry.dtype}{list(entry.shape)}, got {target.dtype}{list(target.shape)}", [path]
         )
     if not all(is_writable(piece.tensor) for piece in target.pieces):
-        raise RestoreError(f"{path}: obj_out has elements that share memory, or is of another layout", [path])
+        raise RestoreError(f"{path}: obj_out must be strided, without overlapping elements", [path])
     check_tensor(path, entry, document.files)
     for piece in target.pieces:
         read_plan.into_box(path, entry, piece.box, piece.tensor, live=True)
@@ -219,7 +228,7 @@ def _read_box(
     verify: bool,
 ) -> Any:
     if not isinstance(entry, e.TENSORS):
-        raise RestoreError(f"{path}: only a tensor can be read by a box, and this is {type(entry).__name__}", [path])
+        raise RestoreError(f"{path}: only a tensor can be read by a box, got {type(entry).__name__}", [path])
     check_tensor(path, entry, document.files)
     wanted, dropped = _parse_box(path, entry.shape, box)
     made = torch.empty(wanted.sizes, dtype=BY_NAME[entry.dtype], device="cpu")
@@ -237,20 +246,20 @@ def _read_box(
 
 
 def _parse_box(path: str, shape: tuple[int, ...], box: Sequence[slice | int]) -> tuple[Box, set[int]]:
-    """Return the box that slices and ints name, and the dimensions that ints drop."""
+    """Return the box that slices and ints select, and the dimensions that ints drop."""
     if len(box) > len(shape):
-        raise ValueError(f"{path}: a box of {counted(len(box), 'dimension')} in a tensor of shape {list(shape)}")
+        raise ValueError(f"{path}: the box must have at most {counted(len(shape), 'dimension')}, got {len(box)}")
     offsets, sizes, dropped = list((0,) * len(shape)), list(shape), set()
     for axis, part in enumerate(box):
         if isinstance(part, slice):
             begin, stop, step = part.indices(shape[axis])
             if step != 1:
-                raise ValueError(f"{path}: a box has no steps, and {part} has")
+                raise ValueError(f"{path}: the slices of a box must have step 1, got {part}")
             offsets[axis], sizes[axis] = begin, max(0, stop - begin)
         else:
             index = part + shape[axis] if part < 0 else part
             if not 0 <= index < shape[axis]:
-                raise IndexError(f"{path}: index {part} in a dimension of {shape[axis]}")
+                raise IndexError(f"{path}: index {part} is out of range for a dimension of size {shape[axis]}")
             offsets[axis], sizes[axis] = index, 1
             dropped.add(axis)
     return Box(tuple(offsets), tuple(sizes)), dropped
@@ -258,9 +267,9 @@ def _parse_box(path: str, shape: tuple[int, ...], box: Sequence[slice | int]) ->
 
 def _expect_fitting_out(path: str, shape: tuple[int, ...], dtype: str, out: torch.Tensor) -> None:
     if not is_writable(out):
-        raise RestoreError(f"{path}: obj_out has elements that share memory, or is of another layout", [path])
+        raise RestoreError(f"{path}: obj_out must be strided, without overlapping elements", [path])
     if tuple(out.shape) != shape or out.dtype != BY_NAME.get(dtype):
-        raise RestoreError(f"{path}: is {dtype}{list(shape)}, and obj_out {out.dtype}{list(out.shape)}", [path])
+        raise RestoreError(f"{path}: obj_out must be {dtype}{list(shape)}, got {out.dtype}{list(out.shape)}", [path])
 
 
 def _execute(session: Session, document: Document, read_plan: ReadPlan, verify: bool) -> None:

@@ -1,7 +1,7 @@
-"""Read plans: which ranges are read for entries of a manifest, and the values that are made of them.
+"""Read plans: the ranges to read for entries of a manifest, and the values that they become.
 
-It knows where each byte belongs: straight into a tensor's own memory where that is contiguous host memory of the
-same dtype, else by way of a slot and a copy that strides, casts, or crosses to a device.
+Bytes are read straight into a tensor's memory if that is contiguous host memory of the same dtype. Otherwise they are
+read into a slot, and copied with strides, a cast or a device transfer.
 """
 
 from __future__ import annotations
@@ -39,22 +39,25 @@ from snapshot.tensors.geometry import Box, intersect, whole_box
 
 ROOM = 1 << 30
 MOST_TIMES = 4
-"""What others' files hold may be compressed, or views of a few bytes: new values that are made of it take at most ROOM
-bytes, and so many times the files' length. (In tensors that are there already anything is restored.)"""
+"""Limits for values from other libraries' files, which may be compressed, or views of a few bytes.
+
+New values take at most ROOM bytes plus a multiple of the files' size. Live tensors have no such limit.
+"""
 
 
 class ReadPlan:
-    """Collects what is to be read, for one operation."""
+    """Collects the ranges to read for one operation."""
 
     def __init__(self, files: Files, *, allow_pickle: bool = False, partial: bool = False) -> None:
         self.files = files
         self.partial = partial
-        """True if entries may lack shards, which are in parts of the manifest that were not read yet."""
+        """True if entries may lack shards, because parts of the manifest were not read yet."""
         self.incomplete = False
         """True if a value needs such shards."""
         self.requests: list[ReadRequest] = []
         self.objects: list[ReadRequest] = []
-        """Wants of objects' bytes: read before any live tensor is touched, since reading one may be refused."""
+        """Requests for objects' bytes. They are read before any live tensor is written, since an object may be refused.
+        """
         self.values: dict[str, Any] = {}
         """Path -> value, complete after `finish`."""
         self._allow_pickle = allow_pickle
@@ -62,24 +65,27 @@ class ReadPlan:
         self._finish_objects: list[Callable[[], None]] = []
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
         self.targets: list[tuple[str, torch.Tensor, tuple[str, int]]] = []
-        """Live tensors that are filled by way of a slot, with where from: others' addresses are in their requests."""
+        """Live tensors that are filled through a slot, with their source. The others' addresses are in their requests.
+        """
         self._whole: dict[str, bytearray | SavedFile] = {}
-        """Files whose pickles are run: their bytes, then what they hold."""
+        """Files whose pickles are run: first their bytes, then their contents."""
         self._boxes: set[tuple[Any, ...]] = set()
         self._filled: dict[tuple[str, int], tuple[Any, torch.Tensor]] = {}
         self._claimed: dict[tuple[str, tuple[int, int]], tuple[Any, ...]] = {}
         self._unclaimed = sum(file.size for file in files.values())
-        """Bytes of the files that no new value was made of yet."""
+        """Bytes of the files that no new value uses yet."""
         self._room = ROOM + MOST_TIMES * self._unclaimed
-        """Bytes that new values may take which are made of packed ones, or are views."""
+        """Bytes that new values from packed tensors or views may still take."""
 
-    # Values made anew
+    # New values
 
     def new(
         self, path: str, entry: Entry, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> None:
-        """Make a new value for an entry: a tensor in the saved dtype, or in another one. Entries that share their bytes
-        (tied weights) share the tensor."""
+        """Create a new value for an entry, with the saved dtype or another one.
+
+        Entries that share their bytes (tied weights) share the tensor.
+        """
         if isinstance(entry, Scalar):
             self.values[path] = entry.value()
         elif isinstance(entry, e.TENSORS):
@@ -183,7 +189,7 @@ class ReadPlan:
         self._finish_objects.append(finish)
 
     def _new_pickled(self, path: str, entry: e.ObjectEntry) -> None:
-        """Make an object by running its file's pickle: all of the file is read, once for all objects in it."""
+        """Create an object by running its file's pickle. The whole file is read, once for all of its objects."""
         where = entry.location
         check_range(path, entry, self.files)
         if where not in self._whole:
@@ -201,27 +207,33 @@ class ReadPlan:
         self._finish_objects.append(finish)
 
     def _claim(self, path: str, stored: e.TensorEntry | e.ObjectEntry, *what: Any) -> None:
-        """Raise where new values would take more memory than there are bytes to fill it: a few bytes of a manifest may
-        name the same range of a file many times, each time as something else."""
+        """Raise if new values would take more memory than the files have bytes.
+
+        A hostile manifest of a few bytes may name the same range many times, each time with another type.
+        """
         place = stored.location, stored.byte_range
         if not stored.nbytes:
             return
         if isinstance(stored, e.TensorEntry) and is_packed(stored):
             self._room -= math.prod(stored.shape) * ITEMSIZE[stored.dtype]
             if self._room < 0:
-                raise CorruptSnapshotError(f"{path}: would take far more memory than its files have bytes")
+                raise CorruptSnapshotError(
+                    f"{path}: would take far more memory than its files have bytes; refusing a hostile checkpoint"
+                )
             return
         if place not in self._claimed:
             self._claimed[place] = what
             self._unclaimed -= stored.nbytes
         if self._claimed[place] != what or self._unclaimed < 0:
-            raise CorruptSnapshotError(f"{path}: its bytes are those of other values, too")
+            raise CorruptSnapshotError(f"{path}: its bytes also belong to other values")
 
-    # Places that are there already
+    # Existing destinations
 
     def in_place(self, path: str, entry: e.TensorEntry, held: Any, exact: bool) -> bool:
-        """Want a range straight in a live tensor's memory, if that is plain and everything agrees: the common case, in
-        the fewest steps. False where more is to be looked at."""
+        """Request a range straight into a live tensor's memory, if everything agrees. Return False if not.
+
+        This is the common case, in the fewest steps.
+        """
         kind = type(held)
         if kind is not torch.Tensor and not (exact and kind is torch.nn.Parameter):
             return False
@@ -250,8 +262,7 @@ class ReadPlan:
         return True
 
     def into(self, path: str, entry: e.AnyTensor, target: torch.Tensor, *, live: bool = False) -> None:
-        """Fill a tensor of the entry's shape (any dtype, strides, device) with all of it. The entry has been
-        checked."""
+        """Fill a tensor of the entry's shape, with any dtype, strides and device. The entry has been checked."""
         if not math.prod(entry.shape):
             return
         pieces = entry.pieces()
@@ -299,7 +310,7 @@ class ReadPlan:
         self.values[path] = array
 
     def into_generator(self, path: str, entry: e.TensorPartsEntry, generator: torch.Generator) -> bool:
-        """Set a generator's state; False, and nothing done, where it is one of another kind of device."""
+        """Set a generator's state. Return False, without a change, if it is for another kind of device."""
         if entry.kind != generators.KIND or generators.read_device(path, entry.params).type != generator.device.type:
             return False
         state = self._generator_state(path, entry)
@@ -314,7 +325,7 @@ class ReadPlan:
     def _generator_state(self, path: str, entry: e.TensorPartsEntry) -> torch.Tensor:
         stored = entry.parts.get("state")
         if stored is None or stored.dtype != "uint8":
-            raise CorruptSnapshotError(f"{path}: a generator without a state")
+            raise CorruptSnapshotError(f"{path}: a generator must have a state of dtype uint8")
         return self._plain(f"{path}[state]", stored)
 
     def _again(
@@ -325,9 +336,9 @@ class ReadPlan:
         other: e.AnyTensor,
         source: torch.Tensor,
     ) -> bool:
-        """Fill a second place of a range from the first one, so that the range is read once.
+        """Fill a second destination from the first one, so that the range is read once.
 
-        Return False if that cannot be.
+        Return False if that is impossible.
         """
         if other.shape != entry.shape or other.dtype != entry.dtype:
             return False
@@ -337,16 +348,16 @@ class ReadPlan:
         if source.device == target.device and source.data_ptr() == target.data_ptr():
             return source.stride() == target.stride() and source.dtype == target.dtype
         if source.dtype != BY_NAME[entry.dtype]:
-            return False  # the first place lost precision in a cast
+            return False  # the first destination lost precision in a cast
         self._finish.append(lambda: copy_into(target, source))
         return True
 
     def _piece(
         self, path: str, stored: e.TensorEntry, piece: Box, target: torch.Tensor, *, box: Box, live: bool
     ) -> int:
-        """Add requests for what a stored piece shares with a box of its tensor. Return the number of elements.
+        """Add requests for the part of a stored piece that is in a box. Return its number of elements.
 
-        They go to a tensor of the box's shape.
+        The bytes are copied to a tensor of the box's shape.
         """
         if not is_packed(stored):
             return add_requests(self.requests, path, stored, piece, target=target, box=box, live=live)
@@ -355,7 +366,7 @@ class ReadPlan:
             return 0
         part = target.detach()[shared.relative_to(box.offsets).slices()]
         inner = shared.relative_to(piece.offsets)
-        finish = self._finish  # and not this plan, which holds the request
+        finish = self._finish  # not `self`, which holds the request: no reference cycle
 
         def opens(layout: EmbeddedLayout) -> list[ReadRequest]:
             return add_unpacked_requests(path, stored, layout, inner, target=part, live=live, finish=finish)
@@ -375,7 +386,10 @@ class ReadPlan:
         meter: Meter | None = None,
         all_or_none: bool = True,
     ) -> ReadResult:
-        """Read everything, and make the values. Objects come first: one that is refused leaves live tensors alone."""
+        """Read everything and create the values.
+
+        Objects are read first, so that a refused object leaves live tensors unchanged.
+        """
         meter = meter or Meter("read", None)
         first = fetch_requests(session, self.objects, verify, meter)
         self.finish_objects(all_or_none=all_or_none)
@@ -385,8 +399,10 @@ class ReadPlan:
         return result
 
     def finish_objects(self, *, all_or_none: bool = True) -> None:
-        """Decode the objects, whose bytes have been read and verified; or those that can be, without running a
-        pickle."""
+        """Decode the objects, whose bytes were read and verified.
+
+        If not `all_or_none`, skip those that only a pickle can decode.
+        """
         for each in self._finish_objects:
             try:
                 each()
@@ -395,6 +411,6 @@ class ReadPlan:
                     raise
 
     def finish(self) -> None:
-        """Make the values that are made of several reads; all bytes have been read and verified."""
+        """Create the values that need several reads, after all bytes were read and verified."""
         for each in self._finish:
             each()

@@ -1,7 +1,7 @@
-"""Reading: wanted ranges straight into the memory where they belong, verified on the way.
+"""Reading: requested ranges are read straight to their destination and verified.
 
-A request that names an address is read into it; one that does not goes through a slot, and is handed over when it has
-been verified as far as it can be. Every byte of storage is fetched once.
+A request with an address is read into it. Other requests go through a slot, and are copied once they are verified as
+far as possible. Every byte of storage is fetched once.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from snapshot.tensors.addresses import wrap_memory
 from snapshot.tensors.digest import BLOCK, digest_range, digest_table
 
 HOT = 4 << 20
-"""What a thread reads, and then digests, before the next: short enough to be in a cache still."""
+"""Bytes that a thread reads and then digests in one step: small enough to stay in a CPU cache."""
 
 LOOK = 1 << 20
-"""How much is read at once of what must be followed byte by byte."""
+"""Bytes per read of a range that must be parsed sequentially."""
 
 Followed = tuple[ReadRequest, EmbeddedLayout | None]
-"""A range that is followed from its first byte on, or from where its tensor's storage begins, if that is known."""
+"""A range that is parsed from its first byte, or from the start of its tensor's storage if that is known."""
 TRIES = 4
-"""How often more is read of the beginning and the end of a packed tensor."""
+"""Maximum attempts to find an archive's directory, reading more bytes each time."""
 
 
 class _Table(msgspec.Struct, gc=False):
-    """Where a table of digests lies, and what was read of it."""
+    """The location of a table of digests, and the bytes that were read of it."""
 
     location: str
     begin: int
@@ -61,7 +61,7 @@ class _Table(msgspec.Struct, gc=False):
 
 @dataclass
 class ReadResult:
-    """What a read met."""
+    """Counts, faults and written tensors of a read."""
 
     bytes_read: int = 0
     requests: int = 0
@@ -69,7 +69,7 @@ class ReadResult:
     touched: set[str] = field(default_factory=set)
 
     def add(self, other: ReadResult) -> None:
-        """Count what another read has read."""
+        """Add the counts of another read."""
         self.bytes_read += other.bytes_read
         self.requests += other.requests
 
@@ -95,21 +95,20 @@ class Reader:
         self._blocking = storage.capabilities.blocking
         self._lanes = limits.parallel_parts
         part = wanted_part or (HOT if self._blocking else min(limits.preferred_part, limits.largest_part))
-        # Threads take their slots one after the other; requests that need none should not be short for those that do.
+        # Threads take their slots in turn; requests without a slot must not wait for those with one.
         self._part = max(BLOCK, min(part, budget.limit // (max(2, limits.parallel_parts) if self._blocking else 2)))
         self._stopped = False
         self._bad: list[ReadRequest] = []
         self.result = ReadResult(touched=set() if touched is None else touched)
 
     async def read(self, requests: Sequence[ReadRequest], progress: Callable[[int], None]) -> ReadResult:
-        """Read all requests. What does not verify is in the result's `faults`; anything else that goes wrong is
-        raised."""
+        """Read all requests. Digest mismatches are added to the result's `faults`; any other error is raised."""
         await self._all(requests, progress)
         await self.again()
         return self.result
 
     async def again(self) -> None:
-        """Read once more what did not verify: over a network, bytes may be damaged on their way only."""
+        """Retry ranges that failed verification: over a network, bytes may be damaged in transit only."""
         bad = list({id(request): request for request in self._bad}.values())
         if not bad or self._blocking:
             return
@@ -156,12 +155,14 @@ class Reader:
                     touched=sorted(self.result.touched),
                 ) from error
             if self.result.touched:
-                error.add_note(f"live tensors that have been written to: {', '.join(sorted(self.result.touched))}")
+                error.add_note(f"live tensors that were written: {', '.join(sorted(self.result.touched))}")
             raise
 
     async def _opened(self, requests: Sequence[ReadRequest]) -> tuple[list[ReadRequest], list[Followed]]:
-        """Find out where long packed tensors are, and want them there; what has to be followed from its first byte on.
-        Short ones are looked into when they arrive."""
+        """Locate long packed tensors and add requests for them, and return the ranges to parse sequentially.
+
+        Short packed tensors are unpacked on arrival.
+        """
         found: list[ReadRequest] = []
         long: list[ReadRequest] = []
         followed: list[Followed] = []
@@ -185,9 +186,7 @@ class Reader:
                     lengths = [(min(most, max(HEAD, short.args[0])), min(most, max(HEAD, short.args[1])))]
                     held = (await self._heads([request], lengths))[0]  # noqa: PLW2901 - the same, longer
             else:
-                raise CorruptSnapshotError(
-                    f"{request.name}: it cannot be found in {request.location}[{request.begin}:...]"
-                )
+                raise CorruptSnapshotError(f"{request.name}: not found in {request.location}[{request.begin}:...]")
             if layout.plain:
                 found += open_packed(request, layout)
             else:
@@ -208,7 +207,7 @@ class Reader:
         return [(first.held, last.held) for first, last in zip(ranges[::2], ranges[1::2], strict=True)]
 
     async def _follow(self, request: ReadRequest, layout: EmbeddedLayout | None) -> None:
-        """Read a range from its first byte on, and hand over what it holds."""
+        """Read a range sequentially, and deliver its contents."""
         unpack = Unpack(request, layout)
         begin = request.begin if layout is None else layout.begin
         async with self._budget.slot(LOOK) as slot:
@@ -234,7 +233,7 @@ class Reader:
                 await in_thread(unpack.taken)
 
     async def prepare_checks(self, requests: Sequence[ReadRequest]) -> None:
-        """Partly wanted ranges are checked block by block, against a table that is read, and checked, first."""
+        """Read and verify the digest tables of partly requested ranges, which are then checked block by block."""
         tables: dict[tuple[str, int, int], list[ReadRequest]] = defaultdict(list)
         for request in requests:
             stored = request.stored
@@ -250,14 +249,14 @@ class Reader:
             bad = await self._read_tables(bad)
         for (location, begin, end), whose in bad.items():
             raise CorruptSnapshotError(
-                f"{whose[0].name}: its table of digests in {location}[{begin}:{end}] is not {whose[0].stored.digest}, "
-                "which was written"
+                f"{whose[0].name}: its table of digests in {location}[{begin}:{end}] does not match "
+                f"{whose[0].stored.digest}, which was written"
             )
 
     async def _read_tables(
         self, tables: Mapping[tuple[str, int, int], list[ReadRequest]]
     ) -> dict[tuple[str, int, int], list[ReadRequest]]:
-        """Read tables, several in one request where they lie close; those that are not what was written."""
+        """Read tables, merging nearby ones into one request. Return the tables that failed verification."""
         ranges = [_Table(*where, bytearray(where[2] - where[1])) for where in tables]
         await self._read_ranges(ranges)
         bad = {}
@@ -270,7 +269,7 @@ class Reader:
         return bad
 
     async def _read_ranges(self, ranges: Sequence[_Table]) -> None:
-        """Read short ranges into memory, several in one request where they lie close."""
+        """Read short ranges into memory, merging nearby ones into one request."""
         at_once = asyncio.Semaphore(self._lanes)
 
         async def read(part: ReadPart) -> None:
@@ -342,7 +341,7 @@ class Reader:
         slot: Slot | None,
         places: list[int],
     ) -> None:
-        """Verify what came, and hand over what is to be placed."""
+        """Verify the bytes of a part, and place those that went through a slot."""
         verify, placed = self._verify, iter(places)
         for segment, share in zip(part.segments, shares, strict=True):
             request = requests[segment.request]
@@ -360,14 +359,14 @@ class Reader:
                     request.place(segment.begin - stored.byte_range[0], slot, at, segment.end - segment.begin)
 
     def good(self, request: ReadRequest, begin: int, share: Buffer) -> bool:
-        """Whether a want's bytes from `begin` on are what was written, as far as that can be told by now."""
+        """Return True if a request's bytes from `begin` on match their digests, as far as that is known yet."""
         if not self._verify or request.stored.digest is None:
             return True
         if request.check is not None:
             return self._check(request, begin, memoryview(share).cast("B"))
         actual = digest_range(share)
         return actual == request.stored.digest or self._refuse(
-            request, f"is {actual}, and {request.stored.digest} was written"
+            request, f"digest is {actual}, but {request.stored.digest} was written"
         )
 
     def _check(self, request: ReadRequest, begin: int, data: memoryview) -> bool:
@@ -382,7 +381,7 @@ class Reader:
         if complete:
             actual = digest_table(check.digests)
             if actual != request.stored.digest:
-                return self._refuse(request, f"is {actual}, and {request.stored.digest} was written")
+                return self._refuse(request, f"digest is {actual}, but {request.stored.digest} was written")
         return True
 
     def _refuse(self, request: ReadRequest, what: str) -> bool:
@@ -393,11 +392,11 @@ class Reader:
 
 
 def _touched_text(names: set[str]) -> str:
-    return f"; live tensors that have been written to: {', '.join(sorted(names))}" if names else ""
+    return f"; live tensors that were written: {', '.join(sorted(names))}" if names else ""
 
 
 def _slot_bytes(part: ReadPart, requests: Sequence[ReadRequest]) -> int:
-    """How much of a slot a part needs: what is to be placed (each at a multiple of 16), and gaps."""
+    """Return the slot size of a part: its bytes to place, aligned to 16, and its gaps."""
     used, position = 0, part.begin
     for segment in part.segments:
         used += max(0, segment.begin - position)

@@ -1,7 +1,7 @@
-"""Names: the entries of a snapshot under the names that the application has for them.
+"""Names: converts a snapshot's names to those of the application.
 
-Names are changed in this order: a checkpoint that knows no statefuls goes below the only one of the application, then
-`rename` is followed, then wrappers of models are matched.
+Names change in this order. A checkpoint without statefuls is put below the application's only one. Then `rename` is
+applied. Then wrappers of models are matched.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from snapshot.text import listed
 
 
 def below_only_key(document: Document, view: RankView, app_state: Mapping[str, Any]) -> RankView:
-    """Put a checkpoint that names no statefuls below the key of the application's only one."""
+    """Put a checkpoint without statefuls below the key of the application's only stateful."""
     if find_root(document) is None or len(app_state) != 1:
         return view
     key = encode_component(*app_state)
@@ -44,8 +44,10 @@ def below_only_key(document: Document, view: RankView, app_state: Mapping[str, A
 
 
 def follow_rename(view: RankView, rename: Rename, app_state: Mapping[str, Any]) -> RankView:
-    """Return a view under the names that the user gave. A model's new names are its optimizer's, too, in a
-    `ModelState`."""
+    """Return a view under the names that the user gave.
+
+    In a `ModelState`, a model's new names apply to its optimizer, too.
+    """
     known = {**view.elsewhere, **view.entries}
     change, unmatched = compile_rename(rename, known)
     wrong = _wrong_names(known, change, {encode_component(key) for key in app_state})
@@ -64,7 +66,7 @@ def follow_rename(view: RankView, rename: Rename, app_state: Mapping[str, Any]) 
     def with_optimizers(path: str) -> str:
         new = change(path)
         for base, (follow, _) in inner.items():
-            if new.startswith(base) and path.endswith(f"/optim/{new[len(base) :]}"):  # else it is renamed already
+            if new.startswith(base) and path.endswith(f"/optim/{new[len(base) :]}"):  # otherwise it is renamed already
                 return follow(new)
         return new
 
@@ -76,7 +78,7 @@ def follow_rename(view: RankView, rename: Rename, app_state: Mapping[str, Any]) 
 
 
 def _wrong_names(known: Mapping[str, Any], change: Callable[[str], str], keys: set[str]) -> list[str]:
-    """Return a line for each new name that cannot be one, or that no stateful of the application has."""
+    """Return a line for each new name that is invalid, or that no stateful of the application has."""
     lines = []
     new = {path: change(path) for path in known}
     made = {name: known[path] for path, name in new.items()}
@@ -88,7 +90,7 @@ def _wrong_names(known: Mapping[str, Any], change: Callable[[str], str], keys: s
         parent, was = made.get(above), known.get(path.rpartition("/")[0])
         moved = new.get(path.rpartition("/")[0]) != above or path.rpartition("/")[2] != last
         if not name or "" in name.split("/"):
-            lines.append(f"{path}: rename gives it the name {name!r}, which is not a path")
+            lines.append(f"{path}: rename must give it a valid path, got {name!r}")
         elif path.partition("/")[0] in keys - taken and name.partition("/")[0] not in keys:
             lines.append(
                 f"{path}: rename moves it to {name}, and the application has no key {name.partition('/')[0]!r}"
@@ -115,10 +117,10 @@ def match_wrappers(
     notes: RestoreIssues,
     asked: Callable[[str], bool],
 ) -> RankView:
-    """Return a view in which models have the names of the application, where only wrappers make the difference.
+    """Return a view in which models have the application's names, if only wrappers make the difference.
 
-    Adds the kinds of models to `kinds`, since their names have to be known. `asked` says of which keys anything is
-    restored."""
+    Adds the kinds of models to `kinds`, since their names are needed. `asked` returns True for keys that are restored.
+    """
     saved = group_by_key(view.entries)
     for path in view.elsewhere:
         saved.setdefault(path.partition("/")[0], {})
@@ -145,7 +147,7 @@ def _match_model(view: RankView, kind: Kind, base: str, notes: RestoreIssues) ->
         names, candidates = (
             sep.join(prefix + each for each in names) for sep, names in ((" and ", live), (" or ", saved))
         )
-        notes.mismatches.append(f"{names}: may be {candidates} of the snapshot; say which with rename={{...}}")
+        notes.mismatches.append(f"{names}: may be {candidates} of the snapshot; choose with rename={{...}}")
     for name in found.left_out:
         notes.add(
             "skipped", prefix + name, f"belongs to a wrapper ({_owner_of_name(name)}) that this model does not have"
@@ -173,7 +175,7 @@ def _owner_of_name(name: str) -> str:
 
 
 def _rename_optimizer(view: RankView, key: str, names: Mapping[str, str]) -> RankView:
-    """Return a view in which the optimizer of a `ModelState` has the names of its model's parameters."""
+    """Return a view in which the optimizer of a `ModelState` has its model's parameter names."""
     base = f"{key}/optim/"
     made = rename_view(view, optimizer_change(base, names))
     _rename_params(made, base, names)
@@ -181,7 +183,7 @@ def _rename_optimizer(view: RankView, key: str, names: Mapping[str, str]) -> Ran
 
 
 def optimizer_change(base: str, names: Mapping[str, str]) -> Change:
-    """Return the function that gives paths of an optimizer's state the new names of its parameters."""
+    """Return a function that renames the parameters in the paths of an optimizer's state."""
 
     def change(path: str) -> str:
         if not path.startswith(base):
@@ -200,7 +202,7 @@ def optimizer_change(base: str, names: Mapping[str, str]) -> Change:
 
 
 def _rename_params(view: RankView, base: str, names: Mapping[str, str]) -> None:
-    """Give the parameters that are listed in groups their new names."""
+    """Rename the parameters that are listed in groups."""
     params = re.compile(re.escape(base) + r"param_groups/\d+/params/\d+\Z")
     for path, entry in view.entries.items():
         if isinstance(entry, StrEntry) and params.match(path):

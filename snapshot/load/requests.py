@@ -1,4 +1,4 @@
-"""Read requests: ranges of files, where their bytes belong, and how they are checked."""
+"""Read requests: ranges of files, with their destination and their verification."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from snapshot.runtime.arena import Slot
 from snapshot.tensors.digest import BLOCK, SIZE, block_digest
 
 Place = Callable[[int, Slot, int, int], None]
-"""Called with (position in the stored range, slot, position in the slot, length): the bytes are to be copied from
-there."""
+"""A function that copies bytes from a slot: (position in the stored range, slot, position in the slot, length)."""
 
 
 class ReadRequest(msgspec.Struct, gc=False):
-    """A stored range that is to be read: all of it, or some of its blocks."""
+    """A stored range to read: all of it, or some of its blocks."""
 
     name: str
     stored: TensorEntry | ObjectEntry
@@ -25,13 +24,13 @@ class ReadRequest(msgspec.Struct, gc=False):
     begin: int
     end: int
     address: int = 0
-    """Where its first byte belongs; 0 if it is to be placed."""
+    """The address of its first byte; 0 if a function places the bytes."""
     place: Place | None = None
     live: bool = False
-    """Whether it is an application's own tensor that is written to."""
+    """True if the destination is a tensor of the application."""
     check: BlockCheck | None = None
     opens: Callable[[EmbeddedLayout], list[ReadRequest]] | None = None
-    """Of a packed tensor: what is wanted of the file itself, once it is known where in the range it is."""
+    """For a packed tensor: returns the requests for the file itself, once its position in the range is known."""
 
 
 def request_all(
@@ -43,9 +42,10 @@ def request_all(
 
 
 class BlockCheck:
-    """The digests of a long range's blocks, as they come in from several threads.
+    """Verifies the block digests of a long range, as blocks arrive from several threads.
 
-    With a `table` each block is compared at once; without, all of them make a table when the last one is there.
+    With a `table`, each block is compared at once. Without one, the blocks' digests make a table when the last one
+    arrived.
     """
 
     __slots__ = ("bad", "digests", "left", "table")
@@ -57,7 +57,7 @@ class BlockCheck:
         self.bad: str | None = None
 
     def update(self, at: int, data: memoryview) -> None:
-        """Take whole blocks that begin at `at` bytes into the range."""
+        """Add whole blocks that begin at `at` bytes into the range."""
         first = at // BLOCK
         made = b"".join(block_digest(data[begin : begin + BLOCK]) for begin in range(0, len(data), BLOCK))
         if self.table is None:
@@ -68,6 +68,6 @@ class BlockCheck:
                 wrong = next(i for i in range(0, len(made), SIZE) if made[i : i + SIZE] != expected[i : i + SIZE])
                 block = first + wrong // SIZE
                 self.bad = (
-                    f"block {block} (bytes {block * BLOCK} on) is xxh3:{made[wrong : wrong + SIZE].hex()}, "
-                    f"and xxh3:{expected[wrong : wrong + SIZE].hex()} was written"
+                    f"block {block} (bytes {block * BLOCK} on): digest is xxh3:{made[wrong : wrong + SIZE].hex()}, "
+                    f"but xxh3:{expected[wrong : wrong + SIZE].hex()} was written"
                 )

@@ -1,4 +1,4 @@
-"""One restore on this rank: plan, check, read, place, hand back."""
+"""A restore on one rank: plan, check, read, place, hand back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from snapshot.text import listed
 
 
 class Restore:
-    """A restore under way."""
+    """A restore in progress."""
 
     def __init__(
         self,
@@ -46,8 +46,10 @@ class Restore:
         meter: Meter,
         touched: set[str],
     ) -> None:
-        """`touched` holds the names of live tensors that an attempt before this one has written to, all of which have
-        to be restored now; the names of those that this one writes to are added."""
+        """`touched`: names of live tensors that an earlier attempt wrote. All of them must be restored now.
+
+        The names of the tensors that this attempt writes are added.
+        """
         self._exchange = exchange
         self._session = session
         self._document = document
@@ -66,13 +68,13 @@ class Restore:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
 
     def run(self, app_state: Mapping[str, Any]) -> RestoreReport:
-        """Do all of it."""
+        """Run all steps."""
         try:
             with gc_paused():
                 return self._run(app_state)
         except Exception as error:
             if self._touched and not isinstance(error, CorruptSnapshotError):
-                error.add_note(f"live tensors that have been written to: {', '.join(sorted(self._touched))}")
+                error.add_note(f"live tensors that were written: {', '.join(sorted(self._touched))}")
             raise
 
     def _run(self, app_state: Mapping[str, Any]) -> RestoreReport:
@@ -102,14 +104,18 @@ class Restore:
         lines = plan.issues.lines
         kept = [line.path for line in lines if line.kind == "kept"]
         if kept:
-            log.warning("%s: the snapshot lacks, and so keeps as it is:%s", session.url, listed(kept, 10))
+            log.warning(
+                "%s: the snapshot lacks these entries; they are left unchanged:%s", session.url, listed(kept, 10)
+            )
         return RestoreReport(plan.matched.restored, result.bytes_read, result.requests, self._seconds, tuple(lines))
 
     # Read
 
     def _read(self, reads: ReadPlan, common: Ranges, waits: bool) -> ReadResult:
-        """Objects first, then (atomic) every byte once without touching anything, then all into its place. `waits`: not
-        before all ranks have come so far."""
+        """Read objects first, then, if `atomic`, verify all bytes, then read everything into place.
+
+        If `waits`, wait for all ranks before writing to live tensors.
+        """
         total = sum(request.end - request.begin for request in reads.requests)
         self._meter.begin(total * (2 if self._options.atomic else 1))
         with self._phase("read"):
@@ -132,22 +138,22 @@ class Restore:
         return result
 
     def _fetch_shared(self, requests: Sequence[ReadRequest], common: Ranges) -> ReadResult:
-        """Read what this rank alone wants, and then with the others what all want."""
+        """Read the ranges of this rank alone, then the shared ones together with the other ranks."""
         alone, together = split_requests(requests, common)
         result = self._fetch(alone)
         if common:
             relay = BroadcastReader(
                 self._exchange, self._session, together, self._meter, self._touched, verify=self._options.verify
             )
-            self._expect_all()  # from here on, who fails must not leave others waiting
+            self._expect_all()  # from here on, a failing rank must not leave others waiting
             relay.run(result)
             raise_faults(self._session, result)
         return result
 
     def _expect_all(self) -> None:
-        """All ranks have come so far, or all raise."""
+        """Wait until all ranks are this far, or raise on all of them."""
         if not self._exchange.agree(True, all, bool, bool):
-            raise SnapshotError(f"{self._session.url}: what one rank had read did not reach all others")
+            raise SnapshotError(f"{self._session.url}: the bytes that one rank read did not reach all others")
 
     def _fetch(self, requests: Sequence[ReadRequest], *, verify: bool | None = None) -> ReadResult:
         return fetch_requests(
@@ -168,7 +174,7 @@ class Restore:
         try:
             left = kind.load_state(state, self._options.strict and not (self._options.include or self._options.exclude))
         except Exception as error:
-            error.add_note(f"raised by load_state_dict() of app_state[{kind.key!r}]; its tensors have been restored")
+            error.add_note(f"raised by load_state_dict() of app_state[{kind.key!r}]; its tensors are restored")
             raise
         for path in left:
-            plan.issues.add("skipped", path, "has no place here")
+            plan.issues.add("skipped", path, "the application has no such name")

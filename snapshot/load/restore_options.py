@@ -60,7 +60,7 @@ class RestoreOptions:
     timeout: float | None = None
 
     def check(self) -> None:
-        """Raise `ValueError` for a choice that does not exist. Called when the other ranks can be told of it."""
+        """Raise `ValueError` for an invalid choice. Called when the error can be sent to the other ranks."""
         if self.cast not in CASTS:
             raise ValueError(f"cast must be {', '.join(map(repr, CASTS))}, got {self.cast!r}")
         if self.read_once not in ("auto", True, False):

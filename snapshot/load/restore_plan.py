@@ -1,4 +1,4 @@
-"""The plan of a restore: everything that can be known without reading data. What does not fit is raised here."""
+"""The plan of a restore: all decisions that need no data. Mismatches are raised here."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from snapshot.state.optimizer_kinds import OptimizerKind
 from snapshot.state.stateful_kinds import Kind
 from snapshot.text import listed
 
-SKIP_SHAPES = "\n(to leave tensors of another shape as they are: strict=False, mismatched='skip')"
+SKIP_SHAPES = "\n(to leave tensors of another shape unchanged: strict=False, mismatched='skip')"
 
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """What a restore does."""
+    """The steps of a restore."""
 
     kinds: dict[str, Kind]
-    """Key -> how its state is handed back."""
+    """Key -> the way its state is handed back."""
     grouped: dict[str, dict[str, Any]]
     """Key -> path -> entry."""
     reads: ReadPlan
     matched: Matched
     issues: RestoreIssues
     unknown: list[str]
-    """Why something that was asked for was not found here; another rank may have it."""
+    """Requested names that were not found here, with the reason; another rank may have them."""
     incomplete: bool
-    """True if something may be in parts of the manifest that were not read yet."""
+    """True if a requested entry may be in manifest parts that have not been read yet."""
 
 
 def plan_restore(
@@ -60,9 +60,9 @@ def plan_restore(
     allow_pickle: bool,
     written: frozenset[str],
 ) -> RestorePlan:
-    """Return the plan; raise `RestoreError` if something does not fit.
+    """Return the plan, or raise `RestoreError` if the snapshot does not fit.
 
-    `written`: live tensors that an attempt before this one has written to, all of which have to be restored now.
+    `written`: live tensors that an earlier attempt wrote. All of them must be restored now.
     """
     kinds: dict[str, Kind] = {}
 
@@ -77,12 +77,12 @@ def plan_restore(
     except RestoreError:
         if not document.parts:
             raise
-    run(load_parts(session, document, list(document.parts)))  # what this rank wants may be in other ranks' parts
+    run(load_parts(session, document, list(document.parts)))  # this rank's entries may be in other ranks' parts
     return plan()
 
 
 class _Planner:
-    """One attempt to plan, with the parts of the manifest that were read."""
+    """An attempt to plan with the manifest parts that were read."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class _Planner:
         return RestorePlan(kinds, grouped, reads, matched, self._issues, chosen.unknown, incomplete)
 
     def _view(self, app_state: Mapping[str, Any]) -> RankView:
-        """Return the snapshot as this rank sees it, under the names of the application."""
+        """Return the snapshot as this rank sees it, with the application's names."""
         document, rename = self._document, self._options.rename
         view = make_rank_view(document.manifest, self._exchange.rank, document.world_size, self._exchange.world)
         view = below_only_key(document, view, app_state)
@@ -130,7 +130,7 @@ class _Planner:
         return match_wrappers(view, in_restore_order(app_state), self._kinds, self._issues, self._chooser.may_want)
 
     def _match(self, app_state: Mapping[str, Any], view: RankView, chosen: ChosenEntries, reads: ReadPlan) -> Matched:
-        """Find the place of each entry that is asked for."""
+        """Find the place of each requested entry."""
         kinds, grouped = self._kinds, chosen.grouped
         for key, stateful in in_restore_order(app_state):
             if key in grouped and key not in kinds:
@@ -147,13 +147,15 @@ class _Planner:
             issues=self._issues,
         )
         keys = [key for key, _ in in_restore_order(app_state) if key in grouped]
-        for key in sorted(keys, key=lambda key: isinstance(kinds[key], OptimizerKind)):  # which follow their models
+        for key in sorted(
+            keys, key=lambda key: isinstance(kinds[key], OptimizerKind)
+        ):  # optimizers follow their models
             if not matcher.add(kinds[key], grouped[key], reads):
                 del grouped[key]
         return matcher.matched
 
     def _expect_fit(self, view: RankView, reads: ReadPlan, matched: Matched, *, allow_pickle: bool) -> None:
-        """Raise if something does not fit."""
+        """Raise if the snapshot does not fit."""
         mismatches = self._issues.mismatches
         mismatches += find_shared_memory(reads) + find_read_only_memory(reads)
         self._expect_any(view, matched)
@@ -169,7 +171,7 @@ class _Planner:
             )
 
     def _holders(self, path: str) -> list[int]:
-        """Return the other ranks that had something of their own at a path, at most ten."""
+        """Return up to ten other ranks that had their own entry at a path."""
         if self._document.world_size == 1:
             return []
         if self._others is None:
@@ -183,21 +185,19 @@ class _Planner:
         return self._others.get(path, [])
 
     def _expect_any(self, view: RankView, matched: Matched) -> None:
-        """Add a mismatch where nothing of what the application asks for is in the snapshot: it is another's."""
+        """Add a mismatch if the snapshot has nothing that the application requests."""
         missing = any(line.kind == "missing" for line in self._issues.lines) or matched.left
         if missing and not matched.restored and not self._issues.mismatches:
             held = listed(sorted(group_by_key(view.entries)), 10)
-            self._issues.mismatches.append(
-                f"nothing that the application asks for is in the snapshot, which holds:{held}"
-            )
+            self._issues.mismatches.append(f"the snapshot has nothing that the application requests; it has:{held}")
 
     def _expect_written(self, reads: ReadPlan, matched: Matched) -> None:
-        """Add a mismatch for each live tensor that would go on holding what an attempt before this one wrote."""
+        """Add a mismatch for each live tensor that would keep bytes from an earlier, failed attempt."""
         if self._written:
             left = matched.skipped | matched.unfit
             covered = {request.name for request in reads.requests} | {path for path in reads.values if path not in left}
             self._issues.mismatches += [
-                f"{path}: holds bytes of a damaged snapshot that was tried before, and is not restored from this one; "
-                "atomic=True leaves live tensors alone until all bytes are verified"
+                f"{path}: holds bytes of a damaged snapshot from an earlier attempt, and is not in this one; "
+                "atomic=True writes no live tensor before all bytes are verified"
                 for path in sorted(self._written - covered)
             ]

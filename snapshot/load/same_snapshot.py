@@ -1,4 +1,4 @@
-"""How a restore begins: all ranks open the same snapshot, even if it is replaced meanwhile."""
+"""The beginning of a restore: all ranks open the same snapshot, even if it is replaced meanwhile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FoundSnapshot(msgspec.Struct, array_like=True):
 def open_restore(
     exchange: Exchange, url: URL, verb: str, open_session: Callable[[URL], Session]
 ) -> tuple[Session, Document]:
-    """Agree on a snapshot, and open it."""
+    """Agree on a snapshot with the other ranks, and open it."""
     held: list[tuple[Session, Document]] = []
 
     def at(place: URL) -> tuple[Session, Document]:
@@ -62,7 +62,7 @@ def open_restore(
 
 
 def remember_plan(exchange: Exchange, document: Document) -> None:
-    """Note what the ranks of a restored snapshot had agreed on: the next take may go by it."""
+    """Keep the agreed plan of a restored snapshot, so that the next take can reuse it."""
     if exchange.alone or document.world_size != exchange.world:
         return
     paths = frozenset(path.partition("/")[2] for path, entry in document.manifest.items() if entry.replicated)

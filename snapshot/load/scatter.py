@@ -1,4 +1,4 @@
-"""Where the bytes of a stored range belong in a tensor: in its own memory where they can, else copied box by box."""
+"""Destinations of a stored range in a tensor: its own memory if possible, otherwise a copy box by box."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _BITS = {
     for name, dtype in BY_NAME.items()
     if re.fullmatch(r"u?int[1-7]|bits.*|float4.*", name)
 }
-"""Dtypes that torch cannot copy, and as what it can."""
+"""Dtypes that torch cannot copy, with the dtype of equal size that is copied instead."""
 _GAP = 64 << 10
-"""Bytes of a partly wanted range that are rather read than asked around."""
+"""Gaps up to this size are read through instead of issuing a second request."""
 
 
 def add_requests(
@@ -38,8 +38,10 @@ def add_requests(
     box: Box,
     live: bool,
 ) -> int:
-    """Return what a stored piece of a tensor shares with a box of it, into a tensor of that box's shape; how much that
-    is."""
+    """Add requests for the part of a stored piece that is in a box. Return its number of elements.
+
+    `target` has the box's shape.
+    """
     shared = intersect(piece, box)
     if shared is None:
         return 0
@@ -76,7 +78,7 @@ def add_unpacked_requests(
     live: bool,
     finish: list[Callable[[], None]],
 ) -> list[ReadRequest]:
-    """Return what a box of a packed tensor wants of the file, into a tensor of the box's shape."""
+    """Return the requests for a box of a packed tensor, into a tensor of the box's shape."""
     itemsize = ITEMSIZE[stored.dtype]
     begin = layout.begin + layout.offset * itemsize
     requests: list[ReadRequest] = []
@@ -86,7 +88,7 @@ def add_unpacked_requests(
         add_requests(requests, path, raw, whole_box(stored.shape), target=target, box=box, live=live)
         return requests
     found = find_enclosing_tensor(stored.shape, layout.strides)
-    if found is None:  # elements that overlap, or are repeated: they are read as they lie, and copied from there
+    if found is None:  # overlapping or repeated elements: read in file order, then copied
         count = measure_span(stored.shape, layout.strides)
         held = torch.empty(count, dtype=BY_NAME[stored.dtype])
         raw = e.TensorEntry(stored.location, (begin, begin + count * itemsize), stored.dtype, (count,))
@@ -104,7 +106,7 @@ def add_unpacked_requests(
 
 
 def place_of(stored: e.TensorEntry) -> tuple[str, int]:
-    """Return what tells the memory of a stored tensor from that of others."""
+    """Return a key that identifies the memory of a stored tensor."""
     extra = stored.extra
     view = f" {extra.strides} {extra.storage_offset}" if extra is not None and extra.strides is not None else ""
     packed = f" {stored.serializer}" if stored.serializer != "raw" else ""
@@ -112,7 +114,7 @@ def place_of(stored: e.TensorEntry) -> tuple[str, int]:
 
 
 def _make_placer(stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box) -> Place:
-    """Return what copies what arrives of a stored piece to where it belongs in a tensor that stands for `box`."""
+    """Return a function that copies arriving bytes of a stored piece to a tensor that represents `box`."""
     dtype, itemsize = BY_NAME[stored.dtype], ITEMSIZE[stored.dtype]
     target = target.detach()
 
@@ -133,7 +135,7 @@ def _make_placer(stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: B
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy elements, whatever `requires_grad` says."""
+    """Copy elements even if the target requires a gradient."""
     target, source = target.detach(), source.detach()
     bits = _BITS.get(target.dtype)
     if bits is not None and source.dtype == target.dtype:

@@ -1,4 +1,4 @@
-"""What a manifest says that its files hold: every stored range, as something that can be read and compared."""
+"""Stored ranges: all ranges that a manifest says its files hold, as requests that can be read and compared."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.validate import Files, check_range, check_tensor
 
 Place = tuple[str, int, int]
-"""A file, and where in it a range begins and ends."""
+"""A file, and the begin and end of a range in it."""
 
 
 def tensors_of(entry: e.Entry) -> list[e.AnyTensor]:
-    """Return the tensors that an entry is, or is made of."""
+    """Return the tensors of an entry: itself, or its parts."""
     if isinstance(entry, e.TENSORS):
         return [entry]
     if isinstance(entry, e.NDArrayEntry):
@@ -39,7 +39,7 @@ def stored_of(entry: e.Entry) -> list[e.TensorEntry | e.ObjectEntry]:
 
 
 def stored_in(manifest: Mapping[str, Any]) -> Iterator[e.TensorEntry | e.ObjectEntry]:
-    """All stored ranges; those that several names share, as often."""
+    """Yield all stored ranges; a range with several names is repeated."""
     for entry in manifest.values():
         yield from stored_of(entry)
 
@@ -50,9 +50,10 @@ def requests_of(
     faults: list[str],
     bare: dict[str, list[Place]] | None = None,
 ) -> list[ReadRequest]:
-    """Return a request for each stored range, and for each table of digests; entries that cannot be read become faults.
+    """Return a request for each stored range and each table of digests. Add unreadable entries to `faults`.
 
-    `manifests`: one that is whole, or one and its parts. `bare`: gets the entries of which ranges carry no digest.
+    `manifests`: a whole manifest, or a manifest and its parts. `bare`: collects the entries with ranges that have no
+    digest.
     """
     requests: dict[Place, ReadRequest] = {}
     partial = len(manifests) > 1
@@ -64,7 +65,7 @@ def requests_of(
                 if isinstance(entry, e.ObjectEntry):
                     check_range(path, entry, files)
                 elif isinstance(entry, Scalar):
-                    with suppress(UnsupportedFormatError):  # a time zone may be unknown to this machine alone
+                    with suppress(UnsupportedFormatError):  # only this machine may lack the time zone
                         entry.value()
             except CorruptSnapshotError as error:
                 faults.append(str(error))
@@ -80,7 +81,7 @@ def requests_of(
 
 
 def _request_of(path: str, stored: e.TensorEntry | e.ObjectEntry) -> ReadRequest:
-    """All of a stored range; of a packed tensor it is looked at whether it is the one that its entry says."""
+    """Return a request for a whole stored range. A packed tensor is also compared with its entry."""
     request = request_all(path, stored)
     if isinstance(stored, e.TensorEntry) and is_packed(stored):
         request.opens = lambda layout: []
@@ -88,7 +89,7 @@ def _request_of(path: str, stored: e.TensorEntry | e.ObjectEntry) -> ReadRequest
 
 
 TABLE = "digests"
-"""The serializer, so to speak, of tables of digests."""
+"""The serializer name of digest tables."""
 
 
 def _table_want(path: str, blocks: Place, digest: str) -> ReadRequest:
@@ -98,21 +99,20 @@ def _table_want(path: str, blocks: Place, digest: str) -> ReadRequest:
 
 
 def find_uncovered(files: Files, requests: Iterable[ReadRequest]) -> list[str]:
-    """Return a line for each part of a file that has no digest, or two: what is written fills its files, and nothing
-    twice."""
+    """Return a line for each part of a file that no entry, or more than one, covers."""
     ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for request in requests:
         if request.begin < request.end:
             ranges[request.location].append((request.begin, request.end))
     faults = []
     for location, file in files.items():
-        if isinstance(file, ForeignFile):  # there is more in it than our entries say
+        if isinstance(file, ForeignFile):  # it has more content than its entries
             continue
         position = file.header
         for begin, end in [*sorted(ranges[location]), (file.size, file.size)]:
             if begin != position:
                 what = "belong to nothing" if begin > position else "belong to two things"
                 low, high = sorted((begin, position))
-                faults.append(f"{location}[{low}:{high}]: the manifest says that these bytes {what}")
+                faults.append(f"{location}[{low}:{high}]: by the manifest, these bytes {what}")
             position = max(position, end)
     return faults

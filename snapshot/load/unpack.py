@@ -1,4 +1,4 @@
-"""Packed tensors, on their way from what others' files hold of them to where their elements belong."""
+"""Unpacking of tensors from other libraries' archives: from file bytes to elements at their destination."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from snapshot.load.requests import ReadRequest
 
 ALIGNED = 16
-"""No element is longer; so at multiples of it, counted from where a storage begins, none is cut."""
+"""No element is longer. At multiples of it, counted from the start of a storage, no element is split."""
 ENOUGH = 64 << 10
-"""Decompressed bytes that are handed on at once."""
+"""Decompressed bytes that are delivered at once."""
 MORE = 64 << 20
-"""Bytes by which a compressed archive may be longer than its tensor's elements."""
+"""Bytes that a compressed archive may have in addition to its tensor's elements."""
 
 
 class Bytes:
-    """A tensor of bytes where a place expects a slot."""
+    """A byte tensor with the interface of a slot."""
 
     __slots__ = ("tensor",)
 
@@ -45,7 +45,7 @@ class Bytes:
 def unpack_stream(
     requests: Sequence[ReadRequest], layout: EmbeddedLayout, dtype: str, begin: int, held: torch.Tensor
 ) -> None:
-    """Give requests their share of the bytes that begin at `begin`: in the file, or in what was decompressed."""
+    """Deliver the bytes that begin at `begin`, in the file or after decompression, to the requests that want them."""
     if not layout.plain:
         held = _turned(held, layout.begin - begin, dtype, layout)
     end = begin + held.numel()
@@ -63,7 +63,7 @@ def unpack_stream(
 
 
 def _turned(held: torch.Tensor, at: int, dtype: str, layout: EmbeddedLayout) -> torch.Tensor:
-    """Return the tensor's own bytes: in this machine's order, conjugated, negated. Elements begin at `at`."""
+    """Return the tensor's bytes in native byte order, conjugated and negated as saved. Elements begin at `at`."""
     whole = ITEMSIZE[dtype]
     size = whole // (2 if BY_NAME[dtype].is_complex else 1)
     held = held.clone()
@@ -72,7 +72,7 @@ def _turned(held: torch.Tensor, at: int, dtype: str, layout: EmbeddedLayout) -> 
     middle = held[at : at + count]
     if layout.swapped and size > 1:
         middle.copy_(middle.clone().view(-1, size).flip(1).reshape(-1))
-    if layout.neg:  # the last byte has the sign
+    if layout.neg:  # the last byte has the sign bit
         middle.view(-1, size)[:, -1] ^= 0x80
     if layout.conj:
         middle.view(-1, whole)[:, -1] ^= 0x80
@@ -80,7 +80,7 @@ def _turned(held: torch.Tensor, at: int, dtype: str, layout: EmbeddedLayout) -> 
 
 
 def unpack_whole(request: ReadRequest, share: Any, tensor: torch.Tensor) -> None:
-    """Unpack a short range whose bytes are all here."""
+    """Unpack a short range whose bytes have all been read."""
     stored = request.stored
     assert isinstance(stored, TensorEntry)
     if is_streamed(stored):
@@ -92,21 +92,21 @@ def unpack_whole(request: ReadRequest, share: Any, tensor: torch.Tensor) -> None
     try:
         layout = find_layout(request.name, stored, share, share)
     except MoreBytesNeeded as short:
-        raise CorruptSnapshotError(f"{request.name}: its archive names bytes that it does not have") from short
+        raise CorruptSnapshotError(f"{request.name}: its archive refers to bytes beyond its end") from short
     unpack_stream(open_packed(request, layout), layout, stored.dtype, request.begin, tensor)
 
 
 def open_packed(request: ReadRequest, layout: EmbeddedLayout) -> list[ReadRequest]:
-    """Return what is wanted of the file itself, now that it is known where a packed tensor is."""
+    """Return the requests for the file itself, once the position of a packed tensor is known."""
     assert request.opens is not None
     return request.opens(layout)
 
 
 class Unpack:
-    """A range that is followed from its first byte on; twice, if what says where things are stands at its end."""
+    """Parses a range sequentially; twice, if its directory is stored at the end."""
 
     def __init__(self, request: ReadRequest, layout: EmbeddedLayout | None = None) -> None:
-        """With a layout that is known already, from the first byte of the storage on."""
+        """Start with a known layout, if given, from the first byte of the storage."""
         assert isinstance(request.stored, TensorEntry)
         self._request = request
         self._stored = request.stored
@@ -115,17 +115,17 @@ class Unpack:
         self._requests: list[ReadRequest] = []
         self._head, self._tail = bytearray(), bytearray()
         self._position = 0
-        """Where `_held` begins."""
+        """The position where `_held` begins."""
         self._held = bytearray()
         self._end = 0
         self._most = math.prod(request.stored.shape) * ITEMSIZE[request.stored.dtype] + MORE
         self.looks = layout is None and request.stored.serializer.endswith("+torch_save")
-        """Whether all has to be looked at before anything can be taken."""
+        """True if the whole range must be scanned before any bytes can be delivered."""
         if layout is not None:
             self._begin(layout, layout.begin)
 
     def steps(self) -> list[Callable[[memoryview], None]]:
-        """Return what is to be done with all of the range's bytes, in this order."""
+        """Return the functions to call with all bytes of the range, in this order."""
         return [self._look_all, self._take_all] if self.looks else [self._take_all]
 
     def _look_all(self, data: memoryview) -> None:
@@ -137,7 +137,7 @@ class Unpack:
         self.taken()
 
     def look(self, data: memoryview) -> None:
-        """Go through bytes of the range without taking any."""
+        """Scan bytes of the range without delivering any."""
         for at in range(0, len(data), PIECE):
             made = self._decode(bytes(data[at : at + PIECE]))
             if len(self._head) < HEAD:
@@ -149,7 +149,7 @@ class Unpack:
                 raise CorruptSnapshotError(f"{self._request.name}: decompresses to far more bytes than it has elements")
 
     def looked(self) -> None:
-        """All has been looked at."""
+        """Finish the scan."""
         head, tail, length = self._head, self._tail, self._position
         if length <= HEAD:
             tail = head
@@ -158,7 +158,7 @@ class Unpack:
         try:
             found = find_layout(self._request.name, packed, head, tail)
         except MoreBytesNeeded as short:
-            raise CorruptSnapshotError(f"{self._request.name}: its archive is none that torch writes") from short
+            raise CorruptSnapshotError(f"{self._request.name}: its archive is not one that torch writes") from short
         self._decode = make_decoder(self._request.name, stored)
         self._begin(found)
 
@@ -169,7 +169,7 @@ class Unpack:
         self._position = position
 
     def take(self, data: memoryview) -> bool:
-        """Take what is wanted of the bytes; whether more of them are needed."""
+        """Deliver the requested part of the bytes. Return True if more bytes are needed."""
         for at in range(0, len(data), PIECE):
             if self._layout is None:
                 head = bytes(data[: max(PIECE, HEAD)])
@@ -182,7 +182,7 @@ class Unpack:
         return self._position < self._end
 
     def taken(self) -> None:
-        """There are no more bytes."""
+        """Finish: the range has no more bytes."""
         self._hand_on(len(self._held), last=True)
         if self._position < self._end:
             raise CorruptSnapshotError(f"{self._request.name}: its bytes end too early")

@@ -1,4 +1,4 @@
-"""A take that goes on in the background: staged by the call, written while the application goes on."""
+"""A take in the background: staged by the call, written while the application continues."""
 
 from __future__ import annotations
 
@@ -26,25 +26,27 @@ from snapshot.save.writer import PartSink, WrittenFile
 from snapshot.state.overlap_eligible import OverlapEligible
 
 PART_AHEAD = 32 << 20
-"""Bytes of a part that is staged long before it is written. No cache holds it by then; and the fewer parts there are,
-the fewer turns of the interpreter does training lose to them."""
+"""Bytes of a part that is staged long before it is written.
+
+The part has left the CPU caches by then, and fewer parts take the interpreter lock from training less often.
+"""
 CHANGED = (
-    "parameters or optimizer state were changed, not by an optimizer's step(), while the snapshot copied them, so "
-    'nothing is committed; call wait_staged() before what changes them, or take with staging="blocking"'
+    "parameters or optimizer state changed outside an optimizer's step() while they were copied, so nothing was "
+    'committed; call wait_staged() before such changes, or use staging="blocking"'
 )
 
 
 class LateCopies:
-    """The leaves that are copied after the call returns: an optimizer's `step()` waits for them.
+    """The leaves that are copied after the call returns; an optimizer's `step()` waits for them.
 
-    Used as a context: an error that leaves it lets the `step()` go on.
+    As a context, an error that leaves it lets the `step()` continue.
     """
 
     def __init__(self, opening: TakeOpening, share: RankShare, app_state: Mapping[str, Any] | None) -> None:
         self.marks = b""
-        """A byte for each leaf: 1 if it is copied late."""
+        """One byte per leaf: 1 if it is copied after the call."""
         self.owners: list[torch.Tensor] = []
-        """The tensors whose versions show that a leaf was changed."""
+        """Tensors whose version counters show that a leaf was changed."""
         self.pending: PendingCopy | None = None
         eligible = OverlapEligible(app_state) if app_state is not None else None
         if not eligible:
@@ -57,7 +59,7 @@ class LateCopies:
             return
         try:
             self.pending = PendingCopy(eligible.optimizers, owners)
-        except RuntimeError:  # tensors of inference mode do not count how often they were changed
+        except RuntimeError:  # tensors of inference mode have no version counter
             return
         self.marks, self.owners = marks, owners
         self.pending.begin()
@@ -73,9 +75,9 @@ class LateCopies:
 
 
 class BackgroundTake(Take):
-    """A take whose parts are staged ahead of the writing, by the caller and by a thread.
+    """A take whose parts are staged ahead of writing, by the caller and by a thread.
 
-    Used as a context: an error of the call ends it, also when the writing has begun.
+    As a context, an error of the call ends the take, even if writing has begun.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class BackgroundTake(Take):
         super().__init__(opening, share, plan, stager=stager, metadata=metadata, verify=verify, part_bytes=part_bytes)
         self._late = late.pending
         self._sink = sink
-        """What writes the data files instead of this process."""
+        """A writer process that writes the data files in place of this process."""
         self._prefetcher = PartPrefetcher(
             self.writer, self.session.budget, plan.files, self._meter.staged, self._begin, shared=sink is not None
         )
@@ -104,7 +106,7 @@ class BackgroundTake(Take):
         self._work: LoopFuture[None] | None = None
 
     def stage_and_start(self) -> LoopFuture[None]:
-        """Stage what must be staged now, and begin to write: afterwards, or as soon as the budget is used up."""
+        """Stage what must be staged in the call, and start writing: afterwards, or as soon as the budget is used up."""
         count = len(self.plan.files)
         now, later = range(count - self.plan.late), range(count - self.plan.late, count)
         self._prefetcher.stage(now)
@@ -115,7 +117,7 @@ class BackgroundTake(Take):
             self._thread = threading.Thread(
                 target=self._stage_late, args=(later,), name="snapshot-io-stage", daemon=True
             )
-            with system_limits("a thread cannot be started"):
+            with system_limits("cannot start a thread"):
                 self._thread.start()
         else:
             self._all_staged()
@@ -126,7 +128,7 @@ class BackgroundTake(Take):
 
     def _begin(self) -> LoopFuture[None]:
         if self._work is None:
-            self.opening.transaction()  # a snapshot that is in the way is an error of the call
+            self.opening.transaction()  # an existing snapshot is an error of the call
             self._work = work_on(self.write())
             self._work.begin()
         return self._work
@@ -134,7 +136,7 @@ class BackgroundTake(Take):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop what was begun. If the writing has failed, raise that error: it is the cause."""
+        """Stop everything that was started. If writing failed, raise that error: it is the cause."""
         if error is None:
             return
         self._prefetcher.stop(error)
@@ -150,7 +152,7 @@ class BackgroundTake(Take):
                 raise cause from None
 
     def _stage_late(self, files: range) -> None:
-        """Stage what may be staged after the call. An error fails the writing, which waits for the parts."""
+        """Stage what may be staged after the call. An error fails the writer, which waits for the parts."""
         assert self._late is not None
         try:
             self._prefetcher.stage(files)
@@ -163,7 +165,7 @@ class BackgroundTake(Take):
         self._all_staged()
 
     def _all_staged(self) -> None:
-        self._meter.staged(self.plan.blob_bytes)  # which never was the application's
+        self._meter.staged(self.plan.blob_bytes)  # encoded bytes, not the application's memory
         self.emit("staged", bytes=self.plan.total_bytes)
 
     async def write_parts(self, transaction: Transaction, locations: Sequence[str]) -> list[WrittenFile]:
@@ -189,7 +191,7 @@ class BackgroundTake(Take):
         self._prefetcher.stop(error)
 
     async def end_staging(self) -> None:
-        if self._thread is not None and self._thread.is_alive():  # the part that it copies is the last
+        if self._thread is not None and self._thread.is_alive():  # it copies no part after the current one
             await shielded(in_own_thread(self._thread.join))
         self._prefetcher.release()
 

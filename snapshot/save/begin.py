@@ -1,4 +1,4 @@
-"""How a take begins: a session by its options, and all ranks agreed."""
+"""The beginning of a take: a session for its options, and agreement between the ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def begin_take(
 
 
 def session_for_take(options: TakeOptions, url: URL, slot: TakeSlot | None = None) -> Session:
-    """Open the session of a take. Takes in the background share one budget."""
+    """Open the session of a take. Background takes share one budget."""
     return Session(
         url,
         options.storage_options,

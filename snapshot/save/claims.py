@@ -1,4 +1,4 @@
-"""Claims: the file that tells others that a save is running, and the saves that are pending in this process."""
+"""Claims: files that tell other processes that a save is running, and the pending saves of this process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _pending: PerProcess[set[str]] = PerProcess(set, set)
 
 
 def claim_path(save_id: str) -> str:
-    """Return the path of a claim: it says that a save is running, or was interrupted."""
+    """Return the path of a save's claim, which exists while the save runs or after it was interrupted."""
     return f".take-{save_id}"
 
 
 def pending_saves() -> set[str]:
-    """Return the ids of the saves that are pending in this process. Cleaning spares their files."""
+    """Return the ids of this process's pending saves. Clean-up keeps their files."""
     return _pending.get()

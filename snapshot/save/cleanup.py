@@ -1,7 +1,7 @@
-"""Cleaning: which files belong to which save, and which of them may be deleted.
+"""Clean-up: which files belong to which save, and which of them may be deleted.
 
-The files of a save have its id in their names. A save cleans only after its own commit, only files whose names it
-knows, and never those of another save that is pending in this process.
+File names contain the id of their save. A save cleans up only after its own commit, deletes only files of known names,
+and never files of another pending save of this process.
 """
 
 from __future__ import annotations
@@ -24,44 +24,47 @@ from snapshot.manifest.document import METADATA
 from snapshot.save.claims import claim_path, pending_saves
 from snapshot.storage import Storage
 
-# Save ids are 12 hexadecimal digits: a `data/train-1.json`, or a `data/2026-1-1.json`, is somebody else's.
+# Save ids are 12 hexadecimal digits: a `data/train-1.json`, or a `data/2026-1-1.json`, belongs to the user.
 _DATA = re.compile(r"data/([0-9a-f]{12})-[0-9]+(?:-[0-9]+\.(?:safetensors|bin|json)|\.json)")
 _CLAIM = re.compile(r"\.take-([0-9a-f]{12})(?:\.[0-9a-f]+\.tmp)?")
 _SAVE_ID = re.compile(rb'"save_id":"([0-9a-z]+)"')
 
 LAST_WORDS = 20.0
-"""Seconds that cleaning up may take over a network."""
+"""Seconds that clean-up may take over a network."""
 DAY = 24 * 3600.0
-"""Seconds after which a claim counts as that of an interrupted take, where a commit does not notice that it is gone."""
+"""Age in seconds after which a claim counts as interrupted, on storages where a commit cannot detect a deleted claim.
+"""
 
 
 def time_limit(storage: Storage) -> asyncio.Timeout:
-    """Return a limit on the time for cleaning up over a network."""
+    """Return a time limit for clean-up over a network."""
     return asyncio.timeout(None if storage.capabilities.blocking else LAST_WORDS)
 
 
 def save_id_of(path: str) -> str | None:
-    """Whose file this is; None for what is none of ours."""
+    """Return the save id in a file name, or None if this library did not write the file."""
     found = _DATA.fullmatch(path) or _CLAIM.fullmatch(path)
     return found[1] if found else None
 
 
 def belongs_to(path: str, save_id: str, rank: int | None) -> bool:
-    """Whether a file is of a take, and of one of its ranks, or of any."""
+    """Return True if the file belongs to this save (and to `rank`, if given)."""
     return save_id_of(path) == save_id and (
         rank is None or path.startswith((f"data/{save_id}-{rank}-", f"data/{save_id}-{rank}."))
     )
 
 
 async def list_save_files(storage: Storage) -> list[str]:
-    """Every file below the snapshot that a take wrote. Data first: whose data is listed had its claim by then."""
+    """Return all files below the snapshot that a take wrote.
+
+    Data files are listed first: a file that is found had its claim by then.
+    """
     listed = [*await storage.list("data/"), *await storage.list(".take-")]
     return [path for path in listed if save_id_of(path) is not None]
 
 
 async def committed_save_id(storage: Storage) -> str | None:
-    """Return the save id of the snapshot that stands here; None where none of ours does. Raises what keeps it from
-    looking."""
+    """Return the save id of the committed snapshot, or None if there is none. Raise if it cannot be read."""
     try:
         found = _SAVE_ID.search((await storage.get(METADATA))[:1000])
     except StorageNotFoundError:
@@ -72,10 +75,10 @@ async def committed_save_id(storage: Storage) -> str | None:
 async def _remove_claims(
     storage: Storage, found: list[str], committed: str | None = None, older_than: float = DAY
 ) -> list[str]:
-    """Remove the claims among what was found, but for those of this process; the rest that may be removed.
+    """Delete the claims among `found`, except those of this process. Return the other files that may be deleted.
 
-    Once its claim is gone a take cannot commit any more; so what is not committed afterwards never will be. Where the
-    storage cannot promise that, a claim that is younger than a day may be of a take that is still running.
+    A take without its claim cannot commit. So uncommitted files are leftovers once their claim is deleted. If the
+    storage cannot guarantee that, a claim younger than a day may belong to a running take.
     """
     pending = pending_saves()
     found = [path for path in found if save_id_of(path) not in pending]
@@ -95,7 +98,7 @@ async def _remove_claims(
 
 
 async def is_younger_than(storage: Storage, claim: str, older_than: float) -> bool:
-    """Return True if a claim is younger than so many seconds."""
+    """Return True if a claim is younger than `older_than` seconds."""
     try:
         return (await storage.stat(claim)).mtime > time.time() - older_than
     except StorageNotFoundError:
@@ -103,21 +106,21 @@ async def is_younger_than(storage: Storage, claim: str, older_than: float) -> bo
 
 
 async def drop_unfinished_uploads(storage: Storage, save_ids: set[str], older_than: float = DAY) -> None:
-    """Drop the uploads that takes which were killed a day ago did not finish: theirs, and nobody else's."""
+    """Drop unfinished uploads of these saves that are older than a day."""
     try:
         for save_id in save_ids:
             for prefix in (f"data/{save_id}-", f"data/.{save_id}-", f".{claim_path(save_id)}"):
                 swept = await storage.sweep(prefix, older_than)
                 if swept:
                     emit("swept", "take", str(storage.url), uploads=len(swept))
-    except SnapshotError as error:  # a permission of its own on many stores; what is left costs space, no more
-        log.info("%s: unfinished uploads could not be looked for: %s", storage.url, error)
+    except SnapshotError as error:  # many stores need a separate permission; leftovers only cost space
+        log.info("%s: cannot list unfinished uploads: %s", storage.url, error)
 
 
 async def delete_save(storage: Storage, save_id: str, files: Sequence[str] = ()) -> None:
     """Delete the claim of a save, so that it cannot be committed, and then the files of all its ranks.
 
-    `files` are those that are known, for a storage that cannot be listed.
+    `files` are the known files, for a storage that cannot be listed.
     """
     await storage.delete([claim_path(save_id)])
     with contextlib.suppress(SnapshotError):
@@ -126,7 +129,7 @@ async def delete_save(storage: Storage, save_id: str, files: Sequence[str] = ())
 
 
 async def clean_after_commit(storage: Storage, keep: str) -> None:
-    """Remove what earlier takes left, finished or not, and what the snapshot `keep` replaced."""
+    """Delete the leftovers of earlier takes, and the files of the snapshot that `keep` replaced."""
     try:
         found = [path for path in await list_save_files(storage) if save_id_of(path) != keep]
         if not found:
@@ -136,30 +139,33 @@ async def clean_after_commit(storage: Storage, keep: str) -> None:
         gone = [path for path in left if save_id_of(path) != now]
         if now is not None and gone:
             await storage.delete(gone)
-    except SnapshotError as error:  # the snapshot is committed: what could not be cleaned costs space, no more
-        log.warning("%s: leftovers of earlier takes could not be removed: %s", storage.url, error)
+    except SnapshotError as error:  # the snapshot is committed: leftovers only cost space
+        log.warning("%s: cannot delete the leftovers of earlier takes: %s", storage.url, error)
         return
     emit("cleaned", "take", str(storage.url), files=len(gone))
 
 
 async def find_leftovers(storage: Storage, older_than: float = DAY) -> list[str]:
-    """Return the files of takes that are not committed here and are over: whose claim is gone, as after a deletion that
-    was cut off, or is older than so many seconds. A younger claim may be of a take that still runs somewhere."""
+    """Return the files of uncommitted takes that are over.
+
+    Such a take has no claim, because a deletion was interrupted, or a claim older than `older_than` seconds. A younger
+    claim may belong to a running take.
+    """
     found = await list_save_files(storage)
     spared = set(pending_saves())
     for claim in (path for path in found if path.startswith(".take-")):
         if await is_younger_than(storage, claim, older_than):
             spared.add(save_id_of(claim) or "")
-    if found:  # last: what had no claim any more may have been committed
+    if found:  # checked last: a take without a claim may be committed
         now = await committed_save_id(storage)
         if now is None and METADATA in await storage.list(METADATA):
-            return []  # whose data this is cannot be read any more
+            return []  # the manifest is unreadable, so the owner of the data is unknown
         spared.add(now or "")
     return [path for path in found if save_id_of(path) not in spared]
 
 
 async def delete_leftovers(storage: Storage, older_than: float = DAY) -> list[str]:
-    """Remove those, and the uploads that their takes did not finish; what was removed."""
+    """Delete the leftovers of takes and their unfinished uploads. Return the deleted files."""
     found = await find_leftovers(storage, older_than)
     if found:
         left = await _remove_claims(storage, found, None, older_than)
@@ -169,7 +175,7 @@ async def delete_leftovers(storage: Storage, older_than: float = DAY) -> list[st
 
 
 async def is_busy(storage: Storage, older_than: float = DAY) -> bool:
-    """Whether a take may be running here, beside what is committed."""
+    """Return True if a take may be running here, in addition to the committed snapshot."""
     claims = [path for path in await storage.list(".take-") if save_id_of(path) is not None]
     now = await committed_save_id(storage) if claims else None
     return any([save_id_of(claim) != now and await is_younger_than(storage, claim, older_than) for claim in claims])
@@ -179,20 +185,19 @@ _OTHERS = re.compile(rb'\s*(\{\s*"version"|version:|manifest:|world_size:)')
 
 
 async def expect_own_manifest(storage: Storage) -> None:
-    """Raise if the manifest that stands here is of another library: its files would be left with nothing that names
-    them."""
+    """Raise if another library wrote the manifest here. Deleting it would orphan the other library's files."""
     size = (await storage.stat(METADATA)).size
     head = bytearray(min(size, 256))
     await storage.read_into(METADATA, 0, [head])
     if _OTHERS.match(head):
         raise SnapshotExistsError(
-            f"{storage.url}: holds a snapshot that another library wrote; it is only read, never replaced or deleted: "
-            "remove its folder yourself"
+            f"{storage.url}: holds a snapshot of another library, which is never replaced or deleted; "
+            "delete its folder yourself"
         )
 
 
 async def delete_snapshot(storage: Storage) -> None:
-    """Delete a snapshot, the manifest first, and what interrupted takes left beside it."""
+    """Delete a snapshot, the manifest first, and the leftovers of interrupted takes."""
     with contextlib.suppress(StorageNotFoundError):
         await expect_own_manifest(storage)
     found = await list_save_files(storage)
@@ -201,7 +206,7 @@ async def delete_snapshot(storage: Storage) -> None:
         await storage.stat(METADATA)
     except StorageNotFoundError as error:
         if not found:
-            raise SnapshotNotFoundError(f"{storage.url}: there is no snapshot to delete") from error
+            raise SnapshotNotFoundError(f"{storage.url}: no snapshot to delete") from error
     else:
         await storage.delete([METADATA])
     await storage.delete(data)
@@ -211,8 +216,11 @@ async def delete_snapshot(storage: Storage) -> None:
 async def delete_if_unchanged(
     storage: Storage, token: str, older_than: float, spared: Callable[[], Awaitable[bool]]
 ) -> bool:
-    """`remove`, of the snapshot whose manifest has this token: it was chosen some time ago, and another may stand in
-    its place, or a take may be writing it. `spared` is asked last. False where it is not removed."""
+    """Delete the snapshot if its manifest still has this token, and return True if it was deleted.
+
+    The snapshot was selected earlier, so another one may have replaced it, or a take may be writing it. `spared` is
+    checked last.
+    """
     await expect_own_manifest(storage)
     if await is_busy(storage, older_than):
         return False
@@ -223,7 +231,7 @@ async def delete_if_unchanged(
     data = await _remove_claims(storage, found, None, older_than)
     now = await committed_save_id(
         storage
-    )  # a take that is not committed by now has lost its claim, or began after the list
+    )  # a take that is not committed now has lost its claim, or began after the listing
     await storage.delete([path for path in data if save_id_of(path) != now])
     if now is None:
         await remove_notice(storage)

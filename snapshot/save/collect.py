@@ -1,4 +1,4 @@
-"""Collecting: what the application holds, flattened, and what of it is known to be the same on all ranks."""
+"""Collecting: the application's state, flattened, and which of its values are known to be replicated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from snapshot.text import listed
 def collect_state(
     app_state: Mapping[str, Any], prepare: Prepare | None, exclude: Sequence[str], replicated: Sequence[str]
 ) -> Flattened:
-    """Call each `state_dict()` and flatten what it gives. The RNG state is captured first, and put back after all."""
+    """Call each `state_dict()` and flatten the result. The RNG state is captured first and restored last."""
     flat = Flattened(prepare, matcher(exclude) if exclude else None)
     rng = {key: value.state_dict() for key, value in app_state.items() if isinstance(value, RNGState)}
     try:
@@ -51,27 +51,27 @@ def collect_state(
     logged = _logged.get()
     if lines and (text := listed(lines)) not in logged:
         logged.add(text)
-        log.warning("stored apart, and restored as separate tensors where they are made anew:%s", text)
+        log.warning("stored separately; if they are restored as new tensors, they do not share memory:%s", text)
     return flat
 
 
 def warn_of_pickles(pickled: Sequence[str], lossy: Sequence[str]) -> None:
-    """Warn of the values that were pickled, and of those that lost attributes."""
+    """Warn about values that were pickled, and values that lost attributes."""
     if pickled:
         warn(
-            "stored as pickles, since nothing else can hold them; reading them back may need allow_pickle=True:"
+            "stored as pickles, since no other format can hold them; reading them may need allow_pickle=True:"
             f"{listed(pickled)}"
         )
     if lossy:
-        warn(f"stored without the attributes that Python code gave them; only data and class come back:{listed(lossy)}")
+        warn(f"stored without Python attributes; only data and class are restored:{listed(lossy)}")
 
 
 _logged: PerProcess[set[str]] = PerProcess(set)
-"""Messages about shared memory that were logged already: a run logs each once, not at every take."""
+"""Messages about shared memory that were already logged: a run logs each one only once."""
 
 
 def find_overlaps(leaves: Sequence[Leaf]) -> list[tuple[Leaf, Leaf]]:
-    """Return each tensor that begins within the memory of another one, which has no gaps, and that one."""
+    """Return pairs of tensors: one that begins within the memory of another, and the other one, which has no gaps."""
     found: list[tuple[Leaf, Leaf]] = []
     order = sorted(range(len(leaves)), key=[leaf.address for leaf in leaves].__getitem__)
     reach = 0
@@ -89,7 +89,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 class ReplicationRules:
-    """What is said, or known, to be the same on all ranks, by path."""
+    """Which paths are replicated across ranks, by the user's globs or by known wrappers."""
 
     def __init__(self, app_state: Mapping[str, Any], globs: Sequence[str], ranks: Ranks) -> None:
         self._globs: Callable[[str], bool] = matcher(globs) if globs else lambda path: False
@@ -98,32 +98,35 @@ class ReplicationRules:
             self._inferred |= _of_ddp(encode_component(key), stateful, ranks)
         self._any = bool(globs or self._inferred)
         self.own = tuple(encode_component(key) for key, stateful in app_state.items() if isinstance(stateful, RNGState))
-        """The keys of which nothing is shared: every rank has a random state of its own."""
+        """Keys that are never shared: every rank has its own random state."""
 
     def among(self, paths: Iterable[str]) -> frozenset[str]:
-        """Those of the paths that count as the same without looking at their bytes."""
+        """Return the paths that count as replicated without comparing their bytes."""
         return frozenset(filter(self.forced, paths)) if self._any else frozenset()
 
     def private(self, path: str) -> bool:
-        """Whether it is never shared."""
+        """Return True if a path is never shared."""
         return path.partition("/")[0] in self.own
 
     def said(self, path: str) -> bool:
-        """Whether a glob covers it."""
+        """Return True if a glob matches the path."""
         return self._globs(path)
 
     def forced(self, path: str) -> bool:
-        """Whether it counts as the same without looking at its bytes."""
+        """Return True if the path counts as replicated without comparing its bytes."""
         return path in self._inferred or self._globs(path)
 
     def leading(self, path: str) -> bool:
-        """Whether the leader's is the one that counts."""
+        """Return True if the leader's value is saved."""
         return self._inferred.get(path, False)
 
 
 def _of_ddp(key: str, stateful: Any, ranks: Ranks) -> dict[str, bool]:
-    """Return what `DistributedDataParallel` keeps the same on all ranks of this group: parameters; and buffers, which
-    it copies from its first rank before each forward pass, so that those of the first rank are the ones that count."""
+    """Return the names that `DistributedDataParallel` keeps equal on all ranks of this group.
+
+    These are the parameters, and the buffers, which it broadcasts from its first rank before each forward pass. So the
+    first rank's buffers are saved.
+    """
     parallel = sys.modules.get("torch.nn.parallel.distributed")
     named = isinstance(stateful, ModelState)
     model = stateful.model if named else stateful
@@ -136,9 +139,9 @@ def _of_ddp(key: str, stateful: Any, ranks: Ranks) -> dict[str, bool]:
             continue
         members = torch.distributed.get_process_group_ranks(module.process_group)
         if tuple(members) != ranks.members:
-            continue  # several groups, each with a model of its own, or a group that not all who call are in
+            continue  # several groups with their own models, or a group without some of the calling ranks
         start = f"{prefix}.module." if prefix else "module."
-        if named:  # the names are those of the model that is wrapped
+        if named:  # names belong to the wrapped model
             start = f"{prefix}." if prefix else ""
         ignored = set(module.parameters_to_ignore)
         for name, _ in module.module.named_parameters(remove_duplicate=False):
@@ -151,7 +154,7 @@ def _of_ddp(key: str, stateful: Any, ranks: Ranks) -> dict[str, bool]:
 
 
 def _record_optimizer(flat: Flattened, key: str, stateful: Any, state: Any) -> None:
-    """Record whose state an optimizer's state dict is."""
+    """Record which model's parameters an optimizer's state dict belongs to."""
     if isinstance(stateful, ModelState):
         optimizers, path = stateful.optimizers, f"{key}/optim"
         held = state["optim"] if optimizers else {}

@@ -1,4 +1,4 @@
-"""All ranks have written: the leader joins what they wrote into one manifest and commits it."""
+"""The commit of several ranks: the leader merges their manifest parts and commits the result."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from snapshot.save.transaction import Transaction
 
 T = TypeVar("T")
 PARTS_AT_ONCE = 64
-"""Parts of ranks that the leader reads concurrently."""
+"""Rank parts that the leader reads concurrently."""
 
 
 def leader_part_path(save_id: str, rank: int) -> str:
-    """Return the path of what a rank sends the leader. It is deleted when the manifest is there."""
+    """Return the path of the part that a rank sends to the leader. It is deleted after the commit."""
     return f"data/{save_id}-{rank}-0.json"
 
 
@@ -35,20 +35,20 @@ def own_part_path(save_id: str, rank: int) -> str:
 
 
 class RankDone(msgspec.Struct, array_like=True):
-    """What a rank reports when all of its files are on storage: which bytes describe them."""
+    """A rank's report that all of its files are stored, with the sizes and digests of its manifest parts."""
 
     leader_part: tuple[int, str]
-    """Size and digest of what it sends the leader."""
+    """Size and digest of the part for the leader."""
     own_part: tuple[int, str, int]
-    """Size and digest of the part of its own, and the number of its entries."""
+    """Size, digest and entry count of the rank's own part."""
     shard_sums: tuple[bytes, bytes] = (b"", b"")
-    """With a part of its own: its share in the sums over all shards."""
+    """For a rank with its own part: its share of the checksums over all shards."""
 
 
 async def commit_with_ranks(
     session: Session, exchange: Exchange, transaction: Transaction, manifest: RankManifest, done: RankDone
 ) -> None:
-    """Report that this rank has written, and wait until the leader has committed."""
+    """Report that this rank has finished writing, and wait for the leader's commit."""
     if exchange.alone:
         await shielded(_commit(session, transaction, manifest, [done]))
         return
@@ -61,7 +61,7 @@ async def commit_with_ranks(
     agreed = asyncio.ensure_future(in_own_thread(exchange.agree, done, lead, RankDone, bool))
     try:
         await asyncio.shield(agreed)
-    except asyncio.CancelledError as error:  # of this rank, not of the exchange: unless it is too late, give it up
+    except asyncio.CancelledError as error:  # this rank was cancelled, not the exchange: abort if it is not too late
         await shielded(in_own_thread(exchange.fail, error))
         try:
             await shielded(_await(agreed))
@@ -74,8 +74,10 @@ async def commit_with_ranks(
 
 
 async def _find_out(session: Session, transaction: Transaction, lost: Undecided) -> None:
-    """Find out what became of the commit, if the leader was lost after all ranks had written. Deleting its claim
-    decides the commit, if that needs the claim; otherwise only the storage shows whether the leader commits."""
+    """Find out whether the commit happened, if the leader was lost after all ranks had written.
+
+    If the commit needs the leader's claim, deleting the claim decides it. Otherwise only the storage shows the result.
+    """
     if await transaction.is_committed():
         log.warning("%s: %s, but the snapshot is committed", session.url, lost)
         return
@@ -85,20 +87,20 @@ async def _find_out(session: Session, transaction: Transaction, lost: Undecided)
         return
     if not revoked:
         raise CommitUnknown(
-            f"{session.url}: {lost}, after its decision to commit; the snapshot may still appear: look again later "
-            "(Snapshot(path).exists())"
+            f"{session.url}: {lost}, after its decision to commit; the snapshot may still appear; check again later "
+            "with Snapshot(path).exists()"
         ) from lost
     raise RankError(
-        f"rank {LEADER}: {session.url}: {lost}, after its decision to commit; its claim was deleted, so nothing was "
-        "committed, nor can be",
+        f"rank {LEADER}: {session.url}: {lost}, after its decision to commit; its claim was deleted, so the take "
+        "cannot be committed any more",
         rank=LEADER,
     ) from lost
 
 
 async def _commit(session: Session, transaction: Transaction, manifest: RankManifest, done: Sequence[RankDone]) -> None:
-    """Join all parts into one manifest, and commit it."""
+    """Merge all parts into one manifest, and commit it."""
     if add_sums(each.shard_sums[0] for each in done) != add_sums(each.shard_sums[1] for each in done):
-        raise CorruptSnapshotError("some shards were written twice or not at all; nothing was committed")
+        raise CorruptSnapshotError("some shards were written twice or not at all; the take was aborted")
     save_id = transaction.save_id
     parts = [
         PartEntry(own_part_path(save_id, rank), *each.own_part[:2], [rank], each.own_part[2])
@@ -125,7 +127,7 @@ async def _read_leader_part(session: Session, save_id: str, rank: int, done: Ran
         return await session.read_twice(path, read)
     except StorageNotFoundError as error:
         raise SnapshotError(
-            f"{error}: rank {rank} wrote it, and rank 0 does not see it; all ranks must share one storage"
+            f"{error}: rank {rank} wrote it, but rank 0 cannot read it; all ranks must share one storage"
         ) from error
 
 

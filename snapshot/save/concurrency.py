@@ -1,4 +1,4 @@
-"""What the asynchronous takes of a process share while they are under way: so many places, and one budget."""
+"""Limits on the concurrent asynchronous takes of a process: a number of slots, and one shared budget."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from snapshot.text import counted
 
 
 class TakeSlot:
-    """The place of one take, from its call until it is committed or has failed."""
+    """A slot of one take, from its call until it is committed or failed."""
 
     def __init__(self, take_slots: TakeSlots) -> None:
         self._in_flight = take_slots
 
     def pool(self, limit: int) -> Pool:
-        """Return what all takes under way may hold together: the newest one says how much."""
+        """Return the memory pool that all pending takes share. The newest take sets its limit."""
         return self._in_flight.pool(limit)
 
     def leave_after(self, work: Future[Any]) -> None:
-        """Keep it until the work is done."""
+        """Hold the slot until the work is done."""
         work.add_done_callback(lambda _: self.leave())
 
     def leave(self) -> None:
-        """Make room for the next one. Once only: later calls do nothing."""
+        """Release the slot. Later calls do nothing."""
         self._in_flight.left(self)
 
 
 class TakeSlots:
-    """All places: how many takes are in flight."""
+    """All slots of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,16 +48,15 @@ class TakeSlots:
 
     @contextmanager
     def take(self, when_busy: str) -> Iterator[TakeSlot]:
-        """Take a slot, which is given back if what is done inside fails; `when_busy` says what to do if there is
-        none."""
+        """Take a slot, and release it if the body fails. `when_busy` decides whether to wait if none is free."""
         most = Settings.current().pending
         place = TakeSlot(self)
         try:
             while (gate := self._enter(place, most)) is not None:
                 if when_busy == "raise":
                     raise SnapshotBusyError(
-                        f"{counted(most, 'snapshot')} {'is' if most == 1 else 'are'} being written already: wait() for "
-                        "one, take them less often, or let SNAPSHOT_PENDING allow more"
+                        f"{counted(most, 'snapshot')} {'is' if most == 1 else 'are'} already pending; wait() for "
+                        "one, save less often, or raise SNAPSHOT_PENDING"
                     )
                 gate.wait()
             yield place
@@ -66,7 +65,7 @@ class TakeSlots:
             raise
 
     def _enter(self, place: TakeSlot, most: int) -> Latch | None:
-        """Take a place, or say where to wait for one."""
+        """Take a slot, or return a latch to wait for."""
         with self._lock:
             if len(self._taken) < most:
                 self._taken.add(place)
@@ -75,7 +74,7 @@ class TakeSlots:
             return self._waiting[-1]
 
     def left(self, place: TakeSlot) -> None:
-        """Free a slot, if it was taken."""
+        """Free a slot that was taken."""
         with self._lock:
             self._taken.discard(place)
             waiting, self._waiting = self._waiting, []
@@ -92,7 +91,7 @@ class TakeSlots:
             return self._pool
 
     def usual_limit(self) -> int:
-        """Half of what the host would have free if no take were under way, shared by the processes of a job."""
+        """Return half of the host's free memory without pending takes, shared by the processes of a job."""
         free = available_memory() + arena().kept + self._pool.used
         return max(64 * MiB, free // 2 // Settings.processes())
 

@@ -1,4 +1,4 @@
-"""What was written becomes entries, entries become a rank's part, and all parts the manifest."""
+"""Manifest building: written files become entries, entries a rank's part, and all parts the manifest."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from snapshot.version import VERSION
 
 @dataclass(frozen=True)
 class RankManifest:
-    """What one rank has written."""
+    """The manifest part of one rank."""
 
     own: dict[str, Any]
-    """The entries of this rank alone, and the shards that it wrote."""
+    """Entries of this rank alone, and the shards that it wrote."""
     shared: dict[str, Any]
-    """What it wrote of that which is the same on all ranks."""
+    """Replicated entries that it wrote."""
     files: dict[str, FileEntry]
     chunks: list[bytes | bytearray]
-    """The content of the `.bin` file that entries point into."""
+    """Content of the `.bin` file that entries point into."""
     structure: str
-    """A digest of all ranks' structures; of one rank alone, of its plan."""
+    """A digest of all ranks' structures, or of the plan of a single rank."""
     metadata: msgspec.Raw
-    """The user's, of the leader."""
+    """The user's metadata, from the leader."""
     world: int
     cut: bool
-    """Whether each rank's own entries stay in a part of their own."""
+    """True if each rank's own entries stay in a separate part."""
     expected: frozenset[str]
-    """The paths of what is the same on all ranks."""
+    """Paths of the replicated entries."""
 
 
 class _Binary:
-    """The content of the `.bin` file that entries point into."""
+    """Content of the `.bin` file that entries point into."""
 
     def __init__(self, location: str) -> None:
         self.location = location
@@ -56,7 +56,7 @@ class _Binary:
         self.size = 0
 
     def append(self, data: bytes | bytearray) -> tuple[int, int]:
-        """Where it lies."""
+        """Append the data, and return its range in the file."""
         self.chunks.append(data)
         self.size += len(data)
         return self.size - len(data), self.size
@@ -113,7 +113,7 @@ def build_entries(
 
 
 def _entry_of_tie(entry: Any) -> Any:
-    """Return the entry of another name for the same tensor. Its list of parts is its own: the leader adds to it."""
+    """Return an entry for another name of the same tensor, with its own list of shards for the leader to extend."""
     if isinstance(entry, e.ChunkedTensorEntry):
         return msgspec.structs.replace(entry, chunks=list(entry.chunks))
     if isinstance(entry, e.ShardedTensorEntry):
@@ -130,7 +130,7 @@ def _object_entry(blob: Blob, binary: _Binary) -> e.ObjectEntry:
 
 
 def _add_chunked_entries(leaves: Sequence[Leaf], pieces: Mapping[int, list[e.Shard]], entries: dict[str, Any]) -> None:
-    """Add the entries of tensors that were stored in pieces."""
+    """Add the entries of tensors that were stored in several pieces."""
     for whole in {id(leaf.whole or leaf): leaf.whole or leaf for leaf in leaves}.values():
         shards = pieces.get(id(whole))
         if shards is None:
@@ -145,15 +145,18 @@ def _add_chunked_entries(leaves: Sequence[Leaf], pieces: Mapping[int, list[e.Sha
 
 
 def _digest_table(data: bytes | bytearray) -> bytes:
-    """Return the digests of a blob's blocks; nothing where one is enough."""
+    """Return the digests of a blob's blocks, or nothing if it has a single block."""
     running = RunningDigest()
     running.update(memoryview(data))
     return running.finish()[1]
 
 
 def shard_checksums(described: RankManifest) -> tuple[bytes, bytes]:
-    """Return this rank's part in two sums that are equal over all ranks if all shards were written: of what it wrote of
-    each tensor, and, for those of which it wrote the first element, of all of them."""
+    """Return this rank's terms of two checksums, which are equal over all ranks if every shard was written once.
+
+    The first covers the elements that this rank wrote. The second covers all elements of the tensors whose first
+    element this rank wrote.
+    """
     have, expected = [], []
     for path, entry in described.own.items():
         if isinstance(entry, e.ShardedTensorEntry):
@@ -165,20 +168,20 @@ def shard_checksums(described: RankManifest) -> tuple[bytes, bytes]:
 
 
 def encode_for_leader(described: RankManifest) -> bytes:
-    """Return what a rank tells the leader: all that goes into the manifest itself."""
+    """Encode the part that is merged into the manifest itself."""
     own = {} if described.cut else described.own
     return encode(ManifestPart(own, described.shared, described.files))
 
 
 def encode_own_part(described: RankManifest) -> bytes:
-    """Of a large manifest, what stays in a part of the rank's own."""
+    """Encode the rank's own part of a large manifest."""
     return encode(ManifestPart(described.own)) if described.cut else b""
 
 
 def build_document(
     described: RankManifest, save_id: str, parts: Sequence[PartEntry], others: Iterable[ManifestPart]
 ) -> Document:
-    """Return the manifest, from the leader's own entries and what the other ranks sent."""
+    """Return the manifest, from the leader's entries and the parts of the other ranks."""
     manifest = dict(described.shared) if described.cut else {**described.own, **described.shared}
     files = dict(described.files)
     for rank, part in enumerate(others, 1):
@@ -188,7 +191,7 @@ def build_document(
     expect_whole_tensors(manifest)
     lost = [path for path in described.expected if f"0/{path}" not in manifest]
     if lost:
-        raise CorruptSnapshotError(f"no rank wrote what all share:{listed(sorted(lost))}")
+        raise CorruptSnapshotError(f"no rank wrote these replicated entries:{listed(sorted(lost))}")
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return Document(
         FORMAT,

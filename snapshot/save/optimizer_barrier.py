@@ -1,8 +1,8 @@
-"""Tensors that a pending snapshot has still to copy are kept from changing: an optimizer's `step()` waits.
+"""Optimizer barrier: `step()` waits until pending snapshots have copied the tensors that it changes.
 
-The wait is one global hook, which torch calls before those of any optimizer. Loading a state dict waits, too: torch has
-no hook for that which reaches all modules, so two methods are wrapped, while an overlapped take is pending. The hook
-goes with the first step after the last take. If it has company then, it stays, and does nothing.
+The wait is one global hook that torch calls before all others. Loading a state dict waits, too. Torch has no hook for
+that, so two methods are wrapped while an overlapped take is pending. The hook is removed with the first step after the
+last take, unless other hooks follow it. Then it stays and does nothing.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _version = attrgetter("_version")
 
 
 class PendingCopy:
-    """Tensors that are still to be copied, and the optimizers that may change them.
+    """Tensors that still have to be copied, and the optimizers that may change them.
 
-    Also when all is copied they are looked at once more, by whoever first says that they may change from now on: torch
-    counts an operation when it has ended, and one that had begun before the copy would go unseen.
+    After the copy, the version counters are checked once more, by the first caller that permits changes. Torch counts
+    an operation when it ends, so one that began before the copy would be missed otherwise.
     """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer], tensors: Sequence[torch.Tensor]) -> None:
@@ -43,14 +43,14 @@ class PendingCopy:
         self._lock = threading.Lock()
         self._let_go = False
         self.changed = False
-        """Whether something changed them before anybody said so."""
+        """True if the tensors were changed before a change was permitted."""
 
     @functools.cached_property
     def _bases(self) -> frozenset[int]:
         return frozenset(find_storage_begin(find_local_tensor(each)) for each in self._tensors)
 
     def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer's parameters, or its state, lie in the same memory."""
+        """Return True if an optimizer's parameters or state share memory with these tensors."""
         if id(optimizer) in self._optimizers:
             return True
         states = (state.values() for state in optimizer.state.values())
@@ -61,18 +61,18 @@ class PendingCopy:
         )
 
     def begin(self) -> None:
-        """From now on whoever would change these tensors by an optimizer's step, or by loading a state, waits."""
+        """Make optimizer steps and `load_state_dict` calls wait from now on."""
         _barrier.get().add(self)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all is copied, or given up; whether it is. Then the tensors may change."""
+        """Wait until all is copied, or the take failed. Return False after a timeout. Then the tensors may change."""
         over = self._over.wait(timeout)
         if over:
             self.let_go()
         return over
 
     def let_go(self) -> None:
-        """Look at the tensors for the last time."""
+        """Check the version counters for the last time."""
         with self._lock:
             if not self._let_go:
                 self.changed = list(map(_version, self._tensors)) != self.versions
@@ -80,11 +80,11 @@ class PendingCopy:
         self._drop()
 
     def copied(self) -> None:
-        """All is copied: let all go on that wait."""
+        """Release all waiting threads: everything is copied."""
         self._over.open()
 
     def end(self) -> None:
-        """Nothing is to be copied any more; nobody looks at the tensors again."""
+        """Stop: nothing has to be copied any more, and the tensors are not checked again."""
         with self._lock:
             self._let_go = True
         self._drop()
@@ -96,14 +96,14 @@ class PendingCopy:
 
 
 class _Barrier:
-    """The copies that are pending in this process, and what torch calls for them."""
+    """The pending copies of this process, and the hooks that torch calls for them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.pending: tuple[PendingCopy, ...] = ()
         self._hook: RemovableHandle | None = None
         self._loads: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-        """Of each class, its `load_state_dict` and the wrapper that is there instead."""
+        """For each class: its `load_state_dict`, and the wrapper in its place."""
 
     def add(self, copy: PendingCopy) -> None:
         with self._lock:
@@ -123,13 +123,15 @@ class _Barrier:
 
     def _unwrap(self) -> None:
         for kind, (original, wrapper) in list(self._loads.items()):
-            if kind.load_state_dict is wrapper:  # else somebody has wrapped it again: it goes with the next take
+            if kind.load_state_dict is wrapper:  # wrapped again by other code: removed with the next take
                 kind.load_state_dict = original
                 del self._loads[kind]
 
     def _unhook(self) -> None:
-        """Remove the step hook, from within it. That is safe only if it is the last one that torch calls: torch would
-        fail if it went on to the next one in a dict that has changed."""
+        """Remove the step hook from within it.
+
+        This is safe only if it is the last hook that torch calls. Otherwise torch would iterate over a changed dict.
+        """
         with self._lock:
             if self._hook is not None and not self.pending:
                 hooks = self._hook.hooks_dict_ref()
@@ -147,13 +149,13 @@ class _Barrier:
             try:
                 concerned = copy.concerns(optimizer)
             except Exception:  # noqa: BLE001 - an optimizer that is none of torch's may hold anything
-                log.exception("an optimizer's tensors cannot be looked at: its step waits for a pending snapshot")
+                log.exception("cannot inspect an optimizer's tensors; its step waits for the pending snapshot")
                 concerned = True
             if concerned:
                 copy.wait()
 
     def forked(self) -> _Barrier:
-        """Return what the parent has still to copy, it copies from memory of its own."""
+        """Return a barrier without copies for a forked child: the parent's copies read the parent's memory."""
         self._lock = threading.Lock()
         self.pending = ()
         self._unwrap()
@@ -164,7 +166,7 @@ _barrier = PerProcess(_Barrier, _Barrier.forked)
 
 
 def pending_copies() -> tuple[PendingCopy, ...]:
-    """Return the copies that are pending in this process."""
+    """Return the pending copies of this process."""
     return _barrier.get().pending
 
 
@@ -178,10 +180,10 @@ def wait_for_copies() -> None:
 
 
 def _in_library(what: str) -> bool:
-    """Return True in a thread of the library, which others may be waiting for: it cannot wait for them."""
+    """Return True in a library thread. Other threads may wait for it, so it must not wait for a copy."""
     if not threading.current_thread().name.startswith(LIBRARY):
         return False
-    log.error("%s in a callback of a snapshot does not wait for what is still being copied", what)
+    log.error("%s in a snapshot's callback does not wait for pending copies", what)
     return True
 
 

@@ -1,8 +1,8 @@
-"""Staging ahead of writing, as an asynchronous take does it: what the application may change next is copied first.
+"""Staging ahead of writing in asynchronous takes: values that the application may change next are copied first.
 
-What is staged by the call itself is staged before the first byte is written, so that writing does not compete with the
-caller for memory bandwidth; what does not fit into the budget is staged as writes give memory back. What only an
-optimizer's `step()` changes may be staged later, by a thread of its own, while the application goes on.
+The call stages before the first byte is written, so that writing does not compete for memory bandwidth. What exceeds
+the budget is staged as writes release memory. Values that only an optimizer's `step()` changes may be staged later by a
+thread, while the application continues.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from snapshot.save.writer import Writer, arena_bytes
 
 
 class PartPrefetcher:
-    """Parts that are staged by one thread, and written by others."""
+    """Parts that one thread stages and others write."""
 
     def __init__(
         self,
@@ -37,17 +37,17 @@ class PartPrefetcher:
         self.parts = [writer.parts(file) for file in files]
         self._progress = progress
         self._shared = shared
-        """Whether another process is to see the slots."""
+        """True if another process must see the slots."""
         self._staged: dict[tuple[int, int], StagedPart] = {}
         self._lock = threading.Lock()
         self._waiting: dict[tuple[int, int], Callable[[], object]] = {}
         self._error: BaseException | None = None
         self._closed = False
         self._begin = begin
-        """Called when writing has to begin so that staging can go on."""
+        """Called when writing must start so that staging can continue."""
 
     def stage(self, numbers: range) -> None:
-        """Stage every part of some files, in turns; returns when the last one is in host memory."""
+        """Stage every part of some files, round-robin. Return when the last one is in host memory."""
         deepest = max((len(self.parts[number]) for number in numbers), default=0)
         for position in range(deepest):
             if self._closed and 2 * position >= deepest:
@@ -86,13 +86,16 @@ class PartPrefetcher:
         self._progress(part.end - part.begin)
 
     def close(self) -> None:
-        """Hand out nothing from now on, until half of it is staged, or `open`: copying comes first, for which a step
-        may wait; but all of it would make the snapshot late."""
+        """Hold back staged parts until half of them are staged, or `open` is called.
+
+        An optimizer step may wait for the copy, so copying comes first. Holding back all parts would delay the
+        snapshot.
+        """
         with self._lock:
             self._closed = True
 
     def open(self) -> None:
-        """Hand out what is staged, as it is wanted."""
+        """Deliver staged parts on request."""
         with self._lock:
             self._closed = False
             ready = [self._waiting.pop(part) for part in list(self._waiting) if part in self._staged]
@@ -100,7 +103,7 @@ class PartPrefetcher:
             wake()
 
     async def get(self, number: int, position: int) -> StagedPart:
-        """Return the staged part, as soon as it is there."""
+        """Return a staged part as soon as it is ready."""
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
         with self._lock:
@@ -117,9 +120,11 @@ class PartPrefetcher:
             return self._staged.pop((number, position))
 
     def stop(self, error: BaseException) -> None:
-        """Let the staging thread, and whoever waits for a part, see that it is over."""
+        """Stop the staging thread and all waiting readers with an error."""
         with self._lock:
-            if not isinstance(error, Exception | asyncio.CancelledError):  # of this thread; in a task, it ends the loop
+            if not isinstance(
+                error, Exception | asyncio.CancelledError
+            ):  # such as KeyboardInterrupt: in a task, it would end the loop
                 error = asyncio.CancelledError(f"staging was interrupted: {error!r}")
             self._error = self._error or error
             waiting, self._waiting = self._waiting, {}
@@ -128,7 +133,7 @@ class PartPrefetcher:
             wake()
 
     def release(self) -> None:
-        """Give back what was staged and not written."""
+        """Release the memory of parts that were staged but not written."""
         with self._lock:
             left, self._staged = self._staged, {}
         for staged in left.values():

@@ -1,6 +1,6 @@
-"""One rank's portion of a take: the leaves that it writes, of its own and of what it shares, and its entries.
+"""A rank's share of a take: the leaves that it writes, its own and replicated ones, and its entries.
 
-The portions of all ranks make the snapshot; no two of them write the same bytes.
+The shares of all ranks form the snapshot. No two ranks write the same bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _nbytes = attrgetter("nbytes")
 
 
 class RankShare:
-    """What this rank writes."""
+    """The leaves and entries that this rank writes."""
 
     def __init__(self, exchange: Exchange, flat: Flattened, replication: Replication) -> None:
         self._exchange = exchange
@@ -46,7 +46,7 @@ class RankShare:
         self.blobs: list[Blob] = [blob for blob in flat.blobs if writes_shared or blob.path not in replication.paths]
 
     def _choose_plain(self) -> None:
-        """Leaves that are this rank's own, and its share of those that all have."""
+        """Choose the leaves of this rank alone, and its share of the replicated ones."""
         flat, paths = self.flat, self.replication.paths
         if self._exchange.alone:
             self.leaves = list(flat.leaves)
@@ -60,7 +60,9 @@ class RankShare:
             else:
                 self.leaves.append(leaf)
         for path, owner in list(flat.ties.items()):
-            if (path in paths) != (owner in paths):  # one of two names is shared: the other gets bytes of its own
+            if (path in paths) != (
+                owner in paths
+            ):  # only one of two tied names is replicated: the other one gets its own bytes
                 del flat.ties[path]
                 again = by_path[owner].copy_for(path)
                 if path in paths:
@@ -82,11 +84,11 @@ class RankShare:
                     self.leaves += group if dealt.box is None else [group[0].take_box(dealt.box)]
 
     def _header(self, path: str, shards: Shards) -> None:
-        """Add the entry of a sharded tensor, without any shard yet; every holder has one."""
+        """Add the entry of a sharded tensor, without shards yet. Every holder has such an entry."""
         shape, dtype, mesh = shards.shape, NAMES[shards.dtype], None
         if not shards.is_open:
             held = shards.mesh if shards.mesh is not None else shards.ranks
-            if id(held) not in self._meshes:  # tensors of one mesh share it
+            if id(held) not in self._meshes:  # tensors of one mesh share its entry
                 self._meshes[id(held)] = held, e.Mesh.from_lists(self._numbered(held))
             mesh = self._meshes[id(held)][1]
         if shards.kind == "DTensor":
@@ -95,7 +97,7 @@ class RankShare:
             self.flat.entries[path] = e.ShardedTensorEntry(dtype, shape, [], mesh)
 
     def _choose_pieces(self) -> None:
-        """Choose this rank's share of the boxes that it holds: each box is written by one of its holders."""
+        """Choose this rank's share of the boxes that it holds. One of a box's holders writes it."""
         groups: dict[tuple[int, ...], list[tuple[str, LocalPiece]]] = {}
         for path in sorted(self.flat.shards):
             for number, piece in enumerate(self.flat.shards[path].pieces):
@@ -116,7 +118,7 @@ class RankShare:
                 self.leaves.append(leaf if dealt.box is None else leaf.take_box(dealt.box))
 
     def _leaf(self, path: str, piece: LocalPiece) -> Leaf:
-        entries = self.flat.entries  # a leaf that led back here would never be collected
+        entries = self.flat.entries  # no reference to `self`, so that the leaf can be freed
 
         def wrap(path: str, stored: e.TensorEntry | e.ChunkedTensorEntry) -> None:
             entry: Any = entries[path]
@@ -126,20 +128,20 @@ class RankShare:
         return Leaf.box_of(whole, piece.box, piece.tensor)
 
     def _numbered(self, mesh: Any) -> Any:
-        """Return a mesh, in this call's numbers."""
+        """Return a mesh in the rank numbers of this call."""
         if isinstance(mesh, (list, tuple)):
             return [self._numbered(each) for each in mesh]
         return mesh if self._exchange.alone else self._exchange.ranks.number(mesh)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that this rank writes."""
+        """Bytes that this rank writes."""
         return sum(map(_nbytes, self.leaves))
 
     # The manifest
 
     def entries(self, written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return this rank's entries as they stand in the manifest: its own and shards, and what all share."""
+        """Return this rank's manifest entries: its own and sharded ones, and the replicated ones."""
         rank, paths, shards = self._exchange.rank, self.replication.paths, self.flat.shards
         if self._exchange.alone and not shards and not paths:
             return {f"0/{path}": entry for path, entry in written.items()}, {}
@@ -157,13 +159,12 @@ class RankShare:
                 own[f"{rank}/{path}"] = entry
             elif rank == 0 or not isinstance(entry, (Scalar, e.Container)):
                 if not (self._exchange.alone and isinstance(entry, e.Container)):
-                    entry = replace(entry, replicated=True)  # flattening may use it again
+                    entry = replace(entry, replicated=True)  # a copy: flattening may reuse the entry
                 common[f"0/{path}"] = entry
         return own, common
 
     def _lowest(self, shards: Shards) -> int:
-        """Return the rank under which a sharded tensor stands: the first of its holders, or 0 where they are not
-        known."""
+        """Return the rank under whose number a sharded tensor is listed: its first holder, or 0 if unknown."""
         if shards.is_open or self._exchange.alone:
             return 0
         return self._exchange.ranks.numbers(shards.ranks or ())[0]
@@ -179,9 +180,9 @@ def _partition_item(leaves: Sequence[Leaf]) -> PartitionItem:
 def collect_rank_share(
     exchange: Exchange, app_state: Mapping[str, Any], options: TakeOptions, globs: Sequence[str]
 ) -> RankShare:
-    """Collect the application's state, and agree with the other ranks on who writes what several have.
+    """Collect the application's state, and agree with the other ranks on who writes shared values.
 
-    `globs`: those of `replicated` that all ranks gave.
+    `globs`: the `replicated` globs that all ranks gave.
     """
     flat = collect_state(app_state, options.prepare, options.exclude, globs)
     replication = agree_on_replicas(exchange, flat, ReplicationRules(app_state, globs, exchange.ranks))

@@ -1,4 +1,4 @@
-"""How a take begins: all ranks agree on its path and its id, and the leader claims the path."""
+"""The agreement before a take: all ranks agree on path and id, and the leader claims the path."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ OpenSession = Callable[[URL], Session]
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """What the leader answers."""
+    """The leader's reply."""
 
     path: str
     save_id: str
     globs: list[str]
-    """Those that all ranks gave."""
+    """The globs that all ranks gave."""
 
 
 class TakeOpening:
-    """A take that all ranks have agreed on. Used as a context: an error before the writing begins ends it.
+    """A take that all ranks have agreed on. As a context, an error before writing begins ends the take.
 
-    From then on the writing closes the session, and ends the exchange.
+    Later, the writing code closes the session and ends the exchange.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TakeOpening:
 
     @property
     def save_id(self) -> str:
-        """The id that the names of all files have."""
+        """The save id, which is part of all file names."""
         return self._transaction.save_id
 
     def look_at_path(self) -> None:
@@ -74,14 +74,14 @@ class TakeOpening:
             self._expected = start(expect_at_path(self.session, overwrite=self._overwrite))
 
     def transaction(self) -> Transaction:
-        """Wait for what was found at the path, and return the transaction."""
+        """Wait for the check of the path, and return the transaction."""
         if self._expected is not None:
             self._transaction.expect(self._expected.result())
             self._expected = None
         return self._transaction
 
     def path_as_given(self, given: str | os.PathLike[str]) -> str | os.PathLike[str]:
-        """Return the path as this rank gave it, or the leader's if that is another one."""
+        """Return the path as this rank gave it, or the leader's if they differ."""
         return given if URL.parse(os.fspath(given)) == self.session.url else self.session.url.reveal()
 
     def __enter__(self) -> TakeOpening:
@@ -92,7 +92,7 @@ class TakeOpening:
     ) -> None:
         if error is None:
             return
-        if self._expected is not None:  # what it opens after the storage is closed would stay open
+        if self._expected is not None:  # otherwise it could open connections after the storage is closed
             self._expected.cancel()
             self._expected.settled(60)
         if self._transaction.state in (State.NEW, State.CLAIMED):
@@ -106,7 +106,7 @@ class TakeOpening:
 def open_take(
     exchange: Exchange, url: URL, globs: Sequence[str], meter: Meter, open_session: OpenSession, *, overwrite: bool
 ) -> TakeOpening:
-    """Agree on a take. The leader of several ranks refuses to write over a snapshot, and claims the path."""
+    """Agree on a take. The leader of several ranks refuses to replace a snapshot, and claims the path."""
     if exchange.alone:
         session = open_session(url)
         transaction = Transaction(session, exchange, secrets.token_hex(6))
@@ -143,16 +143,16 @@ def common_globs(hellos: Sequence[Hello]) -> list[str]:
 
 
 def warn_of_globs(given: Sequence[str], common: Sequence[str]) -> None:
-    """Warn of the globs that only some ranks gave."""
+    """Warn about globs that only some ranks gave."""
     for glob in given:
         if glob not in common:
-            warn(f"replicated: the glob {glob!r} does not count, since not all ranks gave it")
+            warn(f"replicated: the glob {glob!r} is ignored, since not all ranks gave it")
 
 
 def open_dry_run(
     exchange: Exchange, url: URL, globs: Sequence[str], open_session: OpenSession
 ) -> tuple[Session, Sequence[str]]:
-    """Agree on a plan: nothing is written, and nothing refused."""
+    """Agree on a plan without writing or refusing anything."""
     if exchange.alone:
         return open_session(url), globs
 
@@ -166,22 +166,22 @@ def open_dry_run(
 
 
 async def expect_at_path(session: Session, *, overwrite: bool) -> Expect:
-    """Return what the commit expects at the path. Raise if a snapshot is there, unless it may be overwritten."""
+    """Return the state that the commit expects at the path. Raise if a snapshot exists and may not be overwritten."""
     capabilities = session.storage.capabilities
     if not (capabilities.write and capabilities.atomic_put):
-        raise SnapshotError(f"{session.url}: this storage cannot be written to")
+        raise SnapshotError(f"{session.url}: this storage is read-only")
     manifest = await _stat(session, METADATA)
     other = await _stat(session, dcp.METADATA, errno.EISDIR, errno.ENOTDIR)
     if other is not None and not await is_notice(session.storage):
         raise SnapshotExistsError(
-            f"{session.url}: holds a checkpoint of torch.distributed.checkpoint, which others would read in place of "
-            "this one; take to another path, or remove its files"
+            f"{session.url}: holds a checkpoint of torch.distributed.checkpoint, which other tools would read instead "
+            "of this one; save to another path, or delete its files"
         )
     if manifest is None:
         return ABSENT
     if not overwrite:
         raise SnapshotExistsError(
-            f"{session.url}: holds a snapshot already; take to another path, or with overwrite=True"
+            f"{session.url}: a snapshot exists already; save to another path, or pass overwrite=True"
         )
     with suppress(StorageNotFoundError):
         await cleanup.expect_own_manifest(session.storage)
@@ -189,7 +189,7 @@ async def expect_at_path(session: Session, *, overwrite: bool) -> Expect:
 
 
 async def _stat(session: Session, path: str, *absent: int) -> FileStat | None:
-    """Return what is at a path of the storage, or None. Errors with a number in `absent` mean that nothing is."""
+    """Return the stat of a path, or None. Errors with a number in `absent` count as a missing file."""
     try:
         return await session.storage.stat(path)
     except StorageNotFoundError:

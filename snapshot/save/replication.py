@@ -1,7 +1,8 @@
-"""What ranks share: found out with the others before the bytes flow, and remembered while the structure is the same.
+"""Replication: which entries are replicated across ranks, and which rank writes each.
 
-A rank's candidates are what the globs name, what `DistributedDataParallel` keeps equal, and small values that are equal
-to the bit. What all ranks have counts, is recorded once, and written once.
+Candidates are values that match the globs, values that `DistributedDataParallel` keeps equal, and small values with
+equal bits. Values that all ranks have are recorded and written once. The result is cached while the structure stays the
+same.
 """
 
 from __future__ import annotations
@@ -32,57 +33,57 @@ from snapshot.tensors.geometry import split_shape
 from snapshot.text import listed
 
 SMALL = 1024
-"""Up to so many bytes a tensor that is equal on all ranks counts as replicated without being asked."""
+"""Tensors up to this many bytes count as replicated if they are equal on all ranks, without a glob."""
 _digest = xxhash.xxh3_128_digest
 
 
 @dataclass(frozen=True)
 class Replication:
-    """What this rank shares with the others, and who writes it."""
+    """Which entries are replicated across ranks, and which rank writes each."""
 
     structure: str
-    """A digest of all ranks' structures; empty where there is one rank alone."""
+    """A digest of all ranks' structures; empty for a single rank."""
     paths: frozenset[str]
-    """The entries that are the same on all ranks."""
+    """Paths of the replicated entries."""
     loads: tuple[int, ...]
-    """Bytes that each rank writes of its own, and of shards."""
+    """Bytes that each rank writes of its own values and of shards."""
     cut: bool = False
     written_elsewhere: frozenset[tuple[str, int]] = frozenset()
-    """(Path, number of the piece) of the boxes that another rank writes."""
+    """Boxes that another rank writes, as (path, number of the piece)."""
     from_leader: frozenset[str] = frozenset()
-    """Those of `paths` that the leader writes, since its are the ones that count."""
+    """The subset of `paths` that the leader writes, because the leader's values are the ones to save."""
     own: str = ""
     """This rank's own structure."""
 
     def known_plan(self) -> KnownPlan:
-        """Return what the next take of the same structure goes by."""
+        """Return the plan that the next take of the same structure can reuse."""
         return KnownPlan(self.structure, self.paths, self.written_elsewhere)
 
 
 @dataclass
 class ReplicaCandidates:
-    """What this rank could share, with a digest for each, and what it is made of as a whole."""
+    """This rank's candidates for replication, with a digest for each, and its whole structure."""
 
     items: dict[str, bytes] = field(default_factory=dict)
-    """Path -> a digest of what must be equal."""
+    """Path -> a digest of everything that must be equal."""
     names: dict[str, bytes] = field(default_factory=dict)
-    """Path of a value that was said to be replicated -> a digest of its name alone."""
+    """Path of a value that matches a glob -> a digest of its name alone."""
     structure: str = ""
 
     def sketch(self, paths: frozenset[str]) -> bytes:
-        """Digests of what is not shared: if all ranks have one of them now, that is found out."""
+        """Return digests of values that are not replicated, to detect that all ranks have one of them now."""
         left = sorted(path for path in self.items if path not in paths)[:SKETCH]
         return b"".join(self.items[path] for path in left)
 
     def digest(self, paths: frozenset[str] | None = None) -> str:
-        """Return a digest of all of it, or of some."""
+        """Return a digest of all candidates, or of some."""
         items = self.items
         chosen = items.values() if paths is None else (items[path] for path in paths if path in items)
         return digest_range(b"".join(sorted(chosen)))
 
 
 def find_candidates(flat: Flattened, alike: ReplicationRules) -> ReplicaCandidates:
-    """Look at what a rank holds."""
+    """Find the replication candidates of this rank."""
     found = ReplicaCandidates()
     structure: list[str] = []
     leaves = _by_path(flat)
@@ -123,7 +124,7 @@ def find_candidates(flat: Flattened, alike: ReplicationRules) -> ReplicaCandidat
 
 
 def _by_path(flat: Flattened) -> dict[str, list[Leaf]]:
-    """Return the leaves of each entry: several where a tensor is made of tensors."""
+    """Return the leaves of each entry. A tensor of several parts has several leaves."""
     leaves: dict[str, list[Leaf]] = {}
     for leaf in flat.leaves:
         leaves.setdefault(leaf.entry, []).append(leaf)
@@ -131,14 +132,14 @@ def _by_path(flat: Flattened) -> dict[str, list[Leaf]]:
 
 
 def _identity_of(path: str, owner: str, leaves: Sequence[Leaf]) -> str:
-    """Return what must be equal for tensors to be the same, but for their bytes."""
+    """Return all properties, except bytes, that must be equal for replicated tensors."""
     return "\0".join(
         f"{path}\0{owner}\0{leaf.path[len(owner) :]}\0{leaf.dtype}\0{leaf.shape}\0{leaf.note}" for leaf in leaves
     )
 
 
 def bytes_of(leaf: Leaf) -> bytes:
-    """Return the bytes of a short tensor."""
+    """Return the bytes of a small tensor."""
     tensor = leaf.tensor.detach()
     if not leaf.nbytes:
         return b""
@@ -149,7 +150,7 @@ def bytes_of(leaf: Leaf) -> bytes:
 
 
 def agree_on_replicas(exchange: Exchange, flat: Flattened, alike: ReplicationRules) -> Replication:
-    """Find out with the other ranks what is shared."""
+    """Agree with the other ranks on the replicated entries."""
     if exchange.alone:
         return Replication("", alike.among(flat.entries), (0,))
     found = find_candidates(flat, alike)
@@ -179,7 +180,7 @@ def agree_on_replicas(exchange: Exchange, flat: Flattened, alike: ReplicationRul
         paths, spare = _exchange_details(exchange, flat, found, answer)
         basis = a.ASKED
     else:
-        raise SnapshotError("the ranks cannot agree on what they share: their states change while they are saved")
+        raise SnapshotError("the ranks cannot agree on replicated values: their states change during the save")
     if basis != answer.structure:
         _warn_of_differences(flat, alike, paths)
     return Replication(
@@ -195,13 +196,13 @@ def agree_on_replicas(exchange: Exchange, flat: Flattened, alike: ReplicationRul
 
 MOST_ASKED = 4
 SKETCH = 64
-"""So many of the values that were not shared last time are looked at again."""
+"""The number of values that were not replicated last time and are checked again."""
 
 
 def _exchange_details(
     exchange: Exchange, flat: Flattened, found: ReplicaCandidates, answer: a.ConsensusReply
 ) -> tuple[frozenset[str], frozenset[tuple[str, int]]]:
-    """Say what this rank is asked for; what is shared, and which boxes others write."""
+    """Send the details that the leader requests. Return the replicated paths, and the boxes that other ranks write."""
     details = a.Details()
     if exchange.rank in answer.speakers:
         details.items = b"".join([*found.items.values(), *found.names.values()])
@@ -217,7 +218,7 @@ def _exchange_details(
     differ = [path for path, name in found.names.items() if name in common and found.items[path] not in common]
     if differ:
         raise SnapshotError(
-            "said to be replicated, and not the same on all ranks:"
+            "declared as replicated, but not equal on all ranks:"
             + listed([f"{path} (here {_value_text(flat.entries[path])})" for path in differ])
         )
     paths = frozenset(path for path, item in found.items.items() if item in common)
@@ -230,14 +231,14 @@ def _value_text(entry: Any) -> str:
 
 
 def _layout_sums(exchange: Exchange, flat: Flattened) -> tuple[bytes, bytes]:
-    """Return this rank's part in the check that all holders of a sharded tensor have it, in one layout."""
+    """Return this rank's terms for the check that all holders of a sharded tensor have the same layout."""
     have, expected = [], []
     for path, shards in flat.shards.items():
         if shards.is_open:
             continue
         numbers = _holder_numbers(exchange, path, shards)
         if not exchange.ranks.among(shards.ranks or ()):
-            continue  # torch gives a DTensor to ranks outside of its mesh as well
+            continue  # ranks outside the mesh also have a DTensor object
         digest = a.digest_layout(path, _layout_text(flat, path, shards))
         have.append(digest)
         if numbers[0] == exchange.rank:
@@ -246,30 +247,28 @@ def _layout_sums(exchange: Exchange, flat: Flattened) -> tuple[bytes, bytes]:
 
 
 def _layout_text(flat: Flattened, path: str, shards: Shards) -> str:
-    """Return what all holders must agree on: a tie as well, since they share the work by it."""
+    """Return the properties that all holders must agree on, including ties, which affect the division of work."""
     return f"{shards.layout}, the same as {flat.ties[path]}" if path in flat.ties else shards.layout
 
 
 def _holder_numbers(exchange: Exchange, path: str, shards: Shards) -> tuple[int, ...]:
-    """Return the ranks that hold a sharded tensor, as this call numbers them."""
+    """Return the ranks that hold a sharded tensor, in the rank numbers of this call."""
     numbers = exchange.ranks.numbers(shards.ranks or ())
     if len(numbers) != len(shards.ranks or ()):
         gone = [rank for rank in shards.ranks or () if exchange.ranks.number(rank) is None]
-        raise SnapshotError(
-            f"{path}: rank {gone[0]} holds a part of it, and is not in the process group that was given"
-        )
+        raise SnapshotError(f"{path}: rank {gone[0]} holds a shard of it, but is not in the given process group")
     return numbers
 
 
 def holders_of(exchange: Exchange, piece: LocalPiece) -> tuple[int, ...]:
-    """Who holds the same box, as this call numbers them."""
+    """Return the ranks that hold the same box, in the rank numbers of this call."""
     if piece.holders is None or len(piece.holders) == 1 or exchange.alone:
         return (exchange.rank,)
     return exchange.ranks.numbers(piece.holders)
 
 
 def own_bytes(exchange: Exchange, flat: Flattened, paths: frozenset[str], spare: frozenset[tuple[str, int]]) -> int:
-    """Bytes that only this rank can write, and its share of what some others could."""
+    """Return the bytes that only this rank can write, plus its share of bytes that several ranks could."""
     total = sum(leaf.nbytes for leaf in flat.leaves if leaf.entry not in paths)
     total += sum(len(blob.data) for blob in flat.blobs if blob.path not in paths)
     for path, shards in flat.shards.items():
@@ -297,16 +296,15 @@ def _warn_of_differences(flat: Flattened, alike: ReplicationRules, paths: frozen
     sharded = [path for path in flat.shards if alike.said(path)]
     if left:
         warn(
-            "replicated: does not count, since not all ranks hold it with the same dtype and shape, so each rank's own "
+            "replicated: ignored, since not all ranks have it with the same dtype and shape; each rank's own value "
             f"is saved:{listed(sorted(left))}"
         )
     if sharded:
-        warn(f"replicated: does not count for what is sharded, which says itself what is the same:{listed(sharded)}")
+        warn(f"replicated: ignored for sharded tensors, whose layout defines their replicas:{listed(sharded)}")
 
 
 def check_replicas(exchange: Exchange, flat: Flattened, shared: Replication) -> None:
-    """Compare over the ranks, by digests of all bytes, what is replicated, and the boxes that several hold; raise where
-    it differs."""
+    """Compare replicated values and shared boxes across ranks by digests of all bytes. Raise if they differ."""
     if exchange.alone:
         return
     mine: dict[str, str] = {}
@@ -327,22 +325,20 @@ def check_replicas(exchange: Exchange, flat: Flattened, shared: Replication) -> 
     def lead(all_: list[dict[str, str]]) -> bool:
         seen: dict[str, tuple[int, str]] = {}
         faults = {
-            name: f"{name}: rank {rank} has other values than rank {seen[name][0]}"
+            name: f"{name}: rank {rank} and rank {seen[name][0]} have different values"
             for rank, digests in enumerate(all_)
             for name, digest in digests.items()
             if seen.setdefault(name, (rank, digest))[1] != digest
         }
         if faults:
-            raise SnapshotError(
-                f"said to be replicated, and not the same on all ranks:{listed(sorted(faults.values()))}"
-            )
+            raise SnapshotError(f"declared as replicated, but not equal on all ranks:{listed(sorted(faults.values()))}")
         return True
 
     exchange.agree(mine, lead, dict[str, str], bool)
 
 
 def leaf_digest(leaf: Leaf) -> str:
-    """Return a digest of all of a tensor's bytes, made piece by piece."""
+    """Return a digest of all of a tensor's bytes, computed piece by piece."""
     running = xxhash.xxh3_128()
     for box in split_shape(leaf.shape, max(1, PIECE // ITEMSIZE[leaf.dtype])):
         running.update(bytes_of(leaf.take_box(box)) if box.sizes else bytes_of(leaf))
@@ -350,4 +346,4 @@ def leaf_digest(leaf: Leaf) -> str:
 
 
 PIECE = 8 << 20
-"""Bytes that are looked at together when replicas are compared."""
+"""Bytes that are compared at once."""

@@ -1,8 +1,8 @@
-"""Staging: the bytes of one planned part, as buffers that a storage can be given.
+"""Staging: the bytes of one planned part, as buffers for a storage.
 
-A CPU tensor's own memory is the buffer wherever it may be (`slot` is None); else the part is put together in a slot of
-the arena. Tensors that are strided, or on an accelerator, always go through a slot, box by box, so nothing is ever
-made whole."""
+A CPU tensor's own memory is the buffer if possible (`slot` is None). Otherwise the part is assembled in a slot of the
+arena. Strided tensors and accelerator tensors always go through a slot, box by box, so no full copy is ever allocated.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from snapshot.trace import span
 
 
 class StagedPart:
-    """A part's bytes in host memory, and what has to be given back when they are written."""
+    """A part's bytes in host memory, and the memory to release after they are written."""
 
     __slots__ = ("_budget", "_shares", "buffers", "slot")
 
@@ -34,13 +34,13 @@ class StagedPart:
         self, buffers: list[Buffer], shares: list[Buffer] | None, slot: Slot | None, budget: MemoryBudget | None
     ) -> None:
         self.buffers = buffers
-        """What is written, one after the other."""
+        """The buffers to write, in order."""
         self._shares = shares
         self.slot = slot
         self._budget = budget
 
     def shares(self, file: FilePlan, part: FilePart) -> Sequence[Buffer]:
-        """Return the bytes of each extent in this part, in order: what is digested."""
+        """Return the bytes of each extent in this part, in order, for digesting."""
         if self._shares is not None:
             return self._shares
         (whole,), begin, end = self.buffers, part.begin, part.end
@@ -50,7 +50,7 @@ class StagedPart:
         ]
 
     def release(self) -> None:
-        """Give the memory back. Once only: later calls do nothing."""
+        """Release the memory. Later calls do nothing."""
         slot, self.slot = self.slot, None
         self.buffers, self._shares = [], []
         if slot is not None and self._budget is not None:
@@ -62,22 +62,22 @@ class Stager:
     """The tensors of one take, as a source of parts."""
 
     fetches = False
-    """Whether a part is read from elsewhere, by `fetch`, rather than staged."""
+    """True if parts are read from elsewhere by `fetch`, instead of staged."""
     waits = False
-    """Whether that waits for a loop, so that no thread can do it alone."""
+    """True if `fetch` waits for an event loop, so that a thread alone cannot call it."""
 
     def __init__(self, leaves: Sequence[Leaf], *, copies: bool, parallel: bool = False) -> None:
         self.leaves: Sequence[Leaf] = leaves
         self.copies = copies
-        """Whether every part is put together in a slot: it must be aligned, or outlive the call."""
+        """True if every part is assembled in a slot: it must be aligned, or outlive the call."""
         self.parallel = parallel
-        """Whether the thread that stages may use torch's others to copy."""
+        """True if the staging thread may copy with torch's thread pool."""
         self._watched: dict[int, tuple[torch.Tensor, int]] = {}
         self.plain = [leaf.plain for leaf in leaves]
         self.streams = _Streams([leaf.tensor for leaf in leaves if not leaf.plain])
 
     def needs_slot(self, file: FilePlan, part: FilePart) -> int:
-        """How many bytes of a slot staging a part will take; 0 where its tensors' own memory will do."""
+        """Return the slot bytes that staging a part takes; 0 if its tensors' own memory suffices."""
         if self.copies:
             return part.end - part.begin
         plain = self.plain
@@ -88,7 +88,7 @@ class Stager:
         )
 
     def stage(self, file: FilePlan, part: FilePart, slot: Slot | None, budget: MemoryBudget | None) -> StagedPart:
-        """Bring a part into host memory. With a slot for all of it, everything is copied, else only what must be."""
+        """Bring a part into host memory. With a slot for the whole part, everything is copied."""
         header = file.header[part.begin : part.end] if part.begin < len(file.header) else b""
         with span("stage", bytes=part.end - part.begin, copied=slot is not None):
             if self.copies and slot is not None:
@@ -101,29 +101,29 @@ class Stager:
         return staged
 
     async def fetch(self, file: FilePlan, part: FilePart, slot: Slot, budget: MemoryBudget) -> StagedPart:
-        """Return the same, where that waits for another storage."""
+        """Return a part whose bytes come from another storage."""
         return await in_thread(self.stage, file, part, slot, budget)
 
     def copy_alone(self) -> None:
-        """Copy with one thread from now on: torch's others belong to the application again."""
+        """Copy with one thread from now on: torch's thread pool belongs to the application again."""
         self.parallel = False
 
     def digests(self, file: FilePlan) -> FileDigests:
-        """Return what digests a file's parts as they come by."""
+        """Return an object that digests a file's parts as they arrive."""
         return FileDigests(file)
 
     def watch(self, late: bytes, owners: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-        """To be staged, the leaves that are marked must be then as they are now: with these versions of these."""
+        """Require the marked leaves to be unchanged when they are staged: `owners` must still have these `versions`."""
         watched = zip(owners, versions, strict=True)
         self._watched = dict(zip(compress(range(len(late)), late), watched, strict=True))
 
     def forget(self) -> None:
-        """Let go of all tensors. Another thread may be staging still: what it does comes to nothing."""
+        """Release all tensors. The result of a concurrent staging thread is discarded."""
         self._watched = {}
         self.leaves = ()
 
     def _check(self, file: FilePlan, part: FilePart) -> None:
-        leaves = self.leaves  # before the others, which `forget` clears first
+        leaves = self.leaves  # read first: `forget` clears it last
         watched = self._watched
         for extent in file.extents[part.first : part.last]:
             if extent.leaf not in watched:
@@ -132,11 +132,10 @@ class Stager:
             owner, version = watched[extent.leaf]
             if owner._version != version or leaf.tensor.data_ptr() != leaf.address:
                 path = leaf.path
-                del leaf, leaves, owner, watched  # who keeps the error is not to keep the tensors
+                del leaf, leaves, owner, watched  # the error must not keep the tensors alive
                 raise SnapshotError(
-                    f"{path}: was changed, not by an optimizer's step(), before the snapshot had "
-                    "copied it, so nothing is committed; call wait_staged() before what changes it, or take with "
-                    'staging="blocking"'
+                    f"{path}: changed outside an optimizer's step() before it was copied, so nothing was "
+                    'committed; call wait_staged() before such changes, or use staging="blocking"'
                 )
 
     def _copy(
@@ -177,7 +176,7 @@ class Stager:
         return StagedPart([header, *shares] if header else list(shares), shares, slot, budget)
 
     def _fill(self, leaf: Leaf, extent: Extent, begin: int, end: int, *, slot: Slot, at: int) -> None:
-        """Copy the file's bytes [begin, end), which are an extent's, to a slot."""
+        """Copy the bytes [begin, end) of the file, which belong to one extent, to a slot."""
         if begin == end:
             return
         tensor = leaf.tensor.detach()
@@ -186,7 +185,7 @@ class Stager:
             source = leaf.address + start
             if not self.parallel or end - begin < 1 << 20:
                 copy_memory(slot.address + at, source, end - begin)
-            else:  # torch copies with all its threads
+            else:  # torch copies with its thread pool
                 slot.tensor[at : at + end - begin].copy_(
                     torch.frombuffer(view_memory(source, end - begin), dtype=torch.uint8)
                 )
@@ -194,7 +193,7 @@ class Stager:
         itemsize = leaf.nbytes // max(1, tensor.numel())
         first = start // itemsize
         length = (end - begin) // itemsize
-        if at % itemsize:  # a slot that holds only what must be copied packs dtypes of all sizes
+        if at % itemsize:  # a slot with only some leaves packs dtypes of all sizes
             staged = torch.empty(length, dtype=leaf.tensor.dtype)
         else:
             staged = slot.tensor[at : at + end - begin].view(tensor.dtype)
@@ -213,7 +212,7 @@ class Stager:
 
 
 class _Streams:
-    """Accelerators' tensors are copied on a side stream, behind what the caller's stream had been given before."""
+    """Side streams for copies from accelerators, ordered after the caller's current streams."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
@@ -230,14 +229,14 @@ class _Streams:
         self.pinned = bool(self._streams) and _can_pin()
 
     def copying(self, device: torch.device) -> Any:
-        """Return the context in which a device's tensors are copied."""
+        """Return the context in which tensors of a device are copied."""
         if device not in self._streams:
             return torch.no_grad()
         self._dirty = True
         return self._streams[device][0]
 
     def synchronize(self) -> None:
-        """Wait until all copies that were begun have arrived."""
+        """Wait until all copies have finished."""
         if self._dirty:
             for side, _ in self._streams.values():
                 side.synchronize()
@@ -252,7 +251,7 @@ def _can_pin() -> bool:
 
 
 class FileDigests:
-    """The digests of a file's extents, made as its parts come by, in order."""
+    """The digests of a file's extents, computed as its parts arrive in order."""
 
     def __init__(self, file: FilePlan) -> None:
         self._file = file
@@ -262,7 +261,7 @@ class FileDigests:
         self._next = 0
 
     def update(self, part: FilePart, shares: Sequence[Buffer]) -> None:
-        """Take the shares that the part's extents have in it."""
+        """Add a part's share of each extent."""
         extents, digests, part_end = self._file.extents, self.digests, part.end
         for index, share in zip(range(part.first, part.last), shares, strict=True):
             extent = extents[index]
@@ -280,7 +279,7 @@ class FileDigests:
                     self.tables[index] = table
 
     def finish(self) -> None:
-        """Empty extents touch no part."""
+        """Finish the digests of empty extents, which are in no part."""
         for index, digest in enumerate(self.digests):
             if not digest:
                 self.digests[index] = digest_range(b"")

@@ -1,4 +1,4 @@
-"""One take on this rank: plan, stage, write, commit."""
+"""A take on one rank: plan, stage, write, commit."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from snapshot.tensors.digest import SIZE, count_blocks, digest_range
 
 T = TypeVar("T")
 LOOK = 0.5
-"""Seconds between two looks at whether another rank has failed, while this one writes."""
+"""Seconds between checks for failed ranks while this rank writes."""
 Verify = Callable[[Session, RankManifest], Coroutine[Any, Any, None]]
-"""Reads back what was written, and raises if it is something else."""
+"""Reads the written bytes back, and raises if they differ."""
 
 _plans = PerProcess(PlanCache)
 
@@ -47,7 +47,7 @@ _plans = PerProcess(PlanCache)
 def plan_writes(
     share: RankShare, session: Session, *, staged: bool, late: bytes = b"", expected: SavePlan | None = None
 ) -> SavePlan:
-    """Return what is written where. `staged`: all of it is copied first, but for the leaves marked in `late`.
+    """Return the plan of the data files. `staged`: all leaves are copied first, except those marked in `late`.
 
     Raise `ValueError` if an `expected` plan was made for something else.
     """
@@ -57,19 +57,19 @@ def plan_writes(
     at_once = payload if staged else limits.preferred_part * limits.parallel_parts if limits.alignment > 1 else 0
     at_once = min(at_once, session.budget.limit, payload)
     loads = tuple(share.loads) if len(share.loads) > 1 else ()
-    # If a file takes one part after the other, the number of cores does not limit how many files are written.
+    # If files accept parts only in order, the number of files is not limited by the number of cores.
     sequential = limits.in_order and limits.parts_per_file == 1
     lanes = (sequential and (session.settings.lanes or limits.parallel_files)) or session.settings.lane_count()
     plan = _plans.get().plan(share.leaves, blobs, limits, lanes, staged_bytes=at_once, loads=loads, late=late)
     if expected is not None and expected.structure != plan.structure:
-        raise ValueError("the plan was made for other names, shapes or dtypes, or for another storage")
+        raise ValueError("the plan must be for the same names, shapes, dtypes and storage")
     return plan
 
 
 class Take:
-    """The writing of one take: what this rank writes, and its commit.
+    """The writing of one take: this rank's files, and the commit.
 
-    From its first step on, `write` ends everything that the opening began: session, exchange and meter.
+    From its first step on, `write` ends everything that the opening started: session, exchange and meter.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class Take:
         emit(name, self._meter.verb, str(self.session.url), **fields)
 
     async def write(self) -> None:
-        """Claim, write, commit, clean; if anything fails, leave nothing.
+        """Claim, write, commit and clean up. If a step fails, delete everything.
 
-        From the commit on nothing can be interrupted: a snapshot that is there must not be taken back.
+        From the commit on, nothing can be interrupted: a committed snapshot must not be deleted.
         """
         transaction = self.opening.transaction()
         try:
@@ -120,11 +120,11 @@ class Take:
                     await self.before_commit()
                     await commit_with_ranks(self.session, self._exchange, transaction, manifest, done)
                     keep_plan(self._exchange.ranks, self._share.replication.own, self._share.replication.known_plan())
-                except BaseException as error:  # before the others are told, and files deleted
+                except BaseException as error:  # before the other ranks get the error, and files are deleted
                     self.stop_staging(error)
                     raise
         except BaseException as error:
-            if transaction.state not in (State.SENT, State.REFUSED, State.COMMITTED):  # then a note tells of it
+            if transaction.state not in (State.SENT, State.REFUSED, State.COMMITTED):  # the error already has a note
                 self.emit("failed", error=error)
             await self._raise_fault_of_another_rank(error)
             raise
@@ -138,16 +138,16 @@ class Take:
         self.emit("committed", bytes=self.plan.total_bytes, seconds=round(seconds, 3))
 
     async def before_commit(self) -> None:
-        """Check what must hold of the application's tensors before the commit."""
+        """Check the application's tensors before the commit."""
 
     def stop_staging(self, error: BaseException) -> None:
-        """Stop what stages parts ahead of the writing."""
+        """Stop staging parts ahead of writing."""
 
     async def end_staging(self) -> None:
-        """Wait until nothing is staged any more, and give its memory back."""
+        """Wait until staging has ended, and release its memory."""
 
     def forget_tensors(self) -> None:
-        """Let go of the application's tensors: an error, or the pending snapshot, must not keep them alive."""
+        """Release the application's tensors: an error or the pending snapshot must not keep them alive."""
         self._stager.forget()
         del self._share, self.writer
 
@@ -156,7 +156,7 @@ class Take:
         return await self.writer.write(self.plan.files, locations)
 
     async def _write_files(self, transaction: Transaction) -> tuple[RankManifest, RankDone]:
-        """Write the data files, and the files that describe them for the leader."""
+        """Write the data files, and the files that describe them to the leader."""
         rank, save_id, files = self._exchange.rank, transaction.save_id, self.plan.files
         storage, count = self.session.storage, self._meter.wrote
         locations = [name_data_file(save_id, rank, n, "safetensors") for n in range(len(files))]
@@ -173,7 +173,7 @@ class Take:
         if leader_part:
             await write_small(storage, leader_part_path(save_id, rank), [leader_part])
         if rank:
-            await storage.settle()  # the leader's commit does it for what the leader wrote
+            await storage.settle()  # the leader's commit does it for the leader's files
         done = RankDone(
             (len(leader_part), digest_range(leader_part)),
             (len(own_part), digest_range(own_part), len(manifest.own)),
@@ -182,7 +182,7 @@ class Take:
         return manifest, done
 
     async def _raise_fault_of_another_rank(self, error: BaseException) -> None:
-        """Raise the error of the rank that failed first: an error of the storage may come from its cleaning."""
+        """Raise the error of the rank that failed first: a storage error here may come from its clean-up."""
         if isinstance(error, StorageError):
             first = await shielded(in_own_thread(self._first_fault))
             if isinstance(first, RankError) and first.rank != self._exchange.rank:
@@ -194,7 +194,7 @@ class Take:
         return None
 
     async def _while_all_go_on(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do work, and stop if another rank has failed meanwhile."""
+        """Run a coroutine, and stop it if another rank fails meanwhile."""
         if self._exchange.alone:
             return await work
         task = asyncio.create_task(work)

@@ -62,7 +62,7 @@ class TakeOptions:
     worker: Worker = "thread"
     when_busy: WhenBusy = "wait"
     metadata_json: msgspec.Raw = field(init=False)
-    """The user's metadata as it is written to the manifest."""
+    """The user's metadata, as written to the manifest."""
 
     def __post_init__(self) -> None:
         for name, allowed in (("staging", Staging), ("worker", Worker), ("when_busy", WhenBusy)):
@@ -72,11 +72,11 @@ class TakeOptions:
         object.__setattr__(self, "metadata_json", encode_metadata(self.metadata))
         matcher(self.replicated or ())
         if not 0.0 <= self.verify_share <= 1.0:
-            raise ValueError(f"verify_writes must be True, False or a share from 0 to 1, got {self.verify_writes!r}")
+            raise ValueError(f"verify_writes must be True, False or a fraction from 0 to 1, got {self.verify_writes!r}")
 
     @property
     def verify_share(self) -> float:
-        """The share of the written bytes that is read back before the commit."""
+        """The fraction of the written bytes that is read back before the commit."""
         return float(self.verify_writes)
 
 
@@ -86,7 +86,7 @@ def encode_metadata(metadata: Mapping[str, Any] | None) -> msgspec.Raw:
         json.dumps(metadata, allow_nan=False)  # JSON has no NaN, and msgspec would make it null
         encoded = msgspec.json.encode(dict(metadata or {}))
         if measure_nesting(encoded) > DEEPEST:
-            raise ValueError(f"it nests more than {DEEPEST} deep")
+            raise ValueError(f"it must nest at most {DEEPEST} levels")
         return msgspec.Raw(encoded)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise TypeError(f"metadata must be what JSON can hold: {error}") from error
+        raise TypeError(f"metadata must be a JSON value: {error}") from error

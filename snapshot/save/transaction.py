@@ -1,6 +1,6 @@
-"""One save on storage: claim the path, write, commit or abort, clean up.
+"""A save on storage: claim the path, write, commit or abort, clean up.
 
-Until the manifest may have been sent, everything can be taken back; from then on nothing can.
+Until the manifest may have been sent, the save can be undone; later it cannot.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from snapshot.trace import span
 
 
 class State(Enum):
-    """How far a save has come. Nothing but its transaction changes it."""
+    """The progress of a save. Only its transaction changes it."""
 
     NEW = auto()
-    """Nothing is on storage."""
+    """Nothing is stored."""
     BEGUN = auto()
-    """Its context was entered. Nothing is on storage."""
+    """The context was entered. Nothing is stored."""
     CLAIMED = auto()
-    """Its claim may be on storage."""
+    """The claim may be stored."""
     WRITING = auto()
-    """Its files may be on storage."""
+    """Data files may be stored."""
     SENT = auto()
-    """The manifest may have been sent: it may be on storage."""
+    """The manifest may have been sent, and may be stored."""
     REFUSED = auto()
-    """The storage answered that the manifest is not there. If nobody can look, that is believed."""
+    """The storage reported that the manifest is not stored. If that cannot be checked, the report counts."""
     UNKNOWN = auto()
-    """The manifest was sent, and no answer came: nothing may be deleted."""
+    """The manifest was sent without a response: no file may be deleted."""
     REVOKED = auto()
-    """The leader was lost, and its claim was deleted: nothing can be committed any more."""
+    """The leader was lost and its claim was deleted: the save can no longer be committed."""
     COMMITTED = auto()
     ABORTED = auto()
 
 
 class Transaction:
-    """One save, from its claim until it is committed or nothing of it is left.
+    """A save, from its claim until it is committed or all of its files are deleted.
 
-    Used as an asynchronous context, in which `claim` comes first. An error that leaves it is reported to the other
-    ranks, and aborts the save.
+    As an asynchronous context, it begins with `claim`. An error that leaves it is sent to the other ranks and aborts
+    the save.
     """
 
     def __init__(self, session: Session, exchange: Exchange, save_id: str) -> None:
@@ -71,18 +71,18 @@ class Transaction:
 
     @property
     def state(self) -> State:
-        """How far it has come."""
+        """The progress of the save."""
         return self._state
 
     def expect(self, found: Expect) -> None:
-        """Note what was found at the path: the commit fails if something else is there by then."""
+        """Record the state of the path: the commit fails if it has changed by then."""
         self._expect = found
 
     async def claim(self) -> None:
-        """Lay a claim at the path: a file that tells other processes that this save is running.
+        """Store a claim at the path: a file that tells other processes that this save is running.
 
-        Its name is unique, so that nothing is lost on a storage without conditional writes. A claim that was laid
-        before, or that the leader has laid, is enough.
+        Its name is unique, so it is safe on a storage without conditional writes. A claim that exists already, from
+        this rank or the leader, is enough.
         """
         if self._state not in (State.NEW, State.BEGUN):
             return
@@ -92,14 +92,16 @@ class Transaction:
         await self._storage.put(claim_path(self.save_id), b"", expect=condition)
 
     def will_write(self, files: Sequence[str]) -> None:
-        """Note that files are written from now on. `files` are those of this rank, for an abort on a storage that
-        cannot be listed."""
+        """Record that files are written from now on.
+
+        `files` are this rank's files, for an abort on a storage that cannot be listed.
+        """
         self._files = files
         if self._state is State.CLAIMED:
             self._state = State.WRITING
 
     def expect_files(self, files: Sequence[str]) -> None:
-        """Note files that another process writes: the commit looks whether they are there."""
+        """Record files that another process writes. The commit checks that they exist."""
         self._checked = files
 
     async def __aenter__(self) -> Transaction:
@@ -123,7 +125,7 @@ class Transaction:
             self.release()
 
     async def commit(self, manifest: bytes, superfluous: Sequence[str] = ()) -> None:
-        """Commit: put the manifest. Then delete the `superfluous` files, and what earlier saves left."""
+        """Store the manifest. Then delete the `superfluous` files, and the leftovers of earlier saves."""
         await self._expect_claim()
         await self._expect_files()
         await in_own_thread(self._exchange.commit)
@@ -134,8 +136,8 @@ class Transaction:
                 await self._storage.commit(claim_path(self.save_id), METADATA, manifest, expect=expect)
         except StorageConflictError as error:
             raise SnapshotExistsError(
-                f"{self._session.url}: another take was faster, or cleaned this one away; nothing of this one is left "
-                f"({error})"
+                f"{self._session.url}: another take committed first, or deleted this one's files; this take was "
+                f"aborted ({error})"
             ) from error
         except StorageError as error:
             if self._state is not State.SENT:
@@ -146,14 +148,14 @@ class Transaction:
             if not await self.is_committed():
                 self._state = State.UNKNOWN
                 raise CommitUnknown(
-                    f"{self._session.url}: the manifest was sent, and no answer came: the snapshot may be there, or "
-                    "still appear: look again later (Snapshot(path).exists()). Its files were left, and a claim, by "
-                    f"which they are cleaned away if it does not ({error})"
+                    f"{self._session.url}: the manifest was sent without a response, so the snapshot may exist or "
+                    "still appear; check again later with Snapshot(path).exists(). Its files were kept; a later take "
+                    f"deletes them if it was not committed ({error})"
                 ) from error
-            await self._storage.settle()  # the manifest may have to be synced, and that may be what failed
+            await self._storage.settle()  # the manifest may still need a sync, which may be the failed step
         self._state = State.COMMITTED
         self.release()  # from here on, another save may replace this one and delete its files
-        with contextlib.suppress(TimeoutError):  # what is not cleaned now is cleaned by the next save
+        with contextlib.suppress(TimeoutError):  # the next save deletes what is left
             async with cleanup.time_limit(self._storage):
                 if superfluous:
                     with contextlib.suppress(SnapshotError):
@@ -161,7 +163,7 @@ class Transaction:
                 await cleanup.clean_after_commit(self._storage, self.save_id)
 
     async def is_committed(self) -> bool:
-        """Return True if the snapshot at the path is this one. False also if the storage cannot tell."""
+        """Return True if the snapshot at the path is this one. Return False also if that cannot be determined."""
         try:
             return await cleanup.committed_save_id(self._storage) == self.save_id
         except SnapshotError:
@@ -178,13 +180,13 @@ class Transaction:
         return self._state is State.REVOKED
 
     def release(self) -> None:
-        """Note that this save is not pending any more: other saves may delete what it has left."""
+        """Record that this save is no longer pending: other saves may delete its leftovers."""
         pending_saves().discard(self.save_id)
 
     async def abort(self, given_up: bool = True) -> str:
-        """Delete what this rank wrote. Return a note if the save was committed all the same, or may have been.
+        """Delete this rank's files. Return a note if the save was committed, or may have been.
 
-        `given_up`: all ranks know that nothing will be committed. What cannot be deleted is left to the next save.
+        `given_up`: all ranks know that the save will not be committed. The next save deletes what is left.
         """
         state, leads = self._state, self._exchange.rank == LEADER
         if state in (State.NEW, State.BEGUN):
@@ -192,16 +194,16 @@ class Transaction:
         if state in (State.NEW, State.BEGUN, State.UNKNOWN, State.ABORTED):
             return ""
         if not (self._exchange.alone or given_up or state is State.REVOKED or leads):
-            return ""  # the leader decided to commit: its files are the leader's to remove
+            return ""  # the leader decided to commit, so the leader deletes files
         with contextlib.suppress(SnapshotError, TimeoutError):
             async with cleanup.time_limit(self._storage):
                 if state in (State.SENT, State.REFUSED, State.COMMITTED):
                     try:
                         if await cleanup.committed_save_id(self._storage) == self.save_id:
-                            return "the snapshot was committed all the same, but may not survive a loss of power"
+                            return "the snapshot was committed nevertheless, but may not survive a loss of power"
                     except SnapshotError:
                         if state is not State.REFUSED:
-                            return "whether the snapshot was committed cannot be seen: look again later"
+                            return "cannot determine whether the snapshot was committed; check again later"
                 if state is State.CLAIMED:
                     await self._storage.delete([claim_path(self.save_id)])
                 elif leads:
@@ -213,27 +215,30 @@ class Transaction:
         return ""
 
     async def _expect_claim(self) -> None:
-        """Raise if the claim was cleaned away, on storages where a commit would not notice: data may be gone, too."""
+        """Raise if the claim was deleted, on storages where a commit would not notice: data may be deleted, too."""
         if self._storage.capabilities.guarded_commit:
             return
         try:
             await self._storage.stat(claim_path(self.save_id))
         except StorageNotFoundError as error:
             raise SnapshotExistsError(
-                f"{self._storage.url}: another take, or a delete, has cleaned this take away ({error})"
+                f"{self._storage.url}: another take, or a delete, deleted this take's files ({error})"
             ) from error
 
     async def _expect_files(self) -> None:
-        """Raise if a file of another process is gone. A storage notices itself if one of its own is."""
+        """Raise if a file of another process is missing. A storage detects missing files of its own."""
         for name in self._checked:
             try:
                 await self._storage.stat(name)
             except StorageNotFoundError as error:
-                raise SnapshotExistsError(f"{error}: was cleaned away by another take or delete") from error
+                raise SnapshotExistsError(f"{error}: was deleted by another take or delete") from error
 
     async def _condition(self) -> Expect:
-        """Return the condition of the commit. A storage without conditions is compared here: two processes that look
-        at the very same moment see the same, and both may commit."""
+        """Return the condition of the commit.
+
+        A storage without conditional writes is compared here. Two processes that check at the same moment may then both
+        commit.
+        """
         if self._storage.capabilities.conditional_put or self._expect is ANYTHING:
             return self._expect
         try:
@@ -246,7 +251,7 @@ class Transaction:
         return ANYTHING
 
     async def _own_files(self) -> Sequence[str]:
-        """Return the files of this rank that are there."""
+        """Return the existing files of this rank."""
         try:
             listed = await cleanup.list_save_files(self._storage)
         except SnapshotError:

@@ -1,7 +1,7 @@
-"""Writing: every file is a lane; a lane stages and digests its parts in order, and writes several at once.
+"""Writing: each file is a lane, which stages and digests its parts in order, and writes several at once.
 
-The digests of a lane come in order, so a block that straddles two parts is no trouble; lanes run side by side, so
-all cores are used. Nothing here knows what a manifest is.
+Digests are computed in order within a lane, so a block may span two parts. Lanes run in parallel, so all cores are
+used. This module knows nothing about manifests.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class StagedParts(Protocol):
     """Parts that are staged ahead of the writer."""
 
     async def get(self, number: int, position: int) -> StagedPart:
-        """Return a part of a file, as soon as it is there. Whoever got it releases it."""
+        """Return a part of a file as soon as it is ready. The caller releases it."""
         ...
 
     def stop(self, error: BaseException) -> None:
-        """Stage no more."""
+        """Stop staging."""
         ...
 
     def release(self) -> None:
-        """Give back what nobody got."""
+        """Release parts that were not requested."""
         ...
 
 
 class PartSink(Protocol):
-    """What writes the data files of a take in place of this process."""
+    """A writer of the data files in place of this process."""
 
     async def write(
         self,
@@ -56,13 +56,13 @@ class PartSink(Protocol):
         staging: StagedParts,
         progress: Progress,
     ) -> list[WrittenFile]:
-        """Write all files from what is staged, as `Writer.write` does it. If one fails, nothing of them is left."""
+        """Write all files from staged parts, as `Writer.write` does. If one fails, delete all of them."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """A data file that is whole on storage."""
+    """A complete data file on storage."""
 
     file: FilePlan
     location: str
@@ -83,7 +83,7 @@ class Writer:
         wanted_part: int = 0,
         most_files: int = 1 << 30,
     ) -> None:
-        """`most_files`: so many are written side by side; with `staging` ahead of it, that has to know."""
+        """`most_files`: the number of files written in parallel. `staging` ahead must use the same number."""
         self._storage = storage
         self.source = source
         self._budget = budget
@@ -95,20 +95,20 @@ class Writer:
         self._stopped = False
 
     def parts(self, file: FilePlan) -> list[FilePart]:
-        """How a file is cut."""
+        """Return the parts that a file is split into."""
         limits = self._storage.limits
         return find_parts(file, choose_part_size(limits, self._budget.limit, file.size, self._wanted_part))
 
     @property
     def serial(self) -> bool:
-        """Whether a thread alone does a whole file, part after part, where nothing is staged ahead."""
+        """Return True if one thread writes a whole file, part by part, if nothing is staged ahead."""
         blocking = self._storage.capabilities.blocking and not self.source.waits
         return blocking and self._storage.limits.parts_per_file == 1
 
     async def write(
         self, files: Sequence[FilePlan], locations: Sequence[str], staging: StagedParts | None = None
     ) -> list[WrittenFile]:
-        """Write all files. If one fails, all are aborted, and nothing of them is left."""
+        """Write all files. If one fails, abort and delete all of them."""
         if staging is None and self.serial:
             work = [partial(in_thread, run_inline, self._serial, *each) for each in zip(files, locations, strict=True)]
         else:
@@ -135,11 +135,11 @@ class Writer:
     async def _abort(self, lanes: Sequence[asyncio.Task[WrittenFile]]) -> None:
         self._stopped = True
         await cancel_all(lanes)
-        # the first error is the one that counts
+        # the first error is raised
         await asyncio.gather(*(writer.abort() for writer in self._open), return_exceptions=True)
 
     async def _serial(self, file: FilePlan, location: str) -> WrittenFile:
-        """Write a file in one thread, part by part: each is digested, and written, while it is in a cache."""
+        """Write a file in one thread. Each part is digested and written while it is in a CPU cache."""
         writer = await self._storage.create(location, file.size)
         self._open.append(writer)
         digests = self.source.digests(file)
@@ -161,7 +161,7 @@ class Writer:
         writer = await shielded(self._storage.create(location, file.size))
         self._open.append(writer)
         this = asyncio.current_task()
-        if this is not None and this.cancelling():  # meanwhile, where it was not heard
+        if this is not None and this.cancelling():  # cancelled meanwhile
             raise asyncio.CancelledError
         digests = self.source.digests(file)
         writes: set[asyncio.Task[None]] = set()
@@ -181,7 +181,7 @@ class Writer:
                     self._slots.release()
                     raise
                 write = asyncio.create_task(self._write(writer, location, part, staged))
-                write.add_done_callback(partial(self._release, staged))  # also where it is cancelled before it begins
+                write.add_done_callback(partial(self._release, staged))  # also if it is cancelled before it begins
                 writes.add(write)
             await asyncio.gather(*writes)
         except BaseException:
@@ -194,8 +194,10 @@ class Writer:
     async def _with_slot(
         self, file: FilePlan, part: FilePart, digests: FileDigests, ahead: StagedPart | None
     ) -> StagedPart:
-        """One of the parts that are digested and written at once: staged ahead, or now. Those that wait to be staged
-        are not among them: they might keep out the ones for whose memory staging waits."""
+        """Prepare one of the parts that are digested and written at once: staged ahead, or now.
+
+        Parts that wait for staging do not count among them, since staging may wait for the memory of the others.
+        """
         try:
             await self._slots.acquire()
         except BaseException:
@@ -228,7 +230,7 @@ class Writer:
             raise
 
     async def _fetch(self, file: FilePlan, part: FilePart, needed: int, digests: FileDigests) -> StagedPart:
-        slot = arena().take(needed)  # not in a thread: a cancellation would lose it
+        slot = arena().take(needed)  # not in a thread: a cancellation would leak the slot
         try:
             staged = await self.source.fetch(file, part, slot, self._budget)
             await in_thread(_digest_part, digests, file, part, staged)
@@ -264,14 +266,14 @@ def _digest_part(digests: FileDigests, file: FilePlan, part: FilePart, staged: S
 
 
 def arena_bytes(nbytes: int) -> int:
-    """Return what a slot of the arena for so many bytes takes of the budget."""
+    """Return the budget that an arena slot of `nbytes` bytes takes."""
     return -(-nbytes // GRAIN) * GRAIN
 
 
 async def write_small(
     storage: Storage, path: str, chunks: Sequence[bytes | bytearray], progress: Progress = unmetered
 ) -> None:
-    """Write a file of a few chunks, which lie in memory anyway, respecting what the storage wants of parts."""
+    """Write a file of a few chunks that are in memory, within the storage's limits for parts."""
     data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
     writer = await storage.create(path, len(data))
     limits = storage.limits
