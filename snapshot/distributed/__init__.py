@@ -1,1 +1,1 @@
-"""Ranks: who takes part, and how they agree."""
+"""Ranks: the participants of an operation, and how they agree."""

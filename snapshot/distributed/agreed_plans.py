@@ -1,4 +1,4 @@
-"""What the ranks of a group have agreed on before: the next take of the same structure needs fewer exchanges."""
+"""Cached agreements of a group of ranks: the next take of the same structure needs fewer exchanges."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ class KnownPlan:
     structure: str
     """A digest of all ranks' structures."""
     paths: frozenset[str]
-    """The entries that are the same on all ranks."""
+    """Paths of the replicated entries."""
     written_elsewhere: frozenset[tuple[str, int]] = frozenset()
-    """(Path, number of the piece) of the boxes that another rank writes."""
+    """Boxes that another rank writes, as (path, number of the piece)."""
 
 
 class PlanMemory:
-    """The plans that one group of ranks has agreed on."""
+    """The cached plans of one group of ranks."""
 
     def __init__(self) -> None:
         self._plans: dict[str, KnownPlan] = {}
         self.restored: KnownPlan | None = None
-        """What the ranks of the snapshot that was restored last had agreed on."""
+        """The agreed plan of the snapshot that was restored last."""
 
     def find(self, structure: str) -> KnownPlan | None:
-        """Return the plan of this rank's structure."""
+        """Return the plan for this rank's structure."""
         return self._plans.get(structure)
 
     def keep(self, structure: str, plan: KnownPlan) -> None:
-        """Keep a plan that has led to a snapshot."""
+        """Cache the plan of a committed snapshot."""
         self._plans.pop(structure, None)
         self._plans[structure] = plan
         while len(self._plans) > MOST_PLANS:
             self._plans.pop(next(iter(self._plans)))
 
     def keep_restored(self, plan: KnownPlan) -> None:
-        """Keep what the ranks of a restored snapshot had agreed on."""
+        """Cache the agreed plan of a restored snapshot."""
         self.restored = plan
 
 
@@ -51,7 +51,7 @@ _memories: PerProcess[WeakKeyDictionary[Ranks, PlanMemory]] = PerProcess(WeakKey
 
 
 def plan_memory(ranks: Ranks) -> PlanMemory:
-    """Return what a group of ranks has agreed on."""
+    """Return the cached plans of a group of ranks."""
     memories = _memories.get()
     memory = memories.get(ranks)
     if memory is None:
@@ -60,6 +60,6 @@ def plan_memory(ranks: Ranks) -> PlanMemory:
 
 
 def keep_plan(ranks: Ranks, structure: str, plan: KnownPlan) -> None:
-    """Keep a plan that has led to a snapshot: the next take of the same structure goes by it."""
+    """Cache the plan of a committed snapshot, for the next take of the same structure."""
     if ranks.world > 1:
         plan_memory(ranks).keep(structure, plan)

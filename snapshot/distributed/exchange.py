@@ -1,10 +1,10 @@
-"""One call that several ranks make together: small exchanges through the store, one decision, and shared failure.
+"""A call that several ranks make together: small exchanges through the store, one decision, and shared failure.
 
-Every rank posts, the leader gathers and answers. Whatever goes wrong on one rank becomes, by compare-and-set, the
-call's decision, which all others find where they wait; so does the leader's word that it commits. The first wins.
+Every rank posts; the leader gathers and replies. A failure on one rank becomes the call's decision by compare-and-set,
+and all other ranks find it where they wait. The leader's decision to commit uses the same key. The first decision wins.
 
-The store itself may be served by a rank that is stopped, and then answers nothing: so all that is asked of it is asked
-in threads that can be left behind.
+The store may be served by a stopped rank, and then never responds. So all store requests run in threads that can be
+abandoned.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ COMMIT = b"commit"
 ANSWERED, FAILED = b"\0", b"\1"
 LONGEST_TEXT = 8000
 LAST_WORDS = 5.0
-"""Seconds that a rank which fails takes to tell the others."""
+"""Seconds that a failing rank may take to tell the other ranks."""
 
 
 class RankFault(msgspec.Struct):
-    """What went wrong on a rank, as the others are told of it."""
+    """A rank's failure, as it is sent to the others."""
 
     rank: int
     kind: str
     text: str
     shared: bool = False
-    """Whether it is no rank's own failure but what the leader found out for all, who raise it as it is."""
+    """True if the leader found the failure on behalf of all ranks, which raise it unchanged."""
     absent: list[int] = []
-    """The ranks that had not come when the call was given up."""
+    """The ranks that had not arrived when the call was given up."""
 
     def error(self) -> SnapshotError:
-        """Return the error that a rank which is told of it raises."""
+        """Return the error that the other ranks raise."""
         kind = getattr(errors, self.kind, None) if self.shared else None
         if isinstance(kind, type) and issubclass(kind, SnapshotError) and kind is not RankError:
             return kind(self.text)
@@ -55,11 +55,11 @@ class RankFault(msgspec.Struct):
 
 
 class Undecided(Exception):
-    """This rank cannot know from the store whether the leader committed: it has to look at the storage."""
+    """Raised if the store cannot tell this rank whether the leader committed: the storage must be checked."""
 
 
 class Exchange:
-    """One verb's conversation. Used as a context: an error that leaves it is told to the other ranks."""
+    """The communication of one operation. As a context, an error that leaves it is sent to the other ranks."""
 
     def __init__(self, ranks: Ranks, verb: str, timeout: float) -> None:
         expect_positive("timeout", timeout)
@@ -75,18 +75,18 @@ class Exchange:
         self._abandoned = False
         self._led: Exception | None = None
         self.posted = False
-        """Whether this rank has said that all of its own is done: from then on the leader may commit."""
+        """True once this rank has reported that its work is done: from then on the leader may commit."""
         if not self.alone:
             self._guard(self._begin)
             self._open = True
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to agree with."""
+        """True if there is only one rank."""
         return self.world == 1
 
     def _begin(self) -> None:
-        """Take a number. Calls that the others gave up since this rank never came are over: they are passed over."""
+        """Take a call number. Skip calls that the other ranks gave up because this rank never arrived."""
         self._store, self._heart = self.ranks.connected()
         while True:
             self._name = f"call/{next(self.ranks.sequence)}"
@@ -94,7 +94,7 @@ class Exchange:
             if fault is None or self.rank not in fault.absent:
                 break
             self._leave()
-        if self._abandoned:  # whoever began it has not waited
+        if self._abandoned:  # the ranks that began it gave up
             self._decide(RankFault(self.rank, "", f"gave up before the call began ({self._verb})"))
         else:
             self._heart.begin(self.timeout)
@@ -102,7 +102,7 @@ class Exchange:
     # Exchange
 
     def agree(self, mine: Any, lead: Callable[[list[Any]], T], kind: type[Any], answer: type[T]) -> T:
-        """Give the leader this rank's value; it makes the answer that all get. What `lead` raises, all raise."""
+        """Send this rank's value to the leader, and return the leader's reply. All ranks raise an error of `lead`."""
         if self.alone:
             return lead([mine])
         return self._guard(lambda: self._agree(mine, lead, kind, answer))
@@ -120,19 +120,19 @@ class Exchange:
                 self._led = error
                 fault = self._fault_of(error, shared=True)
                 standing = self._decide(fault)
-                if standing is None:  # after its word that it commits
+                if standing is None:  # after the leader's decision to commit
                     self._store.set(answered, FAILED + msgspec.json.encode(fault))
-                elif standing != fault:  # this may come of what the ranks that gave up have cleaned away
+                elif standing != fault:  # this error may be a result of another rank's clean-up
                     raise standing.error() from error
                 raise
             try:
                 self._store.set(answered, ANSWERED + msgspec.msgpack.encode(made))
                 late = self._fault()
             except RuntimeError:
-                if not self.posted:  # committed is committed
+                if not self.posted:  # a commit cannot be undone
                     raise
                 late = None
-            if late is not None:  # the others did not wait: this rank was stopped for too long
+            if late is not None:  # the others gave up: this rank was stopped for too long
                 raise late.error()
             return made
         self._wait(lambda: self._store.check([answered]), lambda: [LEADER], step)
@@ -143,7 +143,7 @@ class Exchange:
         return msgspec.msgpack.decode(found[1:], type=answer)
 
     def _led_by(self, lead: Callable[[list[Any]], T], records: list[Any]) -> T:
-        """Let the leader do what may take long, and is not the store's."""
+        """Run the leader's part, which may take long, without blocking on the store."""
         self._busy = True
         try:
             return lead(records)
@@ -159,12 +159,12 @@ class Exchange:
         def missing() -> list[int]:
             nonlocal all_here
             found = [rank for rank in range(self.world) if not self._store.check([keys[rank]])]
-            all_here = not found  # though one of them may have died before it was counted
+            all_here = not found  # although one of them may have died before it was counted
             return found
 
         self._wait(lambda: all_here or int(self._store.get(count)) >= self.world, missing, step)
         fault = self._fault()
-        if fault is not None:  # somebody came, and gave up before this rank did
+        if fault is not None:  # a rank arrived, and gave up before this one
             raise fault.error()
         if self._store.has_extended_api():
             found: Sequence[bytes] = self._store.multi_get(keys)
@@ -173,12 +173,12 @@ class Exchange:
         self._store.delete_key(keys[LEADER])
         return found
 
-    # What all do together, not through the store
+    # Collective work outside the store
 
     def together(self, done: Callable[[], bool]) -> bool:
-        """Wait for something in which all ranks take part, however slow they are. False if it broke off for one.
+        """Wait for collective work of all ranks, however slow they are. Return False if it failed on one of them.
 
-        Raises if the call is given up, or one of the others gives no sign of life.
+        Raise if the call is given up, or another rank's heartbeat stops.
         """
         broken = self._key("broken")
         others = [rank for rank in range(self.world) if rank != self.rank]
@@ -186,16 +186,16 @@ class Exchange:
         return done()
 
     def broke_off(self) -> None:
-        """Tell the others that it broke off for this rank, so that they do not wait."""
+        """Report that collective work failed on this rank, so that the others do not wait."""
         self._guard(lambda: self._store.set(self._key("broken"), "1"))
 
     def _wait(self, done: Callable[[], bool], missing: Callable[[], list[int]], step: int) -> None:
-        """Wait until something is there, the call is given up, or somebody that it depends on is silent too long."""
+        """Wait until a condition holds, the call is given up, or a rank that it depends on is silent for too long."""
         watch = Liveness(self._store, self.timeout, self.world)
         pause, longest = 0.0003, max(0.004, self.world / 20_000)
         while not done():
             if not self._open:
-                raise Undecided("the call is over")  # for this rank, which was interrupted: nobody waits here any more
+                raise Undecided("the call is over")  # this rank was interrupted
             self._heard = time.monotonic()
             fault = self._fault()
             if fault is not None:
@@ -207,10 +207,10 @@ class Exchange:
             pause = min(pause * 1.5, longest)
 
     def _give_up(self, silent: int, step: int) -> None:
-        """Somebody is silent: nobody waits for it any longer, nor for others who have not come."""
+        """Give up the call, because a rank is silent."""
         everyone = range(self.world) if step == 0 else ()
         absent = [rank for rank in everyone if not self._store.check([self._key(f"0/{rank}")])]
-        what = f"gave no sign of life for {self.timeout:g} s"
+        what = f"sent no heartbeat for {self.timeout:g} s"
         if silent in absent:
             what = f"did not call within {self.timeout:g} s"
         standing = self._decide(RankFault(silent, "", f"{what} ({self._verb})", absent=absent))
@@ -221,11 +221,11 @@ class Exchange:
     # Decision
 
     def note_done(self) -> None:
-        """Note that all of this rank's own is done: from now on the leader may commit."""
+        """Report that this rank's work is done: from now on the leader may commit."""
         self.posted = True
 
     def commit(self) -> None:
-        """Decide, as the leader, that the commit begins. Raise if another rank gave up before."""
+        """Decide, as the leader, to commit. Raise if another rank failed before."""
         if not self.alone:
             key = self._key("decision")
             decided = self._guard(lambda: self._store.compare_set(key, "", COMMIT.decode()), self.timeout)
@@ -233,21 +233,23 @@ class Exchange:
                 raise _decode_fault(decided).error()
 
     def given_up(self) -> SnapshotError | None:
-        """Return the error for which the call was given up, if it was."""
+        """Return the error that ended the call, if any."""
         if self.alone or not self._open:
             return None
         fault = self._guard(self._fault)
         return fault.error() if fault is not None else None
 
     def fail(self, error: BaseException) -> bool:
-        """Tell the others that this rank failed; whether nothing will be committed. False where the leader's word was
-        first, or where it cannot be known."""
+        """Report this rank's failure. Return True if the commit is ruled out.
+
+        Return False if the leader decided to commit first, or if that is unknown.
+        """
         if self.alone or not self._open:
             return True
         fault = self._fault_of(error, shared=False)
         try:
             return self._guard(lambda: self._decide(fault), min(self.timeout, LAST_WORDS)) is not None
-        except (SnapshotError, Undecided):  # the store is gone; this rank's own error is on its way already
+        except (SnapshotError, Undecided):  # the store failed; this rank's own error is being raised
             return not self.posted
 
     def _fault_of(self, error: BaseException, *, shared: bool) -> RankFault:
@@ -260,7 +262,7 @@ class Exchange:
         return RankFault(self.rank, type(error).__name__, text, shared=for_all)
 
     def _decide(self, fault: RankFault) -> RankFault | None:
-        """Give the call up, unless that or the commit was decided before: the fault that stands, if one does."""
+        """End the call with a fault, unless it was decided before. Return the fault that was decided, if any."""
         decided = self._store.compare_set(self._key("decision"), "", msgspec.json.encode(fault).decode())
         return None if decided == COMMIT else _decode_fault(decided)
 
@@ -277,7 +279,7 @@ class Exchange:
         return f"{self._name}/{name}"
 
     def _guard(self, work: Callable[[], T], timeout: float | None = None) -> T:
-        """Talk to the store. If it is gone, or answers nothing for too long, that is the failure of who served it."""
+        """Run a store request. If the store fails or does not respond, blame the rank that serves it."""
         future: Future[T] = Future()
         heard = self._heard = time.monotonic()
 
@@ -287,11 +289,11 @@ class Exchange:
             except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
                 future.set_exception(error)
 
-        with system_limits("a thread cannot be started"):
+        with system_limits("cannot start a thread"):
             threading.Thread(target=talk, name="snapshot-io-store", daemon=True).start()
         patience = timeout or self.timeout
-        what = f"answers nothing for {patience:g} s"
-        quiet = 0  # quarters of the patience: while this process is stopped none of them passes
+        what = f"did not respond for {patience:g} s"
+        quiet = 0  # counted in quarters: time in which this process is stopped must not count
         while quiet < 4:
             try:
                 return future.result(patience / 4)
@@ -300,7 +302,7 @@ class Exchange:
             except RuntimeError as error:
                 if error is self._led:
                     raise
-                what = f"cannot be reached any more ({error})"
+                what = f"is unreachable ({error})"
                 break
             except NotYet:
                 if future.done():
@@ -313,24 +315,24 @@ class Exchange:
             raise Undecided(f"the store of the process group {what}")
         raise RankError(
             f"rank {LEADER}: the store of the process group {what}: the process that serves it, most likely this rank, "
-            "is stopped or gone",
+            "has stopped or exited",
             rank=LEADER,
         )
 
     def close(self) -> None:
-        """End this rank's part."""
+        """End this rank's participation."""
         if self._open:
             self._open = False
             self._heart.end(self.timeout)
             try:
                 self._guard(self._leave, min(self.timeout, LAST_WORDS))
             except (SnapshotError, Undecided):
-                return  # of a store that is gone: its keys are as well
+                return  # the store has ended, with its keys
 
     def _leave(self) -> None:
         """Leave the call. The last rank deletes its keys from the store."""
         if self._store.add(self._key("over"), 1) == self.world:
-            failed = self._fault() is not None  # else each rank has taken its own along already
+            failed = self._fault() is not None  # otherwise each rank has deleted its own keys
             for step in range(MOST_STEPS):
                 count = self._key(f"{step}/count")
                 if not self._store.check([count]):
@@ -350,7 +352,7 @@ class Exchange:
 
 
 MOST_STEPS = 100
-"""More than any verb has."""
+"""More steps than any operation has."""
 
 
 def _decode_fault(decided: bytes) -> RankFault:
@@ -358,5 +360,5 @@ def _decode_fault(decided: bytes) -> RankFault:
 
 
 def solo_exchange(verb: str) -> Exchange:
-    """Return an exchange of this process alone, whatever group it is in."""
+    """Return an exchange of this process alone, even if it is in a group."""
     return Exchange(SOLO, verb, Settings.current().timeout)

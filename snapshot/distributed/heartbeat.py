@@ -1,6 +1,6 @@
-"""Signs of life: while a rank is in a call it beats, and whoever waits for it sees it.
+"""Heartbeats: a rank in a call beats, and the ranks that wait for it check the beats.
 
-A rank that is slow beats on, and is waited for; one that is dead, stopped, or never came does not.
+A slow rank keeps beating and is waited for. A rank that is dead, stopped or absent does not beat.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from snapshot.errors import system_limits
 
 
 def interval(timeout: float, world: int) -> float:
-    """How often a rank beats: several times in a timeout, and in large groups no more than their store can take."""
+    """Return the seconds between beats: several per timeout, but no more than the store of a large group can handle."""
     return max(0.02, min(timeout / 5, max(1.0, world / 1000)))
 
 
 class Heartbeat:
-    """Beats in a thread of its own, as long as any call is under way."""
+    """Beats in a thread while any call is in progress."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store = store
@@ -33,13 +33,13 @@ class Heartbeat:
         self._stopped = False
 
     def begin(self, timeout: float) -> None:
-        """Begin a call whose ranks expect signs of life within `timeout` seconds."""
+        """Start beating for a call whose ranks expect a beat within `timeout` seconds."""
         with self._change:
             self._calls.append(timeout)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="snapshot-heart", daemon=True)
                 try:
-                    with system_limits("a thread cannot be started"):
+                    with system_limits("cannot start a thread"):
                         self._thread.start()
                 except BaseException:
                     self._thread = None
@@ -48,12 +48,12 @@ class Heartbeat:
             self._change.notify()
 
     def end(self, timeout: float) -> None:
-        """End that call."""
+        """Stop beating for that call."""
         with self._change:
             self._calls.remove(timeout)
 
     def stop(self) -> None:
-        """There will be no more calls: the group is gone."""
+        """Stop the thread: the group was destroyed."""
         with self._change:
             self._stopped = True
             self._change.notify()
@@ -69,12 +69,12 @@ class Heartbeat:
                 beating = bool(self._calls) and not self._stopped
             if beating:
                 self._count += 1
-                with contextlib.suppress(Exception):  # a store that is gone is found out by whoever waits
+                with contextlib.suppress(Exception):  # the waiting ranks detect a failed store
                     self._store.set(f"beat/{self._rank}", str(self._count))
 
 
 class Liveness:
-    """What one waiting rank has seen of others' signs of life."""
+    """The beats of other ranks, as one waiting rank has seen them."""
 
     def __init__(self, store: Any, timeout: float, world: int) -> None:
         self._store = store
@@ -84,8 +84,7 @@ class Liveness:
         self._seen: dict[int, tuple[bytes, float]] = {}
 
     def silent(self, missing: Callable[[], Iterable[int]]) -> int | None:
-        """Return a rank that is missing, and of which nothing was seen for the whole timeout. Looks only now and
-        then."""
+        """Return a missing rank that sent no heartbeat for the whole timeout, or None. Checks only occasionally."""
         now = time.monotonic()
         if now - self._looked < self._pause:
             return None

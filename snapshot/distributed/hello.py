@@ -1,4 +1,4 @@
-"""How a verb begins on several ranks: all say which verb they called, and with which path."""
+"""The first exchange of an operation: all ranks report which one they called, and with which path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from snapshot.url import URL
 
 
 class Hello(msgspec.Struct, array_like=True):
-    """What each rank says first."""
+    """A rank's first message."""
 
     verb: str
     path: str
@@ -29,7 +29,7 @@ def expect_same_verb(hellos: Sequence[Hello]) -> None:
 
 
 def agreed_url(url: URL, leader: str) -> URL:
-    """Return the leader's URL; warn if this rank gave another one."""
+    """Return the leader's URL. Warn if this rank gave another one."""
     if leader == url.reveal():
         return url
     agreed = URL.parse(leader)

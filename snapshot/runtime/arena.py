@@ -1,7 +1,7 @@
-"""The arena: staging memory that is kept between snapshots, since faulting in fresh pages costs more than copying to
-them.
+"""The arena: staging memory that is kept between snapshots.
 
-What a writer process is to see lies in a few shared segments; all else is this process's own.
+Page faults on fresh memory cost more than the copy itself. Memory that a writer process must see is in a few shared
+segments. All other memory is private to this process.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from snapshot.runtime.shared_memory import SharedSegment
 from snapshot.tensors.addresses import address_of, populate_pages
 
 GRAIN = 1 << 20
-"""Slots are multiples of this long, so that parts of about one size find each other's slots."""
+"""Slot sizes are multiples of this, so that parts of similar size can reuse each other's slots."""
 SEGMENT = 256 << 20
-"""How long the first shared segment is."""
+"""The size of the first shared segment."""
 
 
 class Slot:
-    """Page-aligned host memory; pinned where an accelerator's copies are to go through it, or a range of a segment that
-    another process sees, too."""
+    """Page-aligned host memory: private, pinned for accelerator copies, or a range of a shared segment."""
 
     __slots__ = ("_owner", "address", "offset", "pinned", "segment", "size", "tensor", "view")
 
@@ -38,7 +37,7 @@ class Slot:
         self.pinned = pinned
         self.segment = segment
         self.offset = offset
-        """Where it begins in its segment."""
+        """The offset in its segment."""
         self._owner: Any = None
         if segment is not None:
             self.view = segment.view[offset : offset + size]
@@ -51,8 +50,8 @@ class Slot:
             self.view = memoryview(self._owner)
             self.tensor = torch.frombuffer(self._owner, dtype=torch.uint8)
             populate_pages(address_of(self.view), size)
-            if hasattr(mmap, "MADV_HUGEPAGE"):  # in time: to look for huge pages now may take seconds
-                with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
+            if hasattr(mmap, "MADV_HUGEPAGE"):  # asynchronous: searching for huge pages now may take seconds
+                with contextlib.suppress(OSError):  # a kernel without huge pages is only slower
                     self._owner.madvise(mmap.MADV_HUGEPAGE)
         self.address = address_of(self.view)
 
@@ -62,7 +61,7 @@ class Slot:
 
 
 class Arena:
-    """Slots that were used before, by size. What is kept is bounded; the rest goes back to the system."""
+    """A cache of slots by size. The cached bytes are bounded; further slots are freed."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
@@ -72,10 +71,12 @@ class Arena:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, *, pinned: bool = False, shared: bool = False) -> Slot:
-        """Return a slot of at least so many bytes; its content is anything. `shared`: another process can be shown it;
-        such a slot is never pinned."""
+        """Return a slot of at least `nbytes` bytes, with arbitrary content.
+
+        A `shared` slot can be mapped by another process, and is never pinned.
+        """
         size = max(1, -(-nbytes // GRAIN)) * GRAIN
-        with system_limits(f"{size:,} bytes of staging memory cannot be had; a smaller memory_budget_bytes needs less"):
+        with system_limits(f"cannot allocate {size:,} bytes of staging memory; use a smaller memory_budget_bytes"):
             return self._take_shared(size) if shared else self._take_own(size, pinned)
 
     def _take_own(self, size: int, pinned: bool) -> Slot:
@@ -109,18 +110,18 @@ class Arena:
         return slot
 
     def _room(self, count: int) -> tuple[SharedSegment, int]:
-        """Where so many grains are free: rather where they were used before."""
+        """Return a segment and offset with `count` free grains, preferably with pages."""
         for find in (SharedSegment.find_warm, SharedSegment.find):
             for segment in self._segments:
                 if (first := find(segment, count)) >= 0:
                     return segment, first
-        held = sum(segment.size for segment in self._segments)  # each as long as all before: so there are few
+        held = sum(segment.size for segment in self._segments)  # each is as long as all before it, so there are few
         segment = SharedSegment(max(SEGMENT, held, count * GRAIN), GRAIN)
         self._segments.append(segment)
         return segment, 0
 
     def give(self, slot: Slot) -> None:
-        """Take a slot back, to be used again."""
+        """Return a slot to the cache."""
         if slot.segment is not None:
             self._give_shared(slot, slot.segment)
             return
@@ -133,7 +134,7 @@ class Arena:
     def _give_shared(self, slot: Slot, segment: SharedSegment) -> None:
         with self._lock:
             if segment not in self._segments:
-                return  # of the process that this one was forked from
+                return  # it belongs to the parent of this fork
             self._out -= slot.size
             keep = self._kept + slot.size <= self._keep
             self._kept += slot.size if keep else 0
@@ -148,11 +149,11 @@ class Arena:
 
     @property
     def kept(self) -> int:
-        """Bytes that are kept and not in use."""
+        """Cached bytes that are not in use."""
         return self._kept
 
     def release(self) -> int:
-        """Give all that is kept and not in use back to the system; how many bytes that was."""
+        """Free the cached slots. Return their size in bytes."""
         with self._lock:
             kept, self._kept = self._kept, 0
             self._free.clear()
@@ -180,7 +181,7 @@ def arena() -> Arena:
 
 
 def release_memory() -> int:
-    """Give the staging memory back that is kept for the next snapshot, and not in use; how many bytes that was.
+    """Free the unused staging memory that is kept for the next snapshot. Return its size in bytes.
 
     >>> from snapshot import release_memory
     >>> release_memory() >= 0

@@ -1,4 +1,4 @@
-"""The memory budget of one operation: whoever needs a buffer takes its bytes here first, in order of asking."""
+"""The memory budget of an operation: every buffer's bytes are acquired here first, in request order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from snapshot.runtime.latch import Latch
 
 
 class BudgetStatistics(NamedTuple):
-    """What a budget has seen."""
+    """Statistics of a budget."""
 
     limit: int
     used: int
@@ -27,12 +27,12 @@ class BudgetStatistics(NamedTuple):
 
 
 RESERVE = 32 << 20
-"""At most so much of a budget is kept for what storages bounce."""
+"""The maximum part of a budget that is reserved for the storages' bounce buffers."""
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """Somebody asks for bytes."""
+    """A pending request for bytes."""
 
     nbytes: int
     budget: MemoryBudget
@@ -41,10 +41,10 @@ class Request:
 
 
 class Pool:
-    """Bytes that one operation, or several together, may hold at once; whoever waits longest is served first.
+    """The bytes that one or several operations may hold at once, granted in request order.
 
-    What a storage bounces while it fills or empties a slot comes from a reserve of its own: were it to queue behind
-    requests for slots, those who hold slots could wait for each other for ever. Its methods want its lock to be held.
+    Storages' bounce buffers come from a separate reserve. If they queued behind requests for slots, slot holders could
+    wait for each other forever. The methods must be called with the lock held.
     """
 
     def __init__(self, limit: int, *, reserve: bool = True) -> None:
@@ -53,11 +53,11 @@ class Pool:
         self.used = 0
         self.reserve = Pool(0, reserve=False) if reserve else None
         self.limit = 0
-        """What slots may take."""
+        """The part of the limit for slots."""
         self.resize(limit)
 
     def resize(self, limit: int) -> None:
-        """Change the limit. What is held already may be more; then nothing is granted until it is less."""
+        """Change the limit. If more is held already, nothing is granted until less is held."""
         kept = 0
         if self.reserve is not None:
             kept = min(limit // 2, RESERVE)
@@ -67,11 +67,11 @@ class Pool:
         self.serve()
 
     def fits(self, nbytes: int) -> bool:
-        """Whether there is room. A request larger than all of it fits when nothing else is held."""
+        """Return True if there is room. A request above the limit fits if nothing else is held."""
         return self.used + nbytes <= self.limit or self.used == 0
 
     def serve(self) -> None:
-        """Serve who waits, as far as there is room."""
+        """Grant pending requests, as far as there is room."""
         while self.waiting and self.fits(self.waiting[0].nbytes):
             request = self.waiting.popleft()
             request.budget.took(request.nbytes)
@@ -80,7 +80,7 @@ class Pool:
 
 
 class MemoryBudget:
-    """Bytes that an operation may hold at once: of a pool of its own, or of one that it shares with others."""
+    """The bytes that an operation may hold at once, from its own pool or a shared one."""
 
     def __init__(self, limit: int, pool: Pool | None = None) -> None:
         self._pool = pool or Pool(limit)
@@ -92,13 +92,13 @@ class MemoryBudget:
         self._error: BaseException | None = None
 
     def took(self, nbytes: int) -> None:
-        """Count bytes as held. With the pool's lock."""
+        """Count bytes as held. The caller holds the pool's lock."""
         self._pool.used += nbytes
         self._used += nbytes
         self._peak = max(self._peak, self._used)
 
     def try_acquire(self, nbytes: int) -> bool:
-        """Take bytes if they are there now, and nobody has asked before."""
+        """Acquire bytes if they are free and no earlier request is pending."""
         with self._pool.lock:
             return self._at_once(nbytes)
 
@@ -111,7 +111,7 @@ class MemoryBudget:
         return True
 
     async def acquire(self, nbytes: int) -> None:
-        """Take bytes, waiting for others to give theirs back."""
+        """Acquire bytes; wait until they are free."""
         if inline():
             self.acquire_blocking(nbytes)
             return
@@ -129,7 +129,7 @@ class MemoryBudget:
         self._waited(request, began)
 
     def acquire_blocking(self, nbytes: int) -> None:
-        """Acquire from a thread that is not the loop's."""
+        """Acquire bytes in a thread that does not run the loop."""
         granted = Latch()
         request = Request(nbytes, self, granted.open)
         if self._enqueue(request):
@@ -143,7 +143,7 @@ class MemoryBudget:
         self._waited(request, began)
 
     def _enqueue(self, request: Request) -> bool:
-        """Serve a request at once, or let it wait; whether it was served."""
+        """Grant a request at once and return True, or add it to the queue."""
         with self._pool.lock:
             if self._at_once(request.nbytes):
                 return True
@@ -152,7 +152,7 @@ class MemoryBudget:
             return False
 
     def _withdraw(self, request: Request) -> None:
-        """Withdraw a request, whether it was granted meanwhile or not."""
+        """Withdraw a request, even if it was granted meanwhile."""
         with self._pool.lock:
             if request.granted:
                 self._give_back(request.nbytes)
@@ -169,7 +169,7 @@ class MemoryBudget:
                 raise self._error
 
     def release(self, nbytes: int) -> None:
-        """Give bytes back; whoever waits longest is served first."""
+        """Release bytes. The oldest pending request is served first."""
         with self._pool.lock:
             self._give_back(nbytes)
 
@@ -179,7 +179,7 @@ class MemoryBudget:
         self._pool.serve()
 
     def fail(self, error: BaseException) -> None:
-        """Let everybody who waits for this operation, or will ask, see this error."""
+        """Raise this error in all current and future requests of the operation."""
         with self._pool.lock:
             self._error = error
             mine = [request for request in self._pool.waiting if request.budget is self]
@@ -190,13 +190,13 @@ class MemoryBudget:
 
     @asynccontextmanager
     async def borrow(self, nbytes: int) -> AsyncIterator[memoryview]:
-        """Page-aligned scratch memory out of this budget: what a storage plugin sees of it."""
+        """Yield page-aligned scratch memory from this budget, for storage plugins."""
         async with (self._reserve or self).slot(nbytes) as slot:
             yield slot.view
 
     @asynccontextmanager
     async def count(self, nbytes: int) -> AsyncIterator[None]:
-        """Count memory that a client makes itself."""
+        """Count memory that a client allocates itself."""
         held = self._reserve or self
         await held.acquire(nbytes)
         try:
@@ -206,7 +206,7 @@ class MemoryBudget:
 
     @asynccontextmanager
     async def slot(self, nbytes: int) -> AsyncIterator[Slot]:
-        """Take a slot of the arena out of this budget."""
+        """Yield a slot of the arena, charged to this budget."""
         await self.acquire(nbytes)
         try:
             slot = arena().take(nbytes)

@@ -1,8 +1,8 @@
-"""Signals that end a verb, such that it always cleans up after itself.
+"""Signals that end a command after its clean-up.
 
-A signal becomes an exception, which unwinds the stack. It must not strike between making something (a process, a
-folder) and noting that it is to be removed: there it waits. And it strikes once: a second Ctrl-C would interrupt the
-cleaning.
+A signal becomes an exception, which unwinds the stack. Signals are held back between the creation of a process or
+folder and its registration for removal. Only the first signal counts, so that a second Ctrl-C does not interrupt the
+clean-up.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _state = _State()
 
 @contextmanager
 def unwind_on_signals() -> Iterator[None]:
-    """Within, the first SIGINT, SIGTERM or SIGHUP unwinds the stack, and those that follow do nothing."""
-    if threading.current_thread() is not threading.main_thread():  # only there can handlers be set, and are they called
+    """In this context, the first SIGINT, SIGTERM or SIGHUP unwinds the stack, and later ones are ignored."""
+    if threading.current_thread() is not threading.main_thread():  # signal handlers exist in the main thread only
         yield
         return
-    _state.reset()  # an earlier use may have been struck
+    _state.reset()  # an earlier use may have received a signal
     before = {number: signal.signal(number, _state.handle) for number in SIGNALS}
     try:
         yield
@@ -61,7 +61,7 @@ def unwind_on_signals() -> Iterator[None]:
 
 @contextmanager
 def hold_signals() -> Iterator[None]:
-    """Within, signals wait; they strike at its end, when what was made is noted."""
+    """Hold signals back in this context, and deliver them at its end."""
     _state.held += 1
     try:
         yield

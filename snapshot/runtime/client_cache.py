@@ -1,7 +1,7 @@
-"""Clients of storages, kept for the next operation: connecting, and finding credentials, costs more than a small take.
+"""A cache of storage clients: connecting and finding credentials costs more than a small take.
 
-They live on the private loop, are closed when nobody has used them for a while, and at exit; a forked child starts with
-none, since connections cannot be shared with a parent.
+Clients live on the private loop. They are closed at exit, or after some time without use. A forked child starts without
+clients, since connections cannot be shared with the parent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from snapshot.events import log
 
 KEPT = 30.0
-"""Seconds for which an unused client is kept."""
+"""Seconds that an unused client is kept."""
 
 Close = Callable[[], Awaitable[object]]
 
@@ -26,7 +26,7 @@ class _Client:
 
 
 class SharedClients:
-    """One client for all who ask for the same key. On one loop only."""
+    """One client per key, shared by all users on one loop."""
 
     def __init__(self, kept: float = KEPT) -> None:
         self._kept = kept
@@ -34,7 +34,7 @@ class SharedClients:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def get(self, key: Hashable, make: Callable[[], Awaitable[tuple[Any, Close]]]) -> Any:
-        """Return the client of this key, made if there is none."""
+        """Return the client of this key; create it if there is none."""
         client = self._clients.get(key)
         if client is None:
             client = self._clients[key] = _Client(asyncio.ensure_future(make()))
@@ -55,9 +55,9 @@ class SharedClients:
         return made
 
     async def release(self, key: Hashable) -> None:
-        """One user less; the last one's client is kept for a while."""
+        """Release one use of a client. An unused client is kept for a while."""
         client = self._clients.get(key)
-        if client is not None:  # else all were closed meanwhile
+        if client is not None:  # otherwise all were closed meanwhile
             client.users -= 1
             self._idle(key, client)
 
@@ -77,10 +77,10 @@ class SharedClients:
             _, close = await client.made
             await close()
         except Exception as error:  # noqa: BLE001 - nobody waits for it, and a new client will be made
-            log.debug("a storage's client could not be closed: %s", error)
+            log.debug("cannot close a storage's client: %s", error)
 
     async def close(self) -> None:
-        """Close all of them."""
+        """Close all clients."""
         for key, client in list(self._clients.items()):
             if client.timer is not None:
                 client.timer.cancel()

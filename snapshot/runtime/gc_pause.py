@@ -1,7 +1,7 @@
-"""No garbage collection while many small objects are made.
+"""A pause of garbage collection while many small objects are created.
 
-Ten thousand entries are enough to start a collection of everything that the process holds. That takes longer than all
-else that is done with the entries, and none of them is garbage.
+Ten thousand entries trigger a full collection. It takes longer than all other work on the entries, and finds no
+garbage.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from snapshot.per_process import PerProcess
 
 
 class _Pauses:
-    """How many contexts are inside `gc_paused`."""
+    """The number of contexts inside `gc_paused`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,7 +36,7 @@ class _Pauses:
                 gc.enable()
 
     def forked(self) -> None:
-        """Collect again: the threads that were inside are not in the child."""
+        """Enable collection in a forked child: the threads in a context do not exist there."""
         if self._inside and self._was_enabled:
             gc.enable()
 
@@ -46,9 +46,9 @@ _pauses = PerProcess(_Pauses, _Pauses.forked)
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Keep the collector from starting by itself. May be nested, and entered by several threads."""
+    """Pause automatic collection. Contexts may be nested, and entered by several threads."""
     _pauses.get().enter()
     try:
         yield
     finally:
-        _pauses.get().leave()  # in a forked child another one
+        _pauses.get().leave()  # a forked child has its own

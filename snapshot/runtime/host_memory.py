@@ -1,10 +1,10 @@
-"""How much memory the host has, and how much of it is free."""
+"""Total and available memory of the host."""
 
 from __future__ import annotations
 
 
 def available_memory() -> int:
-    """How much memory this process may still use: the host's, or its control group's if that is less."""
+    """Return the memory that this process may still use: of the host, or of its control group if that is less."""
     free = _meminfo("MemAvailable")
     for limit, usage in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -27,5 +27,5 @@ def _meminfo(name: str) -> int:
 
 
 def total_memory() -> int:
-    """Return the host's memory."""
+    """Return the host's total memory."""
     return _meminfo("MemTotal")

@@ -1,8 +1,8 @@
-"""Waiting that an interruption cannot break.
+"""A latch that an interrupted wait cannot break.
 
-`threading.Condition`, and with it events and futures, takes its lock in Python code: a `KeyboardInterrupt` in there
-leaves the lock taken, and whoever wants to wake the waiter waits for ever. Here the waiter makes a lock of its own,
-which others only ever release.
+`threading.Condition`, and therefore events and futures, take their lock in Python code. A `KeyboardInterrupt` there
+leaves the lock held, and the thread that wakes the waiter waits forever. Here each waiter creates its own lock, which
+other threads only release.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 
 
 class Latch:
-    """Opens once, for all who wait."""
+    """Opens once, and releases all waiting threads."""
 
     __slots__ = ("_locks", "_open")
 
@@ -21,27 +21,27 @@ class Latch:
         self._locks: list[_thread.LockType] = []
 
     def open(self) -> None:
-        """Let everybody through, from now on."""
+        """Release all current and future waiters."""
         self._open = True
         while self._locks:
             try:
                 lock = self._locks.pop()
-            except IndexError:  # another thread opens it, too
+            except IndexError:  # another thread opens it at the same time
                 return
             lock.release()
 
     def is_open(self) -> bool:
-        """Whether nobody waits here any more."""
+        """Return True once the latch has been opened."""
         return self._open
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is open; whether it is."""
+        """Wait until it is open. Return False after a timeout."""
         if self._open or (timeout is not None and timeout <= 0):
             return self._open
         lock = _thread.allocate_lock()
         lock.acquire()
         self._locks.append(lock)
         if not self._open and not lock.acquire(timeout=-1 if timeout is None else min(timeout, _thread.TIMEOUT_MAX)):
-            with contextlib.suppress(ValueError):  # it is being opened just now
+            with contextlib.suppress(ValueError):  # it is being opened now
                 self._locks.remove(lock)
         return self._open

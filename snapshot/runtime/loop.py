@@ -1,7 +1,7 @@
-"""The private event loop: one thread for all of a process's I/O, with a small pool for system calls and digests.
+"""The private event loop: one thread for all I/O of a process, with a small pool for system calls and digests.
 
-Made on first use, and made anew in a forked child. The public API is synchronous: it hands coroutines over and
-waits, so it works in notebooks, in threads, and inside a running event loop.
+It is created on first use, and again in a forked child. The public API is synchronous: it submits coroutines and waits.
+So it works in notebooks, in threads, and inside a running event loop.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from snapshot.runtime.latch import Latch
 
 T = TypeVar("T")
 LIBRARY = ("snapshot-io", "snapshot-loop")
-"""How the names of the library's own threads begin."""
+"""The name prefix of the library's threads."""
 
 
 class _Loop:
     def __init__(self) -> None:
-        with system_limits("the library's I/O loop cannot be made"):
+        with system_limits("cannot create the library's I/O loop"):
             self.loop = asyncio.new_event_loop()
         count = Settings.current().thread_count()
         self.pool = ThreadPoolExecutor(count, thread_name_prefix="snapshot-io")
         self.clients = SharedClients()
         self.thread = threading.Thread(target=self._run, name="snapshot-loop", daemon=True)
         try:
-            with system_limits("the threads of the library's I/O loop cannot be started"):
+            with system_limits("cannot start the threads of the library's I/O loop"):
                 _start_threads(self.pool, count)
                 self.thread.start()
         except BaseException:
@@ -50,7 +50,7 @@ class _Loop:
 
 
 def _start_threads(pool: ThreadPoolExecutor, count: int) -> None:
-    """Start all threads of a pool now: one that could not be started later would fail work that is queued already."""
+    """Start all threads of a pool now: a thread that fails to start later would fail work that is already queued."""
     ready = threading.Event()
     try:
         for _ in range(count):
@@ -59,18 +59,18 @@ def _start_threads(pool: ThreadPoolExecutor, count: int) -> None:
         ready.set()
 
 
-_loop = PerProcess(_Loop)  # threads do not survive a fork: a child makes its own
+_loop = PerProcess(_Loop)  # threads do not survive a fork: a child creates its own
 
 
 def shared_clients() -> SharedClients:
-    """Return the clients that storages share, as long as this loop runs."""
+    """Return the storage clients of this loop."""
     return _loop.get().clients
 
 
 class LoopFuture(Future[T]):
-    """Work on the loop, to be waited for in any thread but the loop's own.
+    """Work on the loop, which any other thread can wait for.
 
-    Unlike the futures of `run_coroutine_threadsafe`, one that is cancelled is done only when its cleaning is.
+    Unlike the futures of `run_coroutine_threadsafe`, a cancelled one is done only after its clean-up.
     """
 
     def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
@@ -83,7 +83,7 @@ class LoopFuture(Future[T]):
         self._started = False
 
     def begin(self) -> None:
-        """Start it. Apart from making it, so that an interruption in between finds something to cancel."""
+        """Start the work. It is created first, so that an interruption in between has something to cancel."""
         self._loop.call_soon_threadsafe(self._begin)
 
     def _begin(self) -> None:
@@ -105,8 +105,10 @@ class LoopFuture(Future[T]):
         self._tell()
 
     def _tell(self) -> None:
-        """Call the callbacks of work that is over. Whoever waits takes none of the locks of `Future`, which an
-        interruption may leave taken."""
+        """Call the callbacks of finished work.
+
+        Waiting threads take none of `Future`'s locks, which an interruption may leave held.
+        """
         self._over.open()
         while self._callbacks:
             try:
@@ -119,22 +121,22 @@ class LoopFuture(Future[T]):
                 log.exception("a done callback failed")
 
     def done(self) -> bool:
-        """Whether it is over."""
+        """Return True if the work is over."""
         return self._over.is_open()
 
     def cancelled(self) -> bool:
-        """Whether it was cancelled, and is over."""
+        """Return True if the work was cancelled and is over."""
         return self.done() and self._state == "CANCELLED_AND_NOTIFIED"
 
     def result(self, timeout: float | None = None) -> T:
-        """Return what it returned or raised, when it is over."""
+        """Wait for the work, and return or raise its result."""
         error = self.exception(timeout)
         if error is not None:
             raise error
         return self._result  # type: ignore[return-value]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return what it raised, when it is over; `CancelledError` if it was cancelled."""
+        """Wait for the work, and return its exception, or `CancelledError` if it was cancelled."""
         if not self._over.wait(timeout):
             raise TimeoutError
         if self.cancelled():
@@ -143,28 +145,28 @@ class LoopFuture(Future[T]):
         return error
 
     def settled(self, timeout: float | None = None) -> bool:
-        """Wait until it is over, however it ends; whether it is."""
+        """Wait until the work is over, however it ends. Return False after a timeout."""
         return self._over.wait(timeout)
 
     def add_done_callback(self, function: Callable[[Future[T]], object]) -> None:
-        """Call a function with this when it is over; at once if it is."""
+        """Call a function with this future when the work is over, or at once if it is."""
         self._callbacks.append(function)
         if self.done():
             self._tell()
 
     def cancel(self) -> bool:
-        """Ask the work to end; whether it did not end before."""
+        """Request the end of the work. Return False if it has already ended."""
         if self.done():
             return False
         self._loop.call_soon_threadsafe(self._cancel)
         return True
 
     def _cancel(self) -> None:
-        if self._task is not None and not self._started:  # it would end without its cleaning
+        if self._task is not None and not self._started:  # it would end without its clean-up
             self._loop.call_soon(self._cancel)
         elif self._task is not None:
             self._task.cancel()
-        elif not self.done():  # it was never begun
+        elif not self.done():  # it was never started
             self._work.close()
             super().cancel()
             self.set_running_or_notify_cancel()
@@ -172,20 +174,19 @@ class LoopFuture(Future[T]):
 
 
 def work_on(work: Coroutine[Any, Any, T]) -> LoopFuture[T]:
-    """Work for the loop, that is not begun."""
+    """Return work for the loop that has not been started."""
     return LoopFuture(work, _loop.get().loop)
 
 
 def start(work: Coroutine[Any, Any, T]) -> LoopFuture[T]:
-    """Begin work on the loop."""
+    """Start work on the loop."""
     future = work_on(work)
     future.begin()
     return future
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Do work on the loop and wait for it. If the wait is interrupted, the work is cancelled and its cleaning waited
-    for."""
+    """Run work on the loop and wait for it. If the wait is interrupted, cancel the work and wait for its clean-up."""
     try:
         refuse_on_loop()
     except RuntimeError:
@@ -203,9 +204,9 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def refuse_on_loop() -> None:
-    """Raise where a wait for the loop would be a wait for itself."""
+    """Raise if this thread runs the loop, which would wait for itself."""
     if threading.current_thread() is _loop.get().thread:
-        raise RuntimeError("a snapshot's blocking call was made on the library's own I/O loop (from a callback?)")
+        raise RuntimeError("must not block on the library's own I/O loop, such as in a callback")
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -216,7 +217,7 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 async def in_own_thread(work: Callable[..., T], *args: Any) -> T:
-    """Do blocking work that may wait for long, for other ranks: the pool's few threads are not for that."""
+    """Run blocking work that may wait long for other ranks in a thread outside the small pool."""
     future: Future[T] = Future()
 
     def call() -> None:
@@ -225,17 +226,17 @@ async def in_own_thread(work: Callable[..., T], *args: Any) -> T:
         except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
             future.set_exception(error)
 
-    with system_limits("a thread cannot be started"):
+    with system_limits("cannot start a thread"):
         threading.Thread(target=call, name="snapshot-io-wait", daemon=True).start()
     return await asyncio.shield(asyncio.wrap_future(future))
 
 
 _unfinished: PerProcess[set[LoopFuture[Any]]] = PerProcess(set)
-"""Background work that the interpreter's exit waits for."""
+"""Background work that the interpreter waits for at exit."""
 
 
 def finish_before_exit(future: LoopFuture[Any]) -> None:
-    """Let the interpreter's exit wait for background work, instead of losing it."""
+    """Make the interpreter's exit wait for background work, instead of losing it."""
     unfinished = _unfinished.get()
     unfinished.add(future)
     future.add_done_callback(unfinished.discard)
@@ -249,6 +250,5 @@ def _wait_at_exit() -> None:
         concurrent.futures.wait([asyncio.run_coroutine_threadsafe(made.clients.close(), made.loop)], timeout=5)
 
 
-# The pool refuses new work from `threading`'s own exit on, which comes before `atexit`: so wait there, where it can
-# be done.
+# The pool refuses new work once `threading` exits, which happens before `atexit`. So wait at `threading`'s exit.
 getattr(threading, "_register_atexit", atexit.register)(_wait_at_exit)

@@ -1,4 +1,4 @@
-"""A session: the storage and the memory of one verb, closed whatever happens."""
+"""A session: the storage and memory of one operation, which are always closed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Session:
-    """The storage of one verb, and the memory that the verb may use."""
+    """The storage of one operation, and the memory that it may use."""
 
     def __init__(
         self,
@@ -39,10 +39,8 @@ class Session:
         self.durable = durable
         self.settings = Settings.current()
         trace.to(self.settings.trace)
-        # What is far away is worth more requests side by side, and each holds what must be copied.
-        near = getattr(
-            plugin_for(url).capabilities, "blocking", False
-        )  # of those that depend on the URL, it is not known
+        # Remote storages need more parallel requests, and each request holds a buffer.
+        near = getattr(plugin_for(url).capabilities, "blocking", False)  # unknown if it depends on the URL
         usual = 64 * MiB if near else 256 * MiB
         limit = budget if budget is not None else self.settings.memory_budget_bytes or default_budget or usual
         expect_positive("memory_budget_bytes", limit)
@@ -53,15 +51,15 @@ class Session:
         self.storage: Storage = open_storage(url, options, self._context)
 
     def open_beside(self, url: URL) -> Storage:
-        """Open another storage for the same verb: the folder that a file is in."""
+        """Open another storage for the same operation: the folder of a file."""
         return open_storage(url, self.options, self._context)
 
     def switch_storage(self, storage: Storage) -> None:
-        """Go on with another storage: of a checkpoint of another library, the files may be beside the URL."""
+        """Switch to another storage: the files of another library's checkpoint may be beside the URL."""
         self.storage = storage
 
     async def read_twice(self, path: str, read: Callable[[], Awaitable[T]]) -> T:
-        """Read something. If it is damaged, which may have happened on its way over a network, read it once more."""
+        """Read something, and retry once if it is damaged, since that may have happened in transit over a network."""
         try:
             return await read()
         except CorruptSnapshotError as error:
@@ -71,9 +69,9 @@ class Session:
             return await read()
 
     async def close(self) -> None:
-        """Give the storage's resources back. What fails in that undoes nothing that was done: it is for the log."""
+        """Release the storage's resources. An error is logged: it does not undo the operation."""
         try:
             await self.storage.close()
         except SnapshotError as error:
-            log.warning("%s: could not be closed: %s", self.url, error)
+            log.warning("%s: cannot close the storage: %s", self.url, error)
         trace.save()

@@ -1,7 +1,7 @@
-"""Segments: memory that this process and its writer process both see, in a few long pieces.
+"""Shared-memory segments for this process and its writer process.
 
-A segment is sparse: its pages come when they are first written to, and go when a hole is punched, so a long one costs
-nothing. It has no name in any file system, and is gone with the last process that has it.
+Segments are few and long, but sparse: pages are allocated on first write and freed by punching holes. A segment has no
+file name, and is freed with the last process that maps it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _numbers = itertools.count(1)
 
 
 class SharedSegment:
-    """Shared memory, of which grains are handed out. Not safe between threads: its arena has the lock."""
+    """A segment of shared memory, divided into grains. It is not thread-safe: its arena holds the lock."""
 
     def __init__(self, size: int, grain: int) -> None:
         self.number = next(_numbers)
@@ -33,31 +33,31 @@ class SharedSegment:
         os.ftruncate(self.descriptor, size)
         self._map = mmap.mmap(self.descriptor, size)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # where shared memory knows no huge pages: only slower
+            with contextlib.suppress(OSError):  # shared memory without huge pages is only slower
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)
         self._address = address_of(self.view)
         self._used = bytearray(size // grain)
         self._warm = bytearray(size // grain)
-        """Grains that are free, and have their pages."""
+        """Free grains whose pages are allocated."""
 
     def find(self, count: int) -> int:
-        """Return the first of so many free grains in a row, or -1."""
+        """Return the first of `count` consecutive free grains, or -1."""
         return self._used.find(bytes(count))
 
     def find_warm(self, count: int) -> int:
-        """Return the same among those that have their pages."""
+        """Return the first of `count` consecutive free grains with allocated pages, or -1."""
         return self._warm.find(b"\1" * count)
 
     def take(self, first: int, count: int) -> int:
-        """Mark grains as used; how many of them have their pages."""
+        """Mark grains as used. Return the number with allocated pages."""
         warm = self._warm.count(1, first, first + count)
         self._used[first : first + count] = b"\1" * count
         self._warm[first : first + count] = bytes(count)
         return warm
 
     def give(self, first: int, count: int, *, keep: bool) -> None:
-        """Mark grains as free; their pages are kept, or go back to the system."""
+        """Mark grains as free, and keep or free their pages."""
         self._used[first : first + count] = bytes(count)
         if keep:
             self._warm[first : first + count] = b"\1" * count
@@ -65,7 +65,7 @@ class SharedSegment:
             self._punch(first, count)
 
     def trim(self) -> None:
-        """Give back the pages of what is free."""
+        """Free the pages of all free grains."""
         first = self._warm.find(1)
         while first >= 0:
             end = self._warm.find(0, first)
@@ -76,12 +76,14 @@ class SharedSegment:
 
     @property
     def is_unused(self) -> bool:
-        """Whether there is nothing in it."""
+        """True if no grain is used."""
         return 1 not in self._used and 1 not in self._warm
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Have the pages of a range made, at once: quicker than one by one, and where there is no memory for them this
-        is an error, and not a signal in the middle of a copy."""
+        """Allocate the pages of a range at once.
+
+        This is faster than page faults. Without memory it raises, instead of sending a signal during a copy.
+        """
         if not populate_pages(self._address + offset, nbytes):
             os.posix_fallocate(self.descriptor, offset, nbytes)
 
@@ -90,7 +92,7 @@ class SharedSegment:
         _libc.fallocate(self.descriptor, _PUNCH_HOLE | _KEEP_SIZE, begin, length)
 
     def close(self) -> None:
-        """Close the descriptor. The memory goes with the last that looks at it."""
+        """Close the descriptor. The memory is freed when the last mapping ends."""
         if not self.closed:
             self.closed = True
             os.close(self.descriptor)
@@ -104,9 +106,9 @@ class SharedSegment:
 
 
 def _anonymous_file() -> int:
-    """Return a file in memory that has no name."""
+    """Return an anonymous file in memory."""
     if hasattr(os, "memfd_create"):
-        for flags in (os.MFD_CLOEXEC | _NOEXEC_SEAL, os.MFD_CLOEXEC):  # the first one since Linux 6.3
+        for flags in (os.MFD_CLOEXEC | _NOEXEC_SEAL, os.MFD_CLOEXEC):  # the first flag exists since Linux 6.3
             with contextlib.suppress(OSError):
                 return os.memfd_create("snapshot", flags)
     descriptor, name = tempfile.mkstemp(dir="/dev/shm")

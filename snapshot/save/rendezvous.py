@@ -68,8 +68,7 @@ class TakeOpening:
         return self._transaction.save_id
 
     def look_at_path(self) -> None:
-        """Begin to look at what is at the path, and refuse to write over a snapshot. Of several ranks, the leader has
-        looked already."""
+        """Check the path in the background, and refuse to replace a snapshot. A leader has done so already."""
         if self.exchange.alone:
             self._expected = start(expect_at_path(self.session, overwrite=self._overwrite))
 

@@ -207,7 +207,7 @@ class Stager:
 
     @property
     def pinned(self) -> bool:
-        """Whether slots should be pinned: some tensors are on an accelerator that copies faster from such memory."""
+        """True if slots should be pinned, because an accelerator copies faster from pinned memory."""
         return self.streams.pinned
 
 

@@ -49,7 +49,7 @@ def plan_writes(
 ) -> SavePlan:
     """Return the plan of the data files. `staged`: all leaves are copied first, except those marked in `late`.
 
-    Raise `ValueError` if an `expected` plan was made for something else.
+    Raise `ValueError` if an `expected` plan is for something else.
     """
     blobs = sum(len(blob.data) + SIZE * count_blocks(len(blob.data)) for blob in share.blobs)
     limits = session.storage.limits

@@ -170,8 +170,7 @@ class Transaction:
             return False
 
     async def revoke(self) -> bool:
-        """Delete the leader's claim, if the leader was lost and a commit needs its claim. Return True if nothing can
-        be committed any more."""
+        """Delete the claim of a lost leader, if a commit needs it. Return True if no commit is possible any more."""
         if self._storage.capabilities.guarded_commit:
             with contextlib.suppress(SnapshotError):
                 await self._storage.delete([claim_path(self.save_id)])

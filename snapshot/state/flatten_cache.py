@@ -99,7 +99,7 @@ class TensorTraits:
         self.conjugate = list(map(torch.Tensor.is_conj, tensors)) if any(d.is_complex for d in set(self.dtypes)) else []
 
     def __eq__(self, other: object) -> bool:
-        """Return True if all properties are equal, whatever the addresses."""
+        """Return True if all properties except the addresses are equal."""
         return isinstance(other, TensorTraits) and {**vars(self), "addresses": 0} == {**vars(other), "addresses": 0}
 
     __hash__ = None  # type: ignore[assignment]

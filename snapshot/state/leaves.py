@@ -29,9 +29,9 @@ class Leaf(msgspec.Struct, gc=False):
     plain: bool = False
     """True if its own memory can be written: contiguous, on the host, neither conjugate nor negative."""
     extra: e.Extra | None = None
-    """Properties in its entry besides dtype and shape."""
+    """Properties in its entry, in addition to dtype and shape."""
     note: str = ""
-    """Properties besides dtype, shape and bytes: replicas are equal in them."""
+    """Properties in addition to dtype, shape and bytes: they are equal in replicas."""
     wrap: Wrap | None = None
     """Called with the stored range's entry, if the manifest's entry for `path` is another one."""
     splits: bool = True

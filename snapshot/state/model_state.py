@@ -18,9 +18,9 @@ from snapshot.errors import SnapshotError
 class ModelState:
     """A model, with its optimizer or several, as one stateful.
 
-    Parameters, and the optimizer's state of each, stand under the parameter's full name in the unwrapped model,
-    whatever wraps it: `DistributedDataParallel`, FSDP, tensor parallelism, a compiled module. So a snapshot restores
-    into another parallelism and another number of ranks.
+    Parameters and their optimizer state have the parameter's full name in the unwrapped model. Wrappers do not change
+    it: `DistributedDataParallel`, FSDP, tensor parallelism or `torch.compile`. So a snapshot restores into another
+    parallelism and another number of ranks.
 
     Args:
         model: The model.

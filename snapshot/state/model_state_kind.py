@@ -37,7 +37,7 @@ class ModelStateKind(StateOfParameters):
         self.groups_known = False
 
     def read_state(self) -> Any:
-        """Return the state by parameter, whatever the options are."""
+        """Return the state by parameter, independent of the options."""
         return self.stateful.nested_state_dict()
 
     @property

@@ -92,10 +92,10 @@ def rebuild_array(
     try:
         if expected:
             array: Array = tensor.contiguous().view(-1).view(torch.uint8).numpy().view(made).reshape(shape)
-        else:  # over no memory, whatever the shape: elements of some dtypes take no bytes
+        else:  # without memory, for any shape: elements of some dtypes take no bytes
             array = np.ndarray(shape, made, b"" if made.itemsize == 0 else None)
-    except Exception as error:  # NumPy raises many kinds at what it cannot make
-        raise CorruptSnapshotError(f"{path}: an array {made}{list(shape)} cannot be made: {error}") from error
+    except Exception as error:  # NumPy raises many kinds of exceptions
+        raise CorruptSnapshotError(f"{path}: cannot create an array {made}{list(shape)}: {error}") from error
     if order == "F":
         array = np.asfortranarray(array)
     return array[()] if scalar else array

@@ -243,7 +243,7 @@ class OptimizerKind(StateOfParameters):
         self.compounds |= {
             f"{key}//{name}": each for name, each in self.parameters.items() if is_traceable_wrapper_subclass(each)
         }
-        groups = f"{key}/param_groups/"  # torch copies what it is given for them: they are no places to fill
+        groups = f"{key}/param_groups/"  # torch copies these, so they are not filled in place
         self.live = {path: value for path, value in self.live.items() if not path.startswith(groups)}
 
     def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:

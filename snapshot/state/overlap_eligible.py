@@ -198,13 +198,13 @@ def _find_overlaps(leaves: Sequence[Leaf], others: Sequence[Leaf], elsewhere: Se
     spans = spans[np.argsort(spans[:, 0])]
     ends = np.maximum.accumulate(spans[:, 1])
     mine = _find_extents(leaves)
-    before = np.searchsorted(spans[:, 0], mine[:, 1], side="left")  # so many of them begin before its end
+    before = np.searchsorted(spans[:, 0], mine[:, 1], side="left")  # the number of extents that begin before its end
     met = (before > 0) & (ends[np.maximum(before - 1, 0)] > mine[:, 0])
     return [base or meets for base, meets in zip(spoilt, met.tolist(), strict=True)]
 
 
 def _find_storage_begins(leaves: Sequence[Leaf]) -> list[int]:
-    """Return the storage addresses of leaves, most of which begin where their storage does."""
+    """Return the storage addresses of leaves. Most leaves begin where their storage does."""
     offsets = map(torch.Tensor.storage_offset, [leaf.tensor for leaf in leaves])
     return [
         find_storage_begin(leaf.tensor) if offset else leaf.address
@@ -213,7 +213,7 @@ def _find_storage_begins(leaves: Sequence[Leaf]) -> list[int]:
 
 
 def _find_extents(leaves: Sequence[Leaf]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the memory extents of leaves, most of which have no gaps."""
+    """Return the memory extents of leaves. Most leaves have no gaps."""
     begins = np.fromiter(map(_address, leaves), np.int64, len(leaves))
     ends = begins + np.fromiter(map(_nbytes, leaves), np.int64, len(leaves))
     for index, leaf in enumerate(leaves):

@@ -47,7 +47,7 @@ class RNGState:
 
 
 def _restore_numpy(saved: dict[str, Any]) -> bool:
-    """Restore NumPy's global generator, whatever its kind; return False if that is impossible."""
+    """Restore NumPy's global generator of any kind. Return False if that is impossible."""
     if "kind" in saved:  # as the first snapshots had it
         saved = {
             "bit_generator": saved["kind"],

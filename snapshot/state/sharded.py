@@ -1,4 +1,4 @@
-"""Tensors of which this rank holds some boxes, whatever their class.
+"""Tensors with boxes on this rank, of any class.
 
 Other modules need only the position of each local piece in the whole tensor, and the ranks that hold the same piece.
 """
@@ -64,18 +64,20 @@ class Shards:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Sharded:
-    """A tensor that is a box of a larger one: for whoever spreads tensors over ranks by hand.
+    """A tensor that is a box of a larger one, for tensors that are sharded by hand.
 
-    It goes into the state in the tensor's place. The boxes of all ranks make up the whole tensor, and can be restored
-    to any others. Where several ranks give the same box, `replica` tells them apart, and only 0 need be stored.
+    It replaces the tensor in the state dict. The boxes of all ranks form the whole tensor, and can be restored into
+    any other boxes. If several ranks have the same box, `replica` numbers the copies, and only copy 0 needs to be
+    stored.
 
-    A pipeline's layer may be given as a part of all layers:
+    A pipeline's layer can be a box of all layers:
 
     >>> weight = torch.zeros(4, 3)
     >>> Sharded(weight.unsqueeze(0), global_shape=(24, 4, 3), offsets=(3, 0, 0))
     Sharded(float32 3:4,0:4,0:3 of (24, 4, 3))
 
-    Raises TypeError or ValueError where the tensor is no such box. It must have the larger one's number of dimensions.
+    Raises TypeError or ValueError if the tensor is not such a box. It must have the larger
+    tensor's number of dimensions.
     """
 
     tensor: torch.Tensor
@@ -107,7 +109,7 @@ class Sharded:
             raise ValueError(f"Sharded: `replica` must not be negative, got {self.replica}")
 
     def box(self) -> Box:
-        """Return where this part lies in the whole tensor."""
+        """Return the position of this part in the whole tensor."""
         return Box(tuple(self.offsets), tuple(self.tensor.shape))
 
     def __repr__(self) -> str:

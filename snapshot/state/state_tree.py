@@ -99,7 +99,7 @@ def inflate_tree(path: str, entries: Mapping[str, Any], values: Mapping[str, Any
 def _build_container(path: str, entry: Container, children: list[Any]) -> Any:
     try:
         return entry.build(children)
-    except TypeError as error:  # a set of what cannot be in one: an object whose bytes nobody could look into
+    except TypeError as error:  # a set with an unhashable element, which is stored as opaque bytes
         raise CorruptSnapshotError(f"{path}: {error}") from error
 
 

@@ -138,7 +138,7 @@ class ModuleKind(Kind):
         if type(state) is dict:
             state = OrderedDict(state)
         if not hasattr(state, "_metadata") and hasattr(self.state, "_metadata"):
-            state._metadata = self.state._metadata  # names were changed: the versions stand under names of its own
+            state._metadata = self.state._metadata  # the names were changed: the versions keep the module's own names
         self.stateful.load_state_dict(state, strict=strict)
         return []
 

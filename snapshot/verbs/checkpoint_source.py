@@ -1,4 +1,4 @@
-"""Tensors of another checkpoint as a source of parts: what is written is read just before, within the budget."""
+"""Tensors of another checkpoint as a source of parts, each read just before it is written, within the budget."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ from snapshot.tensors.geometry import Box, boxes_of_range
 from snapshot.tensors.strides import find_enclosing_tensor
 
 Made = Callable[[], bytes]
-"""What makes bytes that depend on those before them in their file."""
+"""Functions whose bytes depend on the bytes before them in the file."""
 
 
 def expect_room(document: Document, leaves: Sequence[Leaf], origins: Sequence[Any]) -> None:
-    """Raise if tensors would be written with far more bytes than the files have: views may repeat a few of them, and
-    compressed ones may stand for any number."""
+    """Raise if tensors would be written with far more bytes than the files have.
+
+    Views may repeat a few bytes, and a compressed tensor may expand to any size.
+    """
     stored = sum(file.size for file in document.files.values())
     most, total = ROOM + MOST_TIMES * stored, 0
     for leaf, origin in zip(leaves, origins, strict=True):
@@ -49,13 +51,13 @@ def expect_room(document: Document, leaves: Sequence[Leaf], origins: Sequence[An
             total += math.prod(origin.shape) * ITEMSIZE[origin.dtype]
             if total > most:
                 raise CorruptSnapshotError(
-                    f"{leaf.path}: the tensors would take more than {most:,} bytes, and the files have {stored:,}; "
-                    "convert fewer with select=[...], or restore them into tensors and take a snapshot"
+                    f"{leaf.path}: the tensors would take more than {most:,} bytes, but the files have {stored:,}; "
+                    "convert fewer with select=[...], or restore them and take a snapshot"
                 )
 
 
 class CheckpointStager(Stager):
-    """Leaves whose tensors are read from a checkpoint, part by part; or whose bytes are given, or made in time."""
+    """Leaves that are read from a checkpoint part by part, or whose bytes are given or computed when written."""
 
     fetches = waits = True
 
@@ -70,10 +72,10 @@ class CheckpointStager(Stager):
         orders: dict[int, tuple[int, ...]] | None = None,
         sums: dict[int, int] | None = None,
     ) -> None:
-        """`origins`: of each leaf the entry of its tensor; bytes, or what makes them, otherwise.
+        """`origins`: for each leaf its tensor's entry, its bytes, or a function that returns them.
 
-        `orders`: how a leaf's dimensions are those of its entry, where they are permuted. `sums`: where the CRC32
-        of each leaf's bytes is made, as they come by.
+        `orders`: for permuted leaves, the order of their dimensions in the entry. `sums`: collects the CRC32 of each
+        leaf's bytes.
         """
         super().__init__([], copies=True)
         self.leaves = leaves
@@ -84,9 +86,9 @@ class CheckpointStager(Stager):
         self._orders = orders or {}
         self._sums = sums
         self._held: dict[int, torch.Tensor] = {}
-        """Tensors that are read once, whole: see `_whole`."""
+        """Tensors that are read once as a whole: see `_whole`."""
         self._left: dict[int, int] = {}
-        """How many of their elements are not yet where they belong."""
+        """For each of them, the number of elements that have not been copied yet."""
         self.bytes_read = 0
         self._used: list[tuple[int, int]] = []
         self._making = asyncio.Lock()
@@ -97,7 +99,7 @@ class CheckpointStager(Stager):
         return part.end - part.begin
 
     async def fetch(self, file: FilePlan, part: FilePart, slot: Slot, budget: MemoryBudget) -> StagedPart:
-        """Read a part into a slot. The parts of one file come in order."""
+        """Read a part into a slot. The parts of one file are fetched in order."""
         if part.begin < len(file.header):
             header = file.header[part.begin : part.end]
             slot.view[: len(header)] = header
@@ -110,7 +112,7 @@ class CheckpointStager(Stager):
             at, origin = begin - part.begin, self._origins[extent.leaf]
             first = extent.start + begin - extent.begin
             if callable(origin):
-                continue  # it depends on the bytes before it
+                continue  # depends on the bytes before it
             if isinstance(origin, bytes):
                 slot.view[at : at + end - begin] = origin[first : first + end - begin]
             else:
@@ -119,7 +121,7 @@ class CheckpointStager(Stager):
             await self._read(read_plan)
         used, self._used = self._used, []
         await in_thread(self._finish, read_plan, copies, file, part, slot)
-        for index, count in used:  # elements of tensors that are held, which are where they belong
+        for index, count in used:  # elements of held tensors that were copied
             self._left[index] -= count
             if not self._left[index]:
                 del self._held[index]
@@ -128,7 +130,7 @@ class CheckpointStager(Stager):
     async def _want(
         self, read_plan: ReadPlan, index: int, entry: AnyTensor, first: int, *, nbytes: int, slot: Slot, at: int
     ) -> list[Callable[[], object]]:
-        """Want a range of a tensor's bytes in the slot; what has to be copied there afterwards."""
+        """Request a range of a tensor's bytes into the slot. Return the copies to make afterwards."""
         leaf = self.leaves[index]
         dtype = BY_NAME[leaf.dtype]
         itemsize = dtype.itemsize
@@ -151,8 +153,8 @@ class CheckpointStager(Stager):
         return copies
 
     async def _whole(self, index: int, entry: AnyTensor) -> torch.Tensor | None:
-        """All of a tensor that would be read over and over if it were read part by part; None for all others."""
-        async with self._making:  # several files may have parts of it
+        """Return the whole tensor if reading it part by part would read its bytes repeatedly, otherwise None."""
+        async with self._making:  # several files may contain parts of the tensor
             if index in self._parted:
                 return None
             if index not in self._held:
@@ -169,23 +171,23 @@ class CheckpointStager(Stager):
             return self._held[index]
 
     def _room(self, entry: AnyTensor) -> torch.Tensor:
-        """Memory for all of a tensor; of a long one the system may write what is not needed now to a file."""
+        """Allocate memory for a whole tensor; for a long one, in a temporary file that the system can page out."""
         dtype, count = BY_NAME[entry.dtype], math.prod(entry.shape)
         nbytes = count * dtype.itemsize
         if nbytes <= self._session.budget.limit // 4:
             return torch.empty(entry.shape, dtype=dtype)
         try:
             with tempfile.NamedTemporaryFile(prefix="snapshot-convert-") as file:
-                os.posix_fallocate(file.fileno(), 0, nbytes)  # a mapping for which there is no room kills the process
+                os.posix_fallocate(file.fileno(), 0, nbytes)  # a mapping without disk space kills the process
                 return torch.from_file(file.name, shared=True, size=count, dtype=dtype).view(entry.shape)
         except (OSError, RuntimeError) as error:
             raise StorageError(
-                f"{tempfile.gettempdir()}: no room for a tensor of {nbytes:,} bytes, which has to be read whole; set "
-                f"TMPDIR to a larger folder: {error}"
+                f"{tempfile.gettempdir()}: no space for a tensor of {nbytes:,} bytes, which must be read whole; "
+                f"set TMPDIR to a larger folder: {error}"
             ) from error
 
     async def _is_scattered(self, index: int, entry: AnyTensor) -> bool:
-        """Whether a part of a long tensor, in the order in which it is written, lies all over what holds it."""
+        """Return True if a part of a long tensor, in write order, is scattered over its stored bytes."""
         pieces = [stored for _, stored in entry.pieces()]
         if sum(stored.nbytes for stored in pieces) <= BLOCK:
             return False
@@ -198,7 +200,7 @@ class CheckpointStager(Stager):
             request = request_all(self.leaves[index].path, stored)
             request.opens = partial(_note_layout, layouts, stored.shape)
             requests.append(request)
-        if requests:  # only what says where they are is read
+        if requests:  # reads only the archives' directories
             await self._reader().read(requests, unmetered)
         return any(_is_odd(shape, layout.strides) for shape, layout in layouts)
 
@@ -230,13 +232,13 @@ class CheckpointStager(Stager):
 def _note_layout(
     layouts: list[tuple[tuple[int, ...], EmbeddedLayout]], shape: tuple[int, ...], layout: EmbeddedLayout
 ) -> list[ReadRequest]:
-    """Note where a tensor is, and want nothing of it."""
+    """Record the position of a tensor, without requesting any bytes."""
     layouts.append((shape, layout))
     return []
 
 
 def _is_odd(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether a view does not lie in the order of its dimensions, or overlaps itself."""
+    """Return True if a view is not in the order of its dimensions, or overlaps itself."""
     found = find_enclosing_tensor(shape, strides)
     return found is None or [axis for axis in found.order if shape[axis] > 1] != sorted(
         axis for axis in found.order if shape[axis] > 1

@@ -1,7 +1,7 @@
-"""What differs between two checkpoints: by what their manifests say where that is enough, else by reading.
+"""Comparison of two checkpoints: by their manifests if possible, otherwise by reading.
 
-Names are compared without ranks, since a tensor that is shared or sharded is the same thing whoever holds it; what
-belongs to one rank of several alone is compared rank by rank.
+Names are compared without ranks, since a replicated or sharded tensor is the same on every rank. Entries of a single
+rank are compared rank by rank.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from snapshot.verbs.diff_entries import NO_NUMBERS, EntryDifference, compare_ent
 from snapshot.verbs.select import change_of
 
 Rank = int | None
-"""Whose an entry is: None for what ranks share."""
+"""The owner of an entry: a rank, or None if ranks share it."""
 TIED = (FORMAT, "torch.save")
-"""Formats that know that two names are of one tensor."""
+"""Formats that record which names belong to one tensor."""
 
 
 class DiffNames:
-    """A checkpoint's entries by their names, each by the rank that it belongs to."""
+    """A checkpoint's entries by name and rank."""
 
     def __init__(self, document: Document, manifest: Mapping[str, Any]) -> None:
         self.format = document.format
@@ -51,19 +51,19 @@ class DiffNames:
         for path, entry in manifest.items():
             number, _, logical = path.partition("/")
             if not is_rank(number, document.world_size):
-                raise CorruptSnapshotError(f"{path[:200]!r} is an entry of no rank: there were {document.world_size}")
+                raise CorruptSnapshotError(f"{path[:200]!r} must belong to one of {document.world_size} ranks")
             if isinstance(entry, e.ShardedTensorEntry):
                 sharded[logical].append(number)
                 continue
             shared = document.world_size == 1 or entry.replicated
             self.forms.setdefault(logical, {})[None if shared else int(number)] = entry
         for logical, numbers in sharded.items():
-            for number in numbers:  # of several of one name, as stages of a pipeline may have, each is another tensor
+            for number in numbers:  # pipeline stages may use one name for different tensors
                 rank = None if len(numbers) == 1 else int(number)
                 self.forms.setdefault(logical, {})[rank] = manifest[f"{number}/{logical}"]
 
     def rename(self, rename: Rename | None) -> None:
-        """Give the names that were asked for. What has none left is dropped: a container above what was renamed."""
+        """Rename the entries. Containers above renamed entries, which have no new name, are dropped."""
         if rename is None:
             return
         change = change_of(rename, self.forms)
@@ -72,22 +72,24 @@ class DiffNames:
             new = change(name).strip("/")
             if not new:
                 if not all(isinstance(entry, e.Container) for entry in form.values()):
-                    raise RestoreError(f"rename leaves {name!r} no name; only a container loses its own", [name])
+                    raise RestoreError(
+                        f"rename must not give {name!r} an empty name; only a container may have one", [name]
+                    )
                 continue
             if new in made:
                 raise RestoreError(
-                    f"rename gives two entries the name {new!r}", [f"{name}: renamed to {new!r} as well"]
+                    f"rename must not give two entries the name {new!r}", [f"{name}: renamed to {new!r} as well"]
                 )
             made[new] = form
         self.forms = made
 
     def at(self, name: str, rank: Rank) -> Any:
-        """Return what a rank has under a name."""
+        """Return the entry of a rank under a name."""
         form = self.forms.get(name, {})
         return form.get(rank, form.get(None))
 
     def ties(self) -> dict[tuple[str, Rank], frozenset[str]]:
-        """Return the names that are of one tensor, by each of them."""
+        """Return, for each name, all names that are tied to it."""
         held: dict[Any, list[tuple[str, Rank]]] = defaultdict(list)
         for name, form in self.forms.items():
             for rank, entry in form.items():
@@ -104,7 +106,7 @@ class DiffNames:
 
 @dataclass
 class _DiffItem:
-    """A name that both have."""
+    """A name that both checkpoints have."""
 
     path: str
     found: EntryDifference
@@ -121,7 +123,7 @@ def compare_snapshots(
     budget: int | None,
     meter: Meter,
 ) -> Diff:
-    """Compare what stands at two places. Half of the budget is for what is compared, and a quarter to read each."""
+    """Compare the checkpoints at two locations. Half of the budget is for comparing, a quarter for reading each."""
     for name, globs in (("select", select), ("exclude", exclude)):
         expect_globs(name, globs)
     expect_positive("memory_budget_bytes", budget)
@@ -149,7 +151,7 @@ def find_differences(
     budget: int | None,
     meter: Meter,
 ) -> Diff:
-    """Compare what stands at two places."""
+    """Compare two open checkpoints."""
     began = time.perf_counter()
     documents = [run(open_document(session)) for session in (a, b)]
     sides = [Side(session, document) for session, document in zip((a, b), documents, strict=True)]
@@ -185,7 +187,7 @@ def _read_names(side: Side) -> DiffNames:
 
 
 def _choose_items(names: Iterable[str], select: Sequence[str], exclude: Sequence[str]) -> Any:
-    """Whether a name is to be looked at. Raises for a glob that matches nothing in either."""
+    """Return a function that selects names. Raise for a glob that matches nothing in either checkpoint."""
     included, excluded = matcher(select or ["**"]), matcher(exclude)
     missing = find_unmatched([*select, *exclude], names) if select or exclude else []
     if missing:
@@ -194,8 +196,11 @@ def _choose_items(names: Iterable[str], select: Sequence[str], exclude: Sequence
 
 
 def _ranks(here: Mapping[Rank, Any], there: Mapping[Rank, Any], world: int) -> list[Rank]:
-    """Whose entries of one name are compared. What one side shares is compared with what each rank of the other has; a
-    rank of both (there are `world`) that has nothing there has lost it."""
+    """Return the ranks whose entries of one name are compared.
+
+    An entry that one side shares is compared with each rank's entry of the other side. A rank that exists in both
+    (there are `world`) and has no entry has lost it.
+    """
     own = {rank for rank in (*here, *there) if rank is not None}
     shared = [None in each for each in (here, there)]
     if here and there and shared[0] != shared[1]:
@@ -208,7 +213,7 @@ def _ranks(here: Mapping[Rank, Any], there: Mapping[Rank, Any], world: int) -> l
 def _match_items(
     here: DiffNames, there: DiffNames, chosen: Any, values: bool
 ) -> tuple[dict[str, Any], dict[str, Any], list[_DiffItem]]:
-    """Return what only the first has, what only the second has, and what both have."""
+    """Return the entries of the first only, of the second only, and of both."""
     removed: dict[str, Any] = {}
     added: dict[str, Any] = {}
     items = []
@@ -234,7 +239,7 @@ def _match_items(
 
 
 def _compare_ties(item: _DiffItem, name: str, rank: Rank, ties: Any, *, here: DiffNames, there: DiffNames) -> None:
-    """Whether a tensor is the same as others in both, of those that both have."""
+    """Compare the ties of a tensor in both checkpoints, among names that both have."""
     before, after = (
         {each for each in tied.get((name, rank), ()) if each in here.forms and each in there.forms} for tied in ties
     )
@@ -244,7 +249,7 @@ def _compare_ties(item: _DiffItem, name: str, rank: Rank, ties: Any, *, here: Di
 
 
 def _find_renamed(removed: dict[str, Any], added: dict[str, Any]) -> list[Change]:
-    """Return what was removed and added: as renamed, where exactly one of each has the same bytes."""
+    """Replace a removed and an added entry by a renamed one, if exactly one of each has the same bytes."""
     by_content: dict[Any, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
     for which, entries in enumerate((removed, added)):
         for path, entry in entries.items():
@@ -274,7 +279,7 @@ def _make_change(item: _DiffItem) -> Change | None:
         return None
     numbers = next((pair.numbers for pair in item.pairs if pair.numbers is not None), None)
     if numbers is not None and any(pair.differs for pair in item.pairs if pair.numbers is None):
-        numbers, found.numberless = None, True  # other elements of a sparse tensor are stored
+        numbers, found.numberless = None, True  # a sparse tensor stores other elements
     if found.numberless and not {"bytes", "dtype", "kind"}.isdisjoint(found.what):
         found.details.append(NO_NUMBERS)
     return Change(

@@ -1,4 +1,4 @@
-"""One conversion, step by step: open, check, choose, write."""
+"""A conversion: open, check, select, write."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def convert_checkpoint(
     durable: bool,
     budget: int | None,
 ) -> ConvertReport:
-    """Convert what stands at `origin` to what is to stand at `url`."""
+    """Convert the checkpoint at `origin` to one at `url`."""
     if to not in FORMATS:
-        raise ValueError(f"to={to!r}: it is one of {', '.join(map(repr, FORMATS))}")
+        raise ValueError(f"to must be one of {', '.join(map(repr, FORMATS))}, got {to!r}")
     if choice.dtype is not None and not (isinstance(choice.dtype, torch.dtype) and choice.dtype.is_floating_point):
-        raise TypeError(f"dtype={choice.dtype!r}: it is a floating point dtype of torch, such as torch.bfloat16")
+        raise TypeError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {choice.dtype!r}")
     expect_positive("memory_budget_bytes", budget)
     expect_positive("shard_bytes", shard_bytes)
     if url == origin:
-        raise ValueError(f"{url}: is where it is read from; convert to another place")
+        raise ValueError(f"{url}: the destination is the source; convert to another path")
     began = time.perf_counter()
     half = None if budget is None else max(1, budget // 2)
     source = Session(origin, options, budget=half)
@@ -110,7 +110,7 @@ def _export(
     if to == "torch" or (to == "safetensors" and url.location.endswith(".safetensors")):
         above, _, name = url.location.rpartition("/")
         if not name or (not above and url.scheme != "file"):
-            raise ValueError(f"{url}: is no name of a file")
+            raise ValueError(f"{url}: must be the name of a file")
         url = URL(url.scheme, above or "/", url.query)
     target = Session(url, options, durable=durable, budget=source.budget.limit)
     try:

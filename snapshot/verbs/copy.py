@@ -1,7 +1,7 @@
-"""A checkpoint once more, elsewhere: a snapshot of ours by a commit of its own, those of others file by file.
+"""Copies of checkpoints: a snapshot with a commit of its own, other libraries' checkpoints file by file.
 
-A whole snapshot passes byte for byte. Its files get names of their own at the new place, as those of a take do: so two
-copies, or a copy and what an interrupted one left, never meet each other's files.
+A whole snapshot is copied byte for byte. Its files get new names at the destination, as those of a take do. So the
+files of two copies, or of an interrupted copy, never collide.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WHERE = re.compile(
     r"endpoint|account_(name|host)|profile|connection_string|host|(^|_)port$|url|protocol|project|(^|_)fo$",
     re.IGNORECASE,
 )
-"""What options of storages are called that lead to another place."""
+"""Names of storage options that select another server or account."""
 
 
 def copy_checkpoint(
@@ -62,7 +62,7 @@ def copy_checkpoint(
     durable: bool,
     budget: int | None,
 ) -> CopyReport:
-    """Copy what stands at `origin` to `url`, whatever storages these are on."""
+    """Copy the checkpoint at `origin` to `url`, on any storages."""
     expect_positive("memory_budget_bytes", budget)
     began = time.perf_counter()
     half = None if budget is None else max(1, budget // 2)
@@ -78,7 +78,7 @@ def copy_checkpoint(
         if isinstance(document, ForeignDocument):
             if choice.select or choice.exclude:
                 raise UnsupportedFormatError(
-                    f"{origin}: is a checkpoint of {document.format}, whose files are copied as they are; to have a "
+                    f"{origin}: is a checkpoint of {document.format}, which can only be copied whole; to select a "
                     "part of it, convert it (Snapshot.convert, or `snapshot convert`) with the same globs"
                 )
             report = copy_files(source, document, url, opener, meter, overwrite=overwrite, verify=choice.verify)
@@ -98,8 +98,7 @@ def copy_checkpoint(
 
 
 def _server_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Those of a storage's options that say which server, and whose account, is meant; not how to use it, nor as
-    whom."""
+    """Return the storage options that select the server and the account, without credentials and tuning."""
     made: dict[str, Any] = {}
     for name, value in dict(options or {}).items():
         if isinstance(value, Mapping):
@@ -110,7 +109,7 @@ def _server_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _expect_apart(origin: URL, url: URL) -> None:
-    """Raise where a copy would be its own source, or lie within it."""
+    """Raise if a copy's destination is its source, or inside it."""
     if origin.scheme != url.scheme:
         return
     here, there = (
@@ -118,15 +117,15 @@ def _expect_apart(origin: URL, url: URL) -> None:
         for each in (origin, url)
     )
     if here == there:
-        raise ValueError(f"{url}: is where it is copied from; copy to another place")
+        raise ValueError(f"{url}: the destination is the source; copy to another path")
     if there.startswith(f"{here}/"):
-        raise ValueError(f"{url}: lies within {origin}, which is copied; copy to another place")
+        raise ValueError(f"{url}: the destination is inside the source {origin}; copy to another path")
 
 
 def _copy_selection(
     source: Session, document: Document, choice: Selection, url: URL, *, opener: Any, meter: Meter, overwrite: bool
 ) -> CopyReport:
-    """Return what of a snapshot was selected, as a snapshot: the files hold other things, too, and are written anew."""
+    """Copy a selection of a snapshot as a new snapshot, since files also contain other entries."""
     run(load_parts(source, document, list(document.parts)))
     run(expect_files(source, document, find_locations(document.manifest, document.files)))
     if choice.verify:
@@ -161,7 +160,7 @@ def _copy_whole(
 
 
 class _Copy:
-    """One whole snapshot of ours, on the way to another storage."""
+    """A copy of one whole snapshot to another storage."""
 
     def __init__(self, source: Session, document: Document, target: Session, meter: Meter, *, verify: bool) -> None:
         self._source = source
@@ -171,7 +170,7 @@ class _Copy:
         self._verify = verify
 
     async def make(self, *, overwrite: bool) -> CopyReport:
-        """Copy it. Over a network bytes may be damaged on their way only: then once more, from the beginning."""
+        """Copy the snapshot. Over a network, retry once, since bytes may be damaged in transit only."""
         document, url = self._document, str(self._target.url)
         expect = await expect_at_path(self._target, overwrite=overwrite)
         parts = await read_parts(self._source, document.parts)
@@ -197,14 +196,14 @@ class _Copy:
                     raise
                 if again or self._source.storage.capabilities.blocking:
                     raise CorruptSnapshotError(
-                        f"{self._source.url}: is damaged, and nothing of the copy is left: {error}", faults=error.faults
+                        f"{self._source.url}: is damaged, and the copy was deleted: {error}", faults=error.faults
                     ) from error
                 emit("retry", "copy", url, attempt=1, error=str(error), pause=0.0)
         count = count_entries(document.manifest) + sum(count_entries(each.manifest) for each in parts)
         return CopyReport("snapshot", count, len(files), nbytes, "digests" if self._verify else "sizes")
 
     def _files(self, parts: Sequence[ManifestPart], held: Mapping[str, tuple[int, str | None]]) -> list[CopiedFile]:
-        """Return the files, longest first, with what is to be compared of each."""
+        """Return the files, longest first, with the digests to compare."""
         document = self._document
         ranges: dict[str, list[CheckedRange]] = {location: [] for location in document.files}
         if self._verify:
@@ -213,7 +212,7 @@ class _Copy:
             faults += find_uncovered(document.files, requests)
             if faults:
                 raise CorruptSnapshotError(
-                    f"{self._source.url}: its manifest does not say what its files hold:{listed(faults)}", faults=faults
+                    f"{self._source.url}: its manifest does not describe its files:{listed(faults)}", faults=faults
                 )
             for location, file in document.files.items():
                 if file.header:
@@ -236,7 +235,7 @@ class _Copy:
     async def _write(
         self, transaction: Transaction, files: Sequence[CopiedFile], parts: Mapping[str, ManifestPart]
     ) -> None:
-        """Claim, write, commit, clean, as a take does it; if anything fails, leave nothing."""
+        """Claim, write, commit and clean up, as a take does. If a step fails, delete everything."""
         storage = self._target.storage
         places = _new_paths(transaction.save_id, [*self._document.files, *parts])
         names = [places[each.location] for each in files]
@@ -259,7 +258,7 @@ class _Copy:
             await shielded(transaction.commit(data))
 
     async def _expect_unchanged(self, cause: BaseException) -> None:
-        """Say so where what was read was replaced meanwhile: that, and no damage, is what was met."""
+        """Raise if the source was replaced meanwhile: that is the cause, not damage."""
         try:
             now = await cleanup.committed_save_id(self._source.storage)
         except SnapshotError:
@@ -267,20 +266,20 @@ class _Copy:
         if now != self._document.save_id:
             what = "was deleted" if now is None else "was replaced"
             raise SnapshotError(
-                f"{self._source.url}: {what} while it was copied, and nothing of the copy is left; copy again ({cause})"
+                f"{self._source.url}: {what} while it was copied, and the copy was deleted; copy again ({cause})"
             ) from cause
 
 
 def _new_paths(save_id: str, locations: Sequence[str]) -> dict[str, str]:
-    """Each file's name under another save id: its rank and number stay."""
+    """Return each file's name with the new save id; rank and number stay."""
     places = {each: f"data/{save_id}{each[each.index('-') :]}" for each in locations}
     if len(set(places.values())) < len(places):
-        raise CorruptSnapshotError("the manifest names two files that differ in nothing but whose they are")
+        raise CorruptSnapshotError("the manifest must not name two files that differ only in their save id")
     return places
 
 
 def _encode_moved(document: Document, save_id: str, places: Mapping[str, str], parts: list[PartEntry]) -> bytes:
-    """Return a manifest that says the same of files under other names."""
+    """Return a copy of the manifest with other file names."""
     files = {places[name]: file for name, file in document.files.items()}
     _replace_paths(document.manifest, places)
     data = encode(msgspec.structs.replace(document, save_id=save_id, files=files, parts=parts))
@@ -296,7 +295,7 @@ def _encode_moved_part(part: ManifestPart, places: Mapping[str, str]) -> bytes:
 
 
 def _replace_paths(manifest: Mapping[str, Any], places: Mapping[str, str]) -> None:
-    """Have entries point at other files. In place, since there may be millions."""
+    """Replace the file names in entries. This is done in place, since there may be millions of entries."""
     for stored in stored_in(manifest):
         stored.location = places.get(stored.location, stored.location)
         if stored.blocks is not None:

@@ -1,5 +1,4 @@
-"""Checkpoints of other libraries are copied as they are: the very files that they consist of, and what makes them one
-last."""
+"""Copies of other libraries' checkpoints: their own files, unchanged, with the index file last."""
 
 from __future__ import annotations
 
@@ -28,28 +27,28 @@ from snapshot.verbs.copy_stream import CopiedFile, copy_files_through, stat_file
 from snapshot.verbs.staged_files import StagedFiles
 
 MEGATRON = "metadata.json"
-"""What Megatron-core's directories are told by."""
+"""The file that identifies Megatron-core's directories."""
 _INDEX = ".safetensors.index.json"
 
 
 @dataclass
 class _Layout:
-    """The files that a checkpoint consists of, and where they go."""
+    """The files of a checkpoint, and their destinations."""
 
     place: URL
-    """The folder that they are copied to."""
+    """The destination folder."""
     names: dict[str, str]
-    """Data files -> their names there."""
+    """Data files -> their names at the destination."""
     markers: dict[str, bytes] = field(default_factory=dict)
-    """The files that come last, by their names there."""
+    """Files that are written last, by their names at the destination."""
     gone: tuple[str, ...] = ()
-    """Those without which there is no checkpoint of this kind."""
+    """Files that every checkpoint of this kind has."""
     others: tuple[str, ...] = ()
-    """Those of formats for which this one would not be seen."""
+    """Files of other formats that would hide this checkpoint."""
     more: str = "$."
-    """A pattern of names that a checkpoint which is replaced may have had more of."""
+    """A pattern for further files of a replaced checkpoint."""
     held: dict[str, tuple[int, str | None]] = field(default_factory=dict)
-    """How long the data files are, and their tokens."""
+    """Sizes and tokens of the data files."""
 
 
 def copy_files(
@@ -65,7 +64,7 @@ def copy_files(
     """Copy a checkpoint of another library, file by file."""
     layout = run(_find_layout(source, document, url))
     if source.storage.url == layout.place and layout.names.keys() & {*layout.names.values(), *layout.markers}:
-        raise ValueError(f"{url}: is where it is copied from; copy to another place")
+        raise ValueError(f"{url}: the destination is the source; copy to another path")
     checked = "sizes"
     if verify:
         stored = list(stored_in(document.manifest))
@@ -82,9 +81,9 @@ def copy_files(
 
 
 async def _write_files(source: Session, layout: _Layout, target: Session, meter: Meter, *, overwrite: bool) -> int:
-    """Copy the files; how many bytes they have."""
+    """Copy the files. Return their size in bytes."""
     if not target.storage.capabilities.write:
-        raise SnapshotError(f"{target.url}: this storage cannot be written to")
+        raise SnapshotError(f"{target.url}: this storage is read-only")
     files = [CopiedFile(location, *layout.held[location]) for location in layout.names]
     files.sort(key=lambda each: (-each.size, each.location))
     outputs = StagedFiles(
@@ -110,7 +109,7 @@ async def _write_files(source: Session, layout: _Layout, target: Session, meter:
 
 
 async def _expect_unchanged(source: Session, layout: _Layout, cause: SnapshotError) -> None:
-    """Say so where what was read was replaced meanwhile."""
+    """Raise if the source was replaced meanwhile."""
     with suppress(SnapshotError):
         if await stat_files(source.storage, layout.names) == layout.held:
             return
@@ -119,8 +118,11 @@ async def _expect_unchanged(source: Session, layout: _Layout, cause: SnapshotErr
 
 
 async def _find_layout(source: Session, document: ForeignDocument, url: URL) -> _Layout:
-    """Which files are copied, and where to. What describes them is read again, and is still what it was: so they are
-    of one checkpoint, unless their tokens change."""
+    """Return the files to copy and their destinations.
+
+    The index is read again and compared with the opened one. So all files are of one checkpoint, unless their tokens
+    change.
+    """
     storage = source.storage
     locations = [location for location in document.files if location != INLINE]
     folder = document.place == source.url
@@ -130,7 +132,7 @@ async def _find_layout(source: Session, document: ForeignDocument, url: URL) -> 
     index = found = ""
     if not folder and locations == [opened]:
         if not name or not (above or url.scheme == "file"):
-            raise ValueError(f"{url}: is no name of a file, and {source.url} is one file")
+            raise ValueError(f"{url}: must be the name of a file, since {source.url} is one file")
         made = _Layout(beside, {opened: name})
     elif document.format == "dcp":
         locations += [each for each in (MEGATRON,) if each not in locations and await _exists(storage, each)]
@@ -162,12 +164,12 @@ async def _find_layout(source: Session, document: ForeignDocument, url: URL) -> 
         there = found if marker == index else marker
         made.markers[marker] = await storage.get(there, limit=source.settings.manifest_bytes)
         if digest_range(made.markers[marker]) != document.save_id:
-            raise SnapshotError(f"{storage.url}: was replaced while it was looked at; copy again")
+            raise SnapshotError(f"{storage.url}: was replaced while it was inspected; copy again")
     return made
 
 
 async def _index_of(storage: Storage) -> str:
-    """Return the index of a folder's files of safetensors; nothing where one file stands alone."""
+    """Return the index of a folder of safetensors files, or an empty string for a single file."""
     if await _exists(storage, safetensors.INDEX):
         return safetensors.INDEX
     if await _exists(storage, safetensors.ALONE) or not storage.capabilities.list:

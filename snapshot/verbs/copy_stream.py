@@ -1,7 +1,7 @@
-"""Files of another storage as a source of parts for the writer: byte for byte, and digested as they pass.
+"""Files of another storage as a source of parts: copied byte for byte, and digested in transit.
 
-A file is cut as its new place wants it, which has nothing to do with what is in it. So what is stored in it is followed
-over the parts, and compared as soon as its last byte has come by.
+A file is split as the destination requires, independently of its contents. So stored ranges are followed across parts,
+and compared when their last byte has passed.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from snapshot.storage import Buffer, Storage
 from snapshot.tensors.digest import BLOCK, RunningDigest, digest_range
 
 FILES = 16
-"""How many files are written side by side."""
+"""The number of files that are written in parallel."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRange:
-    """What is stored in a range of a file."""
+    """The contents of a range of a file."""
 
     name: str
     begin: int
     end: int
     digest: str | None
     plain: bool = False
-    """Whether the digest is of the bytes themselves, however many there are: of a header, or a table of digests."""
+    """True if the digest is of the bytes themselves, without blocks: for headers and digest tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedFile:
-    """A file that is copied."""
+    """A file to copy."""
 
     location: str
     size: int
     token: str | None
-    """What it was when it was looked at: if it is replaced meanwhile, reading it fails."""
+    """The token of the file when it was inspected. Reading fails if the file is replaced meanwhile."""
     ranges: tuple[CheckedRange, ...] = ()
-    """What is compared as it passes: in order, and without holes; or nothing."""
+    """The ranges to compare in transit: in order and without gaps, or none."""
 
     def plan(self) -> FilePlan:
-        """Return the file as the writer wants it."""
+        """Return the file as the writer expects it."""
         return FilePlan(b"", tuple(Extent(0, each.begin, each.end) for each in self.ranges), self.size)
 
 
@@ -98,7 +98,7 @@ class _PlainDigest:
 
 
 class Checked(FileDigests):
-    """Digests a file's ranges, and raises as soon as one is not what was written."""
+    """Digests a file's ranges, and raises as soon as one does not match."""
 
     def __init__(self, file: FilePlan, passed: CopiedFile) -> None:
         super().__init__(file)
@@ -106,7 +106,7 @@ class Checked(FileDigests):
         self._open: RunningDigest | _PlainDigest | None = None
 
     def update(self, part: FilePart, shares: Sequence[Buffer]) -> None:
-        """Take the shares that the part's extents have in it."""
+        """Add a part's share of each extent."""
         for index, share in zip(range(part.first, part.last), shares, strict=True):
             each = self._passed.ranges[index]
             if each.digest is None:
@@ -124,13 +124,15 @@ class Checked(FileDigests):
     def _compare(self, each: CheckedRange, actual: str) -> None:
         if actual != each.digest:
             where = f"{self._passed.location}[{each.begin}:{each.end}]"
-            line = f"{each.name}: {where} is {actual}, and {each.digest} was written"
+            line = f"{each.name}: the digest of {where} is {actual}, but {each.digest} was written"
             raise CorruptSnapshotError(line, faults=[line])
 
 
 class ReadAhead:
-    """Reads parts before it is their turn, so that several requests are under way; each file's in their order, so that
-    whoever has memory is not waiting for it behind those who have none."""
+    """Reads parts ahead, several at once.
+
+    The parts of each file are read in order, so that a part with memory never waits for a part without.
+    """
 
     def __init__(self, writer: Writer, source: FileStream, budget: MemoryBudget, at_once: int) -> None:
         self._writer = writer
@@ -141,7 +143,7 @@ class ReadAhead:
         self._stopped = False
 
     async def get(self, number: int, position: int) -> StagedPart:
-        """Return a part of a file. Whoever got it releases it."""
+        """Return a part of a file. The caller releases it."""
         parts = self._writer.parts(self._source.plans[number])
         for ahead in range(position, min(position + self._at_once, len(parts))):
             if (number, ahead) not in self._reads and not self._stopped:
@@ -155,7 +157,7 @@ class ReadAhead:
         size = arena_bytes(nbytes)
         await self._budget.acquire(size)
         try:
-            slot = arena().take(nbytes)  # not in a thread: a cancellation would lose it
+            slot = arena().take(nbytes)  # not in a thread: a cancellation would leak the slot
             try:
                 return await self._source.fetch(self._source.plans[number], part, slot, self._budget)
             except BaseException:
@@ -166,16 +168,16 @@ class ReadAhead:
             raise
 
     def stop(self, error: BaseException) -> None:
-        """Read no more."""
+        """Stop reading."""
         self._stopped = True
         for read in self._reads.values():
             read.cancel()
 
     def release(self) -> None:
-        """Do nothing: `close` gives back what was not taken, and waits for what is still being read."""
+        """Do nothing: `close` releases unused parts, and waits for pending reads."""
 
     async def close(self) -> None:
-        """Wait until nothing is read any more, and give back what nobody got."""
+        """Wait for pending reads, and release unused parts."""
         self._stopped = True
         await shielded(cancel_all(list(self._reads.values())))
         for read in self._reads.values():
@@ -190,8 +192,10 @@ Write = Callable[[Writer, Sequence[FilePlan], ReadAhead | None], Coroutine[Any, 
 async def copy_files_through(
     source: Session, target: Session, files: Sequence[CopiedFile], progress: Callable[[int], None], write: Write
 ) -> None:
-    """Have files pass from one storage to another, several parts of several files at once. `write` has the writer write
-    them, under the names that they get."""
+    """Copy files between two storages, several parts of several files at once.
+
+    `write` calls the writer with the destination names.
+    """
     passing = FileStream(source.storage, files)
     part = target.settings.part_bytes
     writer = Writer(target.storage, passing, target.budget, progress, wanted_part=part, most_files=FILES)
@@ -207,7 +211,7 @@ async def copy_files_through(
 
 
 async def stat_files(storage: Storage, locations: Iterable[str]) -> dict[str, tuple[int, str | None]]:
-    """How long each file is, and what it is now, by which it is seen if another one comes to have its name."""
+    """Return the size and version token of each file, so that a later replacement can be detected."""
     names = list(locations)
 
     async def look(location: str) -> tuple[int, str | None]:

@@ -1,5 +1,7 @@
-"""Two checkpoints' tensors, read side by side and compared, part by part in the budget: however each of them is cut,
-packed or sharded."""
+"""Comparison of tensor bytes: two checkpoints are read side by side, part by part within the budget.
+
+Tensors may be split, packed or sharded differently on each side.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from snapshot.verbs.checkpoint_source import CheckpointStager
 from snapshot.verbs.diff_stats import Numbers
 
 LANES = 2
-"""Parts that are read, and compared, at once."""
+"""Parts that are read and compared at once."""
 LARGEST_PART = 32 << 20
 
 
@@ -43,17 +45,17 @@ class Side:
 
 @dataclass
 class Pair:
-    """Two tensors of one shape; or the bytes of two objects."""
+    """Two tensors of one shape, or the bytes of two objects."""
 
     name: str
     a: Any
     b: Any
     dtype: str
-    """In which they are compared."""
+    """The dtype of the comparison."""
     numbers: Numbers | None = None
     differs: bool = False
     cast: bool = False
-    """Whether they are of two dtypes, and so differ whatever their bytes are."""
+    """True if the dtypes differ, so that the tensors differ in any case."""
 
     @property
     def nbytes(self) -> int:
@@ -61,12 +63,12 @@ class Pair:
 
 
 def as_bytes(stored: e.ObjectEntry) -> e.TensorEntry:
-    """Return the bytes of an object as a tensor of them."""
+    """Return the bytes of an object as a byte tensor."""
     return e.TensorEntry(stored.location, stored.byte_range, "uint8", (stored.nbytes,), stored.digest, stored.blocks)
 
 
 async def compare_pairs(a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryBudget, meter: Meter) -> int:
-    """Compare pairs; how many bytes were read for that."""
+    """Compare pairs. Return the number of bytes that were read."""
     for side, of in ((a, "a"), (b, "b")):
         entries = {pair.name: getattr(pair, of) for pair in pairs}
         for name, entry in entries.items():
@@ -110,7 +112,7 @@ async def compare_pairs(a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryB
 
 
 def _file(pairs: Sequence[Pair]) -> FilePlan:
-    """Return the tensors one after the other, as if they were in a file, such that no element is cut in two."""
+    """Return a virtual file of the tensors in order, split without cutting elements."""
     extents = []
     position = 0
     for index, pair in enumerate(pairs):
@@ -136,7 +138,7 @@ def _look(file: FilePlan, part: FilePart, pairs: Sequence[Pair], here: Slot, the
 
 
 def _shares(file: FilePlan, part: FilePart) -> Iterator[tuple[int, int, int]]:
-    """Yield what of a part is whose: which pair's, from where in it, to where."""
+    """Yield the shares of a part: the pair's index, and the begin and end in the tensor."""
     for extent in file.extents[part.first : part.last]:
         low, high = max(extent.begin, part.begin), min(extent.end, part.end)
         if low < high:

@@ -1,4 +1,4 @@
-"""Two entries side by side: what of them differs by what the manifests say, and what has to be read to know it."""
+"""Comparison of two entries: the differences in the manifests, and the tensors that must be read."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from snapshot.verbs.diff_stats import Numbers, are_comparable
 from snapshot.verbs.select import clean_extra
 
 LONGEST = 60
-"""Characters of a value that are shown."""
+"""The maximum number of characters of a value that are shown."""
 NO_NUMBERS = "no numbers for this kind"
-"""What is said where it was asked by how much something differs."""
+"""The message if the size of a difference was requested but is undefined."""
 
 
 @dataclass
 class EntryDifference:
-    """What of an entry differs."""
+    """The differences of an entry."""
 
     what: list[str] = field(default_factory=list)
     details: list[str] = field(default_factory=list)
     counts: int = 1
-    """Whether it counts as an entry: containers that hold others do not."""
+    """True if it counts as an entry, unlike containers with contents."""
     numberless: bool = False
-    """Whether it was asked by how much it differs, and that is not known of such a thing."""
+    """True if the size of the difference was requested, but is undefined for this kind."""
 
     def add(self, what: str, detail: str) -> None:
-        """Something differs."""
+        """Add a difference."""
         self.what.append(what)
         self.details.append(detail)
 
 
 def kind_of(entry: e.Entry) -> str:
-    """Return what a person calls an entry's type: of a tensor the same, however it was cut."""
+    """Return the readable type of an entry. All tensors are `Tensor`, however they are split."""
     if isinstance(entry, e.TENSORS):
         return "Tensor"
     return entry.kind if isinstance(entry, e.TensorPartsEntry) else entry.type
 
 
 def value_text(entry: e.Entry) -> str:
-    """Return an entry in a few words."""
+    """Return a short description of an entry."""
     if isinstance(entry, Scalar):
         text = entry.readable or entry.serialized_value
         return f"{kind_of(entry)} {text[:LONGEST]}{'...' if len(text) > LONGEST else ''}"
@@ -62,7 +62,7 @@ def value_text(entry: e.Entry) -> str:
 def compare_entries(
     path: str, a: Any, b: Any, values: bool, *, same_format: bool
 ) -> tuple[EntryDifference, list[Pair]]:
-    """Return what differs between two entries, and the pairs of tensors that have to be read to know the rest."""
+    """Return the differences of two entries, and the pairs of tensors that must be read to complete them."""
     found = EntryDifference(counts=int(is_leaf(b)))
     pairs: list[Pair] = []
     if kind_of(a) != kind_of(b):
@@ -84,9 +84,9 @@ def compare_entries(
 
 
 def _compare_kinds(a: Scalar, b: Scalar) -> str:
-    """Two values in a few words; of long ones what is around the first character that differs."""
+    """Return two values as short text; for long values, the text around the first difference."""
     here, there = (each.readable or each.serialized_value for each in (a, b))
-    if here == there:  # a person sees no difference: what is stored does
+    if here == there:  # equal readable forms, but different stored values
         here, there = (each.serialized_value for each in (a, b))
     if max(len(here), len(there)) <= LONGEST:
         return f"{kind_of(a)} {here} -> {kind_of(b)} {there}"
@@ -101,8 +101,7 @@ def _compare_kinds(a: Scalar, b: Scalar) -> str:
 
 
 def _compare_containers(found: EntryDifference, a: e.Container, b: e.Container, same_format: bool) -> None:
-    """Compare what a container's children do not say themselves: their order and number, keys' types, its own
-    settings."""
+    """Compare the properties of containers that their children do not show: order, length, key types and settings."""
     if isinstance(a, e.DictEntry) and isinstance(b, e.DictEntry):
         here, there = (dict(zip(each.components(), each.keys, strict=True)) for each in (a, b))
         both = [name for name in here if name in there]
@@ -134,7 +133,7 @@ def _compare_tensors(found: EntryDifference, pairs: list[Pair], path: str, a: An
 
 
 def _compare_bytes(found: EntryDifference, pairs: list[Pair], path: str, a: Any, *, b: Any, values: bool) -> None:
-    """Whether two tensors of one shape have the same bytes, if that is known; what has to be read, if not."""
+    """Compare the bytes of two tensors of one shape by digests, or add them to the pairs to read."""
     differs = True if a.dtype != b.dtype else by_digests(a, b)
     if differs and a.dtype == b.dtype:
         found.add("bytes", "")
@@ -148,8 +147,10 @@ def _compare_bytes(found: EntryDifference, pairs: list[Pair], path: str, a: Any,
 
 
 def by_digests(a: Any, b: Any) -> bool | None:
-    """Whether two tensors of one dtype and shape differ, by their digests; None where these do not say it: one has
-    none, or it was cut otherwise."""
+    """Return True if two tensors of one dtype and shape differ by their digests, or None if digests cannot tell.
+
+    A digest may be missing, or the tensors may be split differently.
+    """
     before, after = _digests_of(a), _digests_of(b)
     if before is None or after is None or before.keys() != after.keys():
         return None
@@ -205,7 +206,7 @@ def _known_to_differ(a: Any, b: Any) -> bool:
 
 
 def _compare_params(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """Return the parameters that differ."""
+    """Return the parameters that differ, as text."""
     lines = []
     for name in [*a, *(name for name in b if name not in a)]:
         if a.get(name) != b.get(name):
@@ -235,7 +236,7 @@ def _compare_objects(found: EntryDifference, pairs: list[Pair], path: str, a: e.
 
 
 def content_of(entry: e.Entry) -> Any:
-    """Return what tells an entry by its bytes; None for what has none, or none that are known without reading."""
+    """Return a key of an entry's bytes, or None if it has no bytes or no digests."""
     if isinstance(entry, e.TENSORS):
         held = _digests_of(entry)
         return ("Tensor", entry.dtype, tuple(entry.shape), repr(clean_extra(entry)), _freeze(held)) if held else None

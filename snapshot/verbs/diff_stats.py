@@ -1,4 +1,4 @@
-"""By how much two tensors differ, as their elements come by, part by part."""
+"""Statistics of the difference of two tensors, computed part by part."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from snapshot.reports import Values
 from snapshot.tensors.dtypes import BY_NAME
 
 STEP = 1 << 18
-"""Elements that are looked at at once: what is made of them on the way is a few times as long as they are."""
+"""Elements per step; temporaries take a small multiple of their size."""
 
 
 def are_comparable(dtype: str) -> bool:
-    """Whether the elements of a dtype are numbers that can be subtracted."""
+    """Return True if the elements of a dtype are numbers that can be subtracted."""
     if dtype == "bool" or np_integer(dtype):
         return True
     known = BY_NAME.get(dtype)
@@ -25,19 +25,21 @@ def are_comparable(dtype: str) -> bool:
         return True
     try:
         torch.empty(1, dtype=known).to(torch.float64)
-    except (RuntimeError, NotImplementedError):  # two numbers in one byte
+    except (RuntimeError, NotImplementedError):  # packed dtypes: two numbers in one byte
         return False
     return True
 
 
 def np_integer(dtype: str) -> bool:
-    """Whether it is a dtype of integers that NumPy has, too."""
+    """Return True if the dtype is an integer dtype of NumPy."""
     return dtype in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
 def common_dtype(a: str, b: str) -> str:
-    """Return the dtype in which two are read to be compared: their own where that is one, 64 bits of two that are
-    integers, else one of floating point."""
+    """Return the dtype for comparing two tensors.
+
+    It is their own dtype if they have the same, 64 bits for two integer dtypes, otherwise a floating-point dtype.
+    """
     if a == b:
         return a
     if all(name == "bool" or np_integer(name) for name in (a, b)):
@@ -49,12 +51,12 @@ class Numbers:
     """Sums over the elements of two tensors."""
 
     def __init__(self, a: str, b: str | None = None) -> None:
-        """Of a tensor of dtype `a`, and one of `b`, both read in `dtype`."""
+        """Compare tensors of the dtypes `a` and `b`, both read as `dtype`."""
         b = a if b is None else b
         self.dtype = common_dtype(a, b)
         exact = self.dtype == "bool" or np_integer(self.dtype)
         self._bits = (self.dtype, self.dtype)
-        """What the bytes of both are: those of a uint64 are its own, also where they are read as of an int64."""
+        """The dtype of both tensors' bytes; uint64 bytes keep their value even if they are read as int64."""
         if exact:
             self._bits = ("uint64" if a == "uint64" else self.dtype, "uint64" if b == "uint64" else self.dtype)
         self._exact = exact
@@ -65,7 +67,7 @@ class Numbers:
         self._norm = self._first = 0.0
 
     def update(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Take the next elements of both, as bytes."""
+        """Add the next elements of both tensors, as bytes."""
         dtype = BY_NAME[self.dtype]
         for begin in range(0, a.numel(), STEP * dtype.itemsize):
             piece = slice(begin, begin + STEP * dtype.itemsize)
@@ -83,7 +85,7 @@ class Numbers:
         self._first = math.hypot(self._first, _norm(torch.from_numpy(np.abs(here.astype(np.float64)))))
         if here.dtype == there.dtype:
             where = here != there
-        else:  # the same bits are the same number where neither is negative
+        else:  # equal bits are equal numbers if neither is negative
             where = (here.view(np.int64) != there.view(np.int64)) | (here.view(np.int64) < 0)
         if not where.any():
             return
@@ -91,7 +93,7 @@ class Numbers:
         u, v = x.view(np.uint64), y.view(np.uint64)
         over = np.zeros(u.shape, bool)
         if x.dtype == y.dtype:
-            apart = np.where(x > y, u - v, v - u)  # modulo 2**64, in which no difference is too large
+            apart = np.where(x > y, u - v, v - u)  # modulo 2**64, so no difference overflows
         else:
             unsigned, signed = (u, y) if x.dtype == np.uint64 else (v, x)
             less = signed < 0
@@ -118,7 +120,7 @@ class Numbers:
             self._norm = math.hypot(self._norm, _norm(apart))
 
     def values(self) -> Values:
-        """Return what all of them come to."""
+        """Return the results."""
         relative = self._norm / self._first if self._first else math.inf if self._norm else 0.0
         return Values(
             self._elements, self._differing, self._largest, self._norm, relative, self._not_numbers, self._within
@@ -126,14 +128,14 @@ class Numbers:
 
 
 def _widen(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the elements in 64 bits; of complex ones each half by itself, since torch warns of short ones."""
+    """Return the elements in 64 bits. Complex numbers are converted by half, since torch warns about short ones."""
     if dtype.is_complex:
         return data.view(dtype.to_real()).to(torch.float64).view(torch.complex128)
     return data.view(dtype).to(torch.float64)
 
 
 def _norm(values: torch.Tensor) -> float:
-    """Return the L2 norm, also where the squares would be too large, or too small, for a float."""
+    """Return the L2 norm, even if the squares would overflow or underflow."""
     if not values.numel():
         return 0.0
     largest = float(values.max())

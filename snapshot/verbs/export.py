@@ -1,6 +1,6 @@
-"""A checkpoint in the formats of others: one file of safetensors or several with an index, torch.save's, or DCP's.
+"""Export to other formats: safetensors (one file, or several with an index), torch.save and DCP.
 
-Each is planned first, then written by the writer of snapshots, part by part; what makes it whole comes last.
+An export is planned first, and then written by the writer of snapshots, part by part. The index is written last.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from snapshot.verbs.to_snapshot import Selection
 _KEPT_BY_TORCH = frozenset({"parameter", "requires_grad", "order"})
 DCP_ALIGNMENT = 64
 _NARROW = re.compile("u?int[1-7]")
-"""Dtypes of less than a byte, which torch cannot copy to where DCP loads them."""
+"""Dtypes of less than a byte, which torch cannot copy when DCP loads them."""
 
 
 class Plan(msgspec.Struct):
-    """What is written where."""
+    """The files of an export, and their contents."""
 
     kind: str
     leaves: list[Leaf] = []
@@ -59,20 +59,20 @@ class Plan(msgspec.Struct):
     orders: dict[int, tuple[int, ...]] = {}
     files: list[tuple[str, FilePlan]] = []
     last: Callable[[], list[tuple[str, bytes]]] = list
-    """The small files that make it whole, in order."""
+    """The small files that complete the checkpoint, in order."""
     markers: tuple[str, ...] = ()
-    """The files without which there is no such checkpoint: gone before anything is replaced."""
+    """The files that every such checkpoint has. They are deleted before anything is replaced."""
     more: str = ""
-    """A pattern of names that a checkpoint of this kind, which is replaced, may have more of."""
+    """A pattern for further files of a replaced checkpoint."""
     others: tuple[str, ...] = ()
-    """The files of other formats for which this one would not be seen."""
+    """Files of other formats that would hide this checkpoint."""
     left_out: list[str] = []
     changed: list[str] = []
     sums: dict[int, int] | None = None
-    """The checksum of each leaf's bytes, where the format has any."""
+    """The checksum of each leaf's bytes, if the format has any."""
 
     def leaf(self, name: str, dtype: str, shape: tuple[int, ...], origin: Any) -> int:
-        """Add something to be written; its number."""
+        """Add a leaf to write. Return its number."""
         nbytes = math.prod(shape) * ITEMSIZE[dtype]
         self.leaves.append(Leaf(name, torch.empty(0, device="meta"), dtype, shape, nbytes))
         self.origins.append(origin)
@@ -80,7 +80,7 @@ class Plan(msgspec.Struct):
 
 
 class _Nested(msgspec.Struct):
-    """An object with tensors in it, as one archive of DCP's: its pickle, and the numbers of its leaves."""
+    """An object with tensors as one archive in DCP: its pickle, and the numbers of its leaves."""
 
     content: bytes
     held: dict[str, bytes]
@@ -88,7 +88,7 @@ class _Nested(msgspec.Struct):
 
 
 class Export:
-    """What rank 0 sees of a checkpoint, on the way to another format."""
+    """Rank 0's view of a checkpoint, for export to another format."""
 
     def __init__(self, source: Session, document: Document, choice: Selection) -> None:
         self._source = source
@@ -102,7 +102,7 @@ class Export:
     # Safetensors
 
     def safetensors(self, name: str | None, shard: int) -> Plan:
-        """One file of this name, or a folder in Hugging Face's layout."""
+        """Plan one file of this name, or a folder in Hugging Face's layout."""
         plan = Plan("safetensors")
         names: dict[str, str] = {}
         tops = {path.partition("/")[0] for path, entry in self._entries.items() if not isinstance(entry, e.Container)}
@@ -127,7 +127,7 @@ class Export:
         plan.changed += losses.memory_changes(self._entries, lambda *_: False)
         if refused:
             raise UnsupportedFormatError(
-                f"{self._source.url}: safetensors has no such dtypes; cast them, or exclude them:{listed(refused)}"
+                f"{self._source.url}: safetensors does not support these dtypes; cast or exclude them:{listed(refused)}"
             )
         if name is not None:
             plan.files.append((name, plan_exact_file(plan.leaves, range(len(sizes)))))
@@ -154,7 +154,7 @@ class Export:
     # torch.save
 
     def torch_file(self, name: str) -> Plan:
-        """One file as torch.save writes it."""
+        """Plan one file in the format of torch.save."""
         plan = Plan("torch", sums={})
         for path, entry in self._entries.items():
             plan.changed += losses.array_changes(path, entry)
@@ -181,7 +181,7 @@ class Export:
         base: int,
         extents: list[Extent],
     ) -> int:
-        """Lay out an archive of torch's at `base` in a file: a pickle, and the leaves of these numbers; its length."""
+        """Lay out a torch archive at `base` in a file: a pickle, and the leaves of these numbers. Return its length."""
         members = [_member_header(plan, str(number), plan.leaves[number].nbytes, number) for number in numbers]
         members += [torch_archive.ArchiveMember(key, len(data), data) for key, data in held.items()]
         found, size = torch_archive.lay_out_archive(
@@ -207,12 +207,12 @@ class Export:
         return known
 
     def _lose_classes(self) -> list[str]:
-        """Make plain values of what has a class of its own; what is lost by that."""
+        """Replace objects of other classes by plain values. Return a line for each lost class."""
         self._entries, lines = without_classes(self._entries)
         return lines
 
     def _state(self, tensor: Callable[[str, Any], Any]) -> Any:
-        """Return what was saved, nested as it was, with stand-ins for its tensors."""
+        """Return the nested state, with placeholders for its tensors."""
         self._tied: dict[str, Any] = {}
         choice = self._choice
         objects = Objects(self._source, self._document, allow_pickle=choice.allow_pickle, verify=choice.verify)
@@ -220,7 +220,7 @@ class Export:
         values |= {path: tensor(path, entry) for path, entry in self._entries.items() if isinstance(entry, e.TENSORS)}
         bare = find_root(self._document) is None and self._document.format == "torch.save"
         if bare and self._entries.keys() == {VALUE}:
-            return values[VALUE]  # it was saved bare
+            return values[VALUE]  # it was saved without a dict around it
         root = narrow_root(self._document, dict.fromkeys(path.partition("/")[0] for path in self._entries))
         below = {f"0/{path}": entry for path, entry in self._entries.items()}
         return inflate_tree("0", {"0": root, **below}, {f"0/{path}": value for path, value in values.items()})
@@ -228,7 +228,7 @@ class Export:
     def _extents(
         self, plan: Plan, found: Sequence[torch_archive.Frame | int], base: int, extents: list[Extent], sized: Any
     ) -> None:
-        """Write the ranges of a file: frames, and between them the leaves that have bytes."""
+        """Add the extents of a file: frames, and between them the leaves that have bytes."""
         position = base
         for each in found:
             if isinstance(each, torch_archive.Frame):
@@ -243,7 +243,7 @@ class Export:
     # DCP
 
     def dcp(self, lanes: int) -> Plan:
-        """Return a folder as torch.distributed.checkpoint writes it."""
+        """Plan a folder in the format of torch.distributed.checkpoint."""
         plan = Plan("dcp", sums={}, markers=(dcp.METADATA,), others=(document.METADATA,), more=r"__\d+_\d+\.distcp")
         plan.left_out += self._lose_classes()
         entries: dict[int, Any] = {}
@@ -256,7 +256,7 @@ class Export:
         parts = [path for path, entry in self._entries.items() if isinstance(entry, e.TensorPartsEntry)]
         if parts:
             raise UnsupportedFormatError(
-                f"{self._source.url}: DCP holds no tensors that are made of several; exclude them:{listed(parts)}"
+                f"{self._source.url}: DCP does not support tensors of several parts; exclude them:{listed(parts)}"
             )
         narrow = [
             f"{path}: {entry.dtype}"
@@ -265,7 +265,7 @@ class Export:
         ]
         if narrow:
             raise UnsupportedFormatError(
-                f"{self._source.url}: DCP cannot load such dtypes; exclude them:{listed(narrow)}"
+                f"{self._source.url}: DCP cannot load these dtypes; exclude them:{listed(narrow)}"
             )
         state = self._state(stand)
         if not isinstance(state, dict):
@@ -305,8 +305,11 @@ class Export:
         return plan
 
     def _nested(self, plan: Plan, value: Any, entries: Mapping[int, Any]) -> tuple[int, bytes | _Nested]:
-        """Return an object that DCP stores as one archive, and the bytes of its tensors: those within tuples, which
-        DCP does not take apart, are written part by part like all others."""
+        """Return an object that DCP stores as one archive, and the leaves of its tensors.
+
+        DCP does not split tuples, so their tensors are inside the archive. They are written part by part like all
+        others.
+        """
         self._tied = {}
         self._within: list[str] = []
         first = len(plan.leaves)
@@ -358,11 +361,11 @@ class Export:
     # All
 
     async def write(self, plan: Plan, target: Session, meter: Meter, *, overwrite: bool) -> ConvertReport:
-        """Write what was planned."""
+        """Write the planned files."""
         outputs = StagedFiles(target.storage, [name for name, _ in plan.files], plan.markers, plan.others, plan.more)
         read = self._document.files.keys() & {*outputs.names, *plan.markers}
         if read and not target.storage.capabilities.renames and self._source.storage.url == target.storage.url:
-            raise ValueError(f"{target.url}: holds {min(read)}, which is read; convert to another place")
+            raise ValueError(f"{target.url}: holds the source file {min(read)}; convert to another path")
         expect_room(self._document, plan.leaves, plan.origins)
         await outputs.expect(overwrite=overwrite)
         source = CheckpointStager(
@@ -387,14 +390,14 @@ class Export:
 
 
 def _member_header(plan: Plan, name: str, size: int, number: int) -> torch_archive.ArchiveMember:
-    """Return a member whose bytes are a leaf's."""
+    """Return an archive member with the bytes of a leaf."""
     sums = plan.sums
     assert sums is not None
     return torch_archive.ArchiveMember(name, size, sum=lambda: sums.get(number, 0))
 
 
 def _in_order(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Numbers of tensors, in files that are as long as they may be."""
+    """Split tensors, in order, into files up to the maximum size. Return their numbers."""
     groups: list[list[int]] = [[]]
     held = 0
     for number, size in enumerate(sizes):
@@ -407,5 +410,5 @@ def _in_order(sizes: Sequence[int], most: int) -> list[list[int]]:
 
 
 def _identity() -> str:
-    """Return what torch writes to tell archives apart: forty digits."""
+    """Return a new archive id, as torch writes it: forty digits."""
     return f"{secrets.randbelow(10**40):040d}"

@@ -1,4 +1,4 @@
-"""Report lines for what a target format cannot hold: what is left out of it, and what comes back otherwise."""
+"""Report lines for a target format: entries that it leaves out, and entries that load differently."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def memory_changes(entries: Mapping[str, Any], is_kept: Callable[[str, str], boo
 
 
 def _find_overlaps(views: list[tuple[int, int, str, str]], is_kept: Callable[[str, str], bool]) -> Iterator[str]:
-    """Yield the lines of one storage's views: first element, end (if they have no gaps), path, and what they are."""
+    """Yield the lines for the views of one storage: first element, end (if dense), path, and view."""
     seen: dict[str, str] = {}
     reach, owner = 0, ""
     for begin, end, path, view in views:
@@ -77,9 +77,9 @@ def array_changes(path: str, entry: e.Entry) -> Iterator[str]:
 
 
 def container_changes(state: Mapping[Any, Any], paths: Mapping[str, tuple[Any, ...]]) -> tuple[list[str], list[str]]:
-    """Return the lines of what DCP's flattening leaves out of a state, and those of what it changes.
+    """Return lines for entries that DCP's flattening leaves out of a state, and for those that it changes.
 
-    `paths`: of each flat name, the keys and places that lead to its value.
+    `paths`: for each flat name, the keys and indices that lead to its value.
     """
     flattened = {path[:length] for path in paths.values() for length in range(len(path))}
     left_out: list[str] = []
@@ -95,7 +95,7 @@ def container_changes(state: Mapping[Any, Any], paths: Mapping[str, tuple[Any, .
             if type(value) is not dict:
                 changed.append(f"{name}: the {kind} becomes a dict")
             if any(type(key) is not str for key in value):
-                changed.append(f"{name}: its keys become texts")
+                changed.append(f"{name}: its keys become strings")
             for key, child in value.items():
                 walk((*path, str(key)), child)
         elif type(value) is list and path in flattened:

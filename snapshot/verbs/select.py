@@ -1,4 +1,4 @@
-"""What of a checkpoint is copied, and under which names: selected by globs, renamed, and read by one rank's eyes."""
+"""Selection of entries by globs, renaming, and a single rank's view of a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ from snapshot.text import listed
 def chosen_of_ranks(
     manifest: Mapping[str, Any], select: Sequence[str], exclude: Sequence[str], rename: Rename | None
 ) -> dict[str, Any]:
-    """Return the entries of a manifest that are wanted, under the names that are wanted. What several ranks share
-    stands under one of them, and the containers of all name it."""
+    """Return the selected entries of a manifest under their new names.
+
+    Entries that several ranks share are listed under one of them, and the containers of all ranks name them.
+    """
     union: dict[str, Any] = {}
     ranks: dict[str, dict[str, Any]] = {}
     for path, entry in manifest.items():
@@ -54,7 +56,7 @@ def chosen_of_ranks(
         kept = _select_paths(seen, select, exclude)
         known = {change(path): path in own for path in kept}
         for path, entry in _rename_paths(kept, change).items():
-            if known.get(path, True):  # its own, or a container that a new name supposes
+            if known.get(path, True):  # its own, or a container that a new name implies
                 made[f"{number}/{path}"] = entry
     return made
 
@@ -62,12 +64,12 @@ def chosen_of_ranks(
 def choose_entries(
     entries: Mapping[str, Any], select: Sequence[str], exclude: Sequence[str], rename: Rename | None
 ) -> dict[str, Any]:
-    """Return the entries of one view that are wanted, under the names that are wanted."""
+    """Return the selected entries of one view under their new names."""
     return _rename_paths(_select_paths(entries, select, exclude), change_of(rename, entries))
 
 
 def change_of(rename: Rename | None, known: Mapping[str, Any]) -> Callable[[str], str]:
-    """Return what gives a path its new name. Raises for a name that is not there."""
+    """Return the renaming function. Raise if a name does not exist."""
     if rename is None:
         return str
     change, unmatched_names = compile_rename(rename, known)
@@ -86,9 +88,9 @@ def _select_paths(entries: Mapping[str, Any], select: Sequence[str], exclude: Se
 
 
 def expect_something(entries: Mapping[str, Any]) -> None:
-    """Raise where everything was left out."""
+    """Raise if nothing is selected."""
     if not entries:
-        raise RestoreError("nothing is left of what was selected")
+        raise RestoreError("the selection is empty")
 
 
 def _rename_paths(entries: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
@@ -97,21 +99,21 @@ def _rename_paths(entries: dict[str, Any], change: Callable[[str], str]) -> dict
     for path in entries:
         name = change(path)
         if not name or "" in name.split("/"):
-            raise RestoreError(f"{path}: rename gives it the name {name!r}, which is not a path", [path])
+            raise RestoreError(f"{path}: rename must give it a valid path, got {name!r}", [path])
     made = rename_entries(entries, change)
     held = Counter(path.rpartition("/")[0] for path in made)
     for path, entry in made.items():
         above = path.rpartition("/")[0]
         if above and not isinstance(made[above], e.Container):
-            raise RestoreError(f"{path}: rename puts it below {above}, which holds nothing", [path])
+            raise RestoreError(f"{path}: rename moves it below {above}, which is not a container", [path])
         whole = isinstance(entry, e.Container) and all(f"{path}/{name}" in made for name in entry.components())
         if isinstance(entry, e.Container) and not (whole and held[path] == entry.width):
-            raise RestoreError(f"{path}: rename took elements out of a sequence, or added some", [path])
+            raise RestoreError(f"{path}: rename must not add or remove elements of a sequence", [path])
     return made
 
 
 def _with_containers(entries: Mapping[str, Any], leaves: set[str]) -> dict[str, Any]:
-    """Leaves, and the containers that they are in, without what else was in these."""
+    """Return leaves with their containers, without the containers' other contents."""
     needed = leaves | add_parents(leaves)
     kept = {}
     for path, entry in entries.items():
@@ -121,13 +123,13 @@ def _with_containers(entries: Mapping[str, Any], leaves: set[str]) -> dict[str, 
         if isinstance(entry, e.Container) and entry.width:
             gone = [f"{path}/{name}" not in needed for name in entry.components()]
             if any(gone) and not isinstance(entry, e.DictEntry):
-                raise RestoreError(f"{path}: a sequence can only be taken whole: select all of it, or nothing", [path])
+                raise RestoreError(f"{path}: a sequence can only be selected whole or not at all", [path])
             kept[path] = entry.without_children(gone)
     return kept
 
 
 def expect_matches(document: Document, select: Sequence[str], exclude: Sequence[str]) -> None:
-    """Raise where a glob matches nothing: it was meant to."""
+    """Raise if a glob matches nothing."""
     paths = [path.partition("/")[2] for path in document.manifest]
     missing = find_unmatched([*select, *exclude], paths) if select or exclude else []
     if missing:
@@ -135,8 +137,10 @@ def expect_matches(document: Document, select: Sequence[str], exclude: Sequence[
 
 
 def seen_by_rank(document: Document, select: Sequence[str], exclude: Sequence[str], rename: Rename | None) -> RankView:
-    """Return what rank 0 sees of a checkpoint, with all that is sharded or shared; `gone` is what only other ranks
-    had."""
+    """Return rank 0's view of a checkpoint, with all sharded and shared entries.
+
+    `gone` has the entries that only other ranks had.
+    """
     expect_matches(document, select, exclude)
     view = make_rank_view(document.manifest, 0, document.world_size, 1)
     wanted, unwanted = matcher(select or ["**"]), matcher(exclude)
@@ -148,7 +152,7 @@ def seen_by_rank(document: Document, select: Sequence[str], exclude: Sequence[st
 
 
 def expect_sound(entries: Mapping[str, Any], document: Document) -> None:
-    """Raise for a tensor that cannot be what its entry says: all of it is read part by part, and copied as it is."""
+    """Raise for invalid tensor entries, before their bytes are copied part by part."""
     for path, entry in entries.items():
         held: Any = [entry] if isinstance(entry, e.TENSORS) else []
         if isinstance(entry, e.NDArrayEntry):
@@ -160,7 +164,7 @@ def expect_sound(entries: Mapping[str, Any], document: Document) -> None:
 
 
 class Objects:
-    """The values of what is neither a tensor nor in the manifest itself."""
+    """The values of objects that are stored outside the manifest."""
 
     def __init__(self, session: Session, document: Document, *, allow_pickle: bool, verify: bool) -> None:
         self._session = session
@@ -169,8 +173,10 @@ class Objects:
         self._verify = verify
 
     def read(self, entries: Mapping[str, Any], *, all_or_none: bool = True) -> dict[str, Any]:
-        """Return the values of entries; or of those that are read without running a pickle. `UnsafeObjectError` names
-        all that only a pickle would make."""
+        """Return the values of entries.
+
+        If not `all_or_none`, skip entries that need a pickle. Otherwise `UnsafeObjectError` names all of them.
+        """
         refused = [
             f"{path}: {entry.obj_type}"
             for path, entry in entries.items()
@@ -178,8 +184,8 @@ class Objects:
         ]
         if refused:
             raise UnsafeObjectError(
-                f"{self._session.url}: holds what only running a pickle would make; leave it out with exclude=[...], "
-                f"or {TRUST}:{listed(refused)}"
+                f"{self._session.url}: some objects can only be read by running a pickle; leave them out with "
+                f"exclude=[...], or {TRUST}:{listed(refused)}"
             )
         run(expect_files(self._session, self._document, find_locations(entries, self._document.files)))
         read_plan = ReadPlan(self._document.files, allow_pickle=self._allow_pickle)
@@ -189,29 +195,29 @@ class Objects:
         return read_plan.values
 
     def bytes_of(self, entries: Mapping[str, e.ObjectEntry]) -> dict[str, bytearray]:
-        """Return the bytes of objects, as they are stored."""
+        """Return the stored bytes of objects."""
         return self.read(
             {path: msgspec.structs.replace(each, serializer="bytearray") for path, each in entries.items()}
         )
 
 
 def is_leaf_value(entry: e.Entry) -> bool:
-    """Whether an entry stands for a value that has to be made: no container, no tensor."""
+    """Return True if an entry is neither a container nor a tensor."""
     return not isinstance(entry, (e.Container, *e.TENSORS))
 
 
 def is_foreign_object(document: Document, entry: e.Entry) -> bool:
-    """Whether an entry is an object that somebody else stored: there may be something plain in it."""
+    """Return True if an entry is an object from another library, which may hold plain values."""
     return isinstance(entry, e.ObjectEntry) and isinstance(document, ForeignDocument)
 
 
 def places_of(entry: e.AnyTensor) -> list[tuple[Any, ...]]:
-    """Return where each box of a tensor is stored, and how: equal for two entries of the same stored values."""
+    """Return the stored location and form of each box. It is equal for two entries of the same stored values."""
     return [(box, each.location, each.byte_range, each.extra, each.serializer) for box, each in entry.pieces()]
 
 
 def clean_extra(entry: e.AnyTensor) -> e.Extra | None:
-    """Return an entry's `extra` without what only others' formats need."""
+    """Return an entry's `extra` without the fields that only other formats need."""
     if entry.extra is None:
         return None
     kept = msgspec.structs.replace(entry.extra, strides=None, storage_offset=None)

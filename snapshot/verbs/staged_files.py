@@ -1,4 +1,4 @@
-"""Files of another format appear under their names when they are whole, and what makes one of several comes last."""
+"""Atomic publication of exported files: data files are renamed into place, and the index is written last."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from snapshot.save.writer import StagedParts, Writer
 from snapshot.storage import Storage
 
 ASIDE = ".convert-"
-"""How the names of files begin that are not whole yet, on storages that can rename."""
+"""The name prefix of unfinished files, on storages that can rename."""
 
 
 class StagedFiles:
@@ -26,7 +26,7 @@ class StagedFiles:
     def __init__(
         self, storage: Storage, names: Sequence[str], markers: Sequence[str], others: Sequence[str], more: str
     ) -> None:
-        """`more`: what files are called that a checkpoint of the same kind may have had more of."""
+        """`more`: a pattern for further files that a replaced checkpoint of the same kind may have."""
         self._storage = storage
         self._more = re.compile(more)
         self.names = list(names)
@@ -35,17 +35,17 @@ class StagedFiles:
         self._standing: list[str] = []
 
     async def expect(self, *, overwrite: bool) -> None:
-        """Raise where something is there already that is not to be replaced, or for which this would not be seen."""
+        """Raise if a checkpoint exists that must not be replaced, or that would hide the new one."""
         for name in self._others:
             if await self._exists(name):
                 raise SnapshotExistsError(
-                    f"{self._storage.url.join(name)}: is of a checkpoint of another format, which would be read in its "
-                    "place; convert to another folder"
+                    f"{self._storage.url.join(name)}: belongs to a checkpoint of another format, which would be read "
+                    "instead; convert to another folder"
                 )
         self._standing = [name for name in dict.fromkeys((*self.names, *self._markers)) if await self._exists(name)]
         if self._standing and not overwrite:
             raise SnapshotExistsError(
-                f"{self._storage.url.join(self._standing[0])}: is there already; convert to another place, or with "
+                f"{self._storage.url.join(self._standing[0])}: exists already; convert to another path, or pass "
                 "overwrite=True"
             )
 
@@ -56,8 +56,11 @@ class StagedFiles:
         last: Callable[[], list[tuple[str, bytes]]],
         staging: StagedParts | None = None,
     ) -> None:
-        """Write all files. What stood there is whole until all of them are, where the storage can rename; elsewhere it
-        is gone before the first is replaced. So there never is a mixture."""
+        """Write all files.
+
+        If the storage can rename, the old checkpoint stays whole until all new files are. Otherwise its index is
+        deleted before its first file is replaced. So a mixture of both never exists.
+        """
         storage, renames = self._storage, self._storage.capabilities.renames
         identity = secrets.token_hex(6)
         aside = [f"{ASIDE}{identity}-{number}" if renames else name for number, name in enumerate(self.names)]
@@ -85,7 +88,7 @@ class StagedFiles:
         await self._clean({*self.names, *(name for name, _ in small)})
 
     async def _clean(self, kept: set[str]) -> None:
-        """Remove what the replaced checkpoint had more of, and what conversions left that were killed a day ago."""
+        """Delete further files of the replaced checkpoint, and day-old files of killed conversions."""
         storage = self._storage
         if not (storage.capabilities.list and storage.capabilities.delete):
             return
@@ -98,8 +101,8 @@ class StagedFiles:
                     gone.append(name)
             if gone:
                 await storage.delete(gone)
-        except SnapshotError as error:  # what was converted is there: what is left costs space, no more
-            log.warning("%s: what is not needed any more could not be removed: %s", storage.url, error)
+        except SnapshotError as error:  # the conversion is complete: leftovers only cost space
+            log.warning("%s: cannot delete leftover files: %s", storage.url, error)
 
     async def _exists(self, name: str) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""Any checkpoint that can be read becomes a snapshot: a take whose tensors are read from there, part by part."""
+"""Conversion of any readable checkpoint to a snapshot: a take whose tensors are read from it, part by part."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from snapshot.verbs.select import (
 
 @dataclass(frozen=True)
 class Selection:
-    """What of a checkpoint is converted, and how."""
+    """The part of a checkpoint to convert, and the conversion's options."""
 
     select: Sequence[str] = ()
     exclude: Sequence[str] = ()
@@ -62,7 +62,7 @@ class Selection:
             expect_globs(name, globs)
 
     def cast_dtype(self, dtype: str) -> str:
-        """Return the dtype that a tensor is stored in: only floating point is cast."""
+        """Return the dtype that a tensor is stored in. Only floating-point tensors are cast."""
         known = BY_NAME.get(dtype)
         if self.dtype is None or known is None or not (known.is_floating_point and self.dtype.is_floating_point):
             return dtype
@@ -70,7 +70,7 @@ class Selection:
 
 
 class RecordedShare(RankShare):
-    """What a checkpoint holds, as if it had been flattened here."""
+    """The entries of a checkpoint, in the form of a rank's flattened state."""
 
     def __init__(self, exchange: Exchange, flat: Flattened, world: int, replicated: set[str]) -> None:
         super().__init__(exchange, flat, Replication("", frozenset(), (0,)))
@@ -78,7 +78,7 @@ class RecordedShare(RankShare):
         self._replicated = replicated
 
     def entries(self, written: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the entries, which stand under their ranks already."""
+        """Return the entries, which are already under their ranks."""
         own = {}
         for path, entry in written.items():
             shared = path in self._replicated and not getattr(entry, "replicated", True)
@@ -87,12 +87,12 @@ class RecordedShare(RankShare):
 
 
 class Recording:
-    """A checkpoint's entries, on the way into a snapshot."""
+    """A checkpoint's entries, recorded for a new snapshot."""
 
     def __init__(self, session: Session, document: Document, choice: Selection) -> None:
         self.flat = Flattened()
         self.origins: list[Any] = []
-        """Of each leaf that is read, its entry; the tensors of objects are here already."""
+        """For each leaf that is read, its entry; object tensors are in memory already."""
         self.replicated: set[str] = set()
         self._document = document
         self._choice = choice
@@ -100,10 +100,10 @@ class Recording:
         self._seen: dict[Any, str] = {}
         self.tensors = 0
         self.uncast: list[str] = []
-        """What stays in its dtype, though another one was asked for."""
+        """Entries that keep their dtype although another one was requested."""
 
     def add(self, path: str, entry: e.Entry) -> None:
-        """Record an entry under its path in the manifest; objects come all at once."""
+        """Record an entry under its path in the manifest. Objects are recorded together."""
         if entry.replicated:
             self.replicated.add(path)
         if isinstance(entry, e.TENSORS):
@@ -115,7 +115,7 @@ class Recording:
             made = msgspec.structs.replace(entry, parts={})
             self.tensors += 1
             if self._choice.dtype is not None:
-                self.uncast.append(f"{path}: the dtype stays, of {with_article(entry.kind)} tensor")
+                self.uncast.append(f"{path}: {with_article(entry.kind)} tensor keeps its dtype")
             self.flat.entries[path] = made
             for name, part in entry.parts.items():
                 self._named(path, name, part, made)
@@ -123,7 +123,7 @@ class Recording:
             self.flat.entries[path] = self._cast_record(entry)
 
     def _cast_record(self, entry: e.Entry) -> Any:
-        """Return an optimizer's entry whose record has the dtypes that its parameters have now."""
+        """Return an optimizer's entry, with the parameters' new dtypes in its record."""
         record = getattr(entry, "optimizer", None)
         if record is None or self._choice.dtype is None:
             return entry
@@ -142,7 +142,7 @@ class Recording:
                 return
         wrap = None
         if isinstance(entry, e.ShardedTensorEntry) and self._document.world_size > 1:
-            entries = self.flat.entries  # and not this recording, which holds the leaf
+            entries = self.flat.entries  # not `self`, which holds the leaf: no reference cycle
 
             def wrap(path: str, stored: e.AnyTensor) -> None:
                 shards = [e.Shard(box.offsets, box.sizes, tensor) for box, tensor in stored.pieces()]
@@ -171,7 +171,7 @@ class Recording:
         self.origins.append(entry)
 
     def objects(self, entries: Mapping[str, Any]) -> None:
-        """Record objects as what they are, where that is plain; else their bytes, as they are. All are read at once."""
+        """Record objects as plain values if possible, otherwise as bytes. All are read at once."""
         chosen = {path: entry for path, entry in entries.items() if isinstance(entry, e.ObjectEntry)}
         foreign = {path: entry for path, entry in chosen.items() if is_foreign_object(self._document, entry)}
         values = self._objects.read(foreign, all_or_none=False)
@@ -187,7 +187,9 @@ class Recording:
             if entry.serializer == "torch_save":
                 self.flat.pickled.append(path)
             elif path in foreign:
-                raise UnsafeObjectError(f"{path}: {entry.obj_type} is compressed, and only a pickle would make it")
+                raise UnsafeObjectError(
+                    f"{path}: {entry.obj_type} is compressed and can only be read by running a pickle"
+                )
             self.flat.entries[path] = None
             self.flat.blobs.append(Blob(path, bytes(data), entry.serializer, entry.obj_type))
 
@@ -202,7 +204,7 @@ def write_as_snapshot(
     meter: Meter,
     overwrite: bool,
 ) -> ConvertReport:
-    """Write a checkpoint as a snapshot of ours; its ranks stay what they were."""
+    """Write a checkpoint as a snapshot with the same ranks."""
     expect_matches(document, choice.select, choice.exclude)
     recording = Recording(source, document, choice)
     entries = chosen_of_ranks(document.manifest, choice.select, choice.exclude, choice.rename)
@@ -214,7 +216,7 @@ def write_as_snapshot(
     expect_room(document, recording.flat.leaves, recording.origins)
     recording.objects(entries)
     if recording.flat.pickled:
-        log.warning("%s: stored as pickles, as they were: %s", url, ", ".join(sorted(recording.flat.pickled)[:20]))
+        log.warning("%s: kept as pickles: %s", url, ", ".join(sorted(recording.flat.pickled)[:20]))
     with (
         solo_exchange("convert") as exchange,
         open_take(exchange, url, (), meter, open_session, overwrite=overwrite) as opening,

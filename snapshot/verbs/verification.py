@@ -1,4 +1,4 @@
-"""Verification: every byte of a snapshot against what was written."""
+"""Verification: compares every byte of a snapshot with its digest."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from snapshot.verbs.copy_stream import stat_files
 from snapshot.verbs.verify_journal import Key, VerifyJournal
 
 AGAIN = 10
-"""How often a snapshot is looked at that others keep replacing."""
+"""Attempts for a snapshot that other saves keep replacing."""
 MOST_VIEWS = 2_000_000
-"""Entries that are looked at to see each rank's tree; of very many ranks only the first."""
+"""The maximum number of entries whose ranks' trees are all checked; beyond it, only the first ranks' are."""
 STRETCH = 64 << 20
-"""Bytes that are verified between two notes: so much is read again, at most, after an interruption."""
+"""Bytes that are verified between two journal lines: the maximum that is read again after an interruption."""
 
 
 async def verify_files(
     session: Session, meter: Meter, *, quick: bool = False, resume: str | os.PathLike[str] | None = None
 ) -> VerifyReport:
-    """Read everything; faults are listed, not raised, but for a manifest that cannot be read at all.
+    """Read and verify everything. Faults are listed, not raised, except for an unreadable manifest.
 
-    What another take replaces meanwhile loses its files: then what stands there now is looked at instead.
+    If another take replaces the snapshot meanwhile, the new one is verified.
     """
     document = await open_document(session)
     for _ in range(AGAIN):
@@ -59,7 +59,7 @@ async def verify_files(
 
 
 def _tree_faults(document: Document) -> list[str]:
-    """Return what no restore would accept of the containers, rank by rank."""
+    """Return errors in the containers, rank by rank, that every restore would raise."""
     world = document.world_size
     own: dict[str, dict[str, Any]] = defaultdict(dict)
     shared = {}
@@ -69,7 +69,7 @@ def _tree_faults(document: Document) -> list[str]:
         else:
             own[path.partition("/")[0]][path] = entry
     faults = [
-        f"{counted(len(own[number]), 'entry', 'entries')} of no rank: {number[:80]!r}"
+        f"{counted(len(own[number]), 'entry', 'entries')} without a rank: {number[:80]!r}"
         for number in own
         if not is_rank(number, world)
     ]
@@ -85,29 +85,29 @@ def _tree_faults(document: Document) -> list[str]:
 
 @dataclass
 class Stretch:
-    """What is verified between two notes."""
+    """Ranges that are verified between two journal lines."""
 
     plain: list[ReadRequest] = field(default_factory=list)
-    """Headers, and long tables: digested as they are, however long."""
+    """Headers and long tables, whose digest covers the bytes themselves."""
     requests: list[ReadRequest] = field(default_factory=list)
     sums: list[Place] = field(default_factory=list)
-    """Archives of others, which carry checksums."""
+    """Other libraries' archives, which have checksums."""
     nbytes: int = 0
 
     def add(self, request: ReadRequest) -> None:
-        """One more range."""
+        """Add a range."""
         plain = request.stored.serializer == TABLE and (not request.name or request.end - request.begin > BLOCK)
         (self.plain if plain else self.requests).append(request)
         self.nbytes += request.end - request.begin
 
     def keys(self) -> list[Key]:
-        """Return what is noted when all of it has been looked at."""
+        """Return the journal keys of all ranges."""
         ranges = [("range", each.location, each.begin, each.end) for each in (*self.plain, *self.requests)]
         return [*ranges, *(("sum", *place) for place in self.sums)]
 
 
 class Verification:
-    """One look at one snapshot."""
+    """The verification of one snapshot."""
 
     def __init__(self, session: Session, document: Document, meter: Meter) -> None:
         self._session = session
@@ -119,7 +119,7 @@ class Verification:
         self._heads = self._read = self._summed = 0
 
     async def run(self, quick: bool, resume: str | os.PathLike[str] | None) -> VerifyReport:
-        """Look at all of it; `quick`: at what there is, and not into it."""
+        """Verify everything, or with `quick` only the presence and sizes of files."""
         began = time.perf_counter()
         session, document = self._session, self._document
         missing = await missing_files(session, document, set(document.files), errno.EIO)
@@ -154,7 +154,7 @@ class Verification:
     def everything(
         self, requests: list[ReadRequest], sums: Mapping[Place, Place], missing: Mapping[str, str]
     ) -> Stretch:
-        """All that is to be read: what `requests` names, and the headers of files."""
+        """Return all ranges to read: those of `requests`, and the headers of files."""
         plain = []
         for location, file in self._document.files.items():
             if file.header and location not in missing:
@@ -168,8 +168,7 @@ class Verification:
         return made
 
     async def _resumed(self, everything: Stretch, resume: str | os.PathLike[str]) -> int:
-        """Go on where a verification of the same was interrupted, and note how far this one comes; how many bytes
-        were verified before."""
+        """Continue an interrupted verification, and journal this one. Return the bytes that were verified before."""
         session, document = self._session, self._document
         known = sorted(each for each in document.files if each != INLINE and each in _locations_of(everything))
         held = await stat_files(session.storage, known)
@@ -204,7 +203,7 @@ class Verification:
             self.faults += await self._sum_faults(stretch.sums, progress)
 
     async def _plain_faults(self, request: ReadRequest) -> list[str]:
-        """Whether a header, or a long table, is what was written."""
+        """Return a fault if a header or long table does not match its digest."""
         where = f"{request.location}[{request.begin}:{request.end}]"
         name = f"{request.name}: " if request.name else ""
         held = bytearray(request.end - request.begin)
@@ -222,13 +221,15 @@ class Verification:
             return [f"{name}{where}: {each}" for each in _damage_text(error)]
         if found == request.stored.digest:
             return []
-        return [f"{name}{where} is {found}, and {request.stored.digest} was written"]
+        return [f"the digest of {name}{where} is {found}, but {request.stored.digest} was written"]
 
     async def _data_faults(
         self, requests: Sequence[ReadRequest], progress: Callable[[int], None]
     ) -> tuple[list[str], int]:
-        """Return what does not verify, and how many bytes were read. What cannot be read does not keep the rest from
-        being looked at: it is narrowed down to the entries that it is of."""
+        """Return the faults of data ranges, and the number of bytes read.
+
+        Ranges that cannot be read do not stop the others. They are narrowed down to their entries.
+        """
         if not requests:
             return [], 0
         session = self._session
@@ -257,7 +258,7 @@ class Verification:
         return reader.result.faults, reader.result.bytes_read
 
     async def _sum_faults(self, archives: Sequence[Place], progress: Callable[[int], None]) -> list[str]:
-        """Return what does not have the checksum that others' archives carry."""
+        """Return the faults of archives whose checksums do not match."""
         session = self._session
         self._summed += sum(end - begin for _, begin, end in archives)
         try:
@@ -269,7 +270,7 @@ class Verification:
 
 
 def _held_by(missing: Mapping[str, str], manifest: Mapping[str, Any]) -> list[str]:
-    """Return a line for each file that is not what it was, with what it held."""
+    """Return a line for each missing or changed file, with its contents."""
     if not missing:
         return []
     held: dict[str, list[str]] = {location: [] for location in missing}
@@ -292,7 +293,7 @@ def _locations_of(stretch: Stretch) -> set[str]:
 
 
 def _cut_stretches(everything: Stretch, done: set[Key]) -> Iterator[Stretch]:
-    """All that is not done, in pieces."""
+    """Yield the remaining ranges in stretches."""
     made = Stretch()
     for request in cut_requests((*everything.plain, *everything.requests)):
         if ("range", request.location, request.begin, request.end) in done:
@@ -312,7 +313,7 @@ def _cut_stretches(everything: Stretch, done: set[Key]) -> Iterator[Stretch]:
 
 
 def cut_requests(requests: Iterable[ReadRequest], length: int = 0) -> Iterator[ReadRequest]:
-    """Yield requests in the order of their places on storage; the long ones, whose blocks have digests, in pieces."""
+    """Yield requests in storage order. Long ones with block digests are split."""
     length = length or STRETCH
     for request in sorted(requests, key=lambda request: (request.location, request.begin)):
         if request.end - request.begin <= length or request.stored.blocks is None:
@@ -324,7 +325,7 @@ def cut_requests(requests: Iterable[ReadRequest], length: int = 0) -> Iterator[R
 
 
 def _damage_text(error: CorruptSnapshotError | StorageError) -> list[str]:
-    """Return what an error says about the bytes; raises what says nothing about them, such as a server that is away."""
+    """Return an error's lines about damaged bytes. Raise other errors, such as an unreachable server."""
     if isinstance(error, StorageError) and error.errno not in (errno.EIO, errno.ENOENT):
         raise error
     return list(getattr(error, "faults", ())) or [str(error)]

@@ -1,8 +1,8 @@
-"""What a verification notes in a local file as it goes, so that one that was interrupted goes on where it was.
+"""The journal of a verification: a local file, from which an interrupted verification continues.
 
-The first line says what it is of; each other line what was looked at next. A line that was cut off by a kill counts for
-nothing, and nor does one that is not what was written, or what follows it. The notes are of the very files that were
-looked at: if one of them was touched since, or its storage does not say, all begins anew.
+The first line names the verified snapshot; each further line names ranges that were verified. A line that a kill cut
+off, and all lines after a damaged one, are ignored. The journal belongs to specific files. If one of them was changed
+since, or its storage cannot tell, verification starts over.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from snapshot.load.stored_ranges import Place
 from snapshot.tensors.digest import digest_range
 
 Key = tuple[str, str, int, int]
-"""What was looked at: `range` or `sum`, a file, and where in it."""
+"""A verified item: `range` or `sum`, a file, and the range in it."""
 KIND = "snapshot verify"
 DIGEST = "digest"
-"""What each line ends with: that of the rest of it."""
+"""The digest at the end of each line, over the rest of it."""
 PAUSE = 1.0
-"""Seconds between two syncs: what a loss of power takes is looked at again."""
+"""Seconds between two syncs. Ranges that a loss of power takes from the journal are verified again."""
 
 
 class VerifyJournal:
-    """The notes of one verification, open to be added to."""
+    """The journal of one verification, open for appending."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path = path
@@ -36,19 +36,19 @@ class VerifyJournal:
         self._synced = time.monotonic()
         self.done: set[Key] = set()
         self.faults: list[str] = []
-        """What was found to be damaged before."""
+        """Faults that were found before."""
         self.without: set[Place] = set()
         """Archives without checksums."""
         self.before = 0
-        """Bytes that were looked at before."""
+        """Bytes that were verified before."""
 
     @staticmethod
     def open(
         path: str | os.PathLike[str], url: str, save_id: str, held: Mapping[str, tuple[int, str | None]]
     ) -> VerifyJournal:
-        """Return the notes at a path; empty ones, where there are none yet, or where what they are of has changed.
+        """Open the journal at a path. Start an empty one if there is none, or if the snapshot has changed.
 
-        `ValueError` for a file that is something else, or of another snapshot's verification: it is not written over.
+        Raise `ValueError` if the file is something else, or belongs to another snapshot. It is not overwritten.
         """
         place = Path(path)
         head = {
@@ -75,7 +75,7 @@ class VerifyJournal:
         return notes
 
     def _read(self, lines: Sequence[bytes]) -> int:
-        """Take what was noted; how many bytes of the lines are whole."""
+        """Parse the lines. Return the number of bytes of valid lines."""
         kept = 0
         for line in lines:
             try:
@@ -94,7 +94,7 @@ class VerifyJournal:
         return kept
 
     def add(self, done: Sequence[Key], faults: Sequence[str], without: Iterable[Place]) -> None:
-        """All of this has been looked at."""
+        """Record that these ranges were verified."""
         self._write({"done": done, "faults": list(faults), "without": sorted(without)})
 
     def _write(self, line: Any) -> None:
@@ -105,18 +105,18 @@ class VerifyJournal:
             self._synced = time.monotonic()
 
     def close(self) -> None:
-        """Keep what was noted."""
+        """Sync and close the journal."""
         with self._file:
             os.fsync(self._file.fileno())
 
     def remove(self) -> None:
-        """All is well: there is nothing to go on with."""
+        """Delete the journal after a verification without faults."""
         with suppress(FileNotFoundError):
             self._path.unlink()
 
 
 def _read_line(line: bytes) -> dict[str, Any]:
-    """Return what was noted in a line; `ValueError` where it is not what was written."""
+    """Return the contents of a line. Raise `ValueError` if it does not match its digest."""
     noted = json.loads(line)
     digest = noted.pop(DIGEST, None) if isinstance(noted, dict) else None
     if digest is None or digest != digest_range(json.dumps(noted).encode()):
@@ -125,16 +125,16 @@ def _read_line(line: bytes) -> dict[str, Any]:
 
 
 def _read_journal(path: Path, lines: Sequence[bytes], url: str) -> Any:
-    """Return the first line of notes, where they are of a verification of this URL; None where there is none yet."""
+    """Return the first line if it belongs to a verification of this URL, or None if there is none yet."""
     if not lines:
         return None
     start = json.dumps(KIND).encode()
     if not (lines[0].startswith(b"{" + start) or (b"{" + start).startswith(lines[0])):
-        raise ValueError(f"{path}: is no file in which a verification is noted; name another one")
+        raise ValueError(f"{path}: must be the journal of a verification; choose another file")
     try:
         head = _read_line(lines[0])
     except ValueError:
-        return None  # it was killed before it noted anything, or is damaged
+        return None  # killed before its first line, or damaged
     if head.get("url") != url:
-        raise ValueError(f"{path}: is of the verification of {head.get('url')}; name another file, or remove it")
+        raise ValueError(f"{path}: is the journal of {head.get('url')}; choose another file, or delete it")
     return head

@@ -1,4 +1,4 @@
-"""Reading back what was written, before the commit: a bit that was flipped on its way to storage is found in time."""
+"""Read-back verification of written bytes before the commit, to detect bits that flipped on the way to storage."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from snapshot.text import listed
 from snapshot.verbs.verification import Stretch, Verification, cut_requests
 
 PIECE = 4 << 20
-"""Bytes that are read together where only a sample is read."""
+"""Bytes that are read together if only a sample is read."""
 
 
 def verify_written(share: float, verb: str) -> Verify | None:
-    """Return what reads a share of the written bytes back before a commit; None for a share of 0."""
+    """Return a function that reads a fraction of the written bytes back before a commit; None for a fraction of 0."""
     return partial(expect_written, share=share, verb=verb) if share else None
 
 
 async def expect_written(session: Session, described: RankManifest, *, share: float, verb: str) -> None:
-    """Read back a share of what this process has written; raise if anything differs from what was written."""
+    """Read back a fraction of the bytes that this process wrote. Raise if any byte differs."""
     files, manifest = described.files, {**described.shared, **described.own}
     storage = session.storage
     await storage.drop_caches(list(files))
@@ -43,7 +43,7 @@ async def expect_written(session: Session, described: RankManifest, *, share: fl
     faults = list(dict.fromkeys(verification.faults))
     if faults:
         raise CorruptSnapshotError(
-            f"{session.url}: {len(faults)} of the ranges that were read back are not what was written, and nothing "
+            f"{session.url}: {len(faults)} of the ranges that were read back do not match their digests, so nothing "
             f"was committed:{listed(faults)}",
             faults=faults,
         )
@@ -51,7 +51,7 @@ async def expect_written(session: Session, described: RankManifest, *, share: fl
 
 
 def _sample(everything: Stretch, share: float) -> Stretch:
-    """Choose pieces at random: of each file that share, and one at least."""
+    """Choose random pieces: the given fraction of each file, and at least one."""
     pieces: dict[str, list[ReadRequest]] = defaultdict(list)
     for request in cut_requests((*everything.plain, *everything.requests), PIECE):
         pieces[request.location].append(request)

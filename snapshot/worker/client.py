@@ -1,9 +1,8 @@
-"""The writer process: it digests and writes what an asynchronous take has staged, so that training's process has no
-thread that would want its GIL.
+"""The writer process: digests and writes the staged parts of an asynchronous take, outside the training process's GIL.
 
-This is the side of the process that takes snapshots. It hands over where parts lie in shared segments, and gives their
-memory back when the other side says so. A writer process is a fresh interpreter, made on first use and kept for the
-next take; it ends when its socket does.
+This module runs in the process that takes snapshots. It sends the location of each part in shared segments, and reuses
+the memory when the writer process releases it. A writer process is a fresh interpreter, started on first use and kept
+for later takes. It ends when its socket is closed.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ from snapshot.worker.protocol import (
 )
 
 PATIENCE = 60.0
-"""Seconds for which a take that is given up may clean up in the writer process, before that is killed."""
+"""Seconds that the writer process may spend cleaning up a cancelled take before it is killed."""
 LAST_WORDS = 10.0
-"""Seconds in which a process that was killed should be gone."""
+"""Seconds in which a killed process should exit."""
 
 _BOOT = """
 import importlib.util, json, os, sys
@@ -72,21 +71,21 @@ if found is None or found.origin != where:
 from snapshot.worker.server import main
 main(descriptor)
 """
-"""What the fresh interpreter runs: nothing of the user's `__main__`, and the same library as here."""
+"""The program of the fresh interpreter: nothing of the user's `__main__`, and the same library as here."""
 
 
 class _Take:
-    """A take that the process writes."""
+    """A take that the writer process writes."""
 
     def __init__(self, number: int, progress: Progress) -> None:
         self.number = number
         self.progress = progress
         self.lent: dict[tuple[int, int], StagedPart] = {}
-        """Parts that the process may be reading."""
+        """Parts that the writer process may be reading."""
         self.ended: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
 
     def end(self, result: Finished | Exception) -> None:
-        """End a take: it ended in the process, and the memory may be used again."""
+        """End a take, which has ended in the writer process. Its memory may be reused."""
         if not self.ended.done():
             if isinstance(result, Exception):
                 self.ended.set_exception(result)
@@ -101,14 +100,15 @@ class _Take:
 
 
 class WriterProcess:
-    """A process that writes for this one. Made in any thread; everything else happens on the library's loop."""
+    """A process that writes for this one. Any thread may create it; everything else runs on the library's loop."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             where = [theirs.fileno(), _import_path(), str(Path(__file__).parents[1] / "__init__.py")]
             try:
-                # A session of its own: Ctrl-C is for the whole foreground group, and not for what cleans up after it.
+                # It gets its own session: Ctrl-C reaches the whole foreground group, and must not reach a process that
+                # cleans up.
                 self._process = subprocess.Popen(  # noqa: S603 - this very interpreter
                     [os.fsdecode(spawn.get_executable()), "-P", "-c", _BOOT, json.dumps(where)],
                     stdin=subprocess.DEVNULL,
@@ -127,12 +127,12 @@ class WriterProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it runs, as far as is known."""
+        """True if the process runs, as far as is known."""
         return self._end is None and self._burial is None and self._process.poll() is None
 
     async def write(
@@ -145,7 +145,7 @@ class WriterProcess:
         staging: StagedParts,
         progress: Progress,
     ) -> list[WrittenFile]:
-        """Write all files from what is staged, as `Writer.write` does it. If one fails, nothing of them is left."""
+        """Write all files from staged parts, as `Writer.write` does. If one fails, delete all of them."""
         if not self._channel.open() and self._burial is None:
             self._closed()
         take = _Take(next(self._numbers), progress)
@@ -191,7 +191,7 @@ class WriterProcess:
         return [WrittenFile(file, location, *made) for file, location, made in whole]
 
     async def _pump(self, take: _Take, file: int, count: int, staging: StagedParts) -> None:
-        """Hand over a file's parts, in order, as they are staged."""
+        """Send a file's parts in order, as they are staged."""
         for position in range(count):
             try:
                 staged = await staging.get(file, position)
@@ -199,7 +199,8 @@ class WriterProcess:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
                     raise
-                # It is of the thread that stages: here it would end the loop, or be taken for a cancellation of ours.
+                # The error is from the staging thread: here it would end the loop, or look like a cancellation of this
+                # task.
                 raise SnapshotError(f"staging was interrupted: {error!r}") from error
             slot = staged.slot
             assert slot is not None
@@ -210,7 +211,7 @@ class WriterProcess:
             self._channel.send(Give(take.number, file, position, slot.segment.number, slot.offset, nbytes))
 
     def _show(self, segment: SharedSegment) -> None:
-        """Let the process see a segment, and those that are gone no more."""
+        """Map a segment in the writer process, and unmap closed segments."""
         for number in [number for number, each in self._shown.items() if each.closed]:
             del self._shown[number]
             self._channel.send(Unmap(number))
@@ -219,22 +220,22 @@ class WriterProcess:
             self._channel.send(Map(segment.number, segment.size), segment.descriptor)
 
     async def _give_up(self, take: _Take, pumps: Sequence[asyncio.Task[None]]) -> None:
-        """Have the process leave nothing of a take, and its memory alone."""
+        """Make the writer process delete the files of a take and stop using its memory."""
         await cancel_all(pumps)
         if take.number in self._takes and not take.ended.done():
             self._channel.send(Cancel(take.number))
             await asyncio.wait([take.ended], timeout=PATIENCE)
             if not take.ended.done():
-                log.warning("the writer process did not give a take up in %s s, and is killed", PATIENCE)
+                log.warning("the writer process did not cancel a take in %s s, and is killed", PATIENCE)
                 self._process.kill()
                 await asyncio.wait([take.ended], timeout=LAST_WORDS)
         if take.ended.done():
-            take.ended.exception()  # it was seen, or comes of what was seen
+            take.ended.exception()  # already raised, or a result of the raised error
             take.take_back()
         elif take.lent:
-            log.warning("the writer process cannot be ended; the memory that it was shown is not used again")
+            log.warning("cannot end the writer process; its shared memory is not reused")
 
-    # What it says
+    # Messages
 
     def _received(self, message: Received) -> None:
         match message:
@@ -253,35 +254,37 @@ class WriterProcess:
         self._burial = asyncio.ensure_future(self._bury())
 
     async def _bury(self) -> None:
-        """End all takes of the process, when it surely has ended."""
+        """Fail all takes of the process once it has ended."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         status = await in_own_thread(self._process.wait)
         self._end = SnapshotError(
-            f"the writer process ended with {_exit_text(status)}: nothing of this snapshot is left, and the next one "
+            f"the writer process ended with {_exit_text(status)}: the take was aborted, and the next one "
             "starts a new process"
         )
         for take in list(self._takes.values()):
-            take.end(SnapshotError(*self._end.args))  # one of its own: an error holds on to who raised it
+            take.end(
+                SnapshotError(*self._end.args)
+            )  # a new error per take: an error keeps its traceback's frames alive
 
-    # Its end
+    # Exit
 
     def leave(self) -> None:
-        """Another one takes its place: what it had under way ends on the loop, if there was anything."""
+        """Replace the process: its pending takes end on the loop."""
         if not self._channel.is_open:
             self._channel.forget()
 
     def finish(self) -> None:
-        """End it, when this process ends and nothing is under way."""
+        """End the process at this process's exit, when nothing is pending."""
         self._channel.forget()
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
 
     def forget(self) -> None:
-        """In a fork: it is the parent's."""
+        """Forget the process in a forked child: it belongs to the parent."""
         self._channel.forget()
-        self._process.returncode = 0  # it is not this process's to wait for, nor to warn of
+        self._process.returncode = 0  # the parent waits for it; suppress the warning here
 
     def __repr__(self) -> str:
         return f"WriterProcess({self.pid}, {counted(len(self._takes), 'take')}{'' if self.alive else ', ended'})"
@@ -309,11 +312,11 @@ class _Place:
                 try:
                     self.current = WriterProcess()
                 except OSError as error:
-                    raise SnapshotError(f"the writer process cannot be started: {error}") from error
+                    raise SnapshotError(f"cannot start the writer process: {error}") from error
             return self.current
 
     def forked(self) -> None:
-        """Forget the process in a forked child, which must not keep the parent's from seeing the parent's end."""
+        """Forget the process in a forked child, and close its socket, which would hide the parent's exit."""
         if self.current is not None:
             self.current.forget()
 
@@ -322,7 +325,7 @@ _place = PerProcess(_Place, _Place.forked)
 
 
 def writer_process() -> WriterProcess:
-    """Return this process's writer process; start it if there is none. It comes up in the background."""
+    """Return this process's writer process; start it in the background if there is none."""
     return _place.get().running()
 
 
@@ -335,32 +338,30 @@ def _at_exit() -> None:
 atexit.register(_at_exit)
 
 
-# What it cannot do
+# Limits
 
 
 def expect_reachable(url: URL, options: Mapping[str, Any] | None) -> None:
-    """`ValueError` for what another process cannot write to, or cannot be told."""
+    """Raise `ValueError` for a storage that another process cannot write to, or options that cannot be sent to it."""
     if "memory" in re.split(r"\+|::", url.scheme):
-        raise ValueError(f"{url}: lies in this process's memory, where a writer process cannot write; {_THREAD}")
+        raise ValueError(f"{url}: is in this process's memory, which a writer process cannot access; {_THREAD}")
     for scheme in _schemes_of(url):
         plugin = registry.registered().get(scheme)
         if plugin is not None and not _is_importable(plugin):
             raise ValueError(
-                f"{url}: {plugin.__module__}.{plugin.__qualname__} was registered in this process, and a writer "
+                f"{url}: {plugin.__module__}.{plugin.__qualname__} was registered in this process, but a writer "
                 f"process cannot import it; {_THREAD}"
             )
     try:
         url.reveal().encode()
         data = pickle.dumps(dict(options or {}))
     except UnicodeEncodeError as error:
-        raise ValueError(f"{url}: cannot be told to the writer process: {error}; {_THREAD}") from error
+        raise ValueError(f"{url}: cannot be sent to the writer process: {error}; {_THREAD}") from error
     except Exception as error:
-        raise ValueError(
-            f"{url}: storage_options cannot be pickled for the writer process: {error}; {_THREAD}"
-        ) from error
+        raise ValueError(f"{url}: cannot pickle storage_options for the writer process: {error}; {_THREAD}") from error
     if any(argument == "__main__" for _, argument, _ in pickletools.genops(data)):
         raise ValueError(
-            f"{url}: storage_options hold something of __main__, which a writer process does not import; {_THREAD}"
+            f"{url}: storage_options must not use objects of __main__, which the writer does not import; {_THREAD}"
         )
 
 
@@ -368,7 +369,7 @@ _THREAD = 'use worker="thread"'
 
 
 def _schemes_of(url: URL) -> list[str]:
-    """Return the names under which plugins may be registered that a URL is opened with."""
+    """Return the schemes under which a URL's plugins may be registered."""
     names = url.scheme.split("+")
     inner = ["+".join(names[at:]) for at in range(len(names))]
     return [*inner, *(f"{name}+" for name in names)]
@@ -397,7 +398,7 @@ def _registered_plugins() -> list[tuple[str, str, str]]:
 
 
 def _read_umask() -> int:
-    """Return this process's; Python itself can only tell by changing it, for all threads."""
+    """Return this process's umask without changing it, which would affect all threads."""
     with (
         contextlib.suppress(OSError, ValueError),
         open("/proc/self/status", encoding="ascii", errors="replace") as status,

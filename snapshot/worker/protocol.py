@@ -1,6 +1,6 @@
-"""What a process and its writer process say to each other: short messages over a socket, in order, with descriptors.
+"""The protocol between a process and its writer process: short, ordered messages over a socket, with descriptors.
 
-Bytes of tensors are never among them: those lie in shared segments, and messages say where.
+Tensor bytes are never sent: they are in shared segments, and messages contain their location.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from snapshot.plan.layout import Extent, FilePart, FilePlan
 _LENGTH = struct.Struct("<Q")
 _AT_ONCE = 256 << 10
 _DESCRIPTORS = 16
-"""How many descriptors one call may receive: the kernel passes on those of one message only."""
+"""The maximum number of descriptors per receive call: the kernel passes on those of one message only."""
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
-    """One of those below."""
+    """The base class of all messages."""
 
 
 class FileLane(Message):
-    """A file that is to be written, as far as a writer has to know it."""
+    """A file to write, with the properties that a writer needs."""
 
     location: str
     size: int
     part_bytes: int
-    """How long its parts are: both sides cut it alike."""
+    """The size of its parts: both sides split it in the same way."""
     begin: int
-    """Where its first extent begins."""
+    """The begin of its first extent."""
     ends: bytes
-    """Where each extent ends, as 64-bit integers; the next one begins there."""
+    """The end of each extent, as 64-bit integers; the next extent begins there."""
 
     @classmethod
     def of(cls, file: FilePlan, location: str, parts: Sequence[FilePart]) -> FileLane:
-        """Return what to say of a file."""
+        """Create the message for a file."""
         begin = file.extents[0].begin if file.extents else file.size
         ends = array.array("Q", [extent.end for extent in file.extents]).tobytes()
         return cls(location, file.size, parts[0].end if parts else 1, begin, ends)
 
     def file(self) -> FilePlan:
-        """Return the file, without the content of its header: that stands in the first part."""
+        """Return the file without the content of its header, which is in the first part."""
         extents, begin = [], self.begin
         for end in array.array("Q", self.ends):
             extents.append(Extent(0, begin, end))
@@ -70,29 +70,29 @@ class Begin(Message):
     budget: int
     lanes: list[FileLane]
     plugins: list[tuple[str, str, str]]
-    """Scheme, module and name of each plugin that was registered."""
+    """Scheme, module and name of each registered plugin."""
     environment: list[tuple[bytes, bytes]]
     path: list[bytes]
-    """Where modules are found: plugins may have come with a folder of their own."""
+    """The module search path: plugins may come from a folder of their own."""
     umask: int
-    """What the files of this process are made with; -1 where that cannot be known."""
+    """The umask for new files; -1 if it is unknown."""
 
 
 class Map(Message):
-    """The descriptor that comes along is a segment's."""
+    """Map a segment, whose descriptor is attached."""
 
     segment: int
     size: int
 
 
 class Unmap(Message):
-    """Nothing of this segment will be asked for any more."""
+    """Unmap this segment: it is no longer used."""
 
     segment: int
 
 
 class Give(Message):
-    """A part was staged: here it lies."""
+    """A part was staged at this location."""
 
     take: int
     file: int
@@ -103,20 +103,20 @@ class Give(Message):
 
 
 class Cancel(Message):
-    """Give a take up, and leave nothing of it."""
+    """Cancel a take and delete its files."""
 
     take: int
 
 
 class Moved(Message):
-    """So many more bytes are on storage."""
+    """A number of bytes was stored."""
 
     take: int
     nbytes: int
 
 
 class Free(Message):
-    """A part's memory is not looked at any more."""
+    """A part's memory is no longer read."""
 
     take: int
     file: int
@@ -124,7 +124,7 @@ class Free(Message):
 
 
 class Happened(Message):
-    """An event, to be told to this process's handlers."""
+    """An event, for this process's handlers."""
 
     name: str
     verb: str
@@ -133,28 +133,28 @@ class Happened(Message):
 
 
 class Finished(Message):
-    """All files of a take are whole: their extents' digests, and the tables of those that have one."""
+    """All files of a take are complete: their extents' digests, and the digest tables."""
 
     take: int
     files: list[tuple[list[str], dict[int, bytes]]]
 
 
 class Failed(Message):
-    """A take failed, or was given up. Nothing of it is left, and its memory is not looked at any more."""
+    """A take failed or was cancelled. Its files were deleted, and its memory is no longer read."""
 
     take: int
     kind: str
-    """A class of `snapshot.errors`."""
+    """The name of a class in `snapshot.errors`."""
     text: str
     number: int | None = None
-    """The `errno` of a storage's error."""
+    """The `errno` of a storage error."""
     fields: dict[str, Any] = {}
     notes: list[str] = []
     trace: str = ""
 
     @classmethod
     def of(cls, take: int, error: BaseException) -> Failed:
-        """Return what to say of an error."""
+        """Create the message for an error."""
         theirs = (each for each in type(error).__mro__ if getattr(errors, each.__name__, None) is each)
         kind = next(theirs, SnapshotError)
         text = str(error) if isinstance(error, kind) else f"{type(error).__name__}: {error}"
@@ -166,7 +166,7 @@ class Failed(Message):
         return cls(take, kind.__name__, text, number, fields, notes, trace)
 
     def error(self) -> SnapshotError:
-        """Return the error, with the other process's trace as its cause."""
+        """Return the error, with the other process's traceback as its cause."""
         kind: type[SnapshotError] = getattr(errors, self.kind)
         error = kind(self.text)
         for name, value in self.fields.items():
@@ -180,7 +180,7 @@ class Failed(Message):
 
 
 class RemoteTrace(Exception):
-    """Stands as the cause of an error of the writer process; its text is the trace there."""
+    """The cause of an error of the writer process: its text is the traceback there."""
 
     def __str__(self) -> str:
         return f"in the writer process:\n{super().__str__()}"
@@ -196,7 +196,7 @@ def _is_plain(value: object) -> bool:
 
 
 class MessageChannel:
-    """One end of the socket. It lives on the loop that opens it, and never blocks it."""
+    """One end of the socket. It belongs to the loop that opens it, and never blocks it."""
 
     def __init__(self, end: socket.socket, receive: Callable[[Received], object], ended: Callable[[], object]) -> None:
         end.setblocking(False)
@@ -207,17 +207,17 @@ class MessageChannel:
         self._in = bytearray()
         self._out: deque[tuple[memoryview, list[int]]] = deque()
         self.descriptors: deque[int] = deque()
-        """Those that have come, for whoever receives the message that they belong to."""
+        """Received descriptors, for the messages that they belong to."""
 
     def open(self) -> bool:
-        """Begin to receive, on the running loop, if it has not begun; whether there is anybody to talk to."""
+        """Start receiving on the running loop, unless it has started. Return True if the peer is connected."""
         if self._loop is None and self._socket.fileno() >= 0:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._socket, self._readable)
         return self._loop is not None
 
     def send(self, message: Received, descriptor: int | None = None) -> None:
-        """Send a message as soon as the other side takes it; what nobody will receive any more is dropped."""
+        """Send a message as soon as the peer accepts it. Messages to a closed peer are dropped."""
         if self._loop is None:
             return
         data = _encode(message)
@@ -239,7 +239,7 @@ class MessageChannel:
                     self._out.popleft()
         except BlockingIOError:
             return
-        except OSError:  # the end of the other side: what it said before is to be read yet
+        except OSError:  # the peer has closed; its earlier messages are still to be read
             self._out.clear()
         if self._loop is not None:
             self._loop.remove_writer(self._socket)
@@ -271,14 +271,14 @@ class MessageChannel:
             try:
                 self._receive(message)
             except Exception:  # noqa: BLE001 - logged, and the end of the conversation
-                log.exception("a message of the writer process, or for it, was not understood")
+                log.exception("cannot decode a message of the writer process, or for it")
                 self.close()
                 self._ended()
                 return
         del self._in[:at]
 
     def close(self) -> None:
-        """Send and receive nothing more. On the loop that opened it."""
+        """Stop sending and receiving. Called on the loop that opened it."""
         self._out.clear()
         if self._loop is not None:
             self._loop.remove_reader(self._socket)
@@ -287,12 +287,11 @@ class MessageChannel:
         self._socket.close()
 
     def forget(self) -> None:
-        """Close it where there is no loop: before one had it, after that has ended, or in a fork, where it was the
-        parent's."""
+        """Close it without a loop: before a loop had it, after that has ended, or in a forked child."""
         self._loop = None
         self._socket.close()
 
     @property
     def is_open(self) -> bool:
-        """Whether a loop has it."""
+        """True if a loop has opened it."""
         return self._loop is not None

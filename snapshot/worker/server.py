@@ -1,7 +1,7 @@
-"""The writer process's own side: it writes what it is told to, from memory that it is shown, until nobody listens.
+"""The writer process's side: writes from shared memory on request, until the parent exits.
 
-It is the writer of every other take: only the parts come from elsewhere. It ends when its parent does, and then leaves
-nothing of what was not whole.
+It uses the writer of every other take; only its parts come from elsewhere. When its parent exits, it deletes incomplete
+files and ends.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ if TYPE_CHECKING:
 
 NICE = 10
 PATIENCE = 60.0
-"""Seconds for which what is under way may clean up when the parent is gone."""
+"""Seconds for clean-up after the parent has exited."""
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
 _LOWEST_BEST_EFFORT = 2 << 13 | 7
 
 
 def lower_priority() -> None:
-    """Let training go first, for cores and for disks; where that cannot be had, go on without."""
+    """Give training priority for CPU and disk; continue if the system does not allow it."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     number = _IOPRIO_SET.get(platform.machine())
@@ -70,7 +70,7 @@ def lower_priority() -> None:
 
 
 class Lent(StagedPart):
-    """A part that lies in the parent's memory."""
+    """A part in the parent's memory."""
 
     __slots__ = ("_give_back",)
 
@@ -79,7 +79,7 @@ class Lent(StagedPart):
         self._give_back: tuple[MessageChannel, Free] | None = (channel, give_back)
 
     def release(self) -> None:
-        """Tell the parent that it may use it for something else."""
+        """Release the memory to the parent."""
         back, self._give_back = self._give_back, None
         super().release()
         if back is not None:
@@ -87,7 +87,7 @@ class Lent(StagedPart):
 
 
 class RemoteParts:
-    """The parts of one take, as they arrive: what staging is to the writer of a thread."""
+    """The parts of one take, as they arrive: they replace staging for the writer."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[int, int], asyncio.Future[StagedPart]] = {}
@@ -99,14 +99,14 @@ class RemoteParts:
         return self._parts[number, position]
 
     def arrived(self, number: int, position: int, part: StagedPart) -> None:
-        """Hand over a part."""
+        """Deliver a part."""
         if self._error is None:
             waited = self._part(number, position)
-            if not waited.done():  # else nobody waits any more: it was cancelled
+            if not waited.done():  # otherwise the waiting task was cancelled
                 waited.set_result(part)
 
     async def get(self, number: int, position: int) -> StagedPart:
-        """Return the part, as soon as it is there."""
+        """Return the part as soon as it arrives."""
         if self._error is not None:
             raise self._error
         part = await self._part(number, position)
@@ -114,23 +114,23 @@ class RemoteParts:
         return part
 
     def stop(self, error: BaseException) -> None:
-        """Stop: nobody gets a part any more, and those that come now are ignored."""
+        """Stop: waiting tasks are cancelled, and later parts are ignored."""
         self._error = self._error or error
         for waited in self._parts.values():
-            waited.cancel()  # where it has come already, this does nothing
+            waited.cancel()  # does nothing if the part has arrived
 
     def release(self) -> None:
-        """Forget the parts: what was not written is the parent's."""
+        """Forget the parts: unwritten ones belong to the parent."""
         self._parts.clear()
 
 
 class RemoteWriter(Writer):
-    """A writer that cuts files as the parent did."""
+    """A writer that splits files as the parent did."""
 
     def __init__(
         self, storage: Storage, budget: MemoryBudget, progress: Progress, part_bytes: Sequence[tuple[FilePlan, int]]
     ) -> None:
-        super().__init__(storage, Stager((), copies=True), budget, progress)  # all parts are staged already
+        super().__init__(storage, Stager((), copies=True), budget, progress)  # all parts are already staged
         self._part_bytes = {id(file): nbytes for file, nbytes in part_bytes}
 
     def parts(self, file: FilePlan) -> list[FilePart]:
@@ -138,7 +138,7 @@ class RemoteWriter(Writer):
 
 
 class Server:
-    """Serves one parent: all of its takes, several at once."""
+    """Serves all concurrent takes of one parent."""
 
     def __init__(self, end: socket.socket) -> None:
         self._ended = asyncio.Event()
@@ -147,7 +147,7 @@ class Server:
         self._takes: dict[int, tuple[asyncio.Task[list[WrittenFile]], RemoteParts]] = {}
 
     async def serve(self) -> None:
-        """Serve until the parent is gone; then give up what is under way."""
+        """Serve until the parent exits; then cancel all takes."""
         loop = asyncio.get_running_loop()
 
         def happened(event: Event) -> None:
@@ -179,7 +179,7 @@ class Server:
                 self._takes[message.take][1].arrived(message.file, message.position, part)
             case Cancel() if message.take in self._takes:
                 task, arrivals = self._takes[message.take]
-                arrivals.stop(asyncio.CancelledError())  # also for who could not be interrupted just now
+                arrivals.stop(asyncio.CancelledError())  # also stops a task that could not be cancelled just now
                 task.cancel()
 
     def _answer(self, take: int, task: asyncio.Task[list[WrittenFile]]) -> None:
@@ -211,7 +211,7 @@ class Server:
 
 
 def _imitate_parent(begin: Begin) -> None:
-    """Have the parent's environment, and its plugins, as they are now."""
+    """Use the parent's current environment and plugins."""
     theirs = dict(begin.environment)
     for name in os.environb.keys() - theirs.keys():
         del os.environb[name]
@@ -239,4 +239,4 @@ def main(descriptor: int) -> None:
     with contextlib.suppress(TimeoutError):
         run(serve())
         return
-    os._exit(1)  # something hangs, and nobody is left to wait for it
+    os._exit(1)  # a task hangs, and no process waits for it
