@@ -44,13 +44,13 @@ def test_a_variable_sets_the_field_that_it_is_named_after(monkeypatch, name, tex
 )
 def test_a_value_of_the_wrong_kind_names_the_variable(monkeypatch, name, text, what):
     monkeypatch.setenv(name, text)
-    with pytest.raises(ValueError, match=f"{name}='{text}' is not {what}"):
+    with pytest.raises(ValueError, match=f"{name} must be {what}, got '{text}'"):
         Settings.current()
 
 
 def test_a_mode_that_is_not_known_names_those_that_are(monkeypatch):
     monkeypatch.setenv("SNAPSHOT_DIRECT_IO", "sometimes")
-    with pytest.raises(ValueError, match="SNAPSHOT_DIRECT_IO='sometimes' is none of auto, always, never"):
+    with pytest.raises(ValueError, match="SNAPSHOT_DIRECT_IO must be auto, always or never, got 'sometimes'"):
         Settings.current()
 
 

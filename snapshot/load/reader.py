@@ -386,7 +386,7 @@ class Reader:
 
     def _refuse(self, request: ReadRequest, what: str) -> bool:
         begin, end = request.stored.byte_range
-        self.result.faults.append(f"{request.name}: {request.location}[{begin}:{end}] {what}")
+        self.result.faults.append(f"{request.name}: {request.location}[{begin}:{end}]: {what}")
         self._bad.append(request)
         return False
 

@@ -221,7 +221,7 @@ class Verification:
             return [f"{name}{where}: {each}" for each in _damage_text(error)]
         if found == request.stored.digest:
             return []
-        return [f"the digest of {name}{where} is {found}, but {request.stored.digest} was written"]
+        return [f"{name}{where}: digest is {found}, but {request.stored.digest} was written"]
 
     async def _data_faults(
         self, requests: Sequence[ReadRequest], progress: Callable[[int], None]

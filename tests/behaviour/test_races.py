@@ -74,7 +74,7 @@ Snapshot({str(tmp_path / "s")!r}).delete()
         stall.wait_reached()
         warm.run(script)
         stall.release()
-        with pytest.raises(SnapshotError, match="cleaned this one away"):
+        with pytest.raises(SnapshotError, match="deleted this one's files"):
             pending.wait(30)
     assert not Snapshot(tmp_path / "s").exists()
     assert not (tmp_path / "s").exists()
@@ -103,7 +103,7 @@ def test_a_relative_path_is_of_the_folder_of_the_call(tmp_path, monkeypatch):
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
     assert pending.wait().exists()
-    with pytest.raises(ValueError, match="empty path"):
+    with pytest.raises(ValueError, match="path must not be empty"):
         Snapshot("")
 
 

@@ -264,5 +264,5 @@ def test_a_key_that_only_another_rank_had_is_an_error(two, folder):
     (first, lines), (second, none) = two.run(_own_keys, f"{folder}/s", False, False)
     assert first == {"a": 1, "only1": 5}
     assert second == {"a": 1, "only1": 2}
-    assert lines == ["skipped    p/only1: belongs to rank 1 alone; left as it is"]
+    assert lines == ["skipped    p/only1: belongs to rank 1 alone; left unchanged"]
     assert none == []

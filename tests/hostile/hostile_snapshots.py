@@ -215,7 +215,7 @@ def a_row(snapshot, path):
     try:
         return snapshot.read_object(path, box=[slice(0, 1)])
     except ValueError as error:
-        if "a box of 1 dimension" not in str(error):
+        if "the box must have at most" not in str(error):
             raise
         return None
 

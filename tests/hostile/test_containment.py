@@ -272,4 +272,4 @@ def test_options_are_not_shown_by_the_command(tmp_path, capfd, monkeypatch):
     out, err = capfd.readouterr()
     assert SECRET not in out + err
     assert "is not a mapping" in err
-    assert "neither JSON nor YAML" in err
+    assert "must be JSON or YAML" in err

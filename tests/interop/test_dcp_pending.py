@@ -69,7 +69,7 @@ def test_a_pending_save_is_spared(tmp_path, verb):
         save({"m": {"w": torch.full((3,), 2.0)}}, SnapshotWriter(folder), planner=Between(between))
     error = raised.value.failures[0][0]
     assert isinstance(error, SnapshotExistsError)
-    assert "another take was faster" in str(error)
+    assert "another take committed first" in str(error)
     assert len(seen[0]) == 1
     assert seen[0] == seen[1]
     expect_one(folder, 1)
@@ -104,7 +104,7 @@ def test_a_pending_copy_is_spared(tmp_path, verb):
         replace("dcp.save", folder, None)
         assert claims(folder) == before != []
         stall.release()
-        with pytest.raises(SnapshotExistsError, match="another take was faster"):
+        with pytest.raises(SnapshotExistsError, match="another take committed first"):
             work.result(30)
     expect_one(folder, 1)
 

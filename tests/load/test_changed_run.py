@@ -62,7 +62,7 @@ def test_a_key_that_the_snapshot_lacks_is_reported_unless_strict():
     with pytest.raises(RestoreError, match="ema: the snapshot has no such key; the names are net"):
         Snapshot(URL).restore({"net": net, "ema": ema})
     report = Snapshot(URL).restore({"net": net, "ema": ema}, strict=False)
-    assert [str(line) for line in report] == ["missing    ema: the snapshot has no such key; left as it is"]
+    assert [str(line) for line in report] == ["missing    ema: the snapshot has no such key; left unchanged"]
     assert torch.equal(ema.weight, before)
 
 
@@ -72,7 +72,7 @@ def test_nothing_that_matches_is_an_error_strict_or_not(live):
     for strict in (True, False):
         with pytest.raises(RestoreError):
             Snapshot(URL).restore(live, strict=strict)
-    with pytest.raises(RestoreError, match=r"nothing that the application asks for is in the snapshot, which holds:\n"):
+    with pytest.raises(RestoreError, match=r"the snapshot has nothing that the application requests; it has:\n"):
         Snapshot(URL).restore(live, strict=False)
 
 
@@ -149,14 +149,14 @@ def test_a_new_head_is_left_as_it_is_if_asked_for(wrap):
     live = pair(7)
     before = {name: value.clone() for name, value in live.state_dict().items()}
     for options in ({}, {"strict": False}):
-        with pytest.raises(RestoreError, match=r"to leave tensors of another shape as they are: .*mismatched='skip'"):
+        with pytest.raises(RestoreError, match=r"to leave tensors of another shape unchanged: .*mismatched='skip'"):
             Snapshot(URL).restore({"net": wrap(live)}, **options)
     assert all(torch.equal(value, before[name]) for name, value in live.state_dict().items())
     report = Snapshot(URL).restore({"net": wrap(live)}, strict=False, mismatched="skip")
     base = "net/model" if wrap is ModelState else "net"
     assert [(line.path, line.detail) for line in report.skipped] == [
-        (f"{base}/1.weight", "the snapshot has [2, 3], the application [7, 3]; left as it is"),
-        (f"{base}/1.bias", "the snapshot has [2], the application [7]; left as it is"),
+        (f"{base}/1.weight", "the snapshot has [2, 3], the application [7, 3]; left unchanged"),
+        (f"{base}/1.bias", "the snapshot has [2], the application [7]; left unchanged"),
     ]
     assert torch.equal(live[0].weight, saved[0].weight)
     assert torch.equal(live[1].weight, before["1.weight"])
@@ -269,7 +269,7 @@ def test_paths_of_a_foreign_file_are_those_that_its_errors_list(tmp_path):
     assert live[0].weight.eq(1).all()
 
 
-# Memory that cannot be written to
+# Read-only memory
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -314,7 +314,7 @@ def test_views_of_one_memory_that_come_back_apart_are_in_the_report():
     snapshot = take({"s": StateDict(t=whole, view=whole[1:], tied=whole)})
     report = snapshot.restore({"s": (fresh := StateDict())})
     assert [str(line) for line in report.changed] == [
-        "changed    s/view: shared memory with s/t, and has memory of its own now"
+        "changed    s/view: shared memory with s/t, now has its own"
     ]
     assert fresh["tied"].data_ptr() == fresh["t"].data_ptr()
     assert torch.equal(fresh["view"], whole[1:])
@@ -332,7 +332,7 @@ def test_views_of_one_memory_that_come_back_apart_are_in_the_report():
             "rename moves it below m/0.bias, which holds a value",
         ),
         ({"m/0.weight": "zz/0.weight"}, "rename moves it to zz/0.weight, and the application has no key 'zz'"),
-        (lambda path: "/m" if path == "m" else path, "rename gives it the name '/m', which is not a path"),
+        (lambda path: "/m" if path == "m" else path, "rename must give it a valid path, got '/m'"),
         (lambda path: {}[path], "rename raised KeyError for '[lm]'"),
         ({"l/0": "l/5"}, "elements of a sequence cannot be moved"),
     ],

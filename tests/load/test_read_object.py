@@ -136,11 +136,11 @@ def test_boxes_of_large_tensors_are_verified_by_block(tmp_path):
 
 def test_bad_boxes():
     snapshot = take(t=torch.ones(3, 4), n=3)
-    with pytest.raises(ValueError, match="no steps"):
+    with pytest.raises(ValueError, match="must have step 1"):
         snapshot.read_object("0/s/t", box=[slice(0, 3, 2)])
     with pytest.raises(IndexError, match="index 3"):
         snapshot.read_object("0/s/t", box=[3])
-    with pytest.raises(ValueError, match="3 dimensions"):
+    with pytest.raises(ValueError, match="got 3"):
         snapshot.read_object("0/s/t", box=[0, 0, 0])
     with pytest.raises(RestoreError, match="only a tensor"):
         snapshot.read_object("0/s/n", box=[0])
@@ -192,7 +192,7 @@ def test_a_plan_is_a_dry_run_that_can_be_taken_with(tmp_path):
     stored = sum(file.stat().st_size for file in (tmp_path / "s" / "data").iterdir())
     assert stored == plan.total_bytes == sum(plan.bytes_per_rank)
     assert Snapshot(tmp_path / "s").metadata.structure == plan.structure
-    with pytest.raises(ValueError, match="plan was made for"):
+    with pytest.raises(ValueError, match="plan must be for"):
         Snapshot.take(tmp_path / "t", {"s": StateDict(t=torch.ones(1001))}, plan=plan)
     assert not (tmp_path / "t").exists()
 

@@ -62,7 +62,7 @@ def test_an_unknown_key_is_an_error_that_lists_those_there_are():
 
 
 def test_a_missing_snapshot():
-    with pytest.raises(SnapshotNotFoundError, match="there is no snapshot here"):
+    with pytest.raises(SnapshotNotFoundError, match="no snapshot found"):
         Snapshot("memory://nowhere").restore({"net": model()})
     with pytest.raises(FileNotFoundError):
         Snapshot("memory://nowhere").get_manifest()

@@ -213,7 +213,7 @@ def test_another_one_waits_or_is_refused_if_too_many_are_under_way(monkeypatch):
 
 def test_no_place_at_all_is_refused(monkeypatch):
     monkeypatch.setenv("SNAPSHOT_PENDING", "0")
-    with pytest.raises(ValueError, match="SNAPSHOT_PENDING=0"):
+    with pytest.raises(ValueError, match="SNAPSHOT_PENDING must be at least 1, got 0"):
         Snapshot.async_take("memory://never", state())
 
 

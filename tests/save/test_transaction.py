@@ -93,7 +93,7 @@ def test_another_snapshot_at_the_path_is_a_conflict_and_stays(tmp_path):
             await put(session, METADATA, b'{"format":"x","save_id":"ffffffffffff"}')
             await save.commit(MANIFEST)
 
-    with pytest.raises(SnapshotExistsError, match="another take was faster"):
+    with pytest.raises(SnapshotExistsError, match="another take committed first"):
         run(work())
     assert left(tmp_path) == [METADATA]
     assert save.state is State.ABORTED

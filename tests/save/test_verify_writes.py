@@ -56,6 +56,6 @@ def test_a_share_is_a_share(share, least, most):
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
 def test_what_is_no_share_is_refused_before_anything_is_written(tmp_path, share):
-    with pytest.raises(ValueError, match="verify_writes must be True, False or a share from 0 to 1"):
+    with pytest.raises(ValueError, match="verify_writes must be True, False or a fraction from 0 to 1"):
         Snapshot.take(tmp_path / "s", state(), verify_writes=share)
     assert not (tmp_path / "s").exists()

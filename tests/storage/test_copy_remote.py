@@ -28,7 +28,7 @@ def test_a_snapshot_passes_through_buckets(tmp_path, moto, engine):
     assert Snapshot.diff(tmp_path / "a", tmp_path / "back").same
     assert Snapshot(tmp_path / "back").verify()
     assert Snapshot.diff(there, again).same
-    with pytest.raises(ValueError, match="is where it is copied from"):
+    with pytest.raises(ValueError, match="the destination is the source"):
         there.copy(f"s3://{one}/a", storage_options=options, overwrite=True)
     snapshot.convert(tmp_path / "hf", "safetensors", select=["m/w", "m/b"], shard_bytes=MiB)
     Snapshot(tmp_path / "hf").copy(f"s3://{one}/hf", storage_options=options)

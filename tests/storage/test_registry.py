@@ -130,4 +130,4 @@ def test_a_scheme_like_no_other_lists_those_that_there_are():
     with pytest.raises(StorageError, match="no storage plugin for the scheme 'zzzzzz'") as caught:
         plugin_for(URL.parse("zzzzzz://run"))
     assert "did you mean" not in str(caught.value)
-    assert str(caught.value).endswith(f"known are {', '.join(schemes())}")
+    assert str(caught.value).endswith(f"known schemes: {', '.join(schemes())}")

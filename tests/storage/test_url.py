@@ -113,7 +113,7 @@ def test_a_checked_path_stays_below_its_root(parts):
 def test_a_path_that_could_leave_its_root_is_refused(parts):
     path = "/".join(parts)
     if {"", ".", ".."} & set(parts):
-        with pytest.raises(ValueError, match="a path in a storage is relative"):
+        with pytest.raises(ValueError, match="a path in a storage must be relative"):
             check_path(path)
     else:
         assert check_path(path) == path

@@ -129,9 +129,9 @@ def test_what_a_format_cannot_hold_is_an_error_before_anything_is_written(taken,
         Snapshot(tmp_path / "n").convert(tmp_path / "x.safetensors", "safetensors")
     with pytest.raises(RestoreError, match="matches nothing"):
         snapshot.convert(tmp_path / "x.safetensors", "safetensors", select=["modle/**"])
-    with pytest.raises(ValueError, match="is one of"):
+    with pytest.raises(ValueError, match="must be one of"):
         snapshot.convert(tmp_path / "x", "onnx")
-    with pytest.raises(ValueError, match="where it is read from"):
+    with pytest.raises(ValueError, match="destination is the source"):
         snapshot.convert(snapshot.path)
     Snapshot.take(tmp_path / "sparse", {"s": StateDict(x=torch.eye(3).to_sparse())})
     with pytest.raises(UnsupportedFormatError, match="made of several"):
@@ -244,7 +244,7 @@ def test_the_command_converts(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["tensors"] == 1
     assert list(Snapshot(tmp_path / "s").read_object("0")) == ["v"]
     assert main(arguments) == 2
-    assert "holds a snapshot already" in capsys.readouterr().err
+    assert "a snapshot exists already" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "none"), str(tmp_path / "t")]) == 2
     assert main(["convert", str(tmp_path / "s"), str(tmp_path / "t"), "--dtype", "int8"]) == 2
 

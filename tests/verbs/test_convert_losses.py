@@ -76,7 +76,7 @@ def test_dcp_says_what_it_changes(tmp_path):
     assert sorted(report.changed) == [
         "m/big: the array of >i4 becomes one of <i4",
         "m/counted: the Counter becomes a dict",
-        "m/numbered: its keys become texts",
+        "m/numbered: its keys become strings",
         "m/ordered: the OrderedDict becomes a dict",
         "m/turned: the memory layout becomes contiguous",
         "m/wanted: requires_grad is not kept",
@@ -201,7 +201,7 @@ def test_a_take_logs_memory_that_is_shared_once(tmp_path, caplog):
     with caplog.at_level("WARNING", logger="snapshot"):
         for step in range(3):
             Snapshot.take(tmp_path / f"{step}", {"logged": StateDict(shared())})
-    (line,) = [record.getMessage() for record in caplog.records if "stored apart" in record.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "stored separately" in record.getMessage()]
     for name in ("tail", "turned", "inside/0"):
         assert f"logged/{name} shares memory with logged/all" in line
     for name in ("same", "inside/1", "left", "right", "apart"):

@@ -339,7 +339,7 @@ def test_progress_is_of_what_is_read():
 def test_a_rename_that_leaves_a_leaf_no_name_is_an_error_and_no_difference_less():
     a, b = taken("a", {"x": torch.ones(3), "y": 1}), taken("b", {"y": 1})
     for rename in ({"m/x": ""}, lambda name: "" if name == "m/x" else name):
-        with pytest.raises(RestoreError, match="'m/x' no name"):
+        with pytest.raises(RestoreError, match="must not give 'm/x' an empty name"):
             Snapshot.diff(a, b, rename=rename)
     nested = taken("c", {"in": {"x": torch.ones(3)}})
     flat = Snapshot.take("memory://diff/d", {"x": StateDict(x=torch.ones(3))}, overwrite=True)

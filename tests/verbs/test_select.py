@@ -42,7 +42,7 @@ def test_globs_choose_leaves_and_containers_hold_no_others(select, exclude, leav
 
 
 def test_a_sequence_is_taken_whole_or_not_at_all():
-    with pytest.raises(RestoreError, match="m/b: a sequence can only be taken whole"):
+    with pytest.raises(RestoreError, match="m/b: a sequence can only be selected whole"):
         choose_entries(manifest(), ["m/b/0"], [], None)
 
 

@@ -56,7 +56,7 @@ def test_quick_finds_what_is_missing_or_short_and_says_whose_it_was(taken):
     with open(file, "r+b") as held:
         held.truncate(100)
     (short,) = taken.verify(quick=True).faults
-    assert short.startswith(f"{entry.location} has 100 bytes, and ")
+    assert short.startswith(f"{entry.location} must have ")
     assert "0/m/" in short
     shutil.move(file, file + ".away")
     assert any("is missing (holds 0/m/" in fault for fault in taken.verify(quick=True).faults)
@@ -84,10 +84,10 @@ def test_without_digests_it_is_said_what_that_means(tmp_path, taken):
     report = Snapshot(tmp_path / "m.safetensors").verify()
     assert report.ok
     assert report.unverifiable == 11
-    assert "structure only, 11 entries can't be verified" in str(report)
+    assert "structure only, 11 entries cannot be verified" in str(report)
     taken.convert(tmp_path / "m.pt", "torch")
     report = Snapshot(tmp_path / "m.pt").verify()
-    assert (report.unverifiable, "every byte is what was written" in str(report)) == (0, True)
+    assert (report.unverifiable, "every byte matches its digest" in str(report)) == (0, True)
 
 
 def interrupted(path, notes, nth):
@@ -148,7 +148,7 @@ def test_notes_are_of_one_snapshot(taken, tmp_path):
     notes = tmp_path / "n"
     interrupted(taken.path, notes, 8)
     kept = notes.read_bytes()
-    with pytest.raises(ValueError, match="is of the verification of"):
+    with pytest.raises(ValueError, match="is the journal of"):
         taken.verify(resume=notes)  # the same snapshot, by another URL
     assert notes.read_bytes() == kept
     Snapshot.take(taken.path, {"m": StateDict(**state())}, overwrite=True)
@@ -161,7 +161,7 @@ def test_notes_are_of_one_snapshot(taken, tmp_path):
 def test_a_file_that_is_something_else_is_not_written_over(taken, tmp_path, content):
     notes = tmp_path / "n"
     notes.write_bytes(content)
-    with pytest.raises(ValueError, match="is no file in which a verification is noted"):
+    with pytest.raises(ValueError, match="must be the journal of a verification"):
         taken.verify(resume=notes)
     assert notes.read_bytes() == content
 
