@@ -201,7 +201,7 @@ def test_a_path_of_ten_thousand_components_is_refused_kindly(base, tmp_path):
             lambda: Snapshot(URL).restore({"s": StateDict()}),
             lambda: Snapshot(URL).get_state_dict_for_key("s"),
         ):
-            with pytest.raises(CorruptSnapshotError, match="at most 500 levels"):
+            with pytest.raises(CorruptSnapshotError, match="deep"):
                 verb()
 
 
