@@ -27,7 +27,7 @@ def no_leak():
     threads = {thread.name for thread in threading.enumerate()}
     yield
     for thread in threading.enumerate():
-        if thread.name == "snapshot-callback":
+        if thread.name in {"snapshot-callback", "snapshot-fsspec"} and thread.name not in threads:  # about to end
             thread.join(10)
     left = {thread.name for thread in threading.enumerate()} - threads
     assert not {name for name in left if not name.startswith(("snapshot-io", "tqdm", "Thread-"))}, left
