@@ -1,4 +1,4 @@
-"""Docstrings, comments, messages and documentation keep the rule of English in CONTRIBUTING.md, as far as a test sees."""
+"""Docstrings, comments, messages and documentation follow the English rule in CONTRIBUTING.md."""
 
 import ast
 import io
@@ -126,7 +126,9 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
 def faults_of_page(path: Path) -> Iterator[str]:
     """Faults in the prose of a page: code blocks do not count, nor does what a directive shows."""
     text = (ROOT / path).read_text()
-    text = re.sub(r"^(`{3,}|~{3,}).*?^\1", lambda found: "\n" * found[0].count("\n"), text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^(`{3,}|~{3,}).*?^\1", lambda found: "\n" * found[0].count("\n"), text, flags=re.DOTALL | re.MULTILINE
+    )
     text = re.sub(r"^(?: {4,}|\t)(?![-*] |\d+\.).*$", "", text, flags=re.MULTILINE)
     line = 1
     for paragraph in re.split(r"(\n\s*\n)", text):
@@ -160,4 +162,5 @@ def test_riddles_are_found(text: str) -> None:
 
 def test_code_and_ordinary_words_are_not_found() -> None:
     assert not list(bad_words("There is no file. It is no longer read. `whoever` stands for a name."))
-    assert list(long_sentences("word " * 26 + ".")) and not list(long_sentences("word " * 25))
+    assert list(long_sentences("word " * 26 + "."))
+    assert not list(long_sentences("word " * 25))
