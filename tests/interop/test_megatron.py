@@ -310,8 +310,8 @@ def _names_differ(path):
     with pytest.raises(RestoreError) as error:
         Snapshot(path).restore({"m": MegatronState(live)})
     told = "\n".join(error.value.mismatches)
-    assert "m/new: is in the application, not in the snapshot" in told
-    assert "m/rng%2Fshard_2_3: is in the application, not in the snapshot" in told
+    assert "m/new: in the application, but not in the snapshot" in told
+    assert "m/rng%2Fshard_2_3: in the application, but not in the snapshot" in told
     assert live["a"].data.eq(0).all()
     del live["rng"]
     report = Snapshot(path).restore({"m": MegatronState(live)}, rename={"m/old": "m/new"})
