@@ -61,7 +61,7 @@ def test_what_is_not_meant_is_status_2(taken, tmp_path, capsys, target, said):
 def test_a_folder_of_snapshots_is_told_from_one(taken, tmp_path, capsys):
     taken.copy(tmp_path / "run" / "step-2")
     assert main(["cp", str(tmp_path / "run"), str(tmp_path / "all")]) == 2
-    assert "a folder of 2: step-1, step-2; name one of them" in capsys.readouterr().err
+    assert "a folder of 2 snapshots: step-1, step-2; name one of them" in capsys.readouterr().err
 
 
 def test_damage_is_named_and_nothing_is_left(capsys, tmp_path):
