@@ -110,7 +110,7 @@ def test_a_long_tensor_is_read_part_by_part(held, capsys, monkeypatch):
     ("argv", "message"),
     [
         (["s/bgi"], "did you mean 's/big'"),
-        (["s/big", "--rank", "3"], "holds no '3/s/big'"),
+        (["s/big", "--rank", "3"], "'3/s/big' not found"),
         (["s/big", "--box", "a"], "invalid box"),
         (["s/big", "--box", "0:1,0:1,0:1"], "box"),
         (["s/big", "--box", "5000"], ""),

@@ -280,7 +280,7 @@ def _no_main_replica(path):
 def test_a_tensor_whose_main_replica_nobody_has_is_an_error_not_a_loss(two, tmp_path):
     for error in two.outcomes(_no_main_replica, str(tmp_path / "s")):
         assert isinstance(error, SnapshotError)
-        assert "megatron/weight: the parts that are replica 0 on some rank hold 0 of its 3 elements" in str(error)
+        assert "megatron/weight: the parts with replica=0 have 0 of 3 elements" in str(error)
 
 
 def _two_mains(path):
