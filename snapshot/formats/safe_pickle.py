@@ -79,10 +79,10 @@ class _Sealed(type):
     """Metaclass of classes that a pickle cannot change: a pickle can set attributes of any class that it names."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        raise pickle.UnpicklingError(f"it sets {name} of a class")
+        raise pickle.UnpicklingError(f"the pickle sets {name} of a class")
 
     def __setstate__(cls, state: Any) -> None:
-        raise pickle.UnpicklingError("it gives a class a state")
+        raise pickle.UnpicklingError("the pickle sets the state of a class")
 
 
 class StandIn(metaclass=_Sealed):
@@ -158,10 +158,10 @@ class Dtype(metaclass=_Sealed):
     name: str
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise pickle.UnpicklingError("it sets an attribute of a dtype")
+        raise pickle.UnpicklingError("the pickle sets an attribute of a dtype")
 
     def __setstate__(self, state: Any) -> None:  # without this, pickle would set the state past `__setattr__`
-        raise pickle.UnpicklingError("it gives a dtype a state")
+        raise pickle.UnpicklingError("the pickle sets the state of a dtype")
 
 
 class StorageType(Dtype):
@@ -181,10 +181,10 @@ class PickledStorage(metaclass=_Sealed):
     numel: int
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise pickle.UnpicklingError("it sets an attribute of a storage")
+        raise pickle.UnpicklingError("the pickle sets an attribute of a storage")
 
     def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("it gives a storage a state")
+        raise pickle.UnpicklingError("the pickle sets the state of a storage")
 
 
 class Size(tuple[int, ...], metaclass=_Sealed):
@@ -194,7 +194,7 @@ class Size(tuple[int, ...], metaclass=_Sealed):
         _work_limit.spend(sizes)
         made = super().__new__(cls, sizes)
         if not all(type(each) is int for each in made):
-            raise pickle.UnpicklingError("it creates sizes from other values than ints")
+            raise pickle.UnpicklingError("the pickle creates sizes from other values than ints")
         return made
 
 
@@ -239,7 +239,7 @@ def _find_maker(kind: Any) -> Callable[..., Any]:
 
     def make(*items: Any) -> Any:
         if len(items) > 1:
-            raise pickle.UnpicklingError(f"it creates {with_article(kind.__name__)} from several arguments")
+            raise pickle.UnpicklingError(f"the pickle creates {with_article(kind.__name__)} from several arguments")
         if kind is collections.OrderedDict:
             return kind(_spend_items(*items))
         _work_limit.spend(
@@ -256,7 +256,7 @@ def _find_maker(kind: Any) -> Callable[..., Any]:
 def _encode_text(text: str, encoding: str) -> bytes:
     _work_limit.spend(text)
     if encoding not in ("latin1", "utf-8", "ascii"):
-        raise pickle.UnpicklingError(f"it encodes a text in {encoding!r}")
+        raise pickle.UnpicklingError(f"the pickle encodes a text in {encoding!r}")
     return text.encode(encoding)
 
 
@@ -278,7 +278,7 @@ class _NoBytes(metaclass=_Sealed):
 
     def __new__(cls, *arguments: Any) -> Any:
         if arguments:
-            raise pickle.UnpicklingError("it creates bytes from arguments")
+            raise pickle.UnpicklingError("the pickle creates bytes from arguments")
         return b""
 
 
@@ -336,7 +336,7 @@ class _Names:
         found = _REAL.get(key) or self._stands.get(key)
         if found is None:
             if len(self._stands) >= MOST_NAMES:
-                raise pickle.UnpicklingError(f"it names more than {MOST_NAMES:,} classes")
+                raise pickle.UnpicklingError(f"the pickle names more than {MOST_NAMES:,} classes")
             found = self._stands[key] = _find_maker(_MADE[key]) if key in _MADE else _make_stand_in(module, name)
         return found
 

@@ -1,4 +1,4 @@
-"""Close managers that are still open when the interpreter exits."""
+"""Exit hook of the interpreter that closes managers which are still open."""
 
 from __future__ import annotations
 
