@@ -22,7 +22,7 @@ from snapshot.errors import RankError
 
 T = TypeVar("T")
 LOOK = 0.5
-"""Minimum seconds between two queries of a rank. Groups of thousands wait longer, to spare their store."""
+"""Approximate seconds between two queries of a rank. Groups of thousands wait longer, to spare their store."""
 MOST = 64
 """Maximum calls without a query, so that a rank whose calls become slow notices within that many."""
 

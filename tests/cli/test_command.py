@@ -185,7 +185,7 @@ def test_a_server_that_is_not_there_is_given_up_soon(capsys, monkeypatch):
     for verb in (["ls"], ["show", "x"]):
         assert asked(verb, "http://127.0.0.1:1/x") == 2
         err = capsys.readouterr().err.splitlines()
-        assert "given up after" in err[-1]
+        assert "failed after" in err[-1]
         assert all(line.startswith(("snapshot: retry: ", "snapshot: error: ")) for line in err)
 
 

@@ -277,7 +277,7 @@ def test_what_was_being_saved_when_training_fails_is_finished(tmp_path):
 def test_what_could_not_be_resumed_is_refused_before_it_begins(tmp_path):
     with pytest.raises(ValueError, match="every_n_steps"):
         SnapshotCallback(tmp_path)
-    with pytest.raises(ValueError, match="keep=0"):
+    with pytest.raises(ValueError, match="keep must be at least 1"):
         SnapshotCallback(tmp_path, every_n_steps=1, keep=0)
     with pytest.raises(SnapshotError, match=r"plugins=\[SnapshotCheckpointIO"):
         fitted(1, [SnapshotCallback(tmp_path, every_n_steps=1)], [])

@@ -75,7 +75,7 @@ def is_plain(planner: SavePlanner) -> bool:
 
 
 def _cut_rounds(items: Sequence[WriteItem], planner: SavePlanner, budget: int) -> Iterator[Sequence[WriteItem]]:
-    """Return all items, or portions within the budget if the planner may create a tensor for each request."""
+    """Yield all items, or portions within the budget if the planner may create a tensor for each request."""
     if is_plain(planner):
         yield items
         return

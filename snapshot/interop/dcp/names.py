@@ -42,7 +42,7 @@ class DcpRecord(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """Information about DCP's names that the paths do not give. Strings are escaped like path components."""
 
     top: bool = False
-    """True if each entry without a container is one item, even if it is a container itself."""
+    """True if each top-level entry is one item, even if it is a container."""
     items: dict[str, str] | None = None
     """Name -> path, if neither `top` nor the nesting gives it."""
     planner_data: dict[str, Any] | None = None
