@@ -1,7 +1,7 @@
 """Files in the memory of this process: for tests, examples, and state that is passed on within a program.
 
-A process has one tree of files: `memory://run/step-1` is below `memory://run`, and any storage of the process finds it.
-Nothing survives the process. A forked child has a copy of its own.
+A process has one tree of files: `memory://run/step-1` is below `memory://run`, and visible to all storages of the
+process. Nothing survives the process. A forked child has its own copy.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from snapshot.storage import (
 Bytes = npt.NDArray[np.uint8]
 """Content as an array: NumPy copies long ones with the GIL released, which slices of a bytearray do not."""
 _LONG = 1 << 20
-"""Minimum bytes of a copy that is made in a thread, so that the loop goes on."""
+"""Minimum bytes of a copy that runs in a thread, so that the loop is not blocked."""
 _tokens = count(1)
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
     content: Bytes
-    """Never changed once the file is in the tree, so that a reader may go on while the file is replaced."""
+    """Never changed once the file is in the tree, so that a read can continue while the file is replaced."""
     token: str = field(default_factory=lambda: f"{next(_tokens)}")
     mtime: float = field(default_factory=time.time)
 
@@ -55,7 +55,7 @@ class _Tree:
     def __init__(self) -> None:
         self.files: dict[str, _File] = {}
         self.lock = threading.Lock()
-        """Held while the tree is looked up or changed, never while bytes are copied."""
+        """Held during lookups and changes of the tree, never during copies of bytes."""
 
     def forked(self) -> _Tree:
         """Keep the parent's files under a new lock: a thread of the parent may have held the old one."""
@@ -75,9 +75,9 @@ class MemoryStorage(Storage):
     def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
         super().__init__(url, options, context)
         if options:
-            raise ValueError(f"{url}: memory takes no storage_options, and got {', '.join(map(repr, options))}")
+            raise ValueError(f"{url}: memory has no storage_options, got {', '.join(map(repr, options))}")
         if not url.location or url.query:
-            raise ValueError(f"{url}: a memory URL is a name and no query, as in memory://name")
+            raise ValueError(f"{url}: a memory URL must be a name without a query, as in memory://name")
         self._root = check_path(url.location)
 
     def _key(self, path: str) -> str:
@@ -87,7 +87,7 @@ class MemoryStorage(Storage):
         with _tree.get().lock:
             found = _tree.get().files.get(self._key(path))
         if found is None:
-            raise StorageNotFoundError(f"{self.url.join(path)}: No such file in memory")
+            raise StorageNotFoundError(f"{self.url.join(path)}: no such file in memory")
         return found
 
     def _expect(self, path: str, expect: Expect) -> None:
@@ -95,22 +95,22 @@ class MemoryStorage(Storage):
         stands = _tree.get().files.get(self._key(path))
         if expect is ANYTHING or (stands.token if stands else ABSENT) == expect:
             return
-        found = "is gone" if stands is None else "is there already" if expect is ABSENT else "was replaced"
+        found = "is missing" if stands is None else "already exists" if expect is ABSENT else "was replaced"
         raise StorageConflictError(f"{self.url.join(path)}: {found}")
 
     async def create(self, path: str, size: int) -> FileWriter:
-        """Begin a file that is not visible before it is finished."""
+        """Begin a file that is invisible until it is finished."""
         return MemoryFileWriter(self.url.join(path), self._key(path), size)
 
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
         """Copy from the current content."""
         file, url = self._find(path), self.url.join(path)
         if token is not None and token != file.token:
-            raise StorageConflictError(f"{url}: was replaced while it was read")
+            raise StorageConflictError(f"{url}: replaced during the read")
         targets = _arrays(buffers)
         end = offset + sum(map(len, targets))
         if offset < 0 or end > len(file.content):
-            raise CorruptSnapshotError(f"{url}: ends at byte {len(file.content)}, before bytes {offset}-{end} do")
+            raise CorruptSnapshotError(f"{url}: ends at byte {len(file.content)}, within bytes {offset}-{end}")
         await _copy([(target, file.content[begin : begin + len(target)]) for begin, target in _placed(offset, targets)])
 
     async def put(self, path: str, data: bytes, *, expect: Expect = ANYTHING) -> str:
@@ -129,7 +129,7 @@ class MemoryStorage(Storage):
         return content.tobytes()
 
     async def stat(self, path: str) -> FileStat:
-        """Return size, time, and a token that no other content in this process ever had."""
+        """Return size, time, and a token that is unique to this content in this process."""
         file = self._find(path)
         return FileStat(len(file.content), file.mtime, file.token)
 
@@ -161,12 +161,12 @@ class MemoryStorage(Storage):
             _tree.get().files[new] = _tree.get().files.pop(old)
 
     async def commit(self, claim: str, path: str, data: bytes, *, expect: Expect = ABSENT) -> str:
-        """Replace the claim by the file in one step; raise StorageConflictError if the claim is gone."""
+        """Replace the claim by the file in one step; raise StorageConflictError if the claim does not exist."""
         made = _File(np.frombuffer(bytes(data), np.uint8))
         key = self._key(path)
         with _tree.get().lock:
             if self._key(claim) not in _tree.get().files:
-                raise StorageConflictError(f"{self.url.join(claim)}: was cleaned away by another take or delete")
+                raise StorageConflictError(f"{self.url.join(claim)}: removed by another take or delete")
             self._expect(path, expect)
             del _tree.get().files[self._key(claim)]
             _tree.get().files[key] = made
@@ -180,7 +180,7 @@ class MemoryStorage(Storage):
 
 
 class MemoryFileWriter(FileWriter):
-    """Memory of a file while it is filled; it enters the tree when it is finished."""
+    """Memory of a file during writing. `finish` adds it to the tree."""
 
     def __init__(self, url: URL, key: str, size: int) -> None:
         self._url = url
@@ -190,7 +190,7 @@ class MemoryFileWriter(FileWriter):
 
     def _open(self) -> Bytes:
         if self._content is None:
-            raise ValueError(f"{self._url}: was finished or aborted already")
+            raise ValueError(f"{self._url}: already finished or aborted")
         return self._content
 
     async def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
@@ -203,7 +203,7 @@ class MemoryFileWriter(FileWriter):
         self._written[offset] = max(total, self._written.get(offset, 0))
 
     async def finish(self) -> None:
-        """Put the file into the tree; raise StorageError unless every byte of it was written."""
+        """Add the file to the tree; raise StorageError unless every byte was written."""
         content, reached = self._open(), 0
         for offset, total in sorted(self._written.items()):
             if offset > reached:
@@ -216,7 +216,7 @@ class MemoryFileWriter(FileWriter):
             _tree.get().files[self._key] = _File(content)
 
     async def abort(self) -> None:
-        """Drop the memory; a finished file stays."""
+        """Drop the memory. A finished file is not affected."""
         self._content = None
 
 

@@ -1,4 +1,4 @@
-"""Modules that plugins were once written against: their names go on, with a warning, for two minor versions."""
+"""Redirection of old module names for plugins, with a warning, for two minor versions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 
 def forward(module: str, moved: Mapping[str, str]) -> Callable[[str], Any]:
-    """Make the `__getattr__` of a module whose names have moved: old name -> `module:name`."""
+    """Return a `__getattr__` for a module whose names have moved: old name -> `module:name`."""
 
     def __getattr__(name: str) -> Any:
         if name not in moved:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         target = moved[name].replace(":", ".")
-        warnings.warn(f"{module}.{name} is deprecated: it is {target} now", FutureWarning, stacklevel=2)
+        warnings.warn(f"{module}.{name} is deprecated; use {target}", FutureWarning, stacklevel=2)
         return pkgutil.resolve_name(moved[name])
 
     return __getattr__

@@ -1,4 +1,4 @@
-"""Snapshots on any web server, for reading, by ranged requests."""
+"""Read-only snapshots on any web server, by ranged requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIMITS = Limits(preferred_part=16 << 20, parallel_parts=8, merge_gap=1 << 20)
 
 
 class HttpDriver(Driver):
-    """Driver of web servers, by aiohttp. A key is the part of a URL behind the host."""
+    """Driver of web servers, by aiohttp. A key is the part of a URL after the host."""
 
     def __init__(self, session: aiohttp.ClientSession, base: str, query: str) -> None:
         self._session = session
@@ -58,7 +58,7 @@ class HttpDriver(Driver):
             _, total = parse_content_range(answer.headers.get("Content-Range"), answer.content_length)
             answer.close()
             if total is None and not empty:
-                raise StorageError(f"{self._base}/{key}: the server does not say how long the file is")
+                raise StorageError(f"{self._base}/{key}: the server does not report the file's size")
             return _stat(answer, total or 0)
 
     async def read(self, key: str, sink: ResponseSink) -> None:
@@ -97,12 +97,12 @@ class HttpStorage(ObjectStorage[HttpDriver]):
         write=False, list=False, delete=False, atomic_put=False, conditional_put=False, durable=False
     )
     known: Mapping[str, str] = {
-        "headers": "Headers that go with every request, as `Authorization`.",
-        "username": "For basic authentication; `https://user:password@host/` says the same.",
+        "headers": "Headers of every request, such as `Authorization`.",
+        "username": "For basic authentication, like `https://user:password@host/`.",
         "password": "For basic authentication.",
         "token": "For bearer authentication.",
-        "verify": "Whether the server's certificate is checked (True), or the file of the authorities to trust.",
-        "proxy": "URL of a proxy; without it, what the environment says.",
+        "verify": "Check the server's certificate (True), or the file of trusted authorities.",
+        "proxy": "URL of a proxy; default: from the environment.",
     }
     secret = frozenset({"password", "token"})
     takes_query = True
@@ -125,11 +125,11 @@ class HttpStorage(ObjectStorage[HttpDriver]):
         return LIMITS
 
     async def connect(self) -> HttpDriver:
-        """Make a session on this loop."""
+        """Create a session on this loop."""
         verify, proxy = self.options.get("verify", True), self.options.get("proxy")
         session = new_session(self._headers, self.retry_policy, self.connections, verify=verify, proxy=proxy)
         return HttpDriver(session, f"{self.url.scheme}://{self.bucket}", self.url.query)
 
     def secrets(self) -> list[str]:
-        """Return also the secrets in headers, and the query in every form that a client may write."""
+        """Return the secrets, including those in headers, and the query in every form that a client may write."""
         return [*self._secrets, *super().secrets()]

@@ -38,14 +38,14 @@ class OpenFile:
         self._lock = threading.Lock()
 
     def goes_around(self, offset: int) -> bool:
-        """Return whether a long read at an offset should use O_DIRECT; if so, `around` is open."""
+        """Return True if a long read at an offset should use O_DIRECT. Then `around` is open."""
         if self._mode == "never" or (self._mode != "always" and not direct_io.is_cold(self.descriptor, offset)):
             return False
         with self._lock:
             if self.around < 0:
                 try:
                     around = direct_io.open_direct(self._full, _FOR_READING, for_reading=True)
-                except OSError as error:  # one descriptor is enough
+                except OSError as error:  # too many descriptors: use one
                     if error.errno not in (errno.EMFILE, errno.ENFILE):
                         raise
                     return False
@@ -71,7 +71,7 @@ def open_regular(full: str) -> int:
     descriptor = os.open(full, _FOR_READING)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise StorageError(f"{full}: is not a regular file")
+        raise StorageError(f"{full}: not a regular file")
     return descriptor
 
 
@@ -87,7 +87,7 @@ def write_all(descriptor: int, data: bytes, *, durable: bool) -> None:
     while view:
         done = os.write(descriptor, view)
         if done == 0:
-            raise OSError(errno.EIO, f"none of {len(view)} bytes were written")
+            raise OSError(errno.EIO, f"write failed: 0 of {len(view)} bytes were written")
         view = view[done:]
     if durable:
         os.fsync(descriptor)
@@ -98,16 +98,16 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
 
 
 def buffer_length(data: Buffer) -> int:
-    """Return the size of a buffer in bytes, by a faster way for ctypes arrays."""
+    """Return the size of a buffer in bytes, with a faster path for ctypes arrays."""
     return ctypes.sizeof(data) if isinstance(data, ctypes.Array) else memoryview(data).nbytes
 
 
 def transfer_vectored(
     call: Callable[..., int], descriptor: int, buffers: Sequence[Buffer], offset: int, total: int
 ) -> int:
-    """Repeat a vectored call until all bytes are moved or the file ends; return the offset that was reached.
+    """Repeat a vectored call until all bytes are moved or the file ends; return the offset reached.
 
-    The kernel takes 1024 buffers a call.
+    The kernel accepts at most 1024 buffers per call.
     """
     end = offset + total
     for first in range(0, len(buffers), _MOST_BUFFERS):
@@ -183,7 +183,7 @@ def lock_folder(folder: str) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise StorageError(
-                        f"{folder}: is locked by another process, and was for {LOCK_PATIENCE:g} seconds"
+                        f"{folder}: locked by another process for more than {LOCK_PATIENCE:g} seconds"
                     ) from None
                 time.sleep(_LOCK_POLL)
                 continue

@@ -50,7 +50,7 @@ def _known_file_system(device: int) -> str:
 
 
 def _file_system(device: int) -> str:
-    """Return the type of the file system with a device number, by the kernel's table of mounts.
+    """Return the type of the file system with a device number, from the kernel's table of mounts.
 
     A failure is not cached: it may be due to a lack of descriptors.
     """
@@ -61,7 +61,7 @@ def _file_system(device: int) -> str:
 
 
 def is_worthwhile(folder: str, *, always: bool = False) -> bool:
-    """Return whether durable writes below a folder should use O_DIRECT. The folder need not exist."""
+    """Return True if durable writes below a folder should use O_DIRECT. The folder need not exist."""
     if not hasattr(os, "O_DIRECT"):
         return False
     while not os.path.exists(folder) and folder not in ("", "/"):
@@ -95,9 +95,9 @@ def stop_direct(descriptor: int) -> None:
 
 
 def write_aligned(descriptor: int, offset: int, buffers: Sequence[Buffer], total: int) -> bool:
-    """Write one aligned buffer; return False if it is not aligned, or the file system refuses after all.
+    """Write one aligned buffer. Return False if it is not aligned, or the file system refuses after all.
 
-    Nothing counts as written then. The last page may reach past the end of the buffer; `finish` truncates it.
+    Then nothing counts as written. The last page may extend past the end of the buffer; `finish` truncates it.
     """
     if len(buffers) != 1 or offset % PAGE:
         return False
@@ -123,7 +123,7 @@ def write_aligned(descriptor: int, offset: int, buffers: Sequence[Buffer], total
 
 
 def is_cold(descriptor: int, offset: int) -> bool:
-    """Return whether the bytes at an offset are missing from the page cache, by a read that must not wait."""
+    """Return True if the bytes at an offset are missing from the page cache, tested by a non-blocking read."""
     if not hasattr(os, "RWF_NOWAIT"):
         return False
     try:
@@ -165,7 +165,7 @@ def read_bounced(descriptor: int, offset: int, buffers: Sequence[Buffer], total:
 
 
 def start_writeback(descriptor: int, offset: int, length: int) -> None:
-    """Start to flush a range to disk, so that less is left to `fsync`."""
+    """Start to flush a range to disk, so that `fsync` has less to do."""
     function = getattr(_libc, "sync_file_range", None)
     if function is not None:
         function(descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), ctypes.c_uint(2))

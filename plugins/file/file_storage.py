@@ -48,7 +48,7 @@ from snapshot.storage import (
 T = TypeVar("T")
 MiB = 1 << 20
 _BUFFERED = Limits(preferred_part=8 * MiB, parallel_parts=4, parts_per_file=1, merge_gap=64 << 10)
-"""Limits through the page cache. One write a file: the kernel lets a second one spin until the first is done."""
+"""Limits through the page cache. One write per file: the kernel lets a second one spin until the first is done."""
 _DIRECT = Limits(
     preferred_part=8 * MiB,
     parallel_parts=4,
@@ -62,14 +62,14 @@ _DIRECT = Limits(
 class FileStorage(Storage):
     """Files below a folder: `file:///folder` or a plain path, without `storage_options`.
 
-    Durable files are written with O_DIRECT if the file system allows it (`SNAPSHOT_DIRECT_IO`). They are synced, and so
-    are their folders. Long reads use O_DIRECT, too, unless the bytes are in the page cache.
+    Durable files are written with O_DIRECT if the file system allows it (`SNAPSHOT_DIRECT_IO`). Files and their folders
+    are synced. Long reads use O_DIRECT, too, unless the bytes are in the page cache.
     """
 
     def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
         super().__init__(url, options, context)
         if options:
-            raise ValueError(f"{url}: files take no storage_options, and got {', '.join(map(repr, options))}")
+            raise ValueError(f"{url}: files have no storage_options, got {', '.join(map(repr, options))}")
         self._root = url.location
         self._lock = threading.Lock()
         self._readers: dict[str, OpenFile] = {}
@@ -95,14 +95,12 @@ class FileStorage(Storage):
     def _refuse_links(self, path: str) -> None:
         link = find_link(self._root, path.rpartition("/")[0])
         if link is not None:
-            raise StorageError(
-                f"{self.url.join(path)}: {link} is a symbolic link, and files are not changed through it"
-            )
+            raise StorageError(f"{self.url.join(path)}: {link} is a symbolic link; files are not changed through links")
 
     # Bulk files
 
     async def create(self, path: str, size: int) -> FileWriter:
-        """Create a file under its own name; only a manifest makes it part of a snapshot."""
+        """Create a file under its final name; only a manifest makes it part of a snapshot."""
         return await self._run(path, self._create, path, size)
 
     def _create(self, path: str, size: int) -> FileWriter:
@@ -139,18 +137,18 @@ class FileStorage(Storage):
                 async with self.context.memory.borrow(direct_io.CHUNK) as bounce:
                     around = self._reader(path).around
                     got = await in_thread(direct_io.read_bounced, around, offset, buffers, total, bounce)
-                if got < total:  # the end of the file, or a short read: go on through the page cache
+                if got < total:  # end of the file, or a short read: continue through the page cache
                     got = await in_thread(self._read_rest, path, offset, buffers, total, got)
         if got < total:
             raise CorruptSnapshotError(
-                f"{url}: ends at {offset + got}, and bytes {offset}-{offset + total} were wanted"
+                f"{url}: ends at byte {offset + got}, within the requested bytes {offset}-{offset + total}"
             )
 
     def _read(self, path: str, offset: int, buffers: Sequence[Buffer], total: int, token: str | None) -> int | None:
         """Read through the page cache; return the number of bytes, or None if O_DIRECT should be used."""
         reader = self._reader(path)
         if token is not None and token != file_token(os.fstat(reader.descriptor)):
-            raise StorageConflictError(f"{self.url.join(path)}: was replaced while it was read")
+            raise StorageConflictError(f"{self.url.join(path)}: replaced during the read")
         if total >= direct_io.WORTH and reader.goes_around(offset):
             return None
         return transfer_vectored(os.preadv, reader.descriptor, buffers, offset, total) - offset
@@ -160,7 +158,7 @@ class FileStorage(Storage):
         return transfer_vectored(os.preadv, self._reader(path).descriptor, rest, offset + got, total - got) - offset
 
     def _reader(self, path: str) -> OpenFile:
-        """Return the open file, opened anew if it was replaced.
+        """Return the open file, reopened if it was replaced.
 
         The old one stays open, since a thread may still read it.
         """
@@ -192,7 +190,7 @@ class FileStorage(Storage):
         try:
             descriptor = self._folders.open_new(full, lambda: os.open(made, flags, 0o666))
         except FileExistsError:
-            raise StorageConflictError(f"{self.url.join(path)}: is there already") from None
+            raise StorageConflictError(f"{self.url.join(path)}: already exists") from None
         try:
             try:
                 write_all(descriptor, data, durable=self.context.durable)
@@ -209,7 +207,7 @@ class FileStorage(Storage):
             raise
 
     def _set_time(self, full: str) -> str:
-        """Set the time of a finished file, and return its token. The kernel's own clock may tick too seldom."""
+        """Set the time of a finished file, and return its token. The kernel's own clock may tick too slowly."""
         now = time.time_ns()
         os.utime(full, ns=(now, now))
         return file_token(os.stat(full))
@@ -225,7 +223,7 @@ class FileStorage(Storage):
                 os.link(aside, full, follow_symlinks=False)
             except FileExistsError:
                 if token != self._token_at(full):  # else the link succeeded, and its response was lost
-                    raise StorageConflictError(f"{self.url.join(path)}: is there already") from None
+                    raise StorageConflictError(f"{self.url.join(path)}: already exists") from None
                 self._unlink_quietly(aside)
             except OSError as error:
                 if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES):
@@ -243,17 +241,17 @@ class FileStorage(Storage):
             if expect is not ANYTHING:
                 stands = self._token_at(full)
                 if stands != (None if expect is ABSENT else expect):
-                    found = "is gone" if stands is None else "is there already" if expect is ABSENT else "was replaced"
+                    found = "is missing" if stands is None else "already exists" if expect is ABSENT else "was replaced"
                     raise StorageConflictError(f"{self.url.join(path)}: {found}")
             token = self._token_at(aside)
             try:
                 os.rename(aside, full)
             except FileNotFoundError:
-                if token is None or token != self._token_at(full):  # else its response was lost
+                if token is None or token != self._token_at(full):  # else only its response was lost
                     raise
 
     def _unlink_quietly(self, aside: str) -> None:
-        """Remove the temporary name, if possible: the file has its own name already."""
+        """Remove the temporary name, if possible: the file already has its final name."""
         with contextlib.suppress(OSError):
             os.unlink(aside)
 
@@ -274,7 +272,7 @@ class FileStorage(Storage):
         try:
             descriptor = os.open(aside, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
-            raise StorageConflictError(f"{self.url.join(claim)}: was cleaned away by another take or delete") from None
+            raise StorageConflictError(f"{self.url.join(claim)}: removed by another take or delete") from None
         try:
             write_all(descriptor, data, durable=self.context.durable)
         finally:
@@ -284,7 +282,7 @@ class FileStorage(Storage):
             self._folders.check_finished()
             token = self._publish(aside, path, expect)
         except FileNotFoundError as error:
-            raise StorageConflictError(f"{error.filename}: was cleaned away by another take or delete") from None
+            raise StorageConflictError(f"{error.filename}: removed by another take or delete") from None
         try:
             with contextlib.suppress(FileNotFoundError):  # it was deleted since
                 self._folders.sync_changed()
@@ -324,20 +322,20 @@ class FileStorage(Storage):
     def _get(self, path: str, limit: int | None) -> bytes:
         data = read_regular(self._path(path), limit)
         if limit is not None and len(data) > limit:
-            raise StorageError(f"{self.url.join(path)}: has more than the {limit:,} bytes that are allowed")
+            raise StorageError(f"{self.url.join(path)}: larger than the limit of {limit:,} bytes")
         return data
 
     async def stat(self, path: str) -> FileStat:
         """Return size, time, and a token of inode, size and time."""
         found = await self._run(path, os.stat, self._path(path))
         if not stat.S_ISREG(found.st_mode):
-            error = StorageError(f"{self.url.join(path)}: is not a file")
+            error = StorageError(f"{self.url.join(path)}: not a file")
             error.errno = errno.EISDIR
             raise error
         return FileStat(found.st_size, found.st_mtime, file_token(found))
 
     async def list(self, prefix: str = "", *, recursive: bool = True) -> list[str]:
-        """Walk the folder that the prefix names. Links are listed, and not followed."""
+        """Walk the folder in the prefix. Links are listed, but not followed."""
         return await self._run(prefix, list_files, self._root, prefix, recursive)
 
     async def delete(self, paths: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The folders below a root: those that were made, those to sync, and those that became empty."""
+"""Folders below a root: those that were created, those to sync, and those that became empty."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from snapshot.plugins.file.descriptors import find_link, sync_folder
 from snapshot.storage import check_path
 
 _TRIES = 3
-"""Attempts to create a file in a folder that another take's cleaning removes while it is empty."""
+"""Attempts to create a file in a folder that another take's clean-up removes while it is empty."""
 
 
 class Folders:
@@ -28,7 +28,7 @@ class Folders:
         self._failed: OSError | None = None
 
     def make(self, folder: str) -> None:
-        """Make a folder and its parents, and remember them: they are removed if the take fails."""
+        """Create a folder and its parents, and record them: they are removed if the take fails."""
         with self._lock:
             if self._root_was_there is None:
                 self._root_was_there = os.path.isdir(self._root)
@@ -43,7 +43,7 @@ class Folders:
                     self._dirty.add(os.path.dirname(each))
 
     def open_new(self, full: str, attempt: Callable[[], int]) -> int:
-        """Open a new file, after making its folder. Retry if another take's cleaning removes the empty folder."""
+        """Open a new file, after creating its folder. Retry if another take's clean-up removes the empty folder."""
         folder = os.path.dirname(full)
         try:
             for _ in range(_TRIES):
@@ -57,7 +57,7 @@ class Folders:
             raise
 
     def remove_empty(self, folders: set[str]) -> None:
-        """Remove empty folders: those below the root, and the root and its parents if this storage made them."""
+        """Remove empty folders: those below the root, and the root and its parents if this storage created them."""
         for left in sorted(folders, key=len, reverse=True):
             folder = left
             while folder.startswith(self._root) or folder in self._made:
@@ -67,7 +67,7 @@ class Folders:
                     break
                 try:
                     os.rmdir(folder)
-                except FileNotFoundError:  # the folder was never made, but a parent may have been
+                except FileNotFoundError:  # the folder was never created, but a parent may have been
                     pass
                 except OSError:
                     break
@@ -84,7 +84,7 @@ class Folders:
             self._finished.add(full)
 
     def mark_removed(self, full: str) -> None:
-        """Stop to expect a file."""
+        """Stop expecting a file."""
         with self._lock:
             self._finished.discard(full)
 
@@ -113,7 +113,7 @@ class Folders:
             raise
 
     def sync_removed(self, folders: set[str]) -> None:
-        """Sync folders that lost names; instead of a removed folder, its nearest existing parent."""
+        """Sync folders that lost names; in place of a removed folder, its nearest existing parent."""
         nearest = set()
         for gone in folders:
             folder = gone

@@ -1,4 +1,4 @@
-"""One file while it is written, under its own name, with O_DIRECT if that is faster."""
+"""Writer of one file, under its final name, with O_DIRECT if that is faster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MiB = 1 << 20
 
 
 class LocalFileWriter(FileWriter):
-    """Writer of parts at any offset, by an open descriptor."""
+    """Writer of parts at any offset, through an open descriptor."""
 
     def __init__(
         self, url: URL, full: str, descriptor: int, size: int, folders: Folders, *, around_cache: bool, durable: bool
@@ -37,10 +37,10 @@ class LocalFileWriter(FileWriter):
 
     def _write(self, offset: int, buffers: Sequence[Buffer]) -> None:
         if self._closed:
-            raise ValueError("the file was finished or aborted already")
+            raise ValueError("the file is already finished or aborted")
         total = sum(map(buffer_length, buffers))
         if offset < 0 or offset + total > self._size:
-            raise StorageError(f"{self._url}: bytes {offset}-{offset + total} of a file of {self._size}")
+            raise StorageError(f"{self._url}: bytes {offset}-{offset + total} do not fit a file of {self._size}")
         whole = total % direct_io.PAGE == 0 or offset + total == self._size
         if self._around_cache and whole and direct_io.write_aligned(self._descriptor, offset, buffers, total):
             return
@@ -49,7 +49,7 @@ class LocalFileWriter(FileWriter):
             self._around_cache = False
         end = transfer_vectored(os.pwritev, self._descriptor, buffers, offset, total)
         if end < offset + total:
-            raise OSError(errno.EIO, f"only {end - offset} of {total} bytes at {offset} were written")
+            raise OSError(errno.EIO, f"write failed: {end - offset} of {total} bytes at offset {offset} were written")
         if self._durable and total >= MiB:
             direct_io.start_writeback(self._descriptor, offset, end - offset)
 

@@ -1,1 +1,1 @@
-"""What fsspec knows: SFTP, WebDAV, Hugging Face, archives, caches, and chains of them."""
+"""File systems of fsspec: SFTP, WebDAV, Hugging Face, archives, caches, and chains of them."""

@@ -1,6 +1,6 @@
-"""Blocking calls in threads that can be abandoned, since a client may hang for ever.
+"""Blocking calls in threads that can be abandoned, since a client may hang forever.
 
-Such a thread is never given the caller's memory, since it may use it for any length of time.
+Such a thread never gets the caller's memory, since it may use it at any later time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from snapshot.plugins.network.retry import Attempt, TransientError
 S = TypeVar("S")
 T = TypeVar("T")
 LAST_WORDS = 5.0
-"""Maximum seconds of closing a connection."""
+"""Maximum seconds to close a connection."""
 
 
 @dataclass(eq=False, slots=True)
@@ -29,9 +29,9 @@ class _Job:
     attempt: Attempt | None
     future: Future[Any] = field(default_factory=Future)
     turn: threading.Lock = field(default_factory=threading.Lock)
-    """Lock that a thread takes to do the job, or the caller to withdraw it."""
+    """Lock that a thread takes to run the job, or the caller to withdraw it."""
     over: bool = False
-    """Whether the job was done. The future does not tell: a cancelled caller cancels it."""
+    """True if the job has run. The future does not show it: a cancelled caller cancels the future."""
 
     def end(self, result: Any, error: BaseException | None = None) -> None:
         self.over = True
@@ -43,9 +43,9 @@ class _Job:
 
 
 class Lane(Generic[S]):
-    """A file system and the threads that call it, used on the loop that made it.
+    """A file system and the threads that call it, used on the loop that created it.
 
-    The threads are daemons and not of an executor, since the interpreter would wait for those at its exit.
+    The threads are daemons and do not belong to an executor, since the interpreter would wait for those at its exit.
     """
 
     def __init__(self, make: Callable[[], S], close: Callable[[S], None], threads: int) -> None:
@@ -63,13 +63,13 @@ class Lane(Generic[S]):
 
     @property
     def usable(self) -> bool:
-        """Whether the lane takes calls: not after `retire`, in a forked child, or on another loop."""
+        """True if the lane accepts calls: not after `retire`, in a forked child, or on another loop."""
         return self._closing is None and self._process == os.getpid() and self._loop is asyncio.get_running_loop()
 
     async def call(self, work: Callable[[S], T], attempt: Attempt | None = None) -> T:
         """Call the file system in one of the threads. A cancellation during the call retires the lane."""
         if not self.usable:
-            raise TransientError("its connection was given up", refused=True)
+            raise TransientError("its connection was abandoned", refused=True)
         job = _Job(work, attempt)
         self._jobs[job] = None
         if self._started < self._threads:
@@ -89,7 +89,7 @@ class Lane(Generic[S]):
         while (job := self._queue.get()) is not None:
             if job.turn.acquire(blocking=False):
                 self._do_job(job)
-            del job  # it would keep its bytes alive until the next job
+            del job  # otherwise its bytes stay alive until the next job
 
     def _do_job(self, job: _Job) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -102,7 +102,7 @@ class Lane(Generic[S]):
                 result = job.work(self._get_system())
         except asyncio.CancelledError as error:  # raised by the client itself
             job.end(None, ConnectionError(f"{type(error).__name__} in the client"))
-        except BaseException as error:  # noqa: BLE001 - it is raised in the caller
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
             job.end(None, error)
         else:
             job.end(result)
@@ -114,19 +114,19 @@ class Lane(Generic[S]):
             return self._system
 
     def _restart_clocks(self, job: _Job) -> None:
-        """Restart the time-outs of a job that begins, and of the jobs that wait behind it."""
+        """Restart the time-outs of a starting job, and of the jobs queued behind it."""
         for each in self._jobs:
             if each.attempt is not None and (each is job or not each.turn.locked()):
                 each.attempt.progress()
 
     def retire(self) -> None:
-        """Take no more calls. Refuse the waiting ones, let the others end, and close the file system then."""
+        """Accept no more calls. Refuse the queued ones, let the running ones end, and then close the file system."""
         if self._closing is not None:
             return
         self._closing = closing = _Job(lambda _: None, None)
         for job in self._jobs:
             if job.turn.acquire(blocking=False):
-                job.end(None, TransientError("its connection was given up", refused=True))
+                job.end(None, TransientError("its connection was abandoned", refused=True))
         self._queue.put(closing)
         for _ in range(self._started):
             self._queue.put(None)

@@ -53,7 +53,7 @@ def _copied(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_options(links: Sequence[Link], options: Mapping[str, Any]) -> list[str]:
-    """Return the options that no file system takes, as far as that is known."""
+    """Return the options that no file system accepts, as far as known."""
     own = {name: value for name, value in options.items() if name not in {link.protocol for link in links}}
     found = []
     for link in links:
@@ -65,7 +65,7 @@ def unknown_options(links: Sequence[Link], options: Mapping[str, Any]) -> list[s
 
 
 def _accepted(cls: type) -> set[str] | None:
-    """Return the options of a class, or None if it passes them on to a callable that is not known."""
+    """Return the options of a class, or None if it passes them on to an unknown callable."""
     names = set(inspect.signature(AbstractFileSystem.__init__).parameters)
     names |= {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "protocol"}
     for base in cls.__mro__:
@@ -96,16 +96,16 @@ class ConnectedChain:
     outer: Any
     """File system for reading whole files."""
     inner: Any
-    """File system for all other calls: the same, or the one behind a cache, which would miss changes."""
+    """File system for all other calls: the same, or the one behind a cache, since a cache misses changes."""
     root: str
     ranged: bool
-    """Whether `cat_file` takes a range."""
+    """True if `cat_file` supports a range."""
     known: Traits
     folders: set[str] = field(default_factory=set)
-    """Folders that were made."""
+    """Folders that were created."""
 
     def full(self, path: str) -> str:
-        """Return the name of a file, quoted if the file system wants that."""
+        """Return the name of a file, quoted if the file system requires that."""
         full = self.plain(path)
         return quote(full) if self.known.quoted else full
 
@@ -131,7 +131,7 @@ class ConnectedChain:
         return [(name.rpartition("/")[2], entry) for name, entry in named if name != itself]
 
     def in_folder(self, path: str, action: Callable[[str], Any]) -> Any:
-        """Call an action that creates a file, after making its folder."""
+        """Call an action that creates a file, after creating its folder."""
         full = self.full(path)
         folder = full.rpartition("/")[0]
         if self.known.move is None or not folder:
@@ -167,7 +167,7 @@ def connect(links: Sequence[Link], known: Traits) -> ConnectedChain:
     root = links[0].path.rstrip("/")
     for each in _nested(outer):
         if hasattr(each, "dircache"):
-            each.dircache = DirCache(use_listings_cache=False)  # not every class takes the option
+            each.dircache = DirCache(use_listings_cache=False)  # not every class has the option
     while isinstance(outer, DirFileSystem):
         root = f"{outer.path}/{root}".rstrip("/")
         outer = outer.fs
@@ -187,7 +187,7 @@ def _nested(fs: Any) -> Iterator[Any]:
 
 
 def disconnect(chain: ConnectedChain) -> None:
-    """Close the connections. Unknown file systems close theirs when they are collected."""
+    """Close the connections. Unknown file systems are closed when they are garbage-collected."""
     for each in _nested(chain.outer):
         with contextlib.suppress(Exception):  # a broken connection cannot be closed
             traits_of(type(each)).close(each)

@@ -1,4 +1,4 @@
-"""Errors of fsspec's many clients: their meaning, and their text without secrets."""
+"""Errors of fsspec's many clients: their translation, and their text without secrets."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _TRANSIENT = {
     ("webdav4", "BadGatewayError"),
     ("webdav4", "ResourceLocked"),
 }
-"""Transient errors by package and class, if the class is not derived from one of Python's."""
+"""Transient errors by package and class, for classes that are not derived from Python's own."""
 
 
 class LostError(TransientError):
-    """Raised for a broken connection: the next attempt uses a new one."""
+    """Broken connection: the next attempt uses a new one."""
 
 
 def translate(error: BaseException, said: str) -> StorageError:
-    """Return our error for a client's error, with our own text."""
+    """Return this library's error for a client's error, with the text `said`."""
     bases = {(base.__module__.partition(".")[0], base.__name__) for base in type(error).__mro__}
     if isinstance(error, FileNotFoundError) or ("webdav4", "ResourceNotFound") in bases:
         return StorageNotFoundError(said)
@@ -101,7 +101,7 @@ def redact(text: str, values: Sequence[str]) -> str:
 
 
 def all_words(error: BaseException | None) -> str:
-    """Return all text that a traceback shows of an error."""
+    """Return all text of an error that a traceback shows."""
     words = []
     while error is not None:
         words.append(f"{error!r} {error}")

@@ -1,4 +1,4 @@
-"""Time and version of a file, which each file system of fsspec stores under names of its own."""
+"""Time and version of a file, from the field names of each file system of fsspec."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VERSIONS = ("etag", "ETag", "generation", "version_id", "VersionId", "ino", "bl
 
 
 def modified_time(info: Mapping[str, Any]) -> float:
-    """Return the time of a file; a file of unknown age counts as new, since old ones are cleaned up."""
+    """Return the time of a file. A file of unknown age counts as new, since old ones are cleaned up."""
     for name in _TIMES:
         value = info.get(name)
         if isinstance(value, str):

@@ -22,7 +22,7 @@ from snapshot.storage import URL, Context
 
 T = TypeVar("T")
 CHUNK = 4 << 20
-"""Maximum bytes that one call holds besides the caller's memory."""
+"""Maximum bytes that one call holds in addition to the caller's memory."""
 THREADS = 8
 """Threads that wait for a file system with concurrent calls."""
 PREFIX = "fsspec+"
@@ -30,7 +30,7 @@ _OURS = ("timeout", "deadline", "part_bytes")
 
 
 class FsspecClient:
-    """The file systems of one URL and its options, made on first use."""
+    """The file systems of one URL and its options, created on first use."""
 
     def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
         self.url = url
@@ -42,7 +42,7 @@ class FsspecClient:
         )
         self.part_bytes = options.get("part_bytes") or 8 << 20
         if isinstance(self.part_bytes, bool) or not self.part_bytes >= 1:
-            raise ValueError(f"part_bytes={options['part_bytes']!r} is not a number of bytes above 0")
+            raise ValueError(f"part_bytes must be a number of bytes above 0, got {options['part_bytes']!r}")
         self.chunk = min(CHUNK, self.part_bytes)
         try:
             links = parse_chain(url.reveal().removeprefix(PREFIX), theirs, self.retry_policy)
@@ -54,11 +54,11 @@ class FsspecClient:
         self.secrets = [value for value in [*values, *secrets_in([link.options for link in links])] if len(value) > 3]
         self.known = chain_traits(links)
         self.concurrent = all(link.cls.async_impl for link in links)
-        """Whether calls are made concurrently."""
+        """True if calls run concurrently."""
         self._links = links
         self._mounted: Mount[ConnectedChain] | None = None
         self.ranges_proven = False
-        """Whether a response was certainly a range, and not the whole file."""
+        """True once a response was certainly a range, and not the whole file."""
 
     async def mount(self) -> Mount[ConnectedChain]:
         """Return the file systems, shared by the storages of this URL and these options."""
@@ -80,7 +80,7 @@ class FsspecClient:
         return type(self).__qualname__, self.url.reveal(), options
 
     async def close(self) -> None:
-        """Give the file systems back; they are closed if no other storage uses them."""
+        """Release the file systems; they are closed if no other storage uses them."""
         mounted, self._mounted = self._mounted, None
         if mounted is None:
             return
@@ -100,7 +100,7 @@ class FsspecClient:
             raise TransientError(f"{url}: {error}", refused=error.refused) from error
         except SnapshotError:
             raise
-        except Exception as error:  # noqa: BLE001 - every client has errors of its own; each is translated
+        except Exception as error:  # noqa: BLE001 - every client has its own errors; each is translated
             text = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}".rstrip(": ")
             made = translate(error, f"{url}: {redact(str(text), self.secrets)}")
             if isinstance(made, LostError):
@@ -120,6 +120,6 @@ class FsspecClient:
         return await retry_request(name, self.url.join(path), self.retry_policy, once, within)
 
     async def stored_size(self, name: str, path: str, stored: str) -> int | None:
-        """Return the size of a file under its temporary name; None if the file system does not tell."""
+        """Return the size of a file under its temporary name; None if the file system does not report it."""
         size = await self.send_request(name, path, lambda chain: chain.inner.info(chain.full(stored)).get("size"))
         return None if size is None else int(size)

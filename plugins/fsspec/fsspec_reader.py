@@ -15,7 +15,7 @@ from snapshot.plugins.network.transfer import BufferSink
 
 
 class FsspecReader:
-    """Reader that fills a sink over one lane, and never takes a whole file for a range of it."""
+    """Reader that fills a sink over one lane, and never reads a whole file for a range of it."""
 
     def __init__(self, client: FsspecClient, lane: Lane[ConnectedChain], path: str, sink: BufferSink) -> None:
         self._client = client
@@ -31,7 +31,7 @@ class FsspecReader:
                 await self._by_handle()
         except (TransientError, StorageNotFoundError):
             raise
-        except StorageError:  # some clients raise an error of their own for a range behind the end
+        except StorageError:  # some clients raise their own error for a range past the end
             await self._size()
             raise
 
@@ -43,7 +43,7 @@ class FsspecReader:
         sink = self._sink
         size = (await self._call(lambda chain: chain.inner.info(chain.full(self._path)))).get("size")
         if size is not None and sink.end is not None and size < sink.end:
-            raise CorruptSnapshotError(f"{sink.url}: ends at byte {size}, before bytes {sink.position}-{sink.end} do")
+            raise CorruptSnapshotError(f"{sink.url}: ends at byte {size}, within bytes {sink.position}-{sink.end}")
         return int(size or 0)
 
     def _next(self) -> int:
@@ -89,10 +89,10 @@ class FsspecReader:
                 async with self._client.context.memory.count(wanted):
                     data = await self._call(_read(handle, wanted))
                     if len(data) > wanted:
-                        raise StorageError(f"{sink.url}: asked for {wanted} bytes and got {len(data)}")
+                        raise StorageError(f"{sink.url}: requested {wanted} bytes, got {len(data)}")
                     if not data:
                         await self._size()
-                        raise TransientError(f"{sink.url}: broke off at byte {sink.position}")
+                        raise TransientError(f"{sink.url}: the response ended at byte {sink.position}")
                     sink.take(data)
         finally:
             if self._lane.usable:

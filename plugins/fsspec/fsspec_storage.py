@@ -1,8 +1,8 @@
-"""Files in any file system of fsspec's: SFTP, WebDAV, Hugging Face, archives, caches, and chains of them.
+"""Files in any file system of fsspec: SFTP, WebDAV, Hugging Face, archives, caches, and chains of them.
 
-All calls use the blocking interface, in threads of our own. A synchronous file system is called by one thread. The
-asynchronous ones run on fsspec's loop, and several threads wait for them: to await them on our loop would be a second
-implementation for few file systems, whose files block when they are written.
+All calls use the blocking interface, in this library's threads. A synchronous file system is called by one thread. The
+asynchronous ones run on fsspec's loop, and several threads wait for them. Awaiting them on this library's loop would
+need a second implementation for few file systems, whose files block during writes.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from snapshot.storage import (
 )
 
 LOOK = 1 << 20
-"""Maximum bytes of a file whose content is part of its token, if its time has whole seconds only."""
+"""Maximum size of a file whose content is part of its token, if its time has whole seconds only."""
 
 
 def knows_scheme(scheme: str) -> bool:
-    """Return whether fsspec has a file system for a scheme, or for the first one of a chain."""
+    """Return True if fsspec has a file system for a scheme, or for the first one of a chain."""
     first = scheme.removeprefix(PREFIX).partition("::")[0]
     return scheme.startswith(PREFIX) or first in registry or first in known_implementations
 
 
 class FsspecStorage(Storage):
-    """Files below any URL of fsspec's, chains included.
+    """Files below any URL of fsspec, including chains.
 
     Options are those of the file system, and `timeout`, `deadline` and `part_bytes` as for object stores. Options of
     an inner file system of a chain are a dict under the name of its protocol.
@@ -69,7 +69,7 @@ class FsspecStorage(Storage):
             write=known.writes,
             delete=known.writes,
             atomic_put=known.writes,
-            conditional_put=False,  # `mode="create"` is not atomic in any of them
+            conditional_put=False,  # `mode="create"` is never atomic in fsspec
             durable=known.seen_when_closed,
             server_side_copy=known.copies,
         )
@@ -83,7 +83,7 @@ class FsspecStorage(Storage):
         )
 
     async def close(self) -> None:
-        """Give the file systems back."""
+        """Release the file systems."""
         await self._client.close()
 
     def _require(self, capability: str) -> None:
@@ -104,7 +104,7 @@ class FsspecStorage(Storage):
             full = chain.full(path)
             info = chain.inner.info(full)
             if info.get("type") == "directory" or info.get("size") is None:
-                raise StorageNotFoundError(f"{url}: is no file")
+                raise StorageNotFoundError(f"{url}: not a file")
             size, found = int(info["size"]), None
             if coarse and size <= LOOK:
                 found = data if data is not None and len(data) == size else chain.cat(path)
@@ -131,7 +131,7 @@ class FsspecStorage(Storage):
 
     async def _pinned(self, path: str, token: str | None) -> None:
         if (await self.stat(path)).token != token and token is not None:
-            raise StorageConflictError(f"{self.url.join(path)}: was replaced while it was read")
+            raise StorageConflictError(f"{self.url.join(path)}: replaced during the read")
 
     async def get(self, path: str, *, limit: int | None = None) -> bytes:
         """Read a small file in two calls: its size, and its content."""
@@ -140,7 +140,7 @@ class FsspecStorage(Storage):
         def whole(chain: ConnectedChain) -> bytes | int:
             size = chain.inner.info(chain.full(path)).get("size")
             if size is None:
-                raise StorageNotFoundError(f"{url}: is no file")
+                raise StorageNotFoundError(f"{url}: not a file")
             if limit is not None and size > limit:
                 raise StorageError(f"{url}: has {size:,} bytes, more than the {limit:,} allowed")
             if size > CHUNK:
@@ -186,7 +186,7 @@ class FsspecStorage(Storage):
     # Writing
 
     async def create(self, path: str, size: int) -> FileWriter:
-        """Begin a file. The first part makes the first call."""
+        """Begin a file. The first part sends the first call."""
         check_path(path)
         self._require("write")
         return FsspecWriter(self._client, path, size)

@@ -22,11 +22,11 @@ from snapshot.storage import Buffer, FileWriter
 
 T = TypeVar("T")
 SLOWEST = 1 << 20
-"""Minimum bytes per second when closing a handle sends the file."""
+"""Minimum rate in bytes per second for handles that send the file when they are closed."""
 
 
 class FsspecWriter(FileWriter):
-    """Writer that sends a short file in one call, which is retried, and a long one through a handle, which is not."""
+    """Writer that sends a short file in one call, with retries, and a long one through a handle, without retries."""
 
     def __init__(self, client: FsspecClient, path: str, size: int) -> None:
         self._client = client
@@ -49,7 +49,7 @@ class FsspecWriter(FileWriter):
         if not body.nbytes:
             return
         if offset != self._reached:
-            raise StorageError(f"{self._url}: is written in order, and byte {self._reached} comes before {offset}")
+            raise StorageError(f"{self._url}: must be written in order: expected offset {self._reached}, got {offset}")
         if body.nbytes == self._size <= self._client.chunk:
             await write_small(self._client, self._path, self._aside, body.read())
             self._reached, self._whole = end, True
@@ -61,7 +61,7 @@ class FsspecWriter(FileWriter):
                 data = body.read(self._client.chunk)
                 written = await self._once("write", _wrote(self._handle, data))
                 if isinstance(written, int) and written != len(data):
-                    raise StorageError(f"{self._url}: took {written} of {len(data)} bytes")
+                    raise StorageError(f"{self._url}: wrote {written} of {len(data)} bytes")
             self._reached += len(data)
 
     async def _begin(self) -> None:
@@ -94,8 +94,8 @@ class FsspecWriter(FileWriter):
 
         async def once(attempt: Attempt) -> T:
             if attempt.number > 1:
-                reason = last[0] if last else f"{self._url}: no answer to {name} in {patience.timeout:.3g} seconds"
-                raise StorageError(f"{reason} (what was written in part cannot be written again)")
+                reason = last[0] if last else f"{self._url}: no response to {name} in {patience.timeout:.3g} seconds"
+                raise StorageError(f"{reason} (a partial write cannot be retried)")
             try:
                 return await client.call(lane, self._path, work, attempt)
             except TransientError as error:
@@ -106,7 +106,7 @@ class FsspecWriter(FileWriter):
 
     def _open(self) -> None:
         if self._over:
-            raise ValueError(f"{self._url}: was finished or aborted already")
+            raise ValueError(f"{self._url}: already finished or aborted")
 
     async def finish(self) -> None:
         """Close the file, check its size, and rename it."""
@@ -121,7 +121,7 @@ class FsspecWriter(FileWriter):
             self._handle = None
         found = await client.stored_size("finish", self._path, self._aside)
         if found is not None and found != self._size:
-            raise StorageError(f"{self._url}: {found} bytes arrived of {self._size}")
+            raise StorageError(f"{self._url}: the stored file has {found} of {self._size} bytes")
         await rename_whole(client, self._path, self._aside, self._size)
         self._over = True
 
@@ -144,7 +144,7 @@ class FsspecWriter(FileWriter):
 
 
 def _forget(handle: Any) -> None:
-    """Keep the garbage collector from finishing an abandoned file. Makes no call."""
+    """Keep the garbage collector from finishing an abandoned file, without a call to the file system."""
     if isinstance(handle, AbstractBufferedFile):
         handle.closed = True
     elif isinstance(handle, tempfile.SpooledTemporaryFile):

@@ -41,7 +41,7 @@ async def rename_whole(client: FsspecClient, path: str, aside: str, size: int) -
             try:
                 move(chain.inner, chain.full(aside), chain.full(path))
             except Exception:
-                # an attempt without a response may have renamed it: then the temporary name is gone
+                # an attempt without a response may have renamed it: then the temporary name does not exist
                 if not attempt.uncertain or chain.inner.exists(chain.full(aside)):
                     raise
                 if chain.inner.info(chain.full(path)).get("size") != size:

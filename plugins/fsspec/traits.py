@@ -1,4 +1,4 @@
-"""Table of what is known of fsspec's file systems, each of which keeps fsspec's contract in a way of its own.
+"""Table of the properties of fsspec's file systems, which implement fsspec's contract in different ways.
 
 A file must appear in one step: by a rename, or when it is closed. File systems that are not in the table are read only.
 """
@@ -20,18 +20,18 @@ class Traits:
     """Properties of a class of file systems."""
 
     move: Callable[[Any, str, str], None] | None = None
-    """Function that renames a file in one step, over an existing one. Files get a temporary name then, and
-    folders are made before their files, and removed after them."""
+    """Function that renames a file in one step, over an existing one. If set, files get a temporary name, and folders
+    are created before their files, and removed after them."""
     seen_when_closed: bool = False
-    """Whether a file is invisible until it is closed, and durable then. It is written under its own name."""
+    """True if a file is invisible until it is closed, and durable then. It is written under its final name."""
     copies: bool = False
-    """Whether `cp_file` copies on the server."""
+    """True if `cp_file` copies on the server."""
     coarse: bool = False
-    """Whether times have whole seconds only, so that a token needs the content as well."""
+    """True if times have whole seconds only, so that a token needs the content as well."""
     quoted: bool = False
-    """Whether names must be quoted as in a URL."""
+    """True if names must be quoted as in a URL."""
     cat: Callable[[Any, str, int | None, int | None], bytes] | None = None
-    """Function that reads a range, if `cat_file` does that badly."""
+    """Function that reads a range, if `cat_file` does not do that well."""
     remove: Callable[[Any, str], None] = lambda fs, path: fs.rm_file(path)
     remove_folder: Callable[[Any, str], None] = lambda fs, path: fs.rmdir(path)
     """Function that removes a folder if it is empty."""
@@ -39,11 +39,11 @@ class Traits:
     defaults: Callable[[RetryPolicy], Mapping[str, Any]] = lambda policy: {}
     """Default options."""
     takes: Sequence[str] | None = None
-    """Callables whose parameters are options, too; None if they are not known."""
+    """Callables whose parameters are options, too; None if unknown."""
 
     @property
     def writes(self) -> bool:
-        """Whether a file can appear in one step."""
+        """True if a file can appear in one step."""
         return self.move is not None or self.seen_when_closed
 
 
@@ -53,7 +53,7 @@ def _move_in_memory(fs: Any, source: str, path: str) -> None:
 
 
 def _remove_folder_by_ssh(fs: Any, path: str) -> None:
-    sync(fs.loop, fs._rmdir, path)  # `rmdir` is the base class's, which does nothing
+    sync(fs.loop, fs._rmdir, path)  # `rmdir` of the base class does nothing
 
 
 def _close_ssh(fs: Any) -> None:
@@ -62,7 +62,7 @@ def _close_ssh(fs: Any) -> None:
 
 
 def _ssh_defaults(policy: RetryPolicy) -> Mapping[str, Any]:
-    seconds = policy.timeout  # so that an abandoned call ends
+    seconds = policy.timeout  # ends abandoned calls
     return {
         "connect_timeout": seconds,
         "login_timeout": seconds,

@@ -14,7 +14,7 @@ def move_file(fs: Any, source: str, path: str) -> None:
 
 
 def read_range(fs: Any, path: str, start: int | None, end: int | None) -> bytes:
-    """Read a range in one GET; webdav4's files take three requests, and do not quote the name."""
+    """Read a range in one GET; webdav4's own read needs three requests, and does not quote the name."""
     headers = {"Accept-Encoding": "identity"}
     if start is not None and end is not None:
         headers["Range"] = f"bytes={start}-{end - 1}"
@@ -31,14 +31,14 @@ def read_range(fs: Any, path: str, start: int | None, end: int | None) -> bytes:
 
 
 def remove_file(fs: Any, path: str) -> None:
-    """Remove a file, and no folder: DELETE would take all that is in it."""
+    """Remove a file, but never a folder: DELETE would remove its contents, too."""
     if fs.info(path)["type"] == "directory":
         raise IsADirectoryError(errno.EISDIR, "Is a directory")
     fs.rm_file(path)
 
 
 def remove_folder(fs: Any, path: str) -> None:
-    """Remove an empty folder. Rename it first: DELETE would take a file that is added after the check."""
+    """Remove an empty folder. Rename it first: DELETE would also remove a file that is added after the check."""
     if fs.ls(path, detail=False):
         raise OSError(errno.ENOTEMPTY, "Directory not empty")
     folder, _, name = path.rpartition("/")

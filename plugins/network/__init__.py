@@ -1,1 +1,1 @@
-"""What storages over a network share: retries, and bodies that are sent and received without extra copies."""
+"""Shared parts of network storages: retries, and bodies that are sent and received without extra copies."""

@@ -1,4 +1,4 @@
-"""HTTP by aiohttp: sessions without retries of their own, bodies without extra copies, and what a status means."""
+"""HTTP by aiohttp: sessions without retries, bodies without extra copies, and the translation of statuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 
 
 def parse_content_range(header: str | None, length: int | None) -> tuple[int, int | None]:
-    """Return the first byte of a response, and the length of the file, by `Content-Range`.
+    """Return the first byte of a response, and the length of the file, from `Content-Range`.
 
     Without that header the response is the whole file.
     """
@@ -35,8 +35,8 @@ def parse_content_range(header: str | None, length: int | None) -> tuple[int, in
 def without_resending(session: aiohttp.ClientSession) -> aiohttp.ClientSession:
     """Return the session with its own retries switched off.
 
-    aiohttp repeats a request if a kept connection is closed. A `put` that is refused then could not tell whether the
-    first request had taken effect.
+    aiohttp repeats a request if a kept connection is closed. If the repeated `put` is refused, the caller cannot know
+    whether the first request had taken effect.
     """
     session._retry_connection = False
     return session
@@ -44,7 +44,7 @@ def without_resending(session: aiohttp.ClientSession) -> aiohttp.ClientSession:
 
 @asynccontextmanager
 async def released_response(response: aiohttp.ClientResponse) -> AsyncIterator[None]:
-    """Release the connection of a response at the end if all of it was read, and else close it."""
+    """Release the connection of a response at the end if all of it was read, and otherwise close it."""
     try:
         yield
     finally:
@@ -71,10 +71,10 @@ class BodyPayload(payload.Payload):
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         """Raise TypeError, since a part of a file is not text."""
-        raise TypeError("a part of a file is no text")
+        raise TypeError("a part of a file is not text")
 
     async def write(self, writer: AbstractStreamWriter) -> None:
-        """Send all pieces. At the end, also after an error, no byte waits in a buffer: its memory may be reused."""
+        """Send all pieces. On return or error no byte is left in a buffer, so that its memory can be reused."""
         await self.write_with_length(writer, None)
 
     async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
@@ -97,7 +97,7 @@ class BodyPayload(payload.Payload):
 
 
 def is_unknown_host(error: BaseException | None) -> bool:
-    """Return whether an error is due to a host name that does not exist, which is not transient."""
+    """Return True if a host name does not exist, which is not a transient error."""
     while error is not None:
         if isinstance(error, socket.gaierror):
             return error.errno == socket.EAI_NONAME
@@ -107,7 +107,7 @@ def is_unknown_host(error: BaseException | None) -> bool:
 
 
 def connection_fault(error: Exception, url: URL) -> StorageError:
-    """Return our error for a broken connection, without the client's text, which may show the whole URL."""
+    """Return this library's error for a broken connection, without the client's text, which may show the whole URL."""
     what = f"{url}: {type(error).__name__}"
     if isinstance(error, OSError) and error.strerror:
         what += f": {error.strerror}"
@@ -118,7 +118,7 @@ def connection_fault(error: Exception, url: URL) -> StorageError:
 
 
 class StatusError(Exception):
-    """Raised by a driver for a response with an error status; `fault` translates it."""
+    """Response with an error status, raised by a driver; `fault` translates it."""
 
     def __init__(self, status: int, reason: str, after: str = "", detail: str = "") -> None:
         super().__init__(f"HTTP {status} {reason}{': ' if detail else ''}{detail}".rstrip())
@@ -127,12 +127,12 @@ class StatusError(Exception):
 
     @classmethod
     def of(cls, response: aiohttp.ClientResponse, detail: str = "") -> StatusError:
-        """Make the error for a response."""
+        """Return the error for a response."""
         return cls(response.status, response.reason or "", response.headers.get("Retry-After", ""), detail)
 
 
 def status_fault(error: StatusError, url: URL) -> SnapshotError:
-    """Return our error for an error status."""
+    """Return this library's error for an error status."""
     said = f"{url}: {error}"
     if error.status in (404, 410):
         return StorageNotFoundError(said)
@@ -153,7 +153,7 @@ def new_session(
     verify: bool | str = True,
     proxy: str | None = None,
 ) -> aiohttp.ClientSession:
-    """Make a session whose only time-out is for connecting, since `retry_request` times the attempts."""
+    """Return a session whose only time-out is for connecting, since `retry_request` times the attempts."""
     context = ssl.create_default_context(cafile=verify) if isinstance(verify, str) else verify
     made = aiohttp.ClientSession(
         headers=headers,

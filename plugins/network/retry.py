@@ -1,7 +1,7 @@
-"""The one layer that retries requests over a network.
+"""The only layer that retries requests over a network.
 
-The clients' own retries are off, so that one deadline holds and every fault is an event. A slow request that makes
-progress is never aborted: `timeout` counts from the last byte that moved.
+The clients' own retries are off, so that one deadline applies and every failure is an event. A slow request that makes
+progress is never aborted: `timeout` counts from the last transferred byte.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LONGEST_PAUSE = 20.0
 
 
 class TransientError(StorageError):
-    """Raised inside a plugin for a transient fault: the request is retried until its deadline.
+    """Transient failure inside a plugin: the request is retried until its deadline.
 
     `after` is the pause in seconds that the server asked for. `refused` means that the request certainly had no effect.
     """
@@ -40,7 +40,7 @@ class RetryPolicy:
     """Time limits of requests."""
 
     timeout: float = 60.0
-    """Seconds without a moved byte after which an attempt is aborted."""
+    """Seconds without a transferred byte after which an attempt is aborted."""
     deadline: float = 300.0
     """Seconds without new bytes after which a failing request is no longer retried."""
 
@@ -48,7 +48,7 @@ class RetryPolicy:
         for name in ("timeout", "deadline"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise ValueError(f"{name}={value!r} is not a number of seconds above 0")
+                raise ValueError(f"{name} must be a number of seconds above 0, got {value!r}")
 
 
 class Attempt:
@@ -59,9 +59,9 @@ class Attempt:
         self._clock: asyncio.Timeout | None = None
         self.number = 1
         self.uncertain = False
-        """Whether an earlier attempt without a response may have taken effect."""
+        """True if an earlier attempt without a response may have taken effect."""
         self.began = time.monotonic()
-        """Time of the last byte that need not be requested again."""
+        """Time of the last received byte that need not be requested again."""
 
     def time_out_after(self, seconds: float) -> asyncio.Timeout:
         """Return the context manager that bounds this attempt; `progress` restarts it."""
@@ -69,12 +69,12 @@ class Attempt:
         return self._clock
 
     def progress(self) -> None:
-        """Restart the time-out of the attempt: a byte has moved."""
+        """Restart the time-out of the attempt after a transferred byte."""
         if self._clock is not None and not self._clock.expired():
             self._clock.reschedule(asyncio.get_running_loop().time() + self._patience.timeout)
 
     def gain(self) -> None:
-        """Restart the time-out and the deadline: bytes have moved that need not be requested again."""
+        """Restart the time-out and the deadline after bytes that need not be requested again."""
         self.began = time.monotonic()
         self.progress()
 
@@ -82,7 +82,7 @@ class Attempt:
 async def retry_request(
     name: str, url: URL, patience: RetryPolicy, request: Callable[[Attempt], Awaitable[T]], within: float | None = None
 ) -> T:
-    """Repeat a request until it succeeds, fails for good, or its deadline passes. `within` is a shorter deadline."""
+    """Repeat a request until it succeeds, fails permanently, or its deadline passes. `within` is a shorter deadline."""
     deadline = min(patience.deadline, within or patience.deadline)
     attempt = Attempt(patience)
     while True:
@@ -94,7 +94,7 @@ async def retry_request(
         except TimeoutError as error:
             if isinstance(error, SnapshotError):
                 raise
-            failed = TransientError(f"{url}: no answer to {name} in {limit:.3g} seconds")
+            failed = TransientError(f"{url}: no response to {name} in {limit:.3g} seconds")
             failed.__cause__ = error
         except TransientError as error:
             failed = error
@@ -110,7 +110,7 @@ async def retry_request(
         spent = time.monotonic() - attempt.began
         if spent + pause >= deadline:
             times = f"{attempt.number} attempts" if attempt.number > 1 else "1 attempt"
-            raised = StorageError(f"{failed} (given up after {times} in {spent:.1f} seconds)")
+            raised = StorageError(f"{failed} (failed after {times} in {spent:.1f} seconds)")
             raised.uncertain = attempt.uncertain
             raise raised from failed.__cause__
         emit("retry", name, str(url), attempt=attempt.number, error=str(failed), pause=round(pause, 3))

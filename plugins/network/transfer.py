@@ -1,4 +1,4 @@
-"""The bytes of one request: sinks that a response is received into, and bodies that are sent from where they are."""
+"""The bytes of one request: sinks for a response, and bodies that are sent without a copy."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from snapshot.plugins.network.retry import Attempt, TransientError
 from snapshot.storage import URL, Buffer
 
 PIECE = 256 << 10
-"""Bytes of a body that are sent at once. Between two pieces the loop does other work, and progress is recorded."""
+"""Bytes of a body that are sent at once. Between two pieces the loop runs other tasks, and progress is recorded."""
 
 
 def past_end_error(url: URL) -> CorruptSnapshotError:
-    """Return the error for a range behind the end of a file (status 416)."""
-    return CorruptSnapshotError(f"{url}: ends before the bytes that are asked for")
+    """Return the error for a range past the end of a file (status 416)."""
+    return CorruptSnapshotError(f"{url}: ends before the requested bytes")
 
 
 class ResponseSink:
@@ -24,7 +24,7 @@ class ResponseSink:
     def __init__(self, url: URL, begin: int, end: int | None, token: str | None) -> None:
         self.url = url
         self.position = begin
-        """Offset in the file of the next byte."""
+        """Offset of the next byte in the file."""
         self.end = end
         self.token = token
         """Version of the file: the requested one, or that of the first response."""
@@ -33,7 +33,7 @@ class ResponseSink:
 
     @property
     def full(self) -> bool:
-        """Whether all bytes have arrived."""
+        """True if all bytes have arrived."""
         return self.end is not None and self.position >= self.end
 
     @property
@@ -47,12 +47,12 @@ class ResponseSink:
         """Check that a response begins at the next byte, in a file of `total` bytes and in the same version."""
         if at != self.position:
             raise StorageError(
-                f"{self.url}: asked for bytes {self.position} on and got those from {at} on; this server ignores ranges"
+                f"{self.url}: requested offset {self.position}, got offset {at}; this server ignores ranges"
             )
         if self.token is not None and token is not None and token != self.token:
-            raise StorageConflictError(f"{self.url}: was replaced while it was read")
+            raise StorageConflictError(f"{self.url}: replaced during the read")
         if total is not None and self.end is not None and total < self.end:
-            raise CorruptSnapshotError(f"{self.url}: ends at byte {total}, before bytes {at}-{self.end} do")
+            raise CorruptSnapshotError(f"{self.url}: ends at byte {total}, within bytes {at}-{self.end}")
         self.token = self.token or token
 
     def take(self, chunk: Buffer) -> None:
@@ -71,11 +71,11 @@ class ResponseSink:
             self.attempt.progress()
 
     def ended(self) -> None:
-        """Raise TransientError if the response ended before the range did."""
+        """Raise TransientError if the response ended before the range."""
         if self.end is None:
             self.end = self.position
         elif not self.full:
-            raise TransientError(f"{self.url}: the answer broke off at byte {self.position}, before {self.end}")
+            raise TransientError(f"{self.url}: the response ended at byte {self.position} of {self.end}")
 
 
 class BufferSink(ResponseSink):
@@ -87,7 +87,7 @@ class BufferSink(ResponseSink):
         super().__init__(url, begin, begin + sum(view.nbytes for view in self._views), token)
 
     def take(self, chunk: Buffer) -> None:
-        """Copy a chunk into the buffers, and drop what is beyond the last one."""
+        """Copy a chunk into the buffers, and drop bytes beyond the last one."""
         source, taken = memoryview(chunk), 0
         while taken < source.nbytes and self._index < len(self._views):
             view = self._views[self._index]
@@ -113,7 +113,7 @@ class BytesSink(ResponseSink):
             raise StorageError(f"{self.url}: has {total:,} bytes, more than the {self._limit:,} allowed")
 
     def starts(self, at: int, total: int | None, token: str | None) -> None:
-        """Refuse a file that is too long before reading it; start over if the server ignores the range."""
+        """Raise StorageError before reading a file that is too long. Start over if the server ignores the range."""
         if at == 0 and self.position:
             self.data.clear()
             self.position = 0
@@ -123,7 +123,7 @@ class BytesSink(ResponseSink):
             self.end = total
 
     def take(self, chunk: Buffer) -> None:
-        """Append a chunk; raise if the file is longer than it claimed to be."""
+        """Append a chunk; raise StorageError if the file is longer than the response declared."""
         self._allow(len(self.data) + len(chunk))
         self.data += chunk
         self.moved(len(chunk))
@@ -132,7 +132,7 @@ class BytesSink(ResponseSink):
 class RequestBody:
     """Buffers as the body of a request, sent without a copy, and sent again in a retry.
 
-    Clients may use it as a file: it can be read and sought in.
+    Clients may use it as a file with `read` and `seek`.
     """
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
@@ -150,7 +150,7 @@ class RequestBody:
         return [view[at : at + PIECE] for view in self.views for at in range(0, view.nbytes, PIECE)]
 
     def after(self, nbytes: int) -> RequestBody:
-        """Return the rest of the body behind its first bytes."""
+        """Return the rest of the body after its first `nbytes` bytes."""
         views, skipped = [], nbytes
         for view in self.views:
             views.append(view[skipped:] if skipped < view.nbytes else view[:0])

@@ -1,1 +1,1 @@
-"""Object stores: S3, Google Cloud Storage, Azure Blob Storage, and what they have in common."""
+"""Object stores: S3, Google Cloud Storage, Azure Blob Storage, and their shared parts."""

@@ -1,11 +1,11 @@
-"""Azure Blob Storage. Microsoft's client reads addresses and signs, and the requests are made here.
+"""Azure Blob Storage. Microsoft's client parses addresses and signs; this module sends the requests.
 
-Options and environment variables have the names that users of adlfs know. adlfs itself starts fsspec's thread with a
+Options and environment variables have the names of adlfs. adlfs itself is not used: it starts fsspec's thread with a
 loop, to which finalizers tie every client, has no conditions, and copies the parts of uploads. The requests pass
 through the pipeline of `azure.storage.blob.aio`, without its retries, so that bodies are streamed without copies.
 
-Blocks that were uploaded and never committed are not a blob: they are invisible, and removed a week after the last one.
-`abandon` drops them at once, unless there is a blob under their name.
+Blocks that were uploaded but not committed are invisible, and Azure removes them a week after the last one. `abandon`
+drops them at once, unless a blob with their name exists.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ LIMITS = Limits(
     merge_gap=MiB,
 )
 VERSION = "2021-12-02"
-"""Version of the protocol, which is fixed whatever version the client has."""
+"""Version of the protocol, fixed for all versions of the client."""
 PAGE = 5000
 """Names per page of a listing: Azure's maximum."""
 _CONFLICTS = {"BlobAlreadyExists", "ResourceAlreadyExists", "PathAlreadyExists", "BlobOverwritten", ""}
 """Codes of a 409 that mean a failed expectation. Other codes mean that a blob cannot be written or read."""
 _MARKER = "x-ms-meta-snapshot_abandoned"
-"""Header of the empty blob that exists for a moment while an upload is abandoned."""
+"""Header of the empty blob that exists briefly while an upload is abandoned."""
 _BLOB = {"x-ms-blob-type": "BlockBlob"}
 _HOST = re.compile(r"([^.]+)\.(?:dfs|blob)\.(.+)")
 _SIGNATURE = re.compile(r"(?:^|[?&])sig=([^&]+)")
 
 
 class Refusal(StatusError):
-    """Raised for a response with an error status; holds Azure's code."""
+    """Response with an error status and Azure's code."""
 
     def __init__(self, answer: aiohttp.ClientResponse, detail: str) -> None:
         self.code = answer.headers.get("x-ms-error-code", "")
@@ -84,7 +84,7 @@ class AzureDriver(Driver):
     def __init__(self, service: BlobServiceClient, session: aiohttp.ClientSession, container: str, made: Any) -> None:
         self._session = session
         self._credential = made
-        """Credential that is closed with this driver, if it was made for it."""
+        """Credential to close with this driver, if it was created for it."""
         self._pipeline: Any = service._pipeline
         endpoint, _, self._signature = service.primary_endpoint.partition("?")
         self._container = f"{endpoint.rstrip('/')}/{quote(container)}"
@@ -161,7 +161,7 @@ class AzureDriver(Driver):
             return answer.headers["ETag"]
 
     async def begin(self, key: str, size: int) -> str:
-        """Make up the name of an upload, which becomes part of its blocks' names. No request is sent."""
+        """Return a new upload name, which becomes part of its blocks' names. No request is sent."""
         return secrets.token_hex(8)
 
     async def part(self, key: str, upload: str, number: int, offset: int, body: RequestBody, *, last: bool) -> str:
@@ -206,12 +206,12 @@ class AzureDriver(Driver):
             return None
 
     async def uploads(self, prefix: str) -> Sequence[tuple[str, str, float]]:
-        """Send `List Blobs` with and without uncommitted ones, which can only be told by the difference."""
+        """Send `List Blobs` with and without uncommitted ones. Only the difference shows the unfinished uploads."""
         listed: list[dict[str, float]] = []
         for include in (
             "uncommittedblobs",
             "metadata",
-        ):  # in this order, so that a blob that is committed meanwhile is not in the difference
+        ):  # in this order, so that a blob committed meanwhile is not in the difference
             found: dict[str, float] = {}
             marker: str | None = ""
             while marker is not None:
@@ -220,7 +220,7 @@ class AzureDriver(Driver):
                     when = each.findtext("Properties/Last-Modified") or each.findtext("Properties/Creation-Time")
                     found[read_name(each)] = (
                         _parse_time(when) if when else float("inf")
-                    )  # of unknown age: Azure removes it
+                    )  # unknown age: Azure removes it
                 marker = page.findtext("NextMarker") or None
             listed.append(found)
         every, committed = listed
@@ -235,7 +235,7 @@ class AzureDriver(Driver):
                 raise
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Send `Delete Blob`, for its snapshots as well: else Azure refuses a blob that has any."""
+        """Send `Delete Blob` including its snapshots: Azure refuses to delete a blob that has any."""
         for key in keys:
             await self._delete_blob(key, {"x-ms-delete-snapshots": "include"}, {404})
 
@@ -256,7 +256,7 @@ class AzureDriver(Driver):
                 told = answer.headers
         if told.get("x-ms-copy-status", "success") != "success":
             why = told.get("x-ms-copy-status-description", "")
-            raise StorageError(f"{self._container}/{key}: was not copied: {why}")
+            raise StorageError(f"{self._container}/{key}: copy failed: {why}")
 
     def fault(self, error: Exception, url: URL) -> SnapshotError:
         """Translate by the status and Azure's code, or by the state of the connection."""
@@ -265,7 +265,7 @@ class AzureDriver(Driver):
         if isinstance(error, (ServiceRequestError, ServiceResponseError)):
             inner = error.inner_exception
             return connection_fault(inner, url) if isinstance(inner, Exception) else TransientError(f"{url}: {error}")
-        if isinstance(error, AzureError):  # from a credential; its long text says what to do
+        if isinstance(error, AzureError):  # from a credential; its long text has instructions
             status = error.status_code if isinstance(error, HttpResponseError) else None
             kind = TransientError if status is not None and (status >= 500 or status == 429) else StorageError
             return kind(f"{url}: {type(error).__name__}: {error}")
@@ -273,7 +273,7 @@ class AzureDriver(Driver):
 
 
 def _translate_refusal(error: Refusal, url: URL) -> SnapshotError:
-    """Translate a refusal. Leases, policies and archived blobs give a 409 or 412 that is not a conflict."""
+    """Translate a refusal. Leases, policies and archived blobs cause a 409 or 412 that is not a conflict."""
     said = f"{url}: {error}"
     if error.code in ("ContainerNotFound", "ContainerDisabled"):
         return StorageError(said)
@@ -294,14 +294,14 @@ class AzureStorage(ObjectStorage[AzureDriver]):
     known: Mapping[str, str] = {
         "account_name": "The storage account, if the URL does not name it (AZURE_STORAGE_ACCOUNT_NAME).",
         "account_key": "Its key (AZURE_STORAGE_ACCOUNT_KEY).",
-        "connection_string": "Account, key and address in one; goes first (AZURE_STORAGE_CONNECTION_STRING).",
+        "connection_string": "Account, key and address in one; takes precedence (AZURE_STORAGE_CONNECTION_STRING).",
         "sas_token": "A shared access signature (AZURE_STORAGE_SAS_TOKEN).",
-        "credential": "A credential of azure-identity or azure-core, closed by who made it; or an account key.",
+        "credential": "A credential of azure-identity or azure-core, closed by its creator; or an account key.",
         "client_id": "A service principal, with client_secret and tenant_id (AZURE_STORAGE_CLIENT_ID).",
         "client_secret": "The secret of the service principal (AZURE_STORAGE_CLIENT_SECRET).",
         "tenant_id": "The tenant of the service principal (AZURE_STORAGE_TENANT_ID).",
-        "anon": "Whether requests are not signed (AZURE_STORAGE_ANON); else, without any of these, all that "
-        "azure-identity's DefaultAzureCredential knows is tried.",
+        "anon": "Send unsigned requests (AZURE_STORAGE_ANON). Without any of these options, azure-identity's "
+        "DefaultAzureCredential is used.",
         "account_host": "Its host, if not `<account_name>.blob.core.windows.net`.",
     }
     secret = frozenset({"account_key", "connection_string", "sas_token", "credential", "client_secret"})
@@ -318,22 +318,22 @@ class AzureStorage(ObjectStorage[AzureDriver]):
             host, self.bucket = self.bucket, container
             found = _HOST.fullmatch(host)
             if not found or not container or ":" in container:
-                raise ValueError(f"{url}: is not like abfss://container@account.dfs.core.windows.net/run/step-1")
+                raise ValueError(f"{url}: must be like abfss://container@account.dfs.core.windows.net/run/step-1")
             if self._named not in (None, found[1]):
-                raise ValueError(f"{url}: names another account than account_name={self._named!r}")
+                raise ValueError(f"{url}: the account must be account_name={self._named!r}, got {found[1]!r}")
             self._named = self._given["account_name"] = found[1]
             self._given["account_host"] = self._given["account_host"] or f"{found[1]}.blob.{found[2]}"
         if not self._given["account_name"] and not self._given["connection_string"]:
             raise ValueError(
-                f"{url}: which account? Give storage_options account_name or connection_string, or set "
-                "AZURE_STORAGE_ACCOUNT_NAME, or say abfss://container@account.dfs.core.windows.net/..."
+                f"{url}: no account; pass storage_options account_name or connection_string, set "
+                "AZURE_STORAGE_ACCOUNT_NAME, or use abfss://container@account.dfs.core.windows.net/..."
             )
 
     def driver_limits(self) -> Limits:
         return LIMITS
 
     async def connect(self) -> AzureDriver:
-        """Make a session on this loop, and a client that signs."""
+        """Create a session on this loop, and a client that signs."""
         given = self._given
         credential, made = await asyncio.to_thread(self._credential)
         session = new_session({}, self.retry_policy, self.connections)
@@ -348,7 +348,9 @@ class AzureStorage(ObjectStorage[AzureDriver]):
             if given["connection_string"]:
                 service = BlobServiceClient.from_connection_string(given["connection_string"], **how)
                 if service.account_name != (self._named or service.account_name):
-                    raise ValueError(f"account {self._named}: the connection string is of {service.account_name}")
+                    raise ValueError(
+                        f"account must be {service.account_name} as in connection_string, got {self._named}"
+                    )
             else:
                 host = given["account_host"] or f"{given['account_name']}.blob.core.windows.net"
                 signature = f"?{given['sas_token'].lstrip('?')}" if given["sas_token"] and not credential else ""
@@ -359,7 +361,7 @@ class AzureStorage(ObjectStorage[AzureDriver]):
         return AzureDriver(service, session, self.bucket, made)
 
     def _credential(self) -> tuple[Any, Any]:
-        """Return the credential to sign with, and again if it was made here. It may read files: call it in a thread."""
+        """Return the credential to sign with, and again if created here. It may read files: call it in a thread."""
         given = self._given
         if given["connection_string"]:
             return None, None
@@ -369,7 +371,7 @@ class AzureStorage(ObjectStorage[AzureDriver]):
             return {"account_name": given["account_name"], "account_key": given["account_key"]}, None
         if given["sas_token"] or str(given["anon"]).lower() not in ("none", "false", "0", "f", ""):
             return None, None
-        from azure.identity import aio as identity  # it takes long to import
+        from azure.identity import aio as identity  # slow import
 
         made: Any
         if given["client_id"]:
@@ -379,7 +381,7 @@ class AzureStorage(ObjectStorage[AzureDriver]):
         return made, made
 
     def secrets(self) -> list[str]:
-        """Return also the secrets in the environment, in every form that the client may write."""
+        """Return the secrets, including those in the environment, in every form that the client may write."""
         return [*_secrets(self._given), *super().secrets()]
 
 

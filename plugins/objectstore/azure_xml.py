@@ -1,4 +1,4 @@
-"""Fields of Azure's responses in XML."""
+"""Parsing of Azure's XML responses."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def read_name(entry: ElementTree.Element) -> str:
     """Return the name of a blob or folder in a listing."""
     name = entry.find("Name")
     if name is None:
-        raise StorageError("the listing names no blobs: this is no Azure Blob Storage")
+        raise StorageError("the listing has no blob names; the server is not Azure Blob Storage")
     text = name.text or ""
     return unquote(text) if name.get("Encoded") == "true" else text
 
 
 def is_folder(entry: ElementTree.Element) -> bool:
-    """Return whether a blob in a listing stands for a folder."""
+    """Return True if a blob in a listing stands for a folder."""
     folder = entry.findtext("Metadata/hdi_isfolder") or entry.findtext("Metadata/Hdi_isfolder")
     return folder == "true" or entry.findtext("Properties/ResourceType") == "directory"

@@ -1,4 +1,4 @@
-"""A whole object in one request, under a condition whose answer may be lost."""
+"""Upload of a whole object in one request, under a condition whose response may be lost."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from snapshot.storage import Expect
 async def put_object(storage: ConnectedStorage[Any], path: str, body: RequestBody, expect: Expect) -> str:
     """Store an object; return its token.
 
-    A condition that is refused after an attempt without an answer may be refused due to our own success: so the object
-    is compared with the body.
+    A condition that fails after an attempt without a response may fail because that attempt succeeded. So the object is
+    compared with the body.
     """
     key, url = storage.key(path), storage.url.join(path)
 
@@ -28,7 +28,7 @@ async def put_object(storage: ConnectedStorage[Any], path: str, body: RequestBod
         except Exception as error:
             refused = error if isinstance(error, StorageError) else driver.fault(error, url)
             if isinstance(refused, StorageNotFoundError) and isinstance(expect, str):
-                refused = StorageConflictError(f"{url}: is gone ({refused})")
+                refused = StorageConflictError(f"{url}: is missing ({refused})")
             if isinstance(refused, StorageConflictError):
                 sink = BytesSink(url, body.nbytes)
                 if attempt.uncertain and (token := await _find_own(driver, key, body, sink)):
@@ -40,16 +40,16 @@ async def put_object(storage: ConnectedStorage[Any], path: str, body: RequestBod
 
 
 async def _find_own(driver: Driver, key: str, body: RequestBody, sink: BytesSink) -> str | None:
-    """Return the token of the object under a key if it holds this body's bytes."""
+    """Return the token of the object under a key if it has this body's bytes."""
     try:
         await driver.read(key, sink)
-    except Exception as error:  # an unreadable object is not ours, unless reading it may be tried again
+    except Exception as error:  # an unreadable object is foreign, unless the read may be retried
         fault = error if isinstance(error, StorageError) else driver.fault(error, sink.url)
         if isinstance(fault, (StorageNotFoundError, StorageConflictError)):
             return None
         if isinstance(fault, TransientError):
             raise
-        unknown = StorageError(f"{sink.url}: was written by us or by another, and cannot be looked at: {fault}")
+        unknown = StorageError(f"{sink.url}: written by this process or by another, and cannot be read: {fault}")
         unknown.uncertain = True
         raise unknown from error
     body.seek(0)

@@ -1,4 +1,4 @@
-"""How requests reach an object store: options, limits, a shared driver, retries, and errors without secrets."""
+"""Requests to an object store: options, limits, a shared driver, retries, and errors without secrets."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from snapshot.storage import URL, Context, Limits, Storage, check_path
 T = TypeVar("T")
 D = TypeVar("D", bound=Driver)
 _ENVIRONMENT = re.compile(r"(AWS|AZURE|GOOGLE|GCS|CLOUDSDK)_|\w+_proxy$", re.IGNORECASE)
-"""Environment variables that clients read when they are made."""
+"""Environment variables that clients read when they are created."""
 COMMON: Mapping[str, str] = {
-    "timeout": "Seconds without a byte moved, after which a request is made again (60).",
-    "deadline": "Seconds after which a request that keeps failing is given up (300).",
-    "part_bytes": "How many bytes go up, or come down, in one request.",
-    "concurrency": "How many requests for bulk bytes are under way at once.",
+    "timeout": "Seconds without a transferred byte, after which a request is retried (60).",
+    "deadline": "Seconds after which a failing request is no longer retried (300).",
+    "part_bytes": "Number of bytes in one upload or download request.",
+    "concurrency": "Number of concurrent requests for bulk bytes.",
 }
 
 
 class ConnectedStorage(Storage, Generic[D]):
-    """A storage whose requests go through a driver, made on first use and shared by storages that are alike."""
+    """A storage that sends requests through a driver, created on first use and shared by equal storages."""
 
     known: Mapping[str, str] = {}
-    """Options of the plugin, each with a sentence, besides those in `COMMON`."""
+    """Options of the plugin, each with a description, in addition to `COMMON`."""
     secret: frozenset[str] = frozenset()
     """Options whose values are hidden in errors."""
     takes_query = False
@@ -48,10 +48,10 @@ class ConnectedStorage(Storage, Generic[D]):
                 f"{', '.join(sorted([*self.known, *COMMON]))}"
             )
         if url.query and not self.takes_query:
-            raise ValueError(f"{url}: what a query would say is said with storage_options here")
+            raise ValueError(f"{url}: a query is not supported; pass storage_options")
         self.bucket, _, folder = url.apart()[1].partition("/")
         if not self.bucket:
-            raise ValueError(f"{url}: names no bucket, as in {url.scheme}://bucket/run/step-1")
+            raise ValueError(f"{url}: no bucket; expected e.g. {url.scheme}://bucket/run/step-1")
         try:
             self._root = f"{check_path(folder)}/" if folder else ""
         except ValueError as error:  # some clients would normalize the path
@@ -68,15 +68,15 @@ class ConnectedStorage(Storage, Generic[D]):
         size, at_once = self.options.get("part_bytes"), self.options.get("concurrency")
         for name, value in (("part_bytes", size), ("concurrency", at_once)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ValueError(f"{self.url}: {name}={value!r} is not a whole number")
+                raise ValueError(f"{self.url}: {name} must be an integer, got {value!r}")
         if size is not None:
             if not limits.smallest_part <= size <= limits.largest_part:
                 least, most = limits.smallest_part, limits.largest_part
-                raise ValueError(f"{self.url}: part_bytes={size!r} is not from {least} to {most}")
+                raise ValueError(f"{self.url}: part_bytes must be from {least} to {most}, got {size!r}")
             limits = replace(limits, preferred_part=int(size))
         if at_once is not None:
             if at_once < 1:
-                raise ValueError(f"{self.url}: concurrency={at_once!r} is less than 1")
+                raise ValueError(f"{self.url}: concurrency must be at least 1, got {at_once!r}")
             per_file = 1 if limits.in_order and limits.parts_per_file == 1 else int(at_once)
             limits = replace(limits, parallel_parts=int(at_once), parts_per_file=per_file)
         return limits
@@ -87,15 +87,15 @@ class ConnectedStorage(Storage, Generic[D]):
         return 2 * self.limits.parallel_parts + 64
 
     def driver_limits(self) -> Limits:
-        """Return the limits of the store's parts, which are known before there is a driver."""
+        """Return the limits of the store's parts, which are known before a driver exists."""
         raise NotImplementedError
 
     async def connect(self) -> D:
-        """Make a driver on the loop that will use it."""
+        """Return a new driver, created on the loop that will use it."""
         raise NotImplementedError
 
     async def driver(self) -> D:
-        """Return the driver, made at first use."""
+        """Return the driver, created on first use."""
         if self._driver is None:
             self._driver = asyncio.ensure_future(self._acquire_driver())
         making = self._driver
@@ -107,7 +107,7 @@ class ConnectedStorage(Storage, Generic[D]):
             raise
 
     async def _acquire_driver(self) -> tuple[D, Callable[[], Awaitable[object]]]:
-        """Return a driver, and the function that gives it back."""
+        """Return a driver, and the function that releases it."""
         clients = self.context.clients
         if clients is None:
             return await self._make_driver()
@@ -116,14 +116,14 @@ class ConnectedStorage(Storage, Generic[D]):
     async def _make_driver(self) -> tuple[D, Callable[[], Awaitable[object]]]:
         try:
             driver = await self.connect()
-        except Exception as error:  # noqa: BLE001 - every client has errors of its own
+        except Exception as error:  # noqa: BLE001 - every client has its own errors
             raised, cause = self.translate_error(error, self.url, None)
         else:
             return driver, partial(_close_driver, driver, self.options)
         raise raised from cause
 
     async def close(self) -> None:
-        """Give the driver back; it is closed if no other storage uses it."""
+        """Release the driver; it is closed if no other storage uses it."""
         making, self._driver = self._driver, None
         if making is None:
             return
@@ -143,9 +143,9 @@ class ConnectedStorage(Storage, Generic[D]):
         return self._root + check_path(path)
 
     def translate_error(self, error: Exception, url: URL, driver: D | None) -> tuple[Exception, Exception | None]:
-        """Return our error for a client's error, and its cause unless that shows a secret.
+        """Return this library's error for a client's error, and its cause unless that shows a secret.
 
-        Raise it outside of the `except`, which would keep the client's error as the context.
+        Raise the error outside of the `except`, which would keep the client's error as the context.
         """
         if isinstance(error, (SnapshotError, TimeoutError)):
             return error, error.__cause__ if isinstance(error.__cause__, Exception) else None
@@ -180,7 +180,7 @@ class ConnectedStorage(Storage, Generic[D]):
             driver = await self.driver()
             try:
                 return await request(driver, attempt)
-            except Exception as error:  # noqa: BLE001 - every client has errors of its own
+            except Exception as error:  # noqa: BLE001 - every client has its own errors
                 raised, cause = self.translate_error(error, url, driver)
             raise raised from cause
 
@@ -188,12 +188,12 @@ class ConnectedStorage(Storage, Generic[D]):
 
 
 async def _close_driver(driver: Driver, options: Mapping[str, Any]) -> None:
-    """Close a driver. Until then, keep the options alive: the key of a shared driver has addresses of their objects."""
+    """Close a driver. Keep the options alive until then: the key of a shared driver has addresses of their objects."""
     await driver.close()
 
 
 def _sharing_key(url: URL, options: Mapping[str, Any]) -> str:
-    """Return a key that is equal for equal options in an equal environment. It holds secrets: never show it."""
+    """Return a key that is equal for equal options in an equal environment. It has secrets: never show it."""
     around = {name: value for name, value in os.environ.items() if _ENVIRONMENT.match(name)}
     found = [url.apart()[0], sorted(options.items()), sorted(around.items())]
     return json.dumps(found, sort_keys=True, default=lambda value: f"{type(value).__qualname__} {id(value)}")

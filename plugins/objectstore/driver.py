@@ -1,4 +1,4 @@
-"""The requests of one kind of object store: what a new store has to implement."""
+"""Requests to one kind of object store: the interface of a new store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Page:
 
 
 class Driver(ABC):
-    """Requests to one kind of store: one request per method, without retries. Keys are whole, without the bucket.
+    """Requests to one kind of store: one request per method, without retries. Keys are complete, without the bucket.
 
     `fault` translates all errors of the methods.
     """
@@ -36,7 +36,7 @@ class Driver(ABC):
 
     @abstractmethod
     def fault(self, error: Exception, url: URL) -> SnapshotError:
-        """Return our error for a client's error: a `TransientError` if the request may be retried."""
+        """Return this library's error for a client's error: a TransientError if the request may be retried."""
 
     @abstractmethod
     async def head(self, key: str) -> FileStat:
@@ -63,7 +63,7 @@ class Driver(ABC):
         raise NotImplementedError
 
     async def complete(self, key: str, upload: str, parts: Mapping[int, str]) -> None:
-        """Make an object of the parts."""
+        """Join the parts into an object."""
         raise NotImplementedError
 
     async def abandon(self, key: str, upload: str) -> None:

@@ -1,4 +1,4 @@
-"""Google Cloud Storage. gcsfs finds the credentials, and the requests are made here.
+"""Google Cloud Storage. gcsfs finds the credentials; this module sends the requests.
 
 gcsfs has no conditions, copies the parts of uploads, and retries on its own.
 """
@@ -48,7 +48,7 @@ LIMITS = Limits(
 )
 """The parts of a file are uploaded in order, so several files are uploaded concurrently."""
 _TOKEN_SOURCES = {"google_default", "cache", "cloud", "anon", "browser"}
-"""Values of `token` that name a way to find one."""
+"""Values of `token` that name a method to find one."""
 _RECEIVED = re.compile(r"bytes=0-(\d+)")
 
 
@@ -67,7 +67,7 @@ class GcsDriver(Driver):
         await self._session.close()
 
     async def _headers(self, more: Mapping[str, str]) -> dict[str, str]:
-        """Return the headers with a fresh token. Renew a token in a thread, since that waits for a server."""
+        """Return the headers with a valid token. A token is renewed in a thread, since that waits for a server."""
         credentials = self._fs.credentials
         if credentials.credentials is not None and not credentials._credentials_valid(300):
             async with self._renewing:
@@ -102,7 +102,7 @@ class GcsDriver(Driver):
             yield answer
 
     def _expire_token(self) -> None:
-        """Make the next request renew the token, which was refused before it expired."""
+        """Expire the token, which was refused early, so that the next request renews it."""
         credentials = self._fs.credentials.credentials
         if getattr(credentials, "refresh_token", None) or hasattr(credentials, "service_account_email"):
             credentials.expiry = datetime(1970, 1, 1)  # without a zone, as in google-auth
@@ -182,7 +182,7 @@ class GcsDriver(Driver):
                 return "sent"
             if reached < offset:
                 raise StorageError(
-                    f"gs://{self._bucket}/{key}: the server has {reached} bytes of those before {offset}"
+                    f"gs://{self._bucket}/{key}: the server has only {reached} of the {offset} bytes before this part"
                 )
             done = reached - offset
         rest = body.after(done) if done else body
@@ -192,18 +192,18 @@ class GcsDriver(Driver):
             async with self._send("PUT", session, data=rest, headers=headers, good=[308]) as answer:
                 reached = await self._received_bytes(key, answer, int(size))
             if reached <= begin:
-                raise TransientError(f"gs://{self._bucket}/{key}: the server kept nothing of the part at byte {begin}")
+                raise TransientError(f"gs://{self._bucket}/{key}: the server stored nothing at offset {begin}")
             rest = rest.after(reached - begin)
         return "sent"
 
     async def _received_bytes(self, key: str, answer: aiohttp.ClientResponse, size: int) -> int:
-        """Return how many bytes the server has: all of them if the object exists."""
+        """Return the number of bytes that the server has: all of them if the object exists."""
         if answer.status >= 300:
             found = _RECEIVED.fullmatch(answer.headers.get("Range", ""))
             return int(found[1]) + 1 if found else 0
         made = int((await answer.json(content_type=None)).get("size", size))
         if made != size:
-            raise StorageError(f"gs://{self._bucket}/{key}: the server took byte {made} for the end of {size}")
+            raise StorageError(f"gs://{self._bucket}/{key}: the server stored {made} of {size} bytes")
         return size
 
     async def complete(self, key: str, upload: str, parts: Mapping[int, str]) -> None:
@@ -214,7 +214,7 @@ class GcsDriver(Driver):
         _, _, session = upload.partition(" ")
         try:
             async with self._send("DELETE", session, headers={"Content-Length": "0"}, good=[404, 410, 499]) as answer:
-                if answer.status == 499:  # it was cancelled
+                if answer.status == 499:  # the upload was cancelled
                     return
         except StatusError as error:
             if error.status >= 500:
@@ -251,7 +251,7 @@ class GcsDriver(Driver):
         return status_fault(error, url)
 
     def _cannot_renew(self) -> bool:
-        """Return whether the token cannot be renewed."""
+        """Return True if the token cannot be renewed."""
         credentials = self._fs.credentials.credentials
         return not (getattr(credentials, "refresh_token", None) or hasattr(credentials, "service_account_email"))
 
@@ -274,25 +274,25 @@ class GcsStorage(ObjectStorage[GcsDriver]):
 
     known: Mapping[str, str] = {
         "token": "`google_default`, `cloud`, `anon`, a file of credentials, or credentials; without it, all are tried.",
-        "project": "The project that pays, where the requester pays.",
+        "project": "The project that pays, if the requester pays.",
         "access": "`full_control` (the default), `read_write` or `read_only`.",
-        "endpoint_url": "Where a server lies that is not Google's.",
-        "requester_pays": "Whether the project pays for requests to somebody else's bucket.",
-        "session_kwargs": "What gcsfs's own session is made with, while it looks for credentials.",
-        "proxy": "URL of a proxy; without it, what the environment says.",
+        "endpoint_url": "URL of a server that is not Google's.",
+        "requester_pays": "Let the project pay for requests to another owner's bucket.",
+        "session_kwargs": "Arguments of gcsfs's own session, which it uses to find credentials.",
+        "proxy": "URL of a proxy; default: from the environment.",
     }
 
     def driver_limits(self) -> Limits:
         return LIMITS
 
     def secrets(self) -> list[str]:
-        """Return also the token, unless it is a file or the name of a way to find one."""
+        """Return the secrets, including the token unless it is a file or the name of a method to find one."""
         token = self.options.get("token")
         shown = not isinstance(token, str) or token in _TOKEN_SOURCES or os.path.exists(token)
         return [*([] if shown else [str(token)]), *super().secrets()]
 
     async def connect(self) -> GcsDriver:
-        """Make a session on this loop. Credentials are found in a thread, since that may wait for servers."""
+        """Create a session on this loop. Credentials are found in a thread, since that may wait for servers."""
         given = {name: value for name, value in self.options.items() if name in self.known and name != "proxy"}
 
         def make() -> GCSFileSystem:

@@ -17,16 +17,16 @@ from snapshot.plugins.objectstore.driver import Driver
 from snapshot.storage import ANYTHING, Buffer, FileWriter
 
 LAST_WORDS = 10.0
-"""Maximum seconds of cleaning up after a failure, since the caller waits for the error."""
+"""Maximum seconds to clean up after a failure, since the caller waits for the error."""
 
 
 async def abandon_upload(key: str, upload: str, driver: Driver, _: Attempt) -> None:
-    """Abort an upload, as a request for `send_request`."""
+    """Abort an upload; to be passed to `send_request`."""
     await driver.abandon(key, upload)
 
 
 class ObjectWriter(FileWriter):
-    """Writer that uploads a file in one request if one write holds all of it, and else in parts."""
+    """Writer that uploads a file in one request if one write has all of it, and otherwise in parts."""
 
     def __init__(self, storage: ConnectedStorage[Any], path: str, key: str, size: int) -> None:
         self._storage = storage
@@ -36,7 +36,7 @@ class ObjectWriter(FileWriter):
         self._url = storage.url.join(path)
         limits = storage.limits
         self._part_length = max(limits.smallest_part, -(-size // limits.most_parts), 1)
-        """Length of a part, by which offsets are numbered. The first write sets it."""
+        """Length of a part, from which offsets are numbered. The first write sets it."""
         self._upload: asyncio.Task[str] | None = None
         self._parts: dict[int, str] = {}
         self._written: dict[int, int] = {}
@@ -46,7 +46,7 @@ class ObjectWriter(FileWriter):
         """Upload a part in one request."""
         body, path, key = RequestBody(buffers), self._path, self._key
         if self._over:
-            raise ValueError(f"{self._url}: was finished or aborted already")
+            raise ValueError(f"{self._url}: already finished or aborted")
         end = offset + body.nbytes
         if offset < 0 or end > self._size:
             raise StorageError(f"{self._url}: bytes {offset}-{end} do not fit a file of {self._size}")
@@ -60,7 +60,7 @@ class ObjectWriter(FileWriter):
             self._part_length = body.nbytes
         number = offset // self._part_length + 1
         if number in self._parts or self._written.get(offset, body.nbytes) != body.nbytes:
-            raise StorageError(f"{self._url}: the parts of a file must be equally long, but for the last one")
+            raise StorageError(f"{self._url}: all parts of a file but the last must have one length")
         self._written[offset] = body.nbytes
         self._parts[number] = ""
         upload = await self._upload_name()
@@ -84,7 +84,7 @@ class ObjectWriter(FileWriter):
     async def finish(self) -> None:
         """Complete the upload."""
         if self._over:
-            raise ValueError(f"{self._url}: was finished or aborted already")
+            raise ValueError(f"{self._url}: already finished or aborted")
         if not self._size:
             await self._storage.put(self._path, b"")
         elif not self._whole:
@@ -99,7 +99,7 @@ class ObjectWriter(FileWriter):
         self._over = True
 
     async def _complete(self, driver: Driver, attempt: Attempt) -> None:
-        """Complete the upload. If it does not exist after an attempt without a response, look at the object."""
+        """Complete the upload. If it does not exist after an attempt without a response, check the object."""
         upload = await self._upload_name()
         try:
             await driver.complete(self._key, upload, dict(sorted(self._parts.items())))
@@ -111,7 +111,7 @@ class ObjectWriter(FileWriter):
                 raise
 
     async def abort(self) -> None:
-        """Abort the upload, or delete the file if it was uploaded whole."""
+        """Abort the upload, or delete the file if it was uploaded in one request."""
         if self._over:
             return
         self._over = True

@@ -1,4 +1,4 @@
-"""Files in an object store, over a driver: ranges and their lengths, listings, deletions, and unfinished uploads."""
+"""Files in an object store, through a driver: ranges and their lengths, listings, deletions, unfinished uploads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AT_ONCE = 16
 
 
 class ObjectStorage(ConnectedStorage[D]):
-    """Base of storages in object stores: a driver makes the requests, and this class does the rest."""
+    """Base of storages in object stores. Subclasses provide a driver for the requests."""
 
     capabilities = Capabilities(server_side_copy=True)
 
@@ -40,7 +40,7 @@ class ObjectStorage(ConnectedStorage[D]):
         await self.send_request(name, path, once)
 
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
-        """Read a range in one request, into the buffers as it arrives."""
+        """Read a range in one request, directly into the buffers."""
         sink = BufferSink(self.url.join(path), offset, buffers, token)
         if sink.end == offset:
             await self.stat(path)

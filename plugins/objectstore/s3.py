@@ -36,7 +36,7 @@ _PROCESS = os.getpid()
 
 
 class _Session(AIOHTTPSession):  # type: ignore[misc]  # it has no types
-    """Connections with a large read buffer and without retries of their own."""
+    """Connections with a large read buffer and without retries."""
 
     async def _get_session(self, proxy_url: str | None) -> aiohttp.ClientSession:
         session = without_resending(await super()._get_session(proxy_url))
@@ -48,24 +48,24 @@ class S3Storage(ObjectStorage[S3Driver]):
     """Files below `s3://bucket/prefix`."""
 
     known: Mapping[str, str] = {
-        "engine": "What reads bulk bytes: `obstore`, or `s3fs` (its client); else obstore, if installed.",
-        "key": "Access key; without it, what the environment, a profile or the machine says.",
+        "engine": "Reader of bulk bytes: `obstore`, or `s3fs` (its client). Default: obstore, if installed.",
+        "key": "Access key. Default: from the environment, a profile or the machine.",
         "secret": "Secret key.",
         "token": "Session token.",
-        "anon": "Whether requests are not signed.",
+        "anon": "Send unsigned requests.",
         "profile": "Name of a profile of the AWS configuration.",
-        "endpoint_url": "Where a server lies that is not Amazon's.",
-        "client_kwargs": "What the client is made with, as `region_name` and `verify`.",
-        "config_kwargs": "The client's configuration, as `s3={'addressing_style': 'path'}` and `proxies`.",
-        "s3_additional_kwargs": "What is added to requests, as `ServerSideEncryption`, `SSEKMSKeyId`, `StorageClass`.",
-        "requester_pays": "Whether you pay for requests to somebody else's bucket.",
-        "checksum": "Whether servers are given a checksum of what they are to store (True).",
+        "endpoint_url": "URL of a server that is not Amazon's.",
+        "client_kwargs": "Arguments of the client, such as `region_name` and `verify`.",
+        "config_kwargs": "The client's configuration, such as `s3={'addressing_style': 'path'}` and `proxies`.",
+        "s3_additional_kwargs": "Extra request arguments: `ServerSideEncryption`, `SSEKMSKeyId`, `StorageClass`, ...",
+        "requester_pays": "Pay for requests to another owner's bucket.",
+        "checksum": "Send a checksum of uploaded bytes to the server (True).",
     }
     secret = frozenset({"secret", "token"})
 
     @property
     def reads_by_obstore(self) -> bool:
-        """Whether obstore reads bulk bytes: by default if it is installed and supports all options."""
+        """True if obstore reads bulk bytes: by default if it is installed and supports all options."""
         if os.getpid() != _PROCESS:  # obstore's threads do not survive a fork, and it would wait for them
             return False
         engine = self.options.get("engine")
@@ -74,22 +74,22 @@ class S3Storage(ObjectStorage[S3Driver]):
         )
 
     async def create(self, path: str, size: int) -> FileWriter:
-        """Begin a file. Warn if obstore is asked to upload, which it no longer does."""
+        """Begin a file. Warn if `engine` requests uploads by obstore, which now only reads."""
         if self.options.get("engine") == "obstore":
             warnings.warn(
-                f"{self.url}: engine='obstore' only reads, and s3fs's client uploads; leave the engine out",
+                f"{self.url}: engine='obstore' only reads, and s3fs's client uploads; remove the option engine",
                 FutureWarning,
                 stacklevel=2,
             )
         return await super().create(path, size)
 
     def _only_s3fs(self) -> bool:
-        """Return whether an option is given that only s3fs's client supports."""
+        """Return True if an option is given that only s3fs's client supports."""
         asked = {**(self.options.get("client_kwargs") or {}), **(self.options.get("config_kwargs") or {})}
         return bool(self.options.get("s3_additional_kwargs") or {"verify", "proxies", "client_cert"} & asked.keys())
 
     def secrets(self) -> list[str]:
-        """Return also encryption keys and passwords of proxies."""
+        """Return the secrets, including encryption keys and passwords of proxies."""
         added = self.options.get("s3_additional_kwargs") or {}
         proxies = (self.options.get("config_kwargs") or {}).get("proxies") or {}
         keys = [str(value) for name, value in added.items() if "CustomerKey" in name]
@@ -98,19 +98,19 @@ class S3Storage(ObjectStorage[S3Driver]):
     def driver_limits(self) -> Limits:
         for name in ("client_kwargs", "config_kwargs", "s3_additional_kwargs"):
             if not isinstance(self.options.get(name) or {}, Mapping):
-                raise ValueError(f"{self.url}: {name}={self.options[name]!r} is no dictionary")
+                raise ValueError(f"{self.url}: {name} must be a dict, got {self.options[name]!r}")
         engine = self.options.get("engine")
         if engine not in (None, "s3fs", "obstore"):
-            raise ValueError(f"{self.url}: engine={engine!r} is neither 's3fs' nor 'obstore'")
+            raise ValueError(f"{self.url}: engine must be 's3fs' or 'obstore', got {engine!r}")
         if engine == "obstore" and self._only_s3fs():
             raise ValueError(
-                f"{self.url}: s3_additional_kwargs, verify, proxies and client_cert are for s3fs's client, and "
-                "engine='obstore' would do without them; leave the engine out"
+                f"{self.url}: s3_additional_kwargs, verify, proxies and client_cert need s3fs's client, "
+                "since engine='obstore' would ignore them; remove the option engine"
             )
         return LIMITS
 
     async def connect(self) -> S3Driver:
-        """Make a client on this loop, without retries of its own."""
+        """Create a client on this loop, without retries."""
         given = {name: self.options[name] for name in self.known if self.options.get(name) is not None}
         for ours in ("checksum", "engine"):
             given.pop(ours, None)
@@ -121,13 +121,13 @@ class S3Storage(ObjectStorage[S3Driver]):
         config = given.get("config_kwargs", {})
         given["config_kwargs"] = {
             "connect_timeout": min(self.retry_policy.timeout, self.retry_policy.deadline),
-            "read_timeout": None,  # `retry_request` times each attempt, from its last progress
+            "read_timeout": None,  # `retry_request` times each attempt from its last progress
             "max_pool_connections": self.connections,
             "http_session_cls": _Session,
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
             **config,
-            # A body with a CRC-32 needs no SHA-256 in the signature, which would take longer than sending it.
+            # A body with a CRC-32 needs no SHA-256 in the signature, which would take longer than the upload.
             "s3": {**({"payload_signing_enabled": False} if checksum else {}), **config.get("s3", {})},
             "retries": {"total_max_attempts": 1, "mode": "standard"},
         }
@@ -151,7 +151,7 @@ class S3Storage(ObjectStorage[S3Driver]):
 
 @functools.cache
 def _loader() -> Any:
-    """Return the description of S3's requests, which takes 0.1 s to parse and is the same for all clients."""
+    """Return the schema of S3's requests, which takes 0.1 s to parse and is shared by all clients."""
     return AioSession().get_component("data_loader")
 
 

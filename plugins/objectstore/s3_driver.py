@@ -51,19 +51,19 @@ class S3Driver(Driver):
         self._checksum = checksum
 
     async def _call(self, name: str, **arguments: Any) -> Any:
-        """Call the client, with the user's additions for such calls: encryption, requester pays."""
+        """Call the client, with the user's additional arguments, such as encryption or requester pays."""
         method = getattr(self._client, name)
         return await method(**self._fs._get_s3_method_kwargs(method, Bucket=self._bucket, **arguments))
 
     async def close(self) -> None:
-        """Close the client that s3fs made."""
+        """Close the client that s3fs created."""
         creator, self._fs._s3 = self._fs._s3creator, None
         await creator.__aexit__(None, None, None)
 
     async def head(self, key: str) -> FileStat:
-        """Send `HeadObject`. Its errors have no body: ask for the reason by a `GetObject`.
+        """Send `HeadObject`. Its errors have no body, so get the reason with a `GetObject`.
 
-        A bucket that does not exist must not look like a key that does not.
+        A missing bucket must not look like a missing key.
         """
         try:
             found = await self._call("head_object", Key=key)
@@ -98,7 +98,7 @@ class S3Driver(Driver):
         )
 
     async def _compute_checksum(self, body: RequestBody) -> dict[str, str]:
-        """Return the checksum by which the server verifies a body."""
+        """Return the checksum for the server to verify a body."""
         if not self._checksum:
             return {}
 
@@ -177,7 +177,7 @@ class S3Driver(Driver):
         if isinstance(error, (failures.SSLError, failures.ProxyConnectionError)) or is_unknown_host(error):
             return StorageError(f"{url}: {error}")
         if isinstance(error, RecursionError):  # endless redirects
-            return StorageError(f"{url}: was redirected too often; is the region or the endpoint the right one?")
+            return StorageError(f"{url}: too many redirects; check the region and the endpoint")
         if type(error) is failures.HTTPClientError:  # it may wrap a broken connection
             error = getattr(error, "kwargs", {}).get("error") or error
         passing = (
@@ -213,13 +213,13 @@ class S3Driver(Driver):
         if status == 416:
             return past_end_error(url)
         if status == 403 and code in ("AccessDenied", "403") and error.operation_name in ("HeadObject", "GetObject"):
-            said += "; S3 says the same of a missing key to those who may not list the bucket (s3:ListBucket)"
+            said += "; S3 also reports a missing key this way without permission to list the bucket (s3:ListBucket)"
         if status in (301, 307):
-            said += "; the bucket is in another region: give client_kwargs={'region_name': ...}"
+            said += "; the bucket is in another region; pass client_kwargs={'region_name': ...}"
         return StorageError(said)
 
     def _renew_credentials(self) -> bool:
-        """Make the next request renew the credentials; return whether they can be renewed."""
+        """Make the next request renew the credentials. Return True if they can be renewed."""
         credentials = getattr(self._client._request_signer, "_credentials", None)
         if credentials is None or not hasattr(credentials, "_expiry_time"):
             return False

@@ -1,6 +1,6 @@
 """Bulk reads from S3 by obstore, whose threads receive in parallel.
 
-The client that s3fs makes sends all other requests, and provides the credentials.
+The client that s3fs creates sends all other requests, and provides the credentials.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ObstoreDriver(S3Driver):
         self.store = make_store()
 
     def _renew_credentials(self) -> bool:
-        """Renew the credentials, and make a new store, since obstore keeps them until they expire."""
+        """Renew the credentials, and create a new store, since obstore keeps credentials until they expire."""
         if not super()._renew_credentials():
             return False
         self.store = self._make_store()
@@ -54,7 +54,7 @@ class ObstoreDriver(S3Driver):
             sink.take(chunk)
 
     def fault(self, error: Exception, url: URL) -> SnapshotError:  # noqa: PLR0911 - one for each meaning
-        """Translate by the text of an error, the only place where obstore tells the status."""
+        """Translate by the text of an error, the only place where obstore reports the status."""
         if not isinstance(error, (BaseError, FileNotFoundError, PermissionError)):
             return super().fault(error, url)
         said = str(error).partition("\n\nDebug source")[0].replace("\n", " ")
@@ -78,7 +78,7 @@ class ObstoreDriver(S3Driver):
 def make_store(
     client: Any, bucket: str, retry_policy: RetryPolicy, options: Mapping[str, Any], *, anonymous: bool
 ) -> S3Store:
-    """Make obstore's store with the client's endpoint and credentials, and without retries of its own."""
+    """Return obstore's store with the client's endpoint and credentials, and without retries."""
     endpoint = urlsplit(client.meta.endpoint_url)  # from the options, the environment or a profile
     region = client.meta.region_name or "us-east-1"
     style = ((options.get("config_kwargs") or {}).get("s3") or {}).get("addressing_style")
@@ -111,7 +111,7 @@ def make_store(
         config=config,  # type: ignore[arg-type]
         client_options={
             "allow_http": True,
-            # It would count from the start of a request: `retry_request` times each attempt from its last progress.
+            # This would count from the start of a request: `retry_request` times each attempt from its last progress.
             "timeout": timedelta(days=1),
             "connect_timeout": timedelta(seconds=min(retry_policy.timeout, retry_policy.deadline)),
         },

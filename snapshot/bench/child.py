@@ -1,9 +1,9 @@
-"""The child process of `snapshot bench`: one system, one case, one operation, as many repetitions as it is asked for.
+"""Child process of `snapshot bench`: one system, one case, one operation, and any number of repetitions.
 
-Each system is measured in a process of its own, so that none inherits another's warm allocator, threads or leaks. It
-lives through all rounds, so that rounds of different systems can follow each other while the machine is in one mood.
-It is spoken to in lines of JSON: its first argument says what it is, then each line on its input asks for one
-repetition, and each line of its answer goes to what was its standard output, which nothing else can print to.
+Each system is measured in its own process, so that none inherits another's warm allocator, threads or leaks. The
+process serves all rounds, so that rounds of different systems can alternate under equal conditions. The protocol uses
+lines of JSON: the first argument describes the task, and each input line requests one repetition. Each response is
+written to the original standard output, which nothing else can print to.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from snapshot.url import URL
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a child is asked to measure."""
+    """Task of a child."""
 
     system: str
     case: str
     scale: float
     operation: str
     where: str
-    """An absolute path or a URL, below which this child may make and remove what it likes."""
+    """Absolute path or URL below which this child may create and remove files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """What one repetition took."""
+    """Measurements of one repetition."""
 
     seconds: float
     cpu_seconds: float
     peak_extra_bytes: int | None
-    """How far the resident memory rose above where it stood; None where the kernel does not say."""
+    """Rise of the resident memory; None if the kernel does not report it."""
 
 
 class Worker:
@@ -68,7 +68,7 @@ class Worker:
             self.system.save(self.saved)
 
     def describe(self) -> dict[str, Any]:
-        """Return what the parent needs to know before the first repetition."""
+        """Return the values that the parent needs before the first repetition."""
         return {
             "rows": list(self.ways),
             "bytes": self.payload.nbytes(),
@@ -77,7 +77,7 @@ class Worker:
         }
 
     def repeat(self, row: str, check: bool) -> Repetition:
-        """Do the operation once. Making room, dropping caches, waiting and removing are not timed."""
+        """Run the operation once. Freeing space, dropping caches, waiting and removing are not timed."""
         where = self.saved if self.reads else self._fresh()
         if self.task.operation == "cold":
             drop(Path(where))
@@ -100,12 +100,12 @@ class Worker:
         return Repetition(seconds, cpu, None if peak is None or before is None else max(0, peak - before))
 
     def _settle(self, wait: Wait) -> None:
-        """Wait for the rest of an asynchronous save: it is not timed, but its memory and CPU count."""
+        """Wait for the rest of an asynchronous save: its memory and CPU count, but not its time."""
         wait()
 
     def _check(self, row: str) -> None:
         if self.payload.digest() != self.digest:
-            raise RuntimeError(f"{row} did not bring back what was saved")
+            raise RuntimeError(f"{row} restored other bytes than those saved")
 
     def _fresh(self) -> str:
         self.count += 1
@@ -123,7 +123,7 @@ class Worker:
 
 
 def reset_peak() -> int | None:
-    """Let the kernel's high-water mark of resident memory begin anew; where it stands."""
+    """Reset the kernel's high-water mark of resident memory. Return the current value."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -132,7 +132,7 @@ def reset_peak() -> int | None:
 
 
 def status(name: str) -> int | None:
-    """Return a line of what the kernel says of this process, in bytes."""
+    """Return a value from this process's status file, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10
@@ -140,14 +140,14 @@ def status(name: str) -> int | None:
 
 
 def _answers() -> int:
-    """Return a descriptor for answers; whatever libraries print goes to the standard error from now on."""
+    """Return a descriptor for responses, and redirect standard output (of libraries) to standard error."""
     answers = os.dup(1)
     os.dup2(2, 1)
     return answers
 
 
 def _safely(answers: int, work: Any) -> bool:
-    """Send what `work` returns, or the reason why it failed: the child of a peer that fails must not end the run."""
+    """Send the result of `work`, or its error: a failing peer must not end the run."""
     try:
         reply: Mapping[str, Any] = work()
     except Exception as error:  # noqa: BLE001  (any exception of any peer is a line in the report)
@@ -158,8 +158,8 @@ def _safely(answers: int, work: Any) -> bool:
 
 
 def main() -> None:
-    """Serve the parent until it closes our input."""
-    warnings.simplefilter("ignore")  # peers warn about themselves, and nobody reads it here
+    """Serve the parent until it closes the input."""
+    warnings.simplefilter("ignore")  # warnings of peers are not shown
     answers = _answers()
     task = Task(**json.loads(sys.argv[1]))
     made: list[Worker] = []

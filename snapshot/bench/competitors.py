@@ -1,7 +1,7 @@
-"""Who is measured: ours, the raw baselines, and what else people save PyTorch state with.
+"""Measured systems: this library, the raw baselines, and other libraries for saving PyTorch state.
 
-Every system restores into the same live tensors. Where a peer only hands out new tensors, they are copied into the live
-ones with `copy_`, since that is what a user of it must do; nothing that its `load_state_dict` might add is counted.
+Every system restores into the same live tensors. If a peer returns new tensors, they are copied into the live ones with
+`copy_`, as its user must do. Additional costs of its `load_state_dict` are not counted.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from snapshot.storage_options import options_from_environment
 
 Wait = Callable[[], object]
 Way = Callable[[str], Wait | None]
-"""One way to do an operation at a place. For `async` it returns what waits for the end."""
+"""One way to run an operation at a place. For `async` it returns the function that waits for the end."""
 
 
 class Competitor(ABC):
-    """Something that saves a state to a fresh place, and brings it back into the tensors that it came from."""
+    """System that saves a state to a new place, and restores it into the original tensors."""
 
     kind: ClassVar[str] = "peer"
     module: ClassVar[str] = "torch"
-    """What must be importable."""
+    """Module that must be importable."""
     in_background: ClassVar[bool] = False
-    """Whether it has an asynchronous save."""
+    """True if the system has an asynchronous save."""
 
     def __init__(self, payload: Payload) -> None:
         self.payload = payload
@@ -49,10 +49,10 @@ class Competitor(ABC):
     def load(self, where: str) -> None: ...
 
     def start(self, where: str) -> Wait:
-        raise NotImplementedError(f"{type(self).__name__} saves nothing in the background: {where}")
+        raise NotImplementedError(f"{type(self).__name__} has no asynchronous save: {where}")
 
     def ways(self, operation: str) -> dict[str, Way]:
-        """Return the rows of the table that this system fills: none where it lacks an operation."""
+        """Return this system's rows of the table; empty if it lacks the operation."""
         name = next(name for name, kind in SYSTEMS.items() if kind is type(self))
         table: dict[str, Way] = {
             "take": self.save,
@@ -102,7 +102,7 @@ class Ours(Competitor):
 
 
 class Raw(Competitor):
-    """Nothing but system calls: see `bench_raw`."""
+    """System calls only: see `raw_io`."""
 
     kind = "raw"
 
@@ -154,7 +154,7 @@ class Raw(Competitor):
 
 
 class Json(Ours):
-    """The bar for opening a manifest: its file read, and parsed by the standard library into plain values."""
+    """Baseline for opening a manifest: its file read, and parsed by the standard library into plain values."""
 
     kind = "raw"
 
@@ -166,7 +166,7 @@ class Json(Ours):
 
 
 class TorchSave(Competitor):
-    """`torch.save`, and `torch.load` of a mapped file, which is its fastest way."""
+    """`torch.save`, and `torch.load` of a memory-mapped file, its fastest mode."""
 
     def save(self, where: str, durable: bool = False) -> None:
         file = _made(where) / "state.pt"
@@ -181,7 +181,7 @@ class TorchSave(Competitor):
 
 
 class SafeTensors(Competitor):
-    """The safetensors library, with a flat dict of tensors: numbers and strings are left out."""
+    """The safetensors library with a flat dict of tensors, without numbers and strings."""
 
     module = "safetensors"
 
@@ -202,7 +202,7 @@ class SafeTensors(Competitor):
 
 
 class DCP(Competitor):
-    """`torch.distributed.checkpoint` in one process. It loads into the tensors that it is given, as ours does."""
+    """`torch.distributed.checkpoint` in one process. It loads into the given tensors, like this library."""
 
     in_background = True
 
@@ -225,7 +225,7 @@ class DCP(Competitor):
 
 
 class TorchSnapshot(Competitor):
-    """torchsnapshot, which syncs nothing: for a durable save its files are synced as a user would."""
+    """torchsnapshot. It never syncs, so for a durable save its files are synced as a user would."""
 
     module = "torchsnapshot"
     in_background = True
@@ -265,12 +265,12 @@ PEERS = tuple(name for name, kind in SYSTEMS.items() if kind.kind == "peer")
 
 
 def installed(name: str) -> bool:
-    """Whether the package that a system needs can be imported."""
+    """Return True if the package of a system can be imported."""
     return importlib.util.find_spec(SYSTEMS[name].module) is not None
 
 
 def sync_tree(where: str) -> None:
-    """Sync all files of a folder, and their names: what a saver that does not leaves to its user."""
+    """Sync all files and folders of a tree, as the user of a saver without sync must do."""
     for folder, _, names in os.walk(where):
         for name in names:
             with open(Path(folder) / name, "rb") as file:
@@ -281,13 +281,13 @@ def sync_tree(where: str) -> None:
 def _made(where: str) -> Path:
     folder = Path(where)
     if not folder.is_absolute():  # `Path` reads "file:///x" as a folder "file:" of the current one
-        raise ValueError(f"{where!r} is no absolute path")
+        raise ValueError(f"path must be absolute, got {where!r}")
     folder.mkdir()
     return folder
 
 
 def _copy_nested(live: Any, loaded: Any) -> None:
-    """Copy all tensors of a nest of dicts into those of another; what else there is costs nothing, and is left."""
+    """Copy all tensors of nested dicts into those of another. Other values are skipped: they cost nothing."""
     for key, value in live.items():
         if isinstance(value, torch.Tensor):
             value.detach().copy_(loaded[key])

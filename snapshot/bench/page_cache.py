@@ -1,4 +1,4 @@
-"""Make files cold: a read from a device can only be measured when the page cache does not answer it."""
+"""Removal of files from the page cache, so that a read measures the device."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 
 
 class StaysCached(Exception):
-    """Raised when files cannot be made cold."""
+    """Files cannot be dropped from the page cache."""
 
 
 def drop(folder: Path) -> None:
-    """Drop all files below `folder` from the page cache, and look whether they are gone.
+    """Drop all files below `folder` from the page cache, and check the result.
 
-    Only these files are asked for; the whole machine's cache is dropped only where that did not help, and root runs us.
-    Raises `StaysCached` where they stay: on tmpfs the page cache is the storage.
+    Only these files are dropped. If that fails, and this process runs as root, the whole machine's cache is dropped.
+    Raises StaysCached if the files stay cached: on tmpfs the page cache is the storage.
     """
     files = [file for file in folder.rglob("*") if file.is_file()]
     for file in files:
         fd = os.open(file, os.O_RDONLY)
         try:
-            os.fsync(fd)  # a page that is not yet written cannot be dropped
+            os.fsync(fd)  # a dirty page cannot be dropped
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
@@ -30,11 +30,11 @@ def drop(folder: Path) -> None:
         Path("/proc/sys/vm/drop_caches").write_text("1")
     share = _resident(files)
     if share > 0.01:
-        raise StaysCached(f"the page cache keeps {share:.0%} of the files: nothing cold to measure here")
+        raise StaysCached(f"cannot measure cold reads: the page cache keeps {share:.0%} of the files")
 
 
 def _resident(files: list[Path]) -> float:
-    """Return the share of the files' pages that is in memory, as mincore(2) says."""
+    """Return the share of the files' pages in memory, according to mincore(2)."""
     held = total = 0
     for file in files:
         size = file.stat().st_size
@@ -43,7 +43,7 @@ def _resident(files: list[Path]) -> float:
         pages = -(-size // mmap.PAGESIZE)
         with open(file, "rb") as opened, mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_COPY) as mapped:
             flags = (ctypes.c_ubyte * pages)()
-            first = ctypes.c_char.from_buffer(mapped)  # the mapping must be writable for this: hence the private copy
+            first = ctypes.c_char.from_buffer(mapped)  # this needs a writable mapping, so it is a private copy
             failed = _libc.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), flags)
             del first
         if failed:

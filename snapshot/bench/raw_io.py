@@ -1,7 +1,7 @@
-"""The bars that `snapshot bench` measures against: the same bytes, moved by nothing but system calls.
+"""Baselines of `snapshot bench`: the same bytes, moved by system calls only.
 
-Each way does what any Python program must: it makes a view of every tensor, opens files, moves the bytes, closes. None
-records names, shapes or digests, and none can tell damage. What a way leaves out is said where it is defined.
+Each baseline does the minimum of any Python program: create a view of every tensor, open files, move the bytes, close.
+None records names, shapes or digests, and none can detect damage. Each definition says what else it leaves out.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Call = Callable[[int, Any, int], int]
 """`os.preadv` or `os.pwritev`."""
 
 MOST_BUFFERS = 1024
-"""IOV_MAX of Linux: one vectored call takes no more buffers."""
+"""IOV_MAX of Linux: maximum number of buffers in one vectored call."""
 MOST_BYTES = 1 << 30
-"""One call moves less than 2 GiB; a longer list of buffers is cut below that."""
+"""Maximum bytes per call, which must be less than 2 GiB. Longer lists of buffers are split."""
 DIRECT_BUFFER = 8 << 20
 PAGE = 4096
 
 
 def views(tensors: Sequence[torch.Tensor]) -> list[Bytes]:
-    """Each tensor's own memory as bytes."""
+    """Return each tensor's own memory as bytes."""
     return [tensor.detach().numpy().reshape(-1).view(np.uint8) for tensor in tensors]
 
 
 def cut(buffers: Sequence[Bytes], lanes: int) -> list[tuple[int, list[Bytes]]]:
-    """Return the buffers in `lanes` runs of equal length, each with its offset in the whole; long buffers are cut."""
+    """Return the buffers in `lanes` runs of equal length, with their offsets. Long buffers are split."""
     total = sum(buffer.nbytes for buffer in buffers)
     share = -(-total // lanes)
     runs: list[tuple[int, list[Bytes]]] = [(0, [])]
@@ -56,7 +56,7 @@ def cut(buffers: Sequence[Bytes], lanes: int) -> list[tuple[int, list[Bytes]]]:
 
 
 def batches(buffers: Sequence[Bytes]) -> Iterator[list[Bytes]]:
-    """Yield the buffers in runs that one vectored call takes."""
+    """Yield the buffers in batches for one vectored call each."""
     batch: list[Bytes] = []
     nbytes = 0
     for buffer in buffers:
@@ -72,7 +72,7 @@ def batches(buffers: Sequence[Bytes]) -> Iterator[list[Bytes]]:
 
 
 def write_streams(tensors: Sequence[torch.Tensor], folder: Path, durable: bool, lanes: int) -> None:
-    """Write the tensors' own memory with vectored calls; each stream has a file of its own."""
+    """Write the tensors' own memory with vectored calls. Each stream has its own file."""
 
     def lane(index: int, buffers: list[Bytes]) -> None:
         with _opened(folder / f"{index}.raw", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
@@ -111,7 +111,7 @@ def write_direct(tensors: Sequence[torch.Tensor], folder: Path, durable: bool) -
 
 
 def read_streams(tensors: Sequence[torch.Tensor], file: Path, lanes: int) -> None:
-    """Read into the tensors' own memory with vectored calls; all streams read one file."""
+    """Read into the tensors' own memory with vectored calls. All streams read one file."""
 
     def lane(offset: int, buffers: list[Bytes]) -> None:
         with _opened(file, os.O_RDONLY) as fd:
@@ -121,7 +121,7 @@ def read_streams(tensors: Sequence[torch.Tensor], file: Path, lanes: int) -> Non
 
 
 def read_direct(file: Path, lanes: int) -> None:
-    """Read past the page cache into aligned buffers that are used again: the device's speed, no copy to tensors."""
+    """Read past the page cache into reused aligned buffers: the device's speed, without a copy to tensors."""
     size = file.stat().st_size
     share = -(-size // lanes // PAGE) * PAGE
 
@@ -137,7 +137,7 @@ def read_direct(file: Path, lanes: int) -> None:
 
 
 def copy_streams(tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor], lanes: int) -> None:
-    """Copy into tensors that are there, by plain threads: the least that a consistent asynchronous save can do."""
+    """Copy into existing tensors with plain threads: the minimum for a consistent asynchronous save."""
 
     def lane(sources: list[Bytes], targets: list[Bytes]) -> None:
         for target, source in zip(targets, sources, strict=True):
@@ -148,12 +148,12 @@ def copy_streams(tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor], 
 
 
 def copy_foreach(tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
-    """Copy by torch, with its own threads: quick on idle cores, and slow where they are busy."""
+    """Copy by torch with its own threads: fast on idle cores, slow on busy ones."""
     torch._foreach_copy_([*into], [tensor.detach() for tensor in tensors])
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive the loss of power."""
+    """Sync a folder, so that its names survive a power loss."""
     with _opened(folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
         os.fsync(fd)
 
@@ -168,7 +168,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def _each(lane: Callable[..., None], runs: Sequence[tuple[object, ...]]) -> None:
-    """Run the lanes side by side; one lane needs no thread."""
+    """Run the lanes concurrently; a single lane needs no thread."""
     if len(runs) == 1:
         lane(*runs[0])
         return
@@ -183,13 +183,13 @@ def _transfer(call: Call, fd: int, offset: int, buffers: Sequence[Bytes]) -> Non
         while rest:
             moved = call(fd, rest, offset)
             if not moved:
-                raise OSError("a file ended early, or took nothing")
+                raise OSError("the file ended early, or a write wrote no bytes")
             offset += moved
             rest = _after(rest, moved)
 
 
 def _after(buffers: list[Bytes], moved: int) -> list[Bytes]:
-    """Return what is left of the buffers when a call has moved so many bytes."""
+    """Return the buffers that are left after a call has moved `moved` bytes."""
     for index, buffer in enumerate(buffers):
         if moved < buffer.nbytes:
             return [buffer[moved:], *buffers[index + 1 :]]

@@ -1,4 +1,4 @@
-"""How `snapshot bench` measures one operation: children take turns, so that a machine's moods meet all."""
+"""Measurement of one operation by `snapshot bench`: children alternate, so that noise affects all equally."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from snapshot.bench.workspace import Workspace, available_memory
 from snapshot.runtime.cleanup_signals import hold_signals
 
 LIBRARIES = 400 << 20
-"""What a child holds besides its payload."""
+"""Memory of a child in addition to its payload."""
 
 
 class ChildFailed(Exception):
-    """Raised when a child could not do what it was asked; its message is the child's own."""
+    """A child could not run its task; the message is the child's own."""
 
     def __init__(self, message: str, excused: bool = False) -> None:
         super().__init__(message)
         self.excused = excused
-        """Whether it is this place that cannot be measured so, and nobody's fault."""
+        """True if this operation cannot be measured in this place, which is not a fault."""
 
 
 class Child:
-    """A process that measures one system; see `bench_worker`, which is its other end."""
+    """A process that measures one system; see `child` for its other end."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed in `close`, with the process that writes to it)
-        self._process = subprocess.Popen(  # noqa: S603  (this very interpreter, and our own module)
+        self._process = subprocess.Popen(  # noqa: S603  (this interpreter, and this library's module)
             [sys.executable, "-m", "snapshot.bench.child", json.dumps(asdict(task))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            start_new_session=True,  # a Ctrl-C is for the parent, which ends its children in order
+            start_new_session=True,  # Ctrl-C is for the parent, which ends its children
         )
 
     def ask(self, **question: Any) -> dict[str, Any]:
-        """Send a question, if there is one, and wait for an answer."""
+        """Send a request, if given, and wait for the response."""
         assert self._process.stdin
         assert self._process.stdout
         try:
@@ -66,13 +66,13 @@ class Child:
         return answer
 
     def close(self) -> None:
-        """End the process, at once: it holds nothing that is worth keeping."""
+        """Kill the process: it has no state worth keeping."""
         self._process.kill()
         for stream in (self._process.stdin, self._process.stdout):
             assert stream
             try:
                 stream.close()
-            except BrokenPipeError:  # a question that was never read
+            except BrokenPipeError:  # a request that was never read
                 continue
         self._process.wait()
         self._log.close()
@@ -85,7 +85,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One table to be measured."""
+    """One table to measure."""
 
     case: Case
     operation: str
@@ -93,14 +93,14 @@ class Step:
     left_out: tuple[str, ...]
 
     def room(self, scale: float) -> int:
-        """How many bytes of storage it needs at once: a restore's files all lie there, a save's one after the other."""
+        """Return the bytes of storage needed at once: all files for restores, and one save's files for saves."""
         files = len(self.systems) if self.operation in ("restore", "cold", "open") else 1
         return int((self.case.nbytes(scale) * 1.05 + (1 << 20)) * files)
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A row of the table, and the child that fills it."""
+    """A row of the table, and the child that measures it."""
 
     child: Child
     row: Row
@@ -112,7 +112,7 @@ def measure(step: Step, where: Workspace, scale: float, rounds: int) -> ResultTa
     table = ResultTable(case.name, case.about, step.operation, left_out=list(step.left_out))
     groups = _groups(step.systems, case.nbytes(scale))
     if len(groups) > 1:
-        table.notes.append("memory is short: systems ran in groups, each beside the raw baselines")
+        table.notes.append("not enough memory: systems ran in groups, each with the raw baselines")
     for group in groups:
         tasks = [Task(system, case.name, scale, step.operation, where.text()) for system in group]
         with _children(tasks) as children:
@@ -129,7 +129,7 @@ def measure(step: Step, where: Workspace, scale: float, rounds: int) -> ResultTa
 
 
 def _groups(systems: Sequence[str], nbytes: int) -> list[list[str]]:
-    """All systems at once, or as many as memory holds: twice the payload for each, and its files in the page cache."""
+    """Return groups of systems that fit into memory: each needs twice its payload, and its files in the page cache."""
     each = 3 * nbytes + LIBRARIES
     fit = max(2, int(available_memory() * 0.9) // each)
     if len(systems) <= fit:
@@ -153,7 +153,7 @@ def _children(tasks: Sequence[Task]) -> Iterator[list[Child]]:
 
 
 def _seats(child: Child, table: ResultTable) -> list[Seat]:
-    """Return the rows that a child fills, once it is ready."""
+    """Return the rows that a child measures, once it is ready."""
     try:
         ready = child.ask()
     except ChildFailed as failed:
@@ -172,7 +172,7 @@ def _seats(child: Child, table: ResultTable) -> list[Seat]:
 
 
 def _repeat(seat: Seat, table: ResultTable, where: Workspace, check: bool) -> dict[str, Any] | None:
-    """One repetition, begun on a quiet disk; None if it failed, which the table then says."""
+    """Run one repetition on a synced disk. Return None, with a note in the table, if it failed."""
     if where.local and (check or table.operation in ("take", "durable", "async")):
         os.sync()
     try:
@@ -183,7 +183,7 @@ def _repeat(seat: Seat, table: ResultTable, where: Workspace, check: bool) -> di
 
 
 def _note(table: ResultTable, system: str, name: str, failed: ChildFailed) -> None:
-    """Raise a failure of this library; a peer's, or that of O_DIRECT on a file system without it, becomes a line."""
+    """Add a failure to the table. Failures of peers, and of O_DIRECT on a file system without it, are excused."""
     excused = failed.excused or SYSTEMS[system].kind == "peer" or name.endswith("O_DIRECT")
     notes = table.left_out if excused else table.failed
     line = f"{name}: {failed}"

@@ -1,4 +1,4 @@
-"""What `snapshot bench` measured, as values, and as the text that people read."""
+"""Results of `snapshot bench`, as values and as text."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ OPERATIONS = {
 }
 
 READING = """\
-How to read this: each row ran in a process of its own, rows take turns within each round, and the first repetition
-of each is not counted. `x raw` is the fastest repetition over the fastest of any raw row of the same table; `x raw med`
-the same with medians. Raw rows move the same bytes and record nothing else: no names, no digests. `CPU s` is the whole
-process's, over all threads; `peak MiB` is how far its resident memory rose (pages of mapped files count, the page cache
+How to read this: each row ran in its own process, rows alternate within each round, and the first repetition
+of each is not counted. `x raw` is the fastest repetition over the fastest of any raw row in the table; `x raw med`
+is that ratio of medians. Raw rows move the same bytes and record no names and no digests. `CPU s` is the whole
+process's time, over all threads; `peak MiB` is the rise of its resident memory (mapped pages count, the page cache
 does not). For an asynchronous save both include the part in the background.
 Compare rows of one table, never of two runs."""
 
 
 @dataclass(slots=True)
 class Row:
-    """One system's way to do one operation, and what its repetitions took."""
+    """One system's way to run an operation, with the measurements of its repetitions."""
 
     system: str
     kind: str
@@ -38,13 +38,13 @@ class Row:
     peak_extra_bytes: list[int | None] = field(default_factory=list)
 
     def add(self, repetition: dict[str, Any]) -> None:
-        """Count one repetition."""
+        """Add one repetition."""
         self.seconds.append(repetition["seconds"])
         self.cpu_seconds.append(repetition["cpu_seconds"])
         self.peak_extra_bytes.append(repetition["peak_extra_bytes"])
 
     def peak(self) -> int | None:
-        """Return the highest of all repetitions' peaks."""
+        """Return the highest peak of all repetitions."""
         return max((peak for peak in self.peak_extra_bytes if peak is not None), default=None)
 
 
@@ -62,7 +62,7 @@ class ResultTable:
     left_out: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    """What of ours, or of the raw baselines that should always work, did not."""
+    """Failures of this library, or of raw baselines, which should always work."""
 
     def raw(self) -> tuple[float, float] | None:
         """Return the fastest raw row's fastest repetition, and the fastest raw row's median."""

@@ -1,4 +1,4 @@
-"""What `snapshot bench` saves and restores: a few shapes of state, made from a fixed seed."""
+"""States that `snapshot bench` saves and restores, created from a fixed seed."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ SEED = 20_240_229
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """A state, as each system would be handed it. All three views hold the same live tensors."""
+    """A state for each kind of system. All three views have the same live tensors."""
 
     app_state: dict[str, Any]
-    """Modules, optimizers, or plain dicts of tensors: whoever saves wraps the dicts in its own kind of `StateDict`."""
+    """Modules, optimizers, or plain dicts of tensors, which each system wraps in its own kind of `StateDict`."""
     tensors: dict[str, torch.Tensor]
-    """Every tensor by a name of its own: for formats that know no nesting, and for the raw baselines."""
+    """Every tensor under a unique name: for flat formats, and for the raw baselines."""
 
     def nested(self) -> dict[str, Any]:
-        """Return the state dicts, for systems that are handed those."""
+        """Return the state dicts, for systems that accept those."""
         return {key: each if isinstance(each, dict) else each.state_dict() for key, each in self.app_state.items()}
 
     def nbytes(self) -> int:
-        """How many bytes the tensors hold."""
+        """Return the size of the tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def digest(self) -> str:
-        """Return a digest of all tensors' bytes: tells whether a restore brought back what was saved."""
+        """Return a digest of all tensors' bytes, to verify a restore."""
 
         hashed = xxhash.xxh3_128()
         for tensor in self.tensors.values():
@@ -41,24 +41,24 @@ class Payload:
         return hashed.hexdigest()
 
     def wipe(self) -> None:
-        """Set all tensors to zero, in place: their pages stay resident, and nothing of the state is left."""
+        """Set all tensors to zero in place, so that the state is lost but its pages stay resident."""
         for tensor in self.tensors.values():
             tensor.detach().zero_()
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One shape of state. `scale` is what the user gave: it scales the bytes."""
+    """One shape of state. `scale` is the user's factor for the bytes."""
 
     name: str
     about: str
     nbytes: Callable[[float], int]
-    """How large it is, nearly: enough to tell whether there is room."""
+    """Approximate size, to check the free space."""
     make: Callable[[float], Payload]
     operations: tuple[str, ...]
-    """What is measured with it."""
+    """Operations that are measured."""
     slow_peers: tuple[str, ...] = ()
-    """Peers that take minutes here: measured only if they are named."""
+    """Peers that take minutes: measured only if they are named."""
 
 
 BULK = ("take", "durable", "restore", "cold", "async")
@@ -90,7 +90,7 @@ def _small(scale: float) -> Payload:
 
 
 def _manifest(scale: float) -> Payload:
-    return _plain("state", _random(_count(99_998, scale), (1,)))  # the root and the dict are entries too
+    return _plain("state", _random(_count(99_998, scale), (1,)))  # the root and the dict are entries, too
 
 
 def _keys(scale: float) -> Payload:
@@ -112,7 +112,7 @@ def _width(scale: float) -> int:
 
 def _train(scale: float) -> Payload:
     width = _width(scale)
-    with torch.device("meta"):  # so that no time goes into an initialisation that is overwritten
+    with torch.device("meta"):  # skip an initialisation that is overwritten
         layer = nn.TransformerEncoderLayer(width, 12, 4 * width, batch_first=True)
         encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
         model = nn.ModuleDict(
@@ -123,7 +123,7 @@ def _train(scale: float) -> Payload:
     generator = _generator()
     for parameter in model.parameters():
         parameter.data.uniform_(-0.05, 0.05, generator=generator)
-        parameter.grad = parameter.data  # any gradient makes the moments; this one costs no memory
+        parameter.grad = parameter.data  # any gradient creates the moments; this one costs no memory
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Where `snapshot bench` works: a place of its own below the URL, gone afterwards; and what machine that is."""
+"""Working place of `snapshot bench` below the URL, removed at the end, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ PACKAGES = ("snapshot-torch", "torch", "numpy", "safetensors", "torchsnapshot")
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """A fresh place, writable, and empty."""
+    """A new, empty, writable place."""
 
     url: URL
     local: bool
-    """Whether it is a folder of a file system, where raw baselines and peers can work too."""
+    """True for a folder of a file system, where raw baselines and peers can work, too."""
 
     def text(self) -> str:
-        """Return what systems are handed: a plain path for a file system, since not everyone understands `file://`."""
+        """Return the place for systems: a plain path on a file system, since not all of them understand `file://`."""
         return self.url.location if self.local else self.url.reveal()
 
     def empty(self) -> None:
-        """Remove what a finished step has left: the next one needs the room."""
+        """Remove the files of a finished step, to free space for the next one."""
         if self.local:
             for folder in Path(self.url.location).iterdir():
                 shutil.rmtree(folder, ignore_errors=True)
@@ -48,19 +48,19 @@ class Workspace:
             asyncio.run(_clear(self.url))
 
     def check_room(self, nbytes: int, what: str) -> None:
-        """Raise `StorageError` if so many bytes do not fit."""
+        """Raise StorageError if `nbytes` bytes do not fit."""
         if self.local:
             free = shutil.disk_usage(self.url.location).free
             if free < nbytes:
                 raise StorageError(
-                    f"{self.url}: {what} needs {nbytes / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free; "
-                    "give a smaller --scale, or another URL"
+                    f"{self.url}: {what} needs {nbytes / 2**20:,.0f} MiB, but {free / 2**20:,.0f} MiB are free; "
+                    "pass a smaller --scale, or another URL"
                 )
 
 
 @contextmanager
 def place(url: str) -> Iterator[Workspace]:
-    """Make a place below `url`, and remove it whatever happens."""
+    """Create a place below `url`, and always remove it."""
     parsed = URL.parse(url)
     if parsed.scheme == "file":
         with _folder(parsed) as folder:
@@ -90,7 +90,7 @@ def _folder(parsed: URL) -> Iterator[Path]:
         for folder in missing:
             try:
                 folder.rmdir()
-            except OSError:  # somebody else has put something there meanwhile
+            except OSError:  # another process has written to it meanwhile
                 break
 
 
@@ -112,7 +112,7 @@ async def _clear(url: URL) -> None:
 
 
 def describe(where: Workspace) -> dict[str, Any]:
-    """Return the machine, the file system and the versions: figures mean nothing without them."""
+    """Return the machine, the file system and the versions, which the results depend on."""
     return {
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "where": str(where.url),
@@ -127,7 +127,7 @@ def describe(where: Workspace) -> dict[str, Any]:
 
 
 def available_memory() -> int:
-    """Return the bytes that can be taken without swapping."""
+    """Return the memory in bytes that is available without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
@@ -135,7 +135,7 @@ def available_memory() -> int:
 
 
 def file_system(path: Path) -> str:
-    """Return the type of the file system that holds a path: of all mount points above it, the deepest."""
+    """Return the type of the file system at a path: that of the deepest mount point above it."""
     mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
     above = [(point, kind) for point, kind in mounts if path.is_relative_to(point.encode().decode("unicode_escape"))]
     return max(above, key=lambda mount: len(mount[0]), default=("", "unknown"))[1]

@@ -1,8 +1,8 @@
-"""The `snapshot` command: what a shell can ask of snapshots.
+"""The `snapshot` command.
 
 Each verb is a module with `add(verbs)`, which describes its arguments and sets `run` to a function that takes them and
-returns the exit status. So a verb is added by one line in `VERBS`, and nothing here knows what any of them does. Only
-the module of the verb that is run is imported: most of them need torch, and the command's help and version do not.
+returns the exit status. So a verb is added by one line in `VERBS`, and this module knows nothing else of verbs. Only
+the module of the verb that runs is imported: most verbs need torch, and the command's help and version do not.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 def parser(described: Collection[str] = VERBS) -> argparse.ArgumentParser:
-    """Return the parser of the command. The arguments of verbs that are not in `described` are left out."""
+    """Return the command's parser. Arguments of verbs that are not in `described` are left out."""
     made = argparse.ArgumentParser(
         prog="snapshot",
         description="Exact, verified, fast checkpoints of PyTorch applications.",
-        epilog="snapshot VERB --help shows what a verb takes, with examples. Exit status: 0; 1 if it found a "
+        epilog="snapshot VERB --help shows the arguments of a verb, with examples. Exit status: 0; 1 if it found a "
         "difference or a fault; 2 if it could not run.",
         allow_abbrev=False,
     )
@@ -52,28 +52,28 @@ def parser(described: Collection[str] = VERBS) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status: 0, 1 (it found a difference or a fault) or 2 (it could not run)."""
+    """Run the command. Return the exit status: 0, 1 (it found a difference or a fault) or 2 (it could not run)."""
     given = sys.argv[1:] if argv is None else argv
     try:
         return _flushed(given)
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE  # what shells give for a program that it ended
+        return 128 + signal.SIGPIPE  # as shells return after this signal
     except (SnapshotError, OSError, ValueError) as error:
         _complain("error", error)
     except KeyboardInterrupt:
-        return 130  # what shells give for SIGINT
-    except Exception:  # noqa: BLE001 - a fault of ours, and no difference that was found
+        return 130  # as shells return after SIGINT
+    except Exception:  # noqa: BLE001 - a bug, not a difference
         traceback.print_exc()
-        _complain("error", "this is a fault of the command; please report it, with the lines above")
+        _complain("error", "this is a bug in the command; please report it with the lines above")
     return ExitStatus.FAILED
 
 
 def _flushed(argv: Sequence[str]) -> int:
-    """Run the command, and have all that it prints arrive: what cannot is noticed here, and not at the very end."""
+    """Run the command, and flush its output, so that a failure to print is raised here and not at exit."""
     try:
         return _run(parser(argv), argv)
-    except SystemExit as stop:  # argparse has printed help (0) or what was wrong (2); or a signal ended the verb
+    except SystemExit as stop:  # argparse printed help (0) or an error (2), or a signal ended the verb
         return stop.code if isinstance(stop.code, int) else ExitStatus.OK
     finally:
         print(end="", flush=True)
@@ -81,17 +81,17 @@ def _flushed(argv: Sequence[str]) -> int:
 
 def _run(whole: argparse.ArgumentParser, argv: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a name that the terminal's encoding lacks is escaped
+        if isinstance(stream, io.TextIOWrapper):  # escape characters that the encoding lacks
             stream.reconfigure(errors="backslashreplace")
     arguments, rest = whole.parse_known_args(argv)
     several = next((each for each in ("globs", "urls") if hasattr(arguments, each)), "")
     if rest and (not several or any(each.startswith("-") for each in rest)):
         names = [printable(each.partition("=")[0]) for each in rest if each.startswith("-")]
-        whole.error(f"unrecognized arguments: {', '.join(names) or 'more than this verb takes'}")  # no values: secrets
-    if rest:  # argparse takes those of one name from one place only: `ls URL --flat GLOB`
+        whole.error(f"unrecognized arguments: {', '.join(names) or 'too many'}")  # no values: they may be secret
+    if rest:  # argparse accepts a positional list in one place only: `ls URL --flat GLOB`
         getattr(arguments, several).extend(rest)
     if arguments.version:
-        from snapshot.version import VERSION  # it looks for what is installed, which help is spared
+        from snapshot.version import VERSION  # slow: it looks up installed packages
 
         print(f"snapshot {VERSION}")
         return ExitStatus.OK
@@ -105,8 +105,8 @@ def _run(whole: argparse.ArgumentParser, argv: Sequence[str]) -> int:
 
 @contextmanager
 def _spoken() -> Iterator[None]:
-    """Print the library's warnings as a line on standard error each."""
-    from snapshot.events import add_handler, remove_handler  # help is spared them
+    """Print each of the library's warnings as one line on standard error."""
+    from snapshot.events import add_handler, remove_handler  # not needed for help
 
     handler = _Complaints(logging.WARNING)
     log = logging.getLogger("snapshot")
@@ -123,7 +123,7 @@ def _spoken() -> Iterator[None]:
 
 
 class _Waiting:
-    """Says what a verb waits for, where requests are made again; now and then."""
+    """Event handler that prints a line about retries now and then."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + 2.0
@@ -131,7 +131,7 @@ class _Waiting:
     def __call__(self, event: Event) -> None:
         if event.name == "retry" and time.monotonic() >= self._next:
             self._next = time.monotonic() + 10.0
-            _complain("trying again", f"attempt {event.fields['attempt']}: {event.fields['error']}")
+            _complain("retry", f"attempt {event.fields['attempt']}: {event.fields['error']}")
 
 
 class _Complaints(logging.Handler):
@@ -140,5 +140,5 @@ class _Complaints(logging.Handler):
 
 
 def _complain(kind: str, what: object) -> None:
-    with suppress(OSError, ValueError):  # nobody may be there to hear it
+    with suppress(OSError, ValueError):  # standard error may be closed
         print(f"snapshot: {kind}: {printable(' '.join(str(what).split()))}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What arguments of several verbs are read by, and how a verb describes itself."""
+"""Arguments that several verbs share, and the description of a verb."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from snapshot.durations import parse_duration
 from snapshot.storage_options import VARIABLE, options_from_environment, read_options
 
 Verbs = Any
-"""What `add_subparsers` returns: argparse has no public name for it."""
+"""Type of the result of `add_subparsers`: argparse has no public name for it."""
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -25,7 +25,7 @@ Run = Callable[[argparse.Namespace], int]
 def verb(
     verbs: Verbs, name: str, description: str, examples: Sequence[tuple[str, str]], run: Run
 ) -> argparse.ArgumentParser:
-    """Add a verb. Its help ends with examples: each a command without `snapshot`, and what it does."""
+    """Add a verb. Its help ends with examples: commands without `snapshot`, each with a description."""
     widest = max(len(command) for command, _ in examples)
     beside = widest < 50
     lines = [
@@ -45,20 +45,20 @@ def verb(
 
 
 def _filled(text: str) -> str:
-    """Return a paragraph as wide as the terminal: argparse fills none where it leaves the examples as they are."""
+    """Return a paragraph wrapped to the terminal: argparse wraps none if it keeps the examples unchanged."""
     return textwrap.fill(text, max(20, min(shutil.get_terminal_size().columns, 100) - 2))
 
 
-# What several verbs take
+# Arguments of several verbs
 
 
 def add_storage(parser: argparse.ArgumentParser, *prefixes: str) -> None:
-    """`-o` and `--options`: what the storage plugin should know. With prefixes also those of one of several URLs."""
+    """Add `-o` and `--options` for the storage plugin. With prefixes, also add those for one of several URLs."""
     group = parser.add_argument_group(
         "storage options",
         _filled(
-            "What the storage plugin should know. Also from the environment's SNAPSHOT_STORAGE_OPTIONS: JSON, or the "
-            "name of such a file. Keys and passwords belong there or in a file: anybody on the machine sees arguments."
+            "Options for the storage plugin. Also read from SNAPSHOT_STORAGE_OPTIONS in the environment: JSON, or the "
+            "name of a JSON file. Put keys and passwords there or in a file: all users of the machine see arguments."
         ),
     )
     for prefix in ("", *prefixes):
@@ -71,7 +71,7 @@ def add_storage(parser: argparse.ArgumentParser, *prefixes: str) -> None:
             type=assignment,
             dest=f"{prefix}_o".lstrip("_"),
             metavar="KEY=VALUE",
-            help=f"an option{which}; repeatable, a.b=1 is {{a: {{b: 1}}}}, and what reads as JSON is JSON",
+            help=f"an option{which}; repeatable; a.b=1 is {{a: {{b: 1}}}}; VALUE is JSON if it parses as JSON",
         )
         flag = f"--{prefix}-options" if prefix else "--options"
         group.add_argument(
@@ -80,21 +80,23 @@ def add_storage(parser: argparse.ArgumentParser, *prefixes: str) -> None:
 
 
 def options_of(arguments: argparse.Namespace, prefix: str = "") -> dict[str, Any]:
-    """Return the storage options that were given: environment, file, then `-o`, later ones over earlier ones; the same
-    again for one of several URLs."""
+    """Return the storage options: from the environment, the file, then `-o`, where later ones override earlier ones.
+
+    With a prefix, add those of one of several URLs.
+    """
     made = options_from_environment()
     for each in dict.fromkeys(("", prefix)):
         _merge(made, getattr(arguments, f"{each}_options".lstrip("_")))
         for keys, value in getattr(arguments, f"{each}_o".lstrip("_")):
             for key in reversed(keys):
-                value = {key: value}  # noqa: PLW2901 - from the innermost outwards
+                value = {key: value}  # noqa: PLW2901 - from the innermost key outwards
             _merge(made, value)
     return made
 
 
 @contextmanager
 def handed_on(options: dict[str, Any]) -> Iterator[None]:
-    """Within, child processes inherit these options, where no argument of theirs shows them."""
+    """Pass these options to child processes by the environment, where no argument shows them."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = json.dumps(options)
     try:
@@ -116,39 +118,39 @@ def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser, what: str = "print a JSON object, and nothing else") -> None:
-    """`--json`: for programs."""
+    """Add `--json`: output for programs."""
     parser.add_argument("--json", action="store_true", help=what)
 
 
 def add_pickle(parser: argparse.ArgumentParser) -> None:
-    """`--allow-pickle`: for objects that only running a pickle makes."""
+    """Add `--allow-pickle`: read objects that only running a pickle creates."""
     parser.add_argument(
-        "--allow-pickle", action="store_true", help="run pickles, which can run any code: only for what you trust"
+        "--allow-pickle", action="store_true", help="run pickles, which can run any code: only for trusted sources"
     )
 
 
 def add_select(parser: argparse.ArgumentParser) -> None:
-    """`--select` and `--exclude`: globs over logical paths."""
-    for flag, what in (("--select", "only what matches"), ("--exclude", "not what matches")):
+    """Add `--select` and `--exclude`: globs over logical paths."""
+    for flag, what in (("--select", "only matching objects"), ("--exclude", "no matching objects")):
         parser.add_argument(
-            flag, action="append", default=[], metavar="GLOB", help=f"{what}, as 'model/**'; repeatable"
+            flag, action="append", default=[], metavar="GLOB", help=f"{what}, such as 'model/**'; repeatable"
         )
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
-    """`--memory`: the budget."""
-    parser.add_argument("--memory", type=size, metavar="SIZE", help="how much memory to use at most, about: 256MiB")
+    """Add `--memory`: the memory budget."""
+    parser.add_argument("--memory", type=size, metavar="SIZE", help="approximate limit of memory, such as 256MiB")
 
 
-# Types of arguments. What they raise never shows a value that may be a secret.
+# Types of arguments. Their errors never show a value that may be secret.
 
 
 def assignment(text: str) -> tuple[list[str], Any]:
-    """`a.b=value`: the keys and the value, which is JSON if it reads as that, else text."""
+    """Return the keys and the value of `a.b=value`. The value is JSON if it parses as JSON, else text."""
     name, equals, value = text.partition("=")
     keys = name.split(".")
     if not equals or not all(keys):
-        raise argparse.ArgumentTypeError("an option is KEY=VALUE; the file of --options holds several")
+        raise argparse.ArgumentTypeError("an option must be KEY=VALUE; pass several in a file with --options")
     try:
         return keys, json.loads(value, parse_constant=_no_constant)
     except (ValueError, RecursionError):
@@ -180,7 +182,7 @@ def size(text: str) -> int:
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
     if found is None or found[2] not in _SIZES or (made := int(float(found[1]) * _SIZES[found[2]])) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 64MiB")
+        raise argparse.ArgumentTypeError(f"invalid size {text!r} (expected e.g. 64MiB)")
     return made
 
 
@@ -193,20 +195,20 @@ def duration(text: str) -> float:
     text = text.strip().lower()
     seconds = parse_duration(text if text[-1:].isalpha() else f"{text}s")
     if seconds is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration, such as 90s, 30m, 12h or 7d")
+        raise argparse.ArgumentTypeError(f"invalid duration {text!r} (expected e.g. 90s, 30m, 12h or 7d)")
     return seconds
 
 
 def count(text: str) -> int:
     """Return a whole number above 0."""
     if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"must be an integer above 0, got {text!r}")
     return int(text)
 
 
 def pair(text: str) -> tuple[str, str]:
-    """`OLD=NEW`."""
+    """Return the two parts of `OLD=NEW`."""
     old, equals, new = text.partition("=")
     if not (old and equals and new):
-        raise argparse.ArgumentTypeError(f"{text!r} is not OLD=NEW")
+        raise argparse.ArgumentTypeError(f"must be OLD=NEW, got {text!r}")
     return old, new

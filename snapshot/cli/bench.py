@@ -1,6 +1,6 @@
-"""`snapshot bench`: how fast we are on this machine, beside the bare hardware and beside what else there is.
+"""`snapshot bench`: speed on this machine, compared with raw I/O and other libraries.
 
-A library that claims speed should let anyone check the claim where it matters: on their own machine and storage.
+Claims about speed should be checked on the user's own machine and storage.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "bench",
-        "Measure saving and restoring beside raw I/O of the same bytes, and beside other libraries. It works in a "
-        f"fresh folder below the URL, and removes it. Cases: {cases}.",
+        "Measure saving and restoring, compared with raw I/O of the same bytes and with other libraries. It uses a "
+        f"new folder below the URL, and removes it. Cases: {cases}.",
         [
-            ("bench /scratch --scale 0.1", "all, with a tenth of the bytes"),
-            ("bench s3://bucket/x --case large --only take,restore", "one case on a store"),
+            ("bench /scratch --scale 0.1", "everything, with a tenth of the bytes"),
+            ("bench s3://bucket/x --case large --only take,restore", "one case on an object store"),
         ],
         run,
     )
@@ -56,16 +56,16 @@ def add(verbs: Verbs) -> None:
         type=NameList("peer", PEERS),
         default=PEERS,
         metavar="LIST",
-        help=f"all, none, or some of {', '.join(PEERS)} (default: all that are installed)",
+        help=f"all, none, or some of {', '.join(PEERS)} (default: all installed ones)",
     )
     parser.add_argument("--scale", type=positive, default=1.0, metavar="F", help="scale the bytes by F (default: 1)")
-    parser.add_argument("--rounds", type=count, default=5, metavar="N", help="counted repetitions of each (default: 5)")
+    parser.add_argument("--rounds", type=count, default=5, metavar="N", help="measured repetitions (default: 5)")
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
     add_storage(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure what was asked for, and print it."""
+    """Measure the requested cases, and print the results."""
     with handed_on(options_of(arguments)):
         return _run(arguments)
 
@@ -76,7 +76,7 @@ def _run(arguments: argparse.Namespace) -> int:
         cold = where.local and host["file_system"] not in ("tmpfs", "ramfs")
         steps = _steps(arguments, where, cold)
         if not steps:
-            raise ValueError("nothing to measure here: no case that was asked for has an operation that was asked for")
+            raise ValueError("nothing to measure: no requested case has a requested operation here")
         for step in steps:
             where.check_room(step.room(arguments.scale), f"{step.case.name}: {OPERATIONS[step.operation]}")
         if not arguments.json:
@@ -97,7 +97,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _steps(arguments: argparse.Namespace, where: Workspace, cold: bool) -> list[Step]:
-    """Return what is measured; nothing is cold where there is no device below the page cache."""
+    """Return the steps to measure. Without a device below the page cache, there are no cold reads."""
     return [
         _step(CASES[name], operation, arguments.peers, where)
         for name in arguments.case
@@ -107,9 +107,9 @@ def _steps(arguments: argparse.Namespace, where: Workspace, cold: bool) -> list[
 
 
 def _step(case: Case, operation: str, peers: tuple[str, ...], where: Workspace) -> Step:
-    """Who takes part, and why others do not."""
+    """Return a step with the systems to measure, and the reasons why others are left out."""
     if not where.local:
-        return Step(case, operation, ("snapshot",), ("raw baselines and peers, which need a file system",))
+        return Step(case, operation, ("snapshot",), ("raw baselines and peers: they need a file system",))
     if operation not in BULK:
         return Step(case, operation, ("json", "snapshot"), ())
     systems, left_out = ["raw", "snapshot"], []
@@ -119,17 +119,17 @@ def _step(case: Case, operation: str, peers: tuple[str, ...], where: Workspace) 
         elif operation == "async" and not SYSTEMS[peer].in_background:
             left_out.append(f"{peer}: has no asynchronous save")
         elif peer in case.slow_peers and peers == PEERS:
-            left_out.append(f"{peer}: takes minutes here; --peers {peer} measures it")
+            left_out.append(f"{peer}: takes minutes here; use --peers {peer} to measure it")
         else:
             systems.append(peer)
     return Step(case, operation, tuple(systems), tuple(left_out))
 
 
 def header(host: dict[str, Any], scale: float, rounds: int) -> str:
-    """Return the lines above the tables: what was measured, on which machine, with which versions."""
+    """Return the lines above the tables: settings, machine and versions."""
     versions = ", ".join(f"{name} {number}" for name, number in host["versions"].items())
     return (
-        f"snapshot bench: {rounds} rounds at scale {scale:g}, after one that is not counted\n"
+        f"snapshot bench: {rounds} rounds at scale {scale:g}, after one warm-up round\n"
         f"on {host['where']} ({host['file_system']}), {host['cores']} cores, "
         f"{host['memory_bytes'] / 2**30:.0f} GiB of memory, load {host['load']:g}, "
         f"Linux {host['kernel']}, {host['when']}\n"
@@ -143,7 +143,7 @@ def _json(host: dict[str, Any], arguments: argparse.Namespace, tables: list[Resu
 
 
 class NameList:
-    """Reads a list of names: `all`, `none`, or names with commas between."""
+    """Argument type for a list of names: `all`, `none`, or names separated by commas."""
 
     def __init__(self, what: str, known: Any) -> None:
         self.what = what
@@ -155,7 +155,7 @@ class NameList:
         names = tuple(dict.fromkeys(text.split(",")))
         for name in names:
             if name not in self.known:
-                raise argparse.ArgumentTypeError(f"no {self.what} {name!r}; there are {', '.join(self.known)}")
+                raise argparse.ArgumentTypeError(f"unknown {self.what} {name!r}; known: {', '.join(self.known)}")
         return names
 
 
@@ -163,13 +163,13 @@ def positive(text: str) -> float:
     """Return a number above 0."""
     value = float(text)
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
     return value
 
 
 def count(text: str) -> int:
-    """Return a whole number above 0."""
+    """Return an integer above 0."""
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
     return value

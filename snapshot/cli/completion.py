@@ -1,4 +1,4 @@
-"""`snapshot completion`: what a shell needs to complete the command's words."""
+"""`snapshot completion`: script for completion of the command's words in a shell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from snapshot.errors import MissingExtraError
 
 SHELLS = ("bash", "zsh", "tcsh", "fish")
 FILES = {"URL", "ROOT", "A", "B", "SRC", "DST", "FROM", "TO", "FILE", "FILE|KEY=VALUE"}
-"""What stands for the name of a file, or may."""
+"""Metavars of arguments that are, or may be, file names."""
 
 
 def add(verbs: Verbs) -> None:
@@ -25,24 +25,26 @@ def add(verbs: Verbs) -> None:
         ],
         run,
     )
-    parser.add_argument("shell", choices=SHELLS, help="which shell")
+    parser.add_argument("shell", choices=SHELLS, help="name of the shell")
 
 
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Print the script."""
     try:
-        import shtab  # an extra: it is run once on a machine
+        import shtab  # an extra, since this runs once on a machine
     except ImportError as error:
-        raise MissingExtraError(f"{error}; pip install 'snapshot-torch[cli]' brings what completion needs") from error
-    from snapshot.cli import parser  # which imports this module
+        raise MissingExtraError(f"{error}; completion needs pip install 'snapshot-torch[cli]'") from error
+    from snapshot.cli import parser  # circular import
 
     if arguments.shell not in shtab.SUPPORTED_SHELLS:
-        raise ValueError(f"this version of shtab knows {', '.join(shtab.SUPPORTED_SHELLS)} only")
+        raise ValueError(
+            f"this version of shtab supports only {', '.join(shtab.SUPPORTED_SHELLS)}, got {arguments.shell}"
+        )
     whole = parser()
     (verbs,) = (each for each in whole._actions if isinstance(each, argparse._SubParsersAction))
     for each in verbs.choices.values():
         for action in each._actions:
             if action.metavar in FILES:
-                action.complete = shtab.FILE  # where shtab looks for it
+                action.complete = shtab.FILE  # the attribute that shtab reads
     print(shtab.complete(whole, shell=arguments.shell))
     return ExitStatus.OK

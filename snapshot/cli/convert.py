@@ -1,4 +1,4 @@
-"""`snapshot convert`: a checkpoint once more, in another format."""
+"""`snapshot convert`: write a checkpoint in another format."""
 
 from __future__ import annotations
 
@@ -37,26 +37,35 @@ def add(verbs: Verbs) -> None:
         verbs,
         "convert",
         "Write a snapshot, or a checkpoint of another library, in another format. It is read and written part by part, "
-        "whatever its size, and nothing in it is run.",
+        "so it may be larger than memory, and no code in it is run.",
         [
             ("convert old.pt run/step-100", "a file of torch.save to a snapshot"),
-            ("convert run/step-100 model.safetensors --select 'model/**' --dtype bfloat16", "the weights alone"),
+            ("convert run/step-100 model.safetensors --select 'model/**' --dtype bfloat16", "only the weights"),
             ("convert run/step-100 run-dcp --to dcp", "for torch.distributed.checkpoint"),
         ],
         run,
     )
-    parser.add_argument("source", metavar="FROM", help="what is read: anything that Snapshot(path) opens")
-    parser.add_argument("target", metavar="TO", help="a folder; for torch, and safetensors if it ends so, a file")
-    parser.add_argument("--to", choices=FORMATS, help="by default what the ending of TO says; without one, a snapshot")
+    parser.add_argument("source", metavar="FROM", help="the source: anything that Snapshot(path) opens")
+    parser.add_argument("target", metavar="TO", help="a folder; a file for torch, and for safetensors with that suffix")
+    parser.add_argument("--to", choices=FORMATS, help="default: by the suffix of TO; snapshot without a suffix")
     add_select(parser)
     parser.add_argument(
-        "--rename", action="append", default=[], type=pair, metavar="OLD=NEW", help="a path and its new one; repeatable"
+        "--rename",
+        action="append",
+        default=[],
+        type=pair,
+        metavar="OLD=NEW",
+        help="a path and its new one; repeatable",
     )
-    parser.add_argument("--dtype", type=_dtype, help="cast floating point tensors to it: bfloat16")
+    parser.add_argument("--dtype", type=_dtype, help="cast floating point tensors to this dtype, such as bfloat16")
     parser.add_argument(
-        "--shard", type=size, default=SHARD, metavar="SIZE", help="how long a file of several may be: 5GB"
+        "--shard",
+        type=size,
+        default=SHARD,
+        metavar="SIZE",
+        help="maximum file size if there are several files, such as 5GB",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing target")
     parser.add_argument("--no-verify", action="store_true", help="do not compare digests and checksums")
     add_memory(parser)
     add_pickle(parser)
@@ -65,7 +74,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(arguments: argparse.Namespace) -> ExitStatus:
-    """Convert, and say what was done."""
+    """Convert, and print the report."""
     options = options_of(arguments, "src")
     source = Snapshot(arguments.source, storage_options=options, allow_pickle=arguments.allow_pickle)
     with in_our_words(), explain_missing(arguments.source, options), bar("convert") as show:
@@ -93,16 +102,16 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 
 _ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", "": "snapshot"}
 _ENDING = re.compile(r"[^/]\.[A-Za-z][A-Za-z0-9_-]*$")
-"""An ending as files have one: `step-1.5` has none, nor has `.hidden`."""
+"""Suffix of a file name: `step-1.5` and `.hidden` have none."""
 
 
 def _by_name(target: str) -> str:
-    """Return the format that the ending of a name says; raise `ValueError` if it is none of those that are known."""
+    """Return the format for the suffix of a name; raise ValueError if the suffix is unknown."""
     found = _ENDING.search(URL.parse(target).location)
     ending = "" if found is None else found[0][1:].lower()
     if ending not in _ENDINGS:
         raise ValueError(
-            f"{URL.parse(target)}: the ending {ending!r} must be .safetensors, .pt or .pth; name the format with "
+            f"{URL.parse(target)}: the suffix must be .safetensors, .pt or .pth, got {ending!r}; or pass "
             f"--to {{{','.join(FORMATS)}}}"
         )
     return _ENDINGS[ending]
@@ -111,5 +120,5 @@ def _by_name(target: str) -> str:
 def _dtype(text: str) -> torch.dtype:
     found = BY_NAME.get(text.removeprefix("torch."))
     if found is None or not found.is_floating_point:
-        raise argparse.ArgumentTypeError(f"{text!r} is no floating point dtype of torch")
+        raise argparse.ArgumentTypeError(f"must be a floating point dtype of torch, got {text!r}")
     return found

@@ -1,4 +1,4 @@
-"""`snapshot cp`: a snapshot once more, elsewhere."""
+"""`snapshot cp`: copy a snapshot to another place."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "cp",
-        "Copy a snapshot, byte for byte, from any storage to any other; each byte is compared with its digest as it "
-        "passes. The copy is there when it is whole, and not before. A checkpoint of another library is copied file by "
-        "file: those that it consists of, and no others that lie beside them.",
+        "Copy a snapshot byte for byte from any storage to any other; each byte is compared with its digest during the "
+        "copy. The copy appears atomically when it is complete. A checkpoint of another library is copied file by "
+        "file, without other files in its folder.",
         [
             ("cp run/step-100 s3://bucket/run/step-100", "into a bucket"),
             ("cp run/step-100 model-only --select 'model/**'", "a part of it"),
@@ -32,9 +32,9 @@ def add(verbs: Verbs) -> None:
         run,
     )
     parser.add_argument("source", metavar="SRC", help="a snapshot, or a checkpoint of another library")
-    parser.add_argument("target", metavar="DST", help="where to: its whole name, and not the folder above it")
+    parser.add_argument("target", metavar="DST", help="the copy's own name, not the folder above it")
     add_select(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there, once the copy is whole")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing target when the copy is complete")
     parser.add_argument("--no-verify", action="store_true", help="do not compare digests and checksums")
     add_memory(parser)
     add_json(parser)
@@ -43,7 +43,7 @@ def add(verbs: Verbs) -> None:
 
 @contextmanager
 def in_our_words() -> Iterator[None]:
-    """Within, an error that something stands there already speaks of options of the command."""
+    """Rewrite an error about an existing target, so that it names the options of the command."""
     try:
         yield
     except SnapshotExistsError as error:
@@ -52,7 +52,7 @@ def in_our_words() -> Iterator[None]:
 
 
 def run(arguments: argparse.Namespace) -> ExitStatus:
-    """Copy, and say what was copied."""
+    """Copy, and print the report."""
     options = options_of(arguments, "src")
     with in_our_words(), explain_missing(arguments.source, options), bar("copy") as show:
         report = Snapshot(arguments.source, storage_options=options).copy(

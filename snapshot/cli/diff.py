@@ -1,4 +1,4 @@
-"""`snapshot diff`: what differs between two snapshots?"""
+"""`snapshot diff`: differences between two snapshots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from snapshot.snapshot import Snapshot
 
 STYLES = {"added": "green", "removed": "red", "changed": "yellow", "renamed": "cyan"}
 SHOWN = 200
-"""Lines that are shown on a terminal, where not all were asked for."""
+"""Maximum number of lines on a terminal, unless all are requested."""
 
 
 def add(verbs: Verbs) -> None:
@@ -26,10 +26,9 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "diff",
-        "Say what only B has (+), what only A has (-), what has changed (~) and what has another name (>). Two "
-        "snapshots are compared by the digests in their manifests; data is read only where these do not say it: of "
-        "tensors that are cut otherwise, of other formats, or with --values. Exit status: 0 if they are the same, "
-        "1 if not.",
+        "Show objects only in B (+), only in A (-), changed (~) and renamed (>). Snapshots are compared by the digests "
+        "in their manifests. Data is read only if digests are not enough: for tensors that are split differently, for "
+        "other formats, or with --values. Exit status: 0 if equal, 1 if not.",
         [
             ("diff run/step-100 run/step-200", "what changed in between"),
             ("diff run/step-100 run/step-200 --values", "and by how much"),
@@ -40,8 +39,8 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("a", metavar="A", help="a snapshot, or a checkpoint of another library")
     parser.add_argument("b", metavar="B", help="another one")
-    parser.add_argument("--values", action="store_true", help="read tensors that differ, and say by how much")
-    parser.add_argument("--all", action="store_true", help=f"more than {SHOWN} lines, on a terminal")
+    parser.add_argument("--values", action="store_true", help="read tensors that differ, and show by how much")
+    parser.add_argument("--all", action="store_true", help=f"show more than {SHOWN} lines on a terminal")
     add_select(parser)
     parser.add_argument(
         "--rename",
@@ -49,7 +48,7 @@ def add(verbs: Verbs) -> None:
         default=[],
         type=_pair,
         metavar="OLD=NEW",
-        help="what a name of A is called in B; 'model=' takes that level away; repeatable",
+        help="a name in A and its name in B; 'model=' removes that level; repeatable",
     )
     add_memory(parser)
     add_json(parser)
@@ -57,7 +56,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(arguments: argparse.Namespace) -> ExitStatus:
-    """Compare, and say what differs."""
+    """Compare, and print the differences."""
     sides = [(url, options_of(arguments, prefix)) for url, prefix in ((arguments.a, "src"), (arguments.b, "dst"))]
     a, b = (Snapshot(url, storage_options=options) for url, options in sides)
     try:
@@ -74,7 +73,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
             )
     except SnapshotNotFoundError:
         for url, options in sides:
-            open_all(url, options)  # says what stands there instead
+            open_all(url, options)  # raises an error that describes what exists there
         raise
     if arguments.json:
         print(as_json(_fields(found)))
@@ -89,7 +88,7 @@ def _show(found: Diff, *, whole: bool) -> None:
         line = printable(str(change))
         print(paint(wrapped(line), STYLES[change.kind]))
     if most < len(found):
-        print(paint(f"... and {len(found) - most:,} more: --all shows them", "dim"))
+        print(paint(f"... and {len(found) - most:,} more: show them with --all", "dim"))
     print(wrapped(found.summary))
 
 
@@ -110,5 +109,5 @@ def _fields(found: Diff) -> dict[str, Any]:
 def _pair(text: str) -> tuple[str, str]:
     old, equals, new = text.partition("=")
     if not (old and equals):
-        raise argparse.ArgumentTypeError(f"{text!r} is not OLD=NEW")
+        raise argparse.ArgumentTypeError(f"must be OLD=NEW, got {text!r}")
     return old, new

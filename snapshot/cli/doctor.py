@@ -1,4 +1,4 @@
-"""`snapshot doctor`: what works at a place, how fast, and what would help."""
+"""`snapshot doctor`: test which operations work at a URL, how fast, and what would help."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXTRAS = {
     "zstd": ("zstandard",),
     "cli": ("shtab",),
 }
-SHARED = "/dev/shm"  # noqa: S108 - where memory is shared between processes
+SHARED = "/dev/shm"  # noqa: S108 - shared memory between processes
 
 
 def add(verbs: Verbs) -> None:
@@ -41,9 +41,8 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "doctor",
-        "Find out whether this machine can write, read, list and delete at a URL, how fast with which settings, and "
-        "what would help. It works in a fresh folder below the URL, and removes it. Without a URL it looks at this "
-        "machine only.",
+        "Test if this machine can write, read, list and delete at a URL, how fast with which settings, and what would "
+        "help. It uses a new folder below the URL, and removes it. Without a URL it examines this machine only.",
         [
             ("doctor", "this machine: versions, extras, limits"),
             ("doctor s3://bucket/run", "and a place, with settings to paste"),
@@ -51,21 +50,21 @@ def add(verbs: Verbs) -> None:
         ],
         run,
     )
-    parser.add_argument("url", nargs="?", metavar="URL", help="where snapshots are to be")
-    parser.add_argument("--size", type=size, default=128 * MiB, metavar="SIZE", help="of what is written (128MiB)")
-    parser.add_argument("--seconds", type=count, default=20, metavar="N", help="how long to measure, about (20)")
+    parser.add_argument("url", nargs="?", metavar="URL", help="where snapshots will be saved")
+    parser.add_argument("--size", type=size, default=128 * MiB, metavar="SIZE", help="bytes to write (128MiB)")
+    parser.add_argument("--seconds", type=count, default=20, metavar="N", help="approximate seconds to measure (20)")
     add_json(parser)
     add_storage(parser)
 
 
 def run(arguments: argparse.Namespace) -> ExitStatus:
-    """Look at the machine and the place, and print what was found."""
+    """Examine the machine and the URL, and print the findings."""
     findings = Findings()
     options = options_of(arguments)
     _machine(findings)
     if arguments.url:
         url = URL.parse(arguments.url)
-        open_once(url, options)  # what is no URL, or an option of none, is an error of its own
+        open_once(url, options)  # an invalid URL or option is raised before any test
         with as_it_was(url):
             if wait(try_abilities(url, options, findings)) and findings.ok:
                 measure_speeds(url, options, arguments.size, arguments.seconds, findings)
@@ -107,7 +106,7 @@ def _machine(findings: Findings) -> None:
     cores, memory = len(os.sched_getaffinity(0)), available_memory()
     findings.note("machine", f"{cores} cores, {size_text(memory)} of memory free{devices}")
     if memory < 1 << 30:
-        findings.advice.append(f"only {size_text(memory)} of memory is free: give takes a memory_budget_bytes")
+        findings.advice.append(f"only {size_text(memory)} of memory is free: pass memory_budget_bytes to takes")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < 1024:
         findings.advice.append(f"a process may open {soft} files only: ulimit -n 4096")
@@ -125,5 +124,5 @@ def _machine(findings: Findings) -> None:
 def _installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package above it
+    except ModuleNotFoundError:  # raised for a missing parent package
         return False

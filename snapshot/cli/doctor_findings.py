@@ -1,4 +1,4 @@
-"""What `snapshot doctor` found out, in order."""
+"""Findings of `snapshot doctor`, in order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MiB = 1 << 20
 
 @dataclass
 class Findings:
-    """What was found out, in order."""
+    """Findings, in order."""
 
     checks: list[dict[str, Any]] = field(default_factory=list)
     speeds: list[dict[str, Any]] = field(default_factory=list)
@@ -21,7 +21,7 @@ class Findings:
     settings: list[str] = field(default_factory=list)
 
     def note(self, name: str, text: str, ok: bool | None = True) -> None:
-        """One thing: good, bad, or (None) neither."""
+        """Add a finding: good, bad, or (None) neither."""
         self.checks.append({"check": name, "ok": ok, "text": text})
 
     @property
@@ -30,7 +30,7 @@ class Findings:
 
 
 def existing_folder(url: URL) -> Path:
-    """Return the folder at a URL, or the nearest above it that exists."""
+    """Return the folder at a URL, or its nearest existing parent."""
     folder = Path(url.location)
     while not folder.exists():
         folder = folder.parent

@@ -1,4 +1,4 @@
-"""What works at a place: each thing that a storage can do is tried once."""
+"""Tests of a storage: each operation is tried once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from snapshot.url import URL
 
 @contextmanager
 def as_it_was(url: URL) -> Iterator[None]:
-    """Afterwards, folders that were not there are gone again."""
+    """Remove the folders that did not exist before."""
     missing = []
     folder = Path(url.location)
     while url.scheme == "file" and not folder.exists():
@@ -30,13 +30,13 @@ def as_it_was(url: URL) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # somebody else has put something there meanwhile
+        with suppress(OSError):  # another process has written to it meanwhile
             for made in missing:
                 made.rmdir()
 
 
 async def try_abilities(url: URL, options: Mapping[str, Any], findings: Findings) -> bool:
-    """Try each thing that a storage can do; whether it can be written to."""
+    """Try each operation of the storage. Return True if snapshots can be written to it."""
     below = url.join(f"snapshot-doctor-{secrets.token_hex(6)}")
     storage = open_storage(below, options)
     can = storage.capabilities
@@ -66,27 +66,27 @@ async def try_abilities(url: URL, options: Mapping[str, Any], findings: Findings
 
 
 async def _reading(storage: Storage, findings: Findings) -> None:
-    findings.note("write", "this storage is for reading only", ok=None)
+    findings.note("write", "this storage is read-only", ok=None)
     began = time.perf_counter()
     try:
         await storage.stat("snapshot-doctor")
     except StorageNotFoundError:
-        findings.note("read", f"it answers ({(time.perf_counter() - began) * 1000:.1f} ms)")
+        findings.note("read", f"it responds ({(time.perf_counter() - began) * 1000:.1f} ms)")
     except SnapshotError as error:
         findings.note("read", str(error), ok=False)
 
 
 async def _write(storage: Storage) -> str:
     await storage.put("small", b"x" * 1000)
-    return "a small file was put"
+    return "a small file was written"
 
 
 async def _read(storage: Storage) -> str:
     part = bytearray(10)
     await storage.read_into("small", 100, [part])
     if await storage.get("small") != b"x" * 1000 or bytes(part) != b"x" * 10:
-        raise SnapshotError("what was read is not what was written")
-    return "it came back, whole and in part"
+        raise SnapshotError("the bytes read must equal the bytes written")
+    return "it was read, as a whole and in part"
 
 
 async def _list(storage: Storage) -> str | None:
@@ -94,7 +94,7 @@ async def _list(storage: Storage) -> str | None:
         return None
     names = await storage.list()
     if names != ["small"]:
-        raise SnapshotError(f"one file was written, and the listing says {names}")
+        raise SnapshotError(f"the listing must be ['small'], got {names}")
     return "it is listed"
 
 
@@ -104,10 +104,8 @@ async def _condition(storage: Storage) -> str | None:
     try:
         await storage.put("small", b"y", expect=ABSENT)
     except StorageConflictError:
-        return "of two writers one wins"
-    raise SnapshotError(
-        "a put that must not replace a file replaced it: two jobs could overwrite each other's snapshots"
-    )
+        return "a conflicting write was refused"
+    raise SnapshotError("a conditional put replaced an existing file: two jobs could overwrite each other's snapshots")
 
 
 async def _delete(storage: Storage) -> str | None:
@@ -117,8 +115,8 @@ async def _delete(storage: Storage) -> str | None:
     try:
         await storage.stat("small")
     except StorageNotFoundError:
-        return "it is gone"
-    raise SnapshotError("a file was deleted, and is there still")
+        return "it was deleted"
+    raise SnapshotError("a deleted file still exists")
 
 
 _TRIALS: dict[str, Callable[[Storage], Any]] = {
@@ -138,18 +136,16 @@ def _describe(url: URL, findings: Findings) -> None:
     kind, free = file_system(folder), shutil.disk_usage(folder).free
     findings.note("place", f"{url}: {kind}, {size_text(free)} free", ok=None)
     if kind in ("tmpfs", "ramfs"):
-        findings.advice.append(f"{url} is memory ({kind}): nothing there survives a restart")
+        findings.advice.append(f"{url} is in memory ({kind}), so its files do not survive a restart")
     if kind == "overlay":
-        findings.advice.append(f"{url} is a container's own layer, which is gone with it: mount a volume for snapshots")
+        findings.advice.append(f"{url} is a container's layer, and is deleted with it: mount a volume for snapshots")
 
 
 def _promises(storage: Storage, findings: Findings) -> None:
     can = storage.capabilities
     if not can.atomic_put:
-        findings.advice.append(
-            "a file may be seen half written there, so snapshots can be read from it but not taken to it"
-        )
+        findings.advice.append("writes are not atomic there, so snapshots can be read but not taken")
     elif not can.conditional_put:
-        findings.advice.append("no condition can be set there: let only one job write to a path at a time")
+        findings.advice.append("no conditional writes: let only one job write to a path at a time")
     if not can.durable:
-        findings.advice.append("nothing says that what was written there survives a loss of power")
+        findings.advice.append("writes are not known to survive a power loss")

@@ -1,4 +1,4 @@
-"""How fast a place is with which settings, measured until the measurements agree."""
+"""Speed of a storage with different settings, measured until the measurements agree."""
 
 from __future__ import annotations
 
@@ -24,46 +24,46 @@ from snapshot.text import counted
 from snapshot.url import URL
 
 BETTER = 1.15
-"""How many times as fast as the defaults other settings are, if they are to be proposed."""
+"""Minimum speed-up over the defaults for settings to be proposed."""
 AGREEING = 1.1
-"""How many times as fast as the second best the best measurement of a setting may be, if the two are to agree."""
+"""Maximum ratio of the best to the second best measurement of a setting if the two agree."""
 FEWEST, MOST = 2, 8
-"""Rounds of measurements: until those of each setting agree, and no more than these."""
+"""Minimum and maximum rounds of measurements: they end when those of each setting agree."""
 FILE, REMOTE = ("write",), ("write", "read")
-"""What counts: what was just written to a file is read from memory, which says nothing about its disk."""
+"""Measurements that count. A file that was just written is read from memory, which says nothing about its disk."""
 
 
 @dataclass
 class Trial:
-    """One choice of settings, and what was measured with it."""
+    """One choice of settings, with its measurements."""
 
     name: str
     environment: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     write: list[float] = field(default_factory=list)
-    """Bytes a second, of each round."""
+    """Bytes per second, by round."""
     read: list[float] = field(default_factory=list)
 
     def best(self, what: str) -> float:
         return max(getattr(self, what), default=0.0)
 
     def spread(self, what: str) -> float:
-        """How many times as fast as the second best the best one was; infinite before there are two."""
+        """Return the ratio of the best to the second best measurement; infinite before there are two."""
         rates = sorted(getattr(self, what))
         return rates[-1] / rates[-2] if len(rates) >= FEWEST else float("inf")
 
     def agrees(self, matters: Sequence[str]) -> bool:
-        """Return True if the two best measurements are about the same: noise only ever makes one slower."""
+        """Return True if the two best measurements are about equal: noise only ever makes one slower."""
         return all(self.spread(what) <= AGREEING for what in matters)
 
 
 def measure_speeds(url: URL, options: Mapping[str, Any], nbytes: int, seconds: int, findings: Findings) -> None:
-    """Take and restore with some settings, and propose what is clearly better than the defaults.
+    """Take and restore with some settings, and propose those that are clearly better than the defaults.
 
     Each setting is measured again until its measurements agree. If they do not, nothing is proposed.
     """
     if url.scheme == "file" and shutil.disk_usage(existing_folder(url)).free < 3 * nbytes:
-        findings.advice.append("there is too little room to measure: give a smaller --size")
+        findings.advice.append("not enough free space to measure: pass a smaller --size")
         return
     tensors = {f"t{i}": torch.randint(0, 255, (max(1, nbytes // 8),), dtype=torch.uint8) for i in range(8)}
     matters = FILE if url.scheme == "file" else REMOTE
@@ -86,11 +86,11 @@ def measure_speeds(url: URL, options: Mapping[str, Any], nbytes: int, seconds: i
     repeated = [trial for trial in measured if len(trial.write) >= FEWEST]
     noisy = [trial for trial in repeated if not trial.agrees(matters)]
     if trials[0] not in repeated:
-        findings.settings.append("none: there was no time to measure twice; give more --seconds")
+        findings.settings.append("none: no time to measure twice; pass more --seconds")
     elif noisy:
         findings.settings.append(
-            f"none: this machine is too noisy to advise: the best of {counted(len(noisy[0].write), 'measurement')} of "
-            f"{noisy[0].name} differ by more than {AGREEING - 1:.0%}; try again when nothing else runs, or with more "
+            f"none: this machine is too noisy: the best of {counted(len(noisy[0].write), 'measurement')} of "
+            f"{noisy[0].name} differ by more than {AGREEING - 1:.0%}; retry when nothing else runs, or with more "
             "--seconds or a larger --size"
         )
     else:
@@ -107,8 +107,10 @@ def _measure_all(
     matters: Sequence[str],
     findings: Findings,
 ) -> bool:
-    """Measure in rounds, those again that do not agree yet; return False if the place failed. The first round is of
-    the defaults, whatever the time; later ones of each setting that has been measured."""
+    """Measure in rounds, and repeat settings whose measurements do not agree yet. Return False if the storage failed.
+
+    The first round measures the defaults, regardless of the time; later rounds each setting that was measured.
+    """
     try:
         for turn in range(MOST):
             left = [trial for trial in trials if len(trial.write) == turn and not trial.agrees(matters)]
@@ -128,7 +130,7 @@ def _measure_all(
 
 
 def _propose(measured: Sequence[Trial], matters: Sequence[str], findings: Findings) -> None:
-    """Note the settings that are clearly better than the defaults, if any are."""
+    """Add the settings that are clearly better than the defaults, if any."""
     defaults = measured[0]
 
     def gains(trial: Trial) -> list[float]:
@@ -140,7 +142,7 @@ def _propose(measured: Sequence[Trial], matters: Sequence[str], findings: Findin
         if best.options:
             findings.settings.append(f"storage_options={best.options!r}")
     else:
-        findings.settings.append("none: nothing that was tried is clearly better than the defaults")
+        findings.settings.append("none: no tried setting is clearly better than the defaults")
 
 
 def _trials(url: URL, options: Mapping[str, Any]) -> Iterator[Trial]:
@@ -173,14 +175,14 @@ def _accepts(url: URL, options: Mapping[str, Any]) -> bool:
 
 
 def open_once(url: URL, options: Mapping[str, Any]) -> None:
-    """Raise what keeps the storage from being opened."""
+    """Open and close the storage, to raise errors in the URL or options."""
     wait(open_storage(url, options).close())
 
 
 def _measured(
     url: URL, options: Mapping[str, Any], environment: Mapping[str, str], tensors: dict[str, torch.Tensor]
 ) -> tuple[float, float]:
-    """Bytes a second of a durable take, and of a restore."""
+    """Return the bytes per second of a durable take, and of a restore."""
     nbytes = sum(tensor.numel() for tensor in tensors.values())
     state = {"doctor": StateDict(tensors)}
     place = url.join(f"snapshot-doctor-{secrets.token_hex(6)}").reveal()

@@ -1,4 +1,4 @@
-"""A manifest as lines that people read: an item for each object, items of one kind folded, totals."""
+"""A manifest as lines for people: an item for each object, folds of similar items, and totals."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.tensors.generators import KIND as GENERATOR
 
 LONGEST = 60
-"""Characters of a value that are shown."""
+"""Maximum length of a value in characters."""
 SHARES = "shares the bytes of"
 
 
 @dataclass(frozen=True, slots=True)
 class ListedItem:
-    """One object of a snapshot: anything but a container that holds something."""
+    """One object of a snapshot: any entry but a container with children."""
 
     path: str
-    """Its logical path, without a rank."""
+    """Logical path, without a rank."""
     name: str
-    """What `read_object` and `snapshot show` take: its path, with its rank where that is needed."""
+    """Argument for `read_object` and `snapshot show`: the path, with its rank if needed."""
     rank: int
     kind: str
     dtype: str
     shape: tuple[int, ...] | None
     nbytes: int
-    """Bytes of data files that it takes; 0 of what shares them with an item before it."""
+    """Size in data files; 0 if an earlier item has the same bytes."""
     placed: str
-    """Which ranks had it; empty where there was one."""
+    """Ranks that had the object; empty if there was only one rank."""
     value: str
-    """Of what stands in the manifest, or what is special."""
+    """Value that is stored in the manifest, or a remark."""
 
     @property
     def shared(self) -> bool:
-        """True if it belongs to all ranks."""
+        """True if the object belongs to all ranks."""
         return not self.placed.startswith("rank ")
 
     @property
     def form(self) -> tuple[str, str, tuple[int, ...] | None, str]:
-        """What items have in common that are folded."""
+        """Properties that folded items have in common."""
         return self.kind, self.dtype, self.shape, self.placed
 
     def as_json(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class ListedItem:
 
 
 def shape_text(shape: Sequence[int] | None) -> str:
-    """Return a shape as torch writes it; nothing for what has none."""
+    """Return a shape as torch prints it; '' for None."""
     return "" if shape is None else f"[{', '.join(map(str, shape))}]"
 
 
@@ -95,13 +95,13 @@ def items(manifest: Mapping[str, Entry], world_size: int) -> Iterator[ListedItem
 
 
 def _nbytes(entry: Entry) -> int:
-    """Bytes of an object. Others' formats keep theirs compressed, or behind headers: of a tensor its own count."""
+    """Return the size of an object. For tensors it is the raw size: other formats compress them or add headers."""
     size = ITEMSIZE.get(_dtype(entry)) if isinstance(entry, e.TENSORS) else None
     return entry.nbytes if size is None else math.prod(entry.shape) * size  # type: ignore[attr-defined]
 
 
 def _place(entry: Entry) -> Any:
-    """Which bytes are an entry's."""
+    """Return a key of the bytes that an entry refers to."""
     if isinstance(entry, e.TENSORS):
         return tuple((stored.location, stored.byte_range) for _, stored in entry.pieces())
     if isinstance(entry, e.ObjectEntry):
@@ -111,7 +111,7 @@ def _place(entry: Entry) -> Any:
 
 def _kind(entry: Entry) -> str:
     if isinstance(entry, e.ChunkedTensorEntry):
-        return "Tensor"  # in how many pieces it lies is no one's concern
+        return "Tensor"  # the number of pieces does not matter to users
     if isinstance(entry, e.TensorPartsEntry):
         return entry.kind if entry.kind == GENERATOR else f"{entry.kind} tensor"
     if isinstance(entry, e.ObjectEntry):
@@ -134,7 +134,7 @@ def _placed(entry: Entry, number: str, world_size: int) -> str:
 
 
 def ranks_of(entry: e.ShardedTensorEntry) -> int:
-    """Over how many ranks a tensor was spread; 0 where it does not say so."""
+    """Return the number of ranks that a tensor was sharded over; 0 if unknown."""
     rest: list[Any] = [] if entry.mesh is None else [entry.mesh]
     found = 0
     while rest:
@@ -152,11 +152,11 @@ def ranks_of(entry: e.ShardedTensorEntry) -> int:
 
 
 def value_text(entry: Entry, longest: int = LONGEST) -> str:
-    """Return the value of what stands in the manifest; of a tensor what is special about it."""
+    """Return a value that is stored in the manifest, or a remark about a tensor."""
     if isinstance(entry, Scalar):
         try:
             text = repr(entry.value())
-        except (SnapshotError, ValueError):  # no value of its type here, or more digits than Python writes
+        except (SnapshotError, ValueError):  # invalid for its type here, or too many digits for Python
             text = entry.serialized_value
         return text if len(text) <= longest else f"{text[:longest]}..."
     if isinstance(entry, e.Container):
@@ -173,7 +173,7 @@ def value_text(entry: Entry, longest: int = LONGEST) -> str:
 
 @dataclass(slots=True)
 class Total:
-    """How many objects there are, and how many bytes they take."""
+    """Number and size of objects."""
 
     entries: int = 0
     nbytes: int = 0
@@ -184,7 +184,7 @@ class Total:
 
 
 def by_key(found: Iterable[ListedItem]) -> dict[str, list[ListedItem]]:
-    """Return the items below each top-level key, in order; those that are below none, under the empty one."""
+    """Return the items below each top-level key, in order; other items are under the empty key."""
     keys: dict[str, list[ListedItem]] = {}
     for item in found:
         key, below, _ = item.path.partition("/")
@@ -194,7 +194,7 @@ def by_key(found: Iterable[ListedItem]) -> dict[str, list[ListedItem]]:
 
 @dataclass(slots=True)
 class Fold:
-    """Items of one form whose names differ in numbers alone."""
+    """Items of one form whose names differ only in numbers."""
 
     name: str
     items: list[ListedItem]
@@ -205,7 +205,7 @@ class Fold:
 
     @property
     def value(self) -> str:
-        """Their value, if it is the same of all."""
+        """The common value of all items, or ''."""
         values = {item.value for item in self.items}
         return values.pop() if len(values) == 1 else ""
 
@@ -214,7 +214,7 @@ _NUMBERS = re.compile(r"\d+")
 
 
 def folded(found: Iterable[ListedItem]) -> list[Fold]:
-    """Items in their order, those together whose names differ in numbers alone; and what ranks have each of its own."""
+    """Return items in order, folded if their names differ only in numbers or each rank has its own."""
     groups: dict[Any, list[ListedItem]] = {}
     for item in found:
         kind, dtype, shape, placed = item.form
@@ -226,7 +226,7 @@ def folded(found: Iterable[ListedItem]) -> list[Fold]:
 
 
 def _folds(group: list[ListedItem]) -> Iterator[Fold]:
-    """Items whose names differ in numbers alone, in as few folds as hold every name that they stand for."""
+    """Yield items whose names differ only in numbers, in as few folds as match exactly these names."""
     if len(group) == 1:
         yield Fold(group[0].name, group)
         return
@@ -236,7 +236,7 @@ def _folds(group: list[ListedItem]) -> Iterator[Fold]:
 
 
 def spans(names: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Names that differ in numbers alone, those in one that a `{first..last}` stands for: all of them, and no others.
+    """Return names that differ only in numbers, grouped by patterns with `{first..last}` that match no other names.
 
     >>> [name for name, _ in spans(["layers.0.w", "layers.1.w", "layers.2.w", "layers.5.w"])]
     ['layers.{0..2}.w', 'layers.5.w']
@@ -254,7 +254,7 @@ def spans(names: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def _runs(alike: list[tuple[list[str], list[str]]], column: int) -> Iterator[tuple[list[str], list[str]]]:
-    """Join those whose numbers in one column follow each other."""
+    """Join names whose numbers in one column are consecutive."""
     run: list[tuple[list[str], list[str]]] = []
     for each in [*sorted(alike, key=lambda each: _order(each[0][column])), None]:
         if run and (each is None or not _follows(run[-1][0][column], each[0][column])):
@@ -272,15 +272,14 @@ def _order(number: str) -> tuple[int, str]:
 
 
 def _follows(one: str, other: str) -> bool:
-    """Return True if a number is the next one. Numbers with a 0 in front are not counted on."""
+    """Return True if `other` is the number after `one`. Numbers with a leading 0 do not count."""
     if len(one) > 18 or (one[:1] == "0" and one != "0") or (other[:1] == "0"):
         return False
     return one.isascii() and other.isascii() and int(one) + 1 == int(other)
 
 
 def heaviest(found: Iterable[ListedItem], depth: int) -> list[tuple[str, Total]]:
-    """Return what takes the space: totals by the first so many parts of names, which `/` and `.` divide; largest
-    first."""
+    """Return totals by the first `depth` parts of names, which `/` and `.` separate; largest first."""
     totals: dict[str, Total] = defaultdict(Total)
     for item in found:
         parts = re.split(r"(?<=[/.])", item.path, maxsplit=depth)

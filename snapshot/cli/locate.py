@@ -1,4 +1,4 @@
-"""What stands at a URL that somebody typed; and where nothing does, what they may have meant."""
+"""Lookup of the snapshot at a URL that a user typed, with suggestions if there is none."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.registry import open_storage
 from snapshot.runtime.loop import run
 from snapshot.save.cleanup import save_id_of
+from snapshot.text import counted
 from snapshot.url import URL
 
 T = TypeVar("T")
 AT_ONCE = 16
 SHOWN = 5
 SOON = 15.0
-"""Seconds without any progress after which a look is given up."""
+"""Seconds without progress after which a lookup is abandoned."""
 ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".index.json")
-"""How files are called that may be checkpoints by themselves."""
+"""Suffixes of files that may be checkpoints by themselves."""
 
 
 def open_all(url: str, options: Mapping[str, Any] | None = None, *, allow_pickle: bool = False) -> Checkpoint:
-    """Return the snapshot at a URL, its manifest read: to be looked at. Where there is none, the error says what is
-    there instead."""
+    """Return the snapshot at a URL, with its manifest read. If there is none, raise an error with what exists there."""
     options = suggest(URL.parse(url), options)
     snapshot = Checkpoint(url, storage_options=options, allow_pickle=allow_pickle)
     with explain_missing(url, options):
@@ -36,18 +36,18 @@ def open_all(url: str, options: Mapping[str, Any] | None = None, *, allow_pickle
 
 
 def suggest(url: URL, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the options for somebody who waits for an answer: a server that cannot be reached is given up soon."""
+    """Return options for interactive use: an unreachable server is given up soon."""
     made = {"deadline": SOON, **(options or {})}
     try:
-        open_storage(url, made)  # nothing is connected to yet
-    except (ValueError, SnapshotError):  # what needs no server knows no deadline
+        open_storage(url, made)  # this does not connect yet
+    except (ValueError, SnapshotError):  # storages without a server have no deadline
         return dict(options or {})
     return made
 
 
 @contextmanager
 def explain_missing(url: str, options: Mapping[str, Any] | None) -> Iterator[None]:
-    """Within, an error that there is no snapshot also says what is there instead."""
+    """Add to an error about a missing snapshot what exists there."""
     try:
         yield
     except SnapshotNotFoundError as error:
@@ -56,7 +56,7 @@ def explain_missing(url: str, options: Mapping[str, Any] | None) -> Iterator[Non
 
 
 def list_names(url: URL, options: Mapping[str, Any] | None) -> list[str]:
-    """Return what lies directly below a URL; folders end in `/`. Raises what keeps the storage from saying so."""
+    """Return the names directly below a URL; folders end in `/`. Raise if the storage cannot list."""
 
     async def names() -> list[str]:
         storage = open_storage(url, options)
@@ -69,7 +69,7 @@ def list_names(url: URL, options: Mapping[str, Any] | None) -> list[str]:
 
 
 def snapshots_below(url: URL, options: Mapping[str, Any] | None, names: Sequence[str] | None = None) -> list[str]:
-    """Return the names of all checkpoints directly below a URL, numbers in their order."""
+    """Return the names of all checkpoints directly below a URL, in numeric order."""
     names = list_names(url, options) if names is None else names
     candidates = [name.rstrip("/") for name in names if name.endswith(("/", *ENDINGS)) and name != "data/"]
 
@@ -83,7 +83,7 @@ def snapshots_below(url: URL, options: Mapping[str, Any] | None, names: Sequence
 
 
 def work_concurrently(work: Callable[[str], T], names: Sequence[str]) -> list[T]:
-    """Work on several names, which waits for a storage, at once."""
+    """Run `work` for several names concurrently, since it waits for a storage."""
     if not names:
         return []
     with ThreadPoolExecutor(min(AT_ONCE, len(names))) as pool:
@@ -91,7 +91,7 @@ def work_concurrently(work: Callable[[str], T], names: Sequence[str]) -> list[T]
 
 
 def in_order(name: str) -> list[tuple[int, str]]:
-    """Return a key to sort names by: the numbers in them by their value."""
+    """Return a sort key for names that orders numbers in them by value."""
     return [
         (int(part), part) if part.isascii() and part.isdecimal() and len(part) < 4000 else (-1, part)
         for part in re.split(r"(\d+)", name)
@@ -104,20 +104,18 @@ def _instead(url: URL, options: Mapping[str, Any] | None) -> str:
         if any(save_id_of(name) for name in names) or (
             "data/" in names and any(save_id_of(f"data/{name}") for name in list_names(url.join("data"), options))
         ):
-            return (
-                ": what is here was left by a take that was interrupted, or is still running; `snapshot rm` removes it"
-            )
+            return ": an interrupted or running take left files here; `snapshot rm` removes them"
         if below := snapshots_below(url, options, names):
-            return f", but a folder of {len(below):,}: {_few(below)}; name one of them"
+            return f", but a folder of {counted(len(below), 'snapshot')}: {_few(below)}; name one of them"
         if names:
-            return f", nor a checkpoint of another library; there are {_few(names)}"
+            return f", nor a checkpoint of another library; found {_few(names)}"
         return _beside(url, options)
-    except (SnapshotError, ValueError):  # what cannot be listed
+    except (SnapshotError, ValueError):  # the storage cannot list
         return ""
 
 
 def _beside(url: URL, options: Mapping[str, Any] | None) -> str:
-    """Return what somebody may have meant by a name that is not there, or is that of an empty folder."""
+    """Return a suggestion for a name that does not exist, or is an empty folder."""
     above, _, name = url.location.rpartition("/")
     if not above or not name:
         return ""
@@ -126,7 +124,7 @@ def _beside(url: URL, options: Mapping[str, Any] | None) -> str:
     if f"{name}/" in beside:
         return ": this folder is empty"
     near = difflib.get_close_matches(name, [each.rstrip("/") for each in beside if each != name], n=1)
-    return f"; did you mean {parent.join(near[0])}?" if near else "; there is nothing at all"
+    return f"; did you mean {parent.join(near[0])}?" if near else "; nothing exists there"
 
 
 def _few(names: Sequence[str]) -> str:

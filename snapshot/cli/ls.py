@@ -1,4 +1,4 @@
-"""`snapshot ls`: what is in a snapshot, and which snapshots are in a folder."""
+"""`snapshot ls`: list the contents of a snapshot, or the snapshots in a folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from snapshot.text import counted, entries_text, size_text
 from snapshot.url import URL
 
 FOLDED = 40
-"""Lines of one key that are shown, where not all were asked for."""
+"""Maximum number of lines for one key, unless all are requested."""
 BAR = 20
 
 
@@ -30,33 +30,33 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "ls",
-        "List what is in a snapshot, or in a checkpoint of another library; of a folder of snapshots, these. Only the "
-        "manifest is read. Objects whose names differ in numbers alone stand in one line.",
+        "List the contents of a snapshot or of a checkpoint of another library, or the snapshots in a folder. Only the "
+        "manifest is read. Objects whose names differ only in numbers share one line.",
         [
             ("ls run", "the snapshots in a folder"),
-            ("ls run/step-100", "what is in one"),
+            ("ls run/step-100", "the contents of one"),
             ("ls run/step-100 'model/**'", "a part of it"),
             ("ls run/step-100 --flat | grep bias", "a line for each object"),
-            ("ls run/step-100 --du --depth 3", "what takes the space"),
+            ("ls run/step-100 --du --depth 3", "sizes by name"),
         ],
         run,
     )
     parser.add_argument(
         "url", nargs="?", default=".", metavar="URL", help="a snapshot or a folder (default: the current one)"
     )
-    parser.add_argument("globs", nargs="*", metavar="GLOB", help="only what matches, as 'model/**'")
+    parser.add_argument("globs", nargs="*", metavar="GLOB", help="only matching objects, such as 'model/**'")
     shape = parser.add_mutually_exclusive_group()
-    shape.add_argument("--flat", action="store_true", help="a line for each object, with its whole name")
+    shape.add_argument("--flat", action="store_true", help="a line for each object, with its full name")
     shape.add_argument("--tree", action="store_true", help="all objects, as a tree")
-    shape.add_argument("--du", action="store_true", help="what takes the space, largest first")
-    parser.add_argument("--depth", type=count, metavar="N", help="how many parts of names --du and --tree show")
-    parser.add_argument("--all", action="store_true", help=f"more than {FOLDED} lines of a key")
+    shape.add_argument("--du", action="store_true", help="sizes by name, largest first")
+    parser.add_argument("--depth", type=count, metavar="N", help="number of name parts in --du and --tree")
+    parser.add_argument("--all", action="store_true", help=f"show more than {FOLDED} lines for a key")
     add_json(parser)
     add_storage(parser)
 
 
 def run(arguments: argparse.Namespace) -> ExitStatus:
-    """List what stands at the URL."""
+    """List the snapshot or folder at the URL."""
     options = suggest(URL.parse(arguments.url), options_of(arguments))
     snapshot = Checkpoint(arguments.url, storage_options=options)
     try:
@@ -107,7 +107,7 @@ def _matches(glob: str, found: Sequence[ListedItem]) -> list[bool]:
 
 
 def summary(metadata: SnapshotMetadata, found: Sequence[ListedItem]) -> dict[str, Any]:
-    """Return what a snapshot is as a whole, for programs."""
+    """Return a summary of a snapshot, for programs."""
     totals = _totals(found)
     return {
         "format": metadata.format,
@@ -145,7 +145,7 @@ def _head(name: str, metadata: SnapshotMetadata, found: Sequence[ListedItem]) ->
     return "\n".join(lines)
 
 
-# The shapes of a listing
+# Forms of a listing
 
 
 def _columns(several: bool) -> list[Column]:
@@ -168,12 +168,12 @@ def _row(name: str, held: Sequence[ListedItem], several: bool, value: str | None
     made = [name, first.kind, first.dtype, shape_text(first.shape), size]
     if several:
         own = len({item.rank for item in held})
-        made.append(f"{own} ranks, each its own" if own > 1 else first.placed)
+        made.append(f"{own} ranks, one each" if own > 1 else first.placed)
     return [*made, first.value if value is None else value]
 
 
 def _folded(found: Sequence[ListedItem], several: bool, everything: bool) -> Iterator[str]:
-    """Each key with its total, and what is in it; of what is alike, one line."""
+    """Yield each key with its total and its contents; similar objects share one line."""
     table = ScreenTable(_columns(several))
     for key, held in by_key(found).items():
         folds = folded(held)
@@ -199,7 +199,7 @@ def _times(fold: Fold) -> str:
 
 
 def _tree(found: Sequence[ListedItem], several: bool, depth: int | None) -> Iterator[str]:
-    """All objects below the containers that they are in."""
+    """Yield all objects as a tree of their containers."""
     totals: dict[str, Total] = {}
     for item in found:
         above = item.path
@@ -228,7 +228,7 @@ def _tree(found: Sequence[ListedItem], several: bool, depth: int | None) -> Iter
 
 
 def _du(found: Sequence[ListedItem], depth: int) -> Iterator[str]:
-    """Yield what takes the space, with a bar for its share."""
+    """Yield sizes by name, with a bar for each share."""
     whole = sum(item.nbytes for item in found)
     table = ScreenTable(
         [
@@ -257,11 +257,11 @@ class _Found:
 
 
 def _root(arguments: argparse.Namespace, options: Mapping[str, Any]) -> ExitStatus:
-    """List the snapshots of a folder: a manager's steps, or whatever there is."""
+    """List the snapshots of a folder, such as a manager's root."""
     url = URL.parse(arguments.url)
     try:
         names = snapshots_below(url, options)
-    except SnapshotError as error:  # of what cannot list, that there is no snapshot says more
+    except SnapshotError as error:  # the missing snapshot matters more than a storage that cannot list
         raise SnapshotNotFoundError(f"{url}: there is no snapshot here ({error})") from error
     if not names:
         raise SnapshotNotFoundError(f"{url}: there is no snapshot here")

@@ -1,4 +1,4 @@
-"""`snapshot prune`: remove the steps of a root that a policy does not keep, and what interrupted takes left."""
+"""`snapshot prune`: remove the steps of a root that a policy does not keep, and leftovers of interrupted takes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from snapshot.save.cleanup import DAY
 from snapshot.text import counted, size_text
 from snapshot.url import URL
 
-UNASKED = "nothing was removed: this needs a terminal to ask at, or --yes; --dry-run only shows"
+UNASKED = "nothing was removed: no terminal to ask on; pass --yes, or --dry-run to only show"
 
 
 def add(verbs: Verbs) -> None:
@@ -32,25 +32,30 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "prune",
-        "Remove snapshots named step-<number> in a folder, but for those that a --keep option keeps, the newest, and "
-        "pinned ones; and what interrupted takes and removals left there. Without a --keep option all snapshots stay, "
-        "and only leftovers go. What another library wrote is left alone. It shows what would go, and asks.",
+        "Remove snapshots named step-<number> in a folder, except those that a --keep option keeps, the newest, and "
+        "pinned ones. Also remove leftovers of interrupted takes and removals; without a --keep option, remove only "
+        "these. Checkpoints of other libraries are left alone. It shows what it would remove, and asks.",
         [
-            ("prune run --keep-latest 3 --dry-run", "what would go"),
+            ("prune run --keep-latest 3 --dry-run", "show what would be removed"),
             ("prune run --keep-latest 3 --keep-every 1000", "the latest 3, and each 1000th"),
             ("prune run --keep-best loss:2 --keep-best f1:1:max", "the best by metrics"),
-            ("prune run --keep-for 7d --yes", "without a question, for scripts"),
-            ("prune run", "only what interrupted takes left"),
+            ("prune run --keep-for 7d --yes", "without asking, for scripts"),
+            ("prune run", "only leftovers of interrupted takes"),
         ],
         run,
     )
     parser.add_argument("root", metavar="ROOT", help="the folder of the steps")
-    keep = parser.add_argument_group("what stays", "Each adds to what the others keep.")
+    keep = parser.add_argument_group("steps to keep", "A step is kept if any of these options keeps it.")
     for flag, kind, metavar, what in (
         ("--keep-latest", lambda text: KeepLatest(count(text)), "N", "the latest N"),
-        ("--keep-best", best, "METRIC[:N[:max]]", "the N best by a metric, of which less is better, or more (max)"),
-        ("--keep-every", lambda text: KeepEvery(count(text)), "N", "each step that N divides"),
-        ("--keep-for", lambda text: KeepFor(duration(text)), "TIME", "what was taken since then: 12h, 7d"),
+        ("--keep-best", best, "METRIC[:N[:max]]", "the N best by a metric: the lowest, or with max the highest"),
+        ("--keep-every", lambda text: KeepEvery(count(text)), "N", "each step that is a multiple of N"),
+        (
+            "--keep-for",
+            lambda text: KeepFor(duration(text)),
+            "TIME",
+            "snapshots younger than this, such as 12h or 7d",
+        ),
     ):
         keep.add_argument(flag, action="append", default=[], type=kind, dest="keep", metavar=metavar, help=what)
     add_careful(parser)
@@ -59,20 +64,20 @@ def add(verbs: Verbs) -> None:
 
 
 def add_careful(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of all verbs that remove something."""
-    parser.add_argument("--dry-run", action="store_true", help="only show what would go")
+    """Add the arguments of all verbs that remove files."""
+    parser.add_argument("--dry-run", action="store_true", help="only show what would be removed")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument(
         "--older-than",
         type=duration,
         default=DAY,
         metavar="TIME",
-        help="takes that began so long ago and are not committed are over, and what they left goes (default: 1d)",
+        help="age after which an uncommitted take counts as interrupted, and its files are removed (default: 1d)",
     )
 
 
 def best(text: str) -> KeepBest:
-    """Return a policy, as `loss`, `loss:2` or `f1:1:max`. A metric's name may hold colons."""
+    """Return the policy for `loss`, `loss:2` or `f1:1:max`. A metric's name may contain colons."""
     name, n, mode = text, 1, "min"
     head, colon, tail = name.rpartition(":")
     if colon and tail in ("min", "max"):
@@ -81,12 +86,12 @@ def best(text: str) -> KeepBest:
     if colon and tail.isascii() and tail.isdecimal():
         name, n = head, count(tail)
     if not name:
-        raise argparse.ArgumentTypeError(f"{text!r} names no metric; it is METRIC, METRIC:N or METRIC:N:max")
+        raise argparse.ArgumentTypeError(f"must be METRIC, METRIC:N or METRIC:N:max, got {text!r}")
     return KeepBest(name, n, mode)
 
 
 def run(arguments: argparse.Namespace) -> ExitStatus:
-    """Show what would go, ask, and remove it."""
+    """Show what would be removed, ask, and remove it."""
     options = options_of(arguments)
     url = URL.parse(arguments.root)
     root = Root(url, options)
@@ -109,21 +114,21 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 
 
 async def _expect_folder(root: Root) -> None:
-    """Raise for what has no steps because it is something else."""
+    """Raise if the root is not a folder of steps."""
     async with root.opened() as session:
         storage = session.storage
         if METADATA in await storage.list(METADATA):
             above = root.url.location.rstrip("/").rpartition("/")[0]
             raise SnapshotError(
-                f"{root.url}: is a snapshot itself; name the folder that it lies in"
+                f"{root.url}: not a folder of steps but a snapshot; name the folder above it"
                 + (f": {URL(root.url.scheme, above, root.url.query)}" if above else "")
             )
         if await is_foreign(session) or (root.url.scheme == "file" and os.path.isfile(root.url.location)):
-            raise SnapshotError(f"{root.url}: is a file, or a checkpoint, and not a folder of steps")
+            raise SnapshotError(f"{root.url}: not a folder of steps, but a file or a checkpoint")
 
 
 def confirmed(arguments: argparse.Namespace, question: str) -> bool:
-    """Whether to go on; raises where there is nobody to ask."""
+    """Return True if the user confirms; raise SnapshotError without a terminal to ask on."""
     if arguments.yes:
         return True
     if not (sys.stdin and sys.stdin.isatty()):
@@ -149,7 +154,7 @@ def _table(fates: Sequence[Fate]) -> ScreenTable:
         table.add(
             f"step-{fate.step}",
             "" if fate.nbytes is None else size_text(fate.nbytes),
-            "goes" if fate.goes else "stays",
+            "remove" if fate.goes else "keep",
             _why(fate),
             ", ".join(f"{name} {value:.6g}" for name, value in metrics.items()),
             style="red" if fate.goes else "",
@@ -172,11 +177,11 @@ def _counted(fates: Sequence[Fate]) -> str:
 def _total(fates: Sequence[Fate], going: Sequence[Fate]) -> str:
     kept = sum(fate.what == "snapshot" and not fate.goes for fate in fates)
     size = size_text(sum(fate.nbytes or 0 for fate in going))
-    return f"{_counted(going)} to go, {size}; {counted(kept, 'snapshot')} to stay"
+    return f"to remove: {_counted(going)}, {size}; to keep: {counted(kept, 'snapshot')}"
 
 
 def _told(arguments: argparse.Namespace, url: URL, fates: Sequence[Fate], done: Removed) -> ExitStatus:
-    """Say what was done."""
+    """Print the result."""
     if arguments.json:
         failed = {(fate.step, fate.what): str(error) for fate, error in done.failed}
         steps = [_json(fate, fate in done.fates, failed.get((fate.step, fate.what))) for fate in fates]
@@ -185,7 +190,7 @@ def _told(arguments: argparse.Namespace, url: URL, fates: Sequence[Fate], done: 
         if done.fates:
             print(f"removed {_counted(done.fates)}, {size_text(sum(fate.nbytes or 0 for fate in done.fates))}")
         for fate, error in done.failed:
-            print(printable(f"snapshot: step-{fate.step} could not be removed: {error}"), file=sys.stderr)
+            print(printable(f"snapshot: step-{fate.step}: removal failed: {error}"), file=sys.stderr)
     return ExitStatus.FOUND if done.failed else ExitStatus.OK
 
 

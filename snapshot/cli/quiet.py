@@ -1,4 +1,4 @@
-"""Torch's own warnings are for who writes programs: whoever looks at a checkpoint can do nothing about them."""
+"""Suppression of torch's own warnings, which users of the command cannot act on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def mute_torch_warnings() -> Iterator[None]:
-    """Within, what torch itself warns of is not shown; what we do is."""
+    """Hide the warnings of torch, but not those of this library."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"(?s).*(Triggered internally at|ComplexHalf support)")
         warnings.filterwarnings("ignore", module=r"torch\b")

@@ -1,4 +1,4 @@
-"""`snapshot report`: a snapshot as a page: what takes the space, how it is spread, and how its take went."""
+"""`snapshot report`: an HTML page about a snapshot: sizes, distribution over ranks, and the timeline of its take."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from snapshot.url import URL
 from snapshot.version import VERSION
 
 SMALLEST = 1 / 4000
-"""What takes less than this share of its parent is drawn together with others like it."""
+"""Share of the parent below which parts are drawn together."""
 WIDEST = 300
-"""Parts of one node that are drawn."""
+"""Maximum number of drawn parts of a node."""
 MOST_ROWS = 5000
-"""Lines of the table of objects."""
+"""Maximum number of rows in the table of objects."""
 _RANK = re.compile(r"data/[0-9a-f]+-([0-9]+)-[0-9]+\.")
 
 
@@ -38,25 +38,25 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "report",
-        "Draw a snapshot, or a checkpoint of another library, as one HTML page that needs no network: what takes the "
-        "space, dtypes, bytes of each rank, files, digests, metadata; with --trace the timeline of its take. Only the "
-        "manifest is read.",
+        "Draw a snapshot, or a checkpoint of another library, as one HTML page that needs no network: sizes by name, "
+        "dtypes, bytes of each rank, files, digests, metadata; with --trace the take's timeline. Only the manifest "
+        "is read.",
         [
             ("report run/step-100 -o report.html", "the page"),
             ("report run/step-100 -o report.html --verify", "with the result of a verification"),
-            ("report run/step-100 -o report.html --trace t.json", "with what SNAPSHOT_TRACE=t.json recorded"),
+            ("report run/step-100 -o report.html --trace t.json", "with the trace of SNAPSHOT_TRACE=t.json"),
         ],
         run,
     )
     parser.add_argument("url", metavar="URL", help="a snapshot")
-    parser.add_argument("--output", metavar="FILE", help="where to; also -o FILE, of a name without '='")
+    parser.add_argument("--output", metavar="FILE", help="the file to write; also -o FILE, if the name has no '='")
     parser.add_argument("--trace", metavar="FILE", help="a timeline that SNAPSHOT_TRACE recorded")
-    parser.add_argument("--verify", action="store_true", help="read every byte, and say what was found")
+    parser.add_argument("--verify", action="store_true", help="read every byte, and include the result")
     add_storage(parser)
     action = next(each for each in parser._actions if "-o" in each.option_strings)
     action.type = _option_or_file
     action.metavar = "FILE|KEY=VALUE"
-    action.help = "where to; or, with '=', an option of the storage"
+    action.help = "the file to write; or, with '=', a storage option"
 
 
 def _option_or_file(text: str) -> Any:
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     arguments.o = [each for each in arguments.o if not isinstance(each, str)]
     targets += [arguments.output] if arguments.output else []
     if len(targets) != 1:
-        raise ValueError("one file is wanted: -o report.html")
+        raise ValueError("pass exactly one output file, such as -o report.html")
     events = events_in(Path(arguments.trace)) if arguments.trace else []
     snapshot = open_all(arguments.url, options_of(arguments))
     told = picture(str(URL.parse(arguments.url)), snapshot.metadata, snapshot.get_manifest())
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 
 
 def _write(target: Path, text: str) -> None:
-    """Write the page, whole or not at all."""
+    """Write the page atomically."""
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         aside.write_text(text, encoding="utf-8")
@@ -96,14 +96,14 @@ def _write(target: Path, text: str) -> None:
 
 
 def page(told: dict[str, Any]) -> str:
-    """Return the template with the data in it. No name in them can end the element that they stand in."""
+    """Return the template with the data inserted. `<` is escaped, so that no name can end the script element."""
     template = (files("snapshot.cli") / "report.html").read_text(encoding="utf-8")
     data = as_json(told).replace("<", "\\u003c")
     return template.replace("@DATA@", data, 1)
 
 
 def picture(url: str, metadata: SnapshotMetadata, manifest: dict[str, Entry]) -> dict[str, Any]:
-    """All that the page shows."""
+    """Return the data of the page."""
     found = list(items(manifest, metadata.world_size))
     dtypes: dict[str, Total] = {}
     for item in found:
@@ -153,7 +153,7 @@ def picture(url: str, metadata: SnapshotMetadata, manifest: dict[str, Entry]) ->
 
 
 def _digests(manifest: dict[str, Entry]) -> tuple[int, int]:
-    """How many stored ranges carry a digest, and how many do not."""
+    """Return how many stored ranges have a digest, and how many do not."""
     counts = [0, 0]
     for entry in manifest.values():
         for each in stored_of(entry):
@@ -162,7 +162,7 @@ def _digests(manifest: dict[str, Entry]) -> tuple[int, int]:
 
 
 def _tree(found: Sequence[ListedItem]) -> dict[str, Any]:
-    """Return the bytes by the parts of names, which `/` and `.` divide; small parts together."""
+    """Return the sizes by parts of names, which `/` and `.` separate. Small parts are joined."""
     root: dict[str, Any] = {"n": "", "b": 0, "c": {}}
     for item in found:
         if not item.nbytes:
@@ -177,8 +177,7 @@ def _tree(found: Sequence[ListedItem]) -> dict[str, Any]:
 
 
 def _pruned(root: dict[str, Any], whole: int) -> dict[str, Any]:
-    """Return the tree with lists for children, none of them too small to be seen; a path, without forks, in one
-    node."""
+    """Return the tree with lists of children, small ones joined, and chains without forks merged into one node."""
     made: dict[str, Any] = {}
     rest = [(root, made)]
     while rest:

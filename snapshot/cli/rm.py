@@ -1,4 +1,4 @@
-"""`snapshot rm`: remove snapshots by their names, and what interrupted takes left there."""
+"""`snapshot rm`: remove snapshots by name, and leftovers of interrupted takes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from snapshot.text import counted, size_text
 from snapshot.url import URL
 
 DATA = (".safetensors", ".bin")
-"""How the names of data files end."""
+"""Suffixes of data files."""
 
 
 def add(verbs: Verbs) -> None:
@@ -34,38 +34,38 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "rm",
-        "Remove snapshots, and what interrupted takes left in their folders; no other file. What another library wrote "
-        "is left alone. It shows what would go, and asks.",
+        "Remove snapshots, and leftovers of interrupted takes in their folders; no other file. Checkpoints of other "
+        "libraries are left alone. It shows what it would remove, and asks.",
         [
-            ("rm run/step-100", "after a question"),
-            ("rm run/step-100 run/step-200 --yes", "without one, for scripts"),
-            ("rm run/step-100 --dry-run", "what would go"),
+            ("rm run/step-100", "ask first"),
+            ("rm run/step-100 run/step-200 --yes", "without asking, for scripts"),
+            ("rm run/step-100 --dry-run", "show what would be removed"),
         ],
         run,
     )
     parser.add_argument("urls", nargs="+", metavar="URL", help="a snapshot, or the folder of an interrupted take")
-    parser.add_argument("--pinned", action="store_true", help="also one that a manager has pinned")
+    parser.add_argument("--pinned", action="store_true", help="also remove pinned snapshots")
     add_careful(parser)
-    add_json(parser, "print a JSON object a line, one for each URL")
+    add_json(parser, "print one line of JSON for each URL")
     add_storage(parser)
 
 
 @dataclass
 class Target:
-    """What is to go at one URL."""
+    """Removal at one URL."""
 
     url: URL
     what: str
     """`snapshot` or `leftovers`."""
     files: int
-    """Of a snapshot its data files, as every verb counts them; the manifest goes, too."""
+    """Number of data files of a snapshot, as in every verb; the manifest is removed, too."""
     nbytes: int
     error: str = ""
-    """Why it could not be removed."""
+    """Why the removal failed."""
 
 
 def run(arguments: argparse.Namespace) -> ExitStatus:
-    """Show what would go, ask, and remove it; nothing goes if one of several cannot."""
+    """Show what would be removed, ask, and remove it. If one target cannot be removed, remove none."""
     options = options_of(arguments)
     targets = []
     for text in {str(URL.parse(text)).rstrip("/"): text for text in arguments.urls}.values():
@@ -89,12 +89,12 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 
 
 async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Namespace) -> Target:
-    """Return what there is to remove. Raises for what is not to be removed."""
+    """Return the target at a URL. Raise if it must not be removed."""
     session = Session(url, options)
     storage = session.storage
     try:
         if not (storage.capabilities.list and storage.capabilities.delete):
-            raise SnapshotError(f"{url}: nothing can be removed from this storage")
+            raise SnapshotError(f"{url}: this storage does not support removal")
         try:
             await storage.stat(METADATA)
         except StorageError as error:
@@ -103,7 +103,7 @@ async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Name
             return await _leftovers(session, arguments.older_than)
         await cleanup.expect_own_manifest(storage)
         if not arguments.pinned and PINNED in await storage.list(PINNED):
-            raise SnapshotError(f"{url}: is pinned by a manager, and stays; --pinned removes it all the same")
+            raise SnapshotError(f"{url}: pinned by a manager; use --pinned to remove it")
         await _expect_quiet(session, arguments.older_than)
         files = [path for path in await cleanup.list_save_files(storage) if path.endswith(DATA)]
         return Target(url, "snapshot", len(files), await _size(session, files))
@@ -112,23 +112,23 @@ async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Name
 
 
 async def _leftovers(session: Session, older_than: float) -> Target:
-    """Return what is left of takes that are over."""
+    """Return the leftovers of finished takes."""
     storage, url = session.storage, session.url
     files = await cleanup.find_leftovers(storage, older_than)
     if files:
         return Target(url, "leftovers", len(files), await _size(session, files))
     await _expect_quiet(session, older_than)
     if await is_foreign(session):
-        raise SnapshotExistsError(f"{url}: was written by another library, and is left alone: remove it yourself")
+        raise SnapshotExistsError(f"{url}: written by another library, so it was not removed; remove it yourself")
     raise SnapshotNotFoundError(f"{url}: there is no snapshot")
 
 
 async def _expect_quiet(session: Session, older_than: float) -> None:
-    """Raise where a take may be running."""
+    """Raise if a take may be running."""
     if await cleanup.is_busy(session.storage, older_than):
         raise SnapshotError(
-            f"{session.url}: a take is running here, or was interrupted not long ago; if you know that it does not "
-            "run any more: --older-than 0"
+            f"{session.url}: a take is running here, or was interrupted recently; if you know that it has ended, "
+            "pass --older-than 0"
         )
 
 
@@ -156,12 +156,12 @@ async def _clear(url: URL, options: Mapping[str, Any], older_than: float, *, unp
 
 
 def _tell(target: Target, arguments: argparse.Namespace) -> None:
-    """Say what became of one."""
+    """Print the result for one target."""
     if arguments.json:
         made = {"url": str(target.url), "what": target.what, "files": target.files, "bytes": target.nbytes}
         made["removed"] = not (arguments.dry_run or target.error)
         print(as_json(made | ({"error": target.error} if target.error else {})))
     elif target.error:
-        print(printable(f"snapshot: {target.url} could not be removed: {target.error}"), file=sys.stderr)
+        print(printable(f"snapshot: {target.url}: removal failed: {target.error}"), file=sys.stderr)
     elif not arguments.dry_run:
         print(wrapped(printable(f"removed {target.url}: {counted(target.files, 'file')}, {size_text(target.nbytes)}")))

@@ -1,6 +1,7 @@
-"""What people see: tables that fit their terminal, colours where there is one, a bar while work runs, a question.
+"""Output for people: tables that fit their terminal, colours, a progress bar, a question.
 
-In a pipe all of it is plain, whole text. Names come from snapshots, which may be hostile: none can move the cursor.
+In a pipe all output is plain, complete text. Names come from snapshots, which may be hostile, so they are escaped: none
+can move the cursor.
 """
 
 from __future__ import annotations
@@ -21,31 +22,30 @@ from snapshot.progress import Progress
 
 STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
 NARROWEST = 12
-"""Cells that a column which shrinks keeps while others can be left out."""
+"""Cells that a shrinking column keeps while optional columns can be left out."""
 SHORTEST = 8
-"""Cells that a column keeps after that, if the terminal has as many."""
+"""Cells that a column keeps after that, if the terminal is wide enough."""
 
 
 def coloured() -> bool:
-    """Whether standard output is a terminal that shows colours. NO_COLOR and FORCE_COLOR say otherwise."""
+    """Return True if standard output is a terminal with colours. NO_COLOR and FORCE_COLOR override that."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and os.environ.get("TERM") != "dumb")
 
 
 def paint(text: str, style: str) -> str:
-    """Return the text in a style of `STYLES`, where that can be seen."""
+    """Return the text in a style of `STYLES`, if colours are shown."""
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if style and text and coloured() else text
 
 
 def width() -> int | None:
-    """Return the terminal's width in cells; None where the output goes to no terminal, and may be as wide as it
-    likes."""
+    """Return the terminal's width in cells; None (no limit) if the output is not a terminal."""
     return max(20, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
 
 
 def printable(text: str) -> str:
-    """Return the text with all that is no visible character escaped.
+    """Return the text with all invisible characters escaped.
 
     >>> print(printable("a\\x1b[2Jb"))
     a\\x1b[2Jb
@@ -56,7 +56,7 @@ def printable(text: str) -> str:
 
 
 def wrapped(text: str, indent: str = "  ") -> str:
-    """Return the text in lines no longer than the terminal's, broken at spaces: a name is never broken."""
+    """Return the text in lines that fit the terminal, broken only at spaces."""
     most = width()
     if most is None or cells(text) <= most:
         return text
@@ -74,7 +74,7 @@ def wrapped(text: str, indent: str = "  ") -> str:
 
 
 def cells(text: str) -> int:
-    """How many cells of a terminal a text takes."""
+    """Return the number of terminal cells of a text."""
     if text.isascii():
         return len(text)
     return sum(
@@ -83,7 +83,7 @@ def cells(text: str) -> int:
 
 
 def fit(text: str, most: int) -> str:
-    """Return the text in at most so many cells: of what is too long, the middle is left out."""
+    """Return the text in at most `most` cells. If it is too long, leave out the middle."""
     if cells(text) <= most:
         return text
     try:
@@ -106,16 +106,16 @@ class Column:
 
     name: str
     right: bool = False
-    """Whether it holds numbers, which stand at its right edge."""
+    """True for numbers, which are aligned to the right."""
     shrinks: bool = False
-    """Whether its texts may be shortened on a narrow terminal."""
+    """True if texts may be shortened on a narrow terminal."""
     optional: bool = False
-    """Whether it may be left out there; the last such goes first."""
+    """True if the column may be left out there; the last such column first."""
     style: str = ""
 
 
 class ScreenTable:
-    """Rows below a heading, as wide as their texts, and no wider than the terminal.
+    """Rows below a heading, as wide as their texts, but not wider than the terminal.
 
     >>> print(ScreenTable([Column("name"), Column("size", right=True)], [("a", "1 B"), ("bc", "12 B")]))
     name  size
@@ -130,7 +130,7 @@ class ScreenTable:
             self.add(*row)
 
     def add(self, *row: str, style: str = "") -> None:
-        """Add a row; a style of its own goes over those of the columns."""
+        """Add a row. Its own style overrides those of the columns."""
         self.rows.append(([printable(each) if i < len(self.columns) else each for i, each in enumerate(row)], style))
 
     def lines(self) -> Iterator[str]:
@@ -147,7 +147,7 @@ class ScreenTable:
             yield self._line(row, kept, widths, style)
 
     def _fit(self, widths: list[int], most: int) -> list[int]:
-        """Shorten columns, and leave some out; which are left."""
+        """Shorten columns, and leave some out. Return the indices of those kept."""
         kept = list(range(len(self.columns)))
         while True:
             shrinking = [i for i in kept if self.columns[i].shrinks]
@@ -164,7 +164,7 @@ class ScreenTable:
             if not optional:
                 break
             kept.remove(optional[-1])
-        for least in (SHORTEST, 1):  # nothing is left but to shorten all
+        for least in (SHORTEST, 1):  # the only way left is to shorten all
             for i in sorted(kept, key=lambda i: (not self.columns[i].shrinks, -widths[i])):
                 less = min(max(over, 0), max(0, widths[i] - least))
                 widths[i] -= less
@@ -187,7 +187,7 @@ class ScreenTable:
 
 
 def as_json(value: Any) -> str:
-    """JSON that any program reads: what is no finite number, or not known to JSON, becomes a text.
+    """Return JSON that any program reads: numbers that are not finite, and unknown types, become strings.
 
     >>> as_json({"loss": float("nan"), "at": (1, 2)})
     '{"loss": "nan", "at": [1, 2]}'
@@ -209,9 +209,11 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def bar(verb: str) -> Iterator[Callable[[Progress], None]]:
-    """Show a bar with rate and time left, on standard error if that is a terminal: from the second second on, and gone
-    afterwards. It is given what shows `Progress` in it."""
-    from tqdm import tqdm  # spared to what prints help
+    """Show a progress bar with rate and remaining time, on standard error if that is a terminal.
+
+    It appears after a second, and is erased at the end. Yield the function that updates it.
+    """
+    from tqdm import tqdm  # not needed for help
 
     with tqdm(desc=verb, unit="B", unit_scale=True, unit_divisor=1024, delay=1.0, leave=False, disable=None) as shown:
 
@@ -223,13 +225,13 @@ def bar(verb: str) -> Iterator[Callable[[Progress], None]]:
 
 
 def say(text: str) -> None:
-    """Say on a terminal what is under way; the next line goes over it. An empty text takes it away."""
+    """Show a status line on a terminal. The next one replaces it, and an empty text erases it."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def ask(question: str) -> bool:
-    """Whether somebody at the terminal says yes; without one nobody does."""
+    """Return True if the user at the terminal answers yes; False without a terminal."""
     if not (sys.stdin and sys.stdin.isatty()):
         return False
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`snapshot show`: one object of a snapshot: what it is, its statistics, and some of its values."""
+"""`snapshot show`: one object of a snapshot: its description, its statistics, and some of its values."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from snapshot.url import URL
 AT_ONCE = 32 << 20
 """Bytes of a tensor that are read at once."""
 SHOWN = 64
-"""Values that are shown where no box was asked for."""
-NONE = "  no statistics of this dtype"
+"""Number of values shown if no box was requested."""
+NONE = "  no statistics for this dtype"
 LONGEST = 10_000
-"""Characters of a value that are shown."""
+"""Maximum length of a value in characters."""
 
 
 def add(verbs: Verbs) -> None:
@@ -44,20 +44,19 @@ def add(verbs: Verbs) -> None:
     parser = verb(
         verbs,
         "show",
-        "Show one object of a snapshot, or of a checkpoint of another library: of a tensor what it is, its statistics "
-        "and its first values; of anything else its value. Only the ranges of files that hold it are read, part by "
-        "part.",
+        "Show one object of a snapshot, or of a checkpoint of another library: description, statistics "
+        "and first values of a tensor; the value of anything else. Only the object's byte ranges are read, in parts.",
         [
             ("show run/step-100 model/head.weight", "a tensor"),
-            ("show run/step-100 model/head.weight --box 0:2,:8 --no-stats", "a part of it alone"),
+            ("show run/step-100 model/head.weight --box 0:2,:8 --no-stats", "only a part of it"),
             ("show run/step-100 progress/step", "a number"),
-            ("show run/step-100 1/rng/torch", "what rank 1 saved under this name"),
+            ("show run/step-100 1/rng/torch", "the object of rank 1 with this name"),
         ],
         run,
     )
     parser.add_argument("url", metavar="URL", help="a snapshot")
     parser.add_argument("path", metavar="PATH", help="the object's name, as `snapshot ls --flat` shows it")
-    parser.add_argument("--rank", type=int, metavar="N", help="what this rank saved under the name")
+    parser.add_argument("--rank", type=int, metavar="N", help="the object of this rank")
     parser.add_argument("--box", type=_box, metavar="BOX", help="the part whose values are shown: 0:4,:8 or 3,...")
     parser.add_argument("--no-stats", action="store_true", help="do not read the whole tensor for its statistics")
     add_pickle(parser)
@@ -82,13 +81,13 @@ def _run(arguments: argparse.Namespace) -> ExitStatus:
     told = _described(path, entry, manifest, world_size)
     if isinstance(entry, e.Container):
         if arguments.box is not None:
-            raise ValueError(f"{path} is a container, and has no box; show what is in it")
+            raise ValueError(f"{path}: a container has no box; show an object in it")
         lines = _container(snapshot, path, entry, manifest, told)
     elif isinstance(entry, (*e.TENSORS, e.NDArrayEntry, e.TensorPartsEntry)):
         lines = _tensor(snapshot, path, entry, told, arguments)
     else:
         if arguments.box is not None:
-            raise ValueError(f"{path} is no tensor, and has no box")
+            raise ValueError(f"{path}: only a tensor has a box")
         text = value_text(entry, LONGEST) if isinstance(entry, Scalar) else _repr(snapshot.read_object(path))
         told["value"] = text
         lines = [text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text):,} characters)"]
@@ -109,7 +108,7 @@ def _run(arguments: argparse.Namespace) -> ExitStatus:
 def _container(
     snapshot: Checkpoint, path: str, entry: e.Container, manifest: Mapping[str, Entry], told: dict[str, Any]
 ) -> list[str]:
-    """Return what is in a container: all of it, where that stands in the manifest."""
+    """Return the lines for a container: all of its contents, if they are stored in the manifest."""
     below = [held for name, held in manifest.items() if name.startswith(f"{path}/")]
     if len(below) <= SHOWN and all(isinstance(held, (Scalar, e.Container)) for held in below):
         told["value"] = pprint.pformat(snapshot.read_object(path), width=min(100, width() or 100), sort_dicts=False)
@@ -122,7 +121,7 @@ def _container(
 
 
 def _described(path: str, entry: Entry, manifest: Mapping[str, Entry], world_size: int) -> dict[str, Any]:
-    """Return what the manifest says of an object."""
+    """Return the manifest's description of an object."""
     if isinstance(entry, e.Container) and entry.width:
         return {"path": path, "kind": str(type(entry).__struct_config__.tag), "entries": entry.width}
     item = next(items({path: entry}, world_size))
@@ -154,7 +153,7 @@ def _tensor(
         shape = tuple(entry.shape)
         read = _reader(snapshot, path)
         if not shape and arguments.box:
-            raise ValueError(f"{path} has no dimensions, and no box")
+            raise ValueError(f"{path}: a tensor without dimensions has no box")
         box = _within(path, arguments.box, shape) if arguments.box is not None else _corner(shape)
         try:
             values = snapshot.read_object(path, box=box if shape else None)
@@ -172,7 +171,7 @@ def _tensor(
         told["values"] = values.tolist() if arguments.box is not None else None
         return [*lines, text]
     if arguments.box is not None:
-        raise ValueError(f"{path}: a box can be taken of a plain tensor only")
+        raise ValueError(f"{path}: only a plain tensor has a box")
     value = snapshot.read_object(path)
     dense = _plain(value)
     lines = []
@@ -192,7 +191,7 @@ def _reader(snapshot: Checkpoint, path: str) -> Callable[[Any], torch.Tensor]:
 
 
 def _statistics(path: str, entry: e.AnyTensor, read: Callable[[Any], torch.Tensor], told: dict[str, Any]) -> list[str]:
-    """Read all of it, part by part; of what is one part, once."""
+    """Read the tensor part by part, and only once if there is one part."""
     size = ITEMSIZE.get(entry.dtype, 1)
     shape = tuple(entry.shape)
     boxes = split_shape(shape, max(1, AT_ONCE // size)) if math.prod(shape) else [whole_box(shape)]
@@ -217,7 +216,7 @@ def _statistics(path: str, entry: e.AnyTensor, read: Callable[[Any], torch.Tenso
 
 
 def _plain(value: Any) -> torch.Tensor | None:
-    """Return the values of a tensor that is no plain one, or of an array; None where they are no numbers."""
+    """Return the values of a tensor that is not plain, or of an array; None if they are not numbers."""
     if not isinstance(value, torch.Tensor):
         try:
             return torch.as_tensor(value)
@@ -226,7 +225,7 @@ def _plain(value: Any) -> torch.Tensor | None:
     if value.is_quantized:
         try:
             return value.dequantize()
-        except RuntimeError:  # of a quantizer that this torch knows no more
+        except RuntimeError:  # the quantizer is not supported by this torch
             return None
     if value.layout == torch.strided:
         return value
@@ -234,7 +233,7 @@ def _plain(value: Any) -> torch.Tensor | None:
 
 
 def _printable(dtype: torch.dtype) -> bool:
-    """Whether torch can print a dtype's elements, and make a list of them."""
+    """Return True if torch can print elements of a dtype, and convert them to a list."""
     try:
         held = torch.zeros(dtype.itemsize, dtype=torch.uint8).view(dtype)
         repr(held)
@@ -245,10 +244,10 @@ def _printable(dtype: torch.dtype) -> bool:
 
 
 def _repr(value: Any) -> str:
-    """Return what a value says of itself; of one that cannot, what it is."""
+    """Return a value's repr; if that fails, its type and the error."""
     try:
         return repr(value)
-    except Exception as error:  # noqa: BLE001 - it is anybody's code
+    except Exception as error:  # noqa: BLE001 - repr may be any code
         kind = type(value)
         return f"<a {kind.__module__}.{kind.__qualname__} that cannot be printed: {type(error).__name__}: {error}>"
 
@@ -259,7 +258,7 @@ def _values(values: Any) -> str:
 
 
 def _fitted(values: Any) -> str:
-    """Return what a value says of itself, in lines that fit the terminal. Torch's are longer than what it is given."""
+    """Return a value's repr in lines that fit the terminal. Torch's lines may exceed the width that it is given."""
     most, before = width(), PRINT_OPTS.linewidth
     text = _repr(values)
     try:
@@ -279,29 +278,29 @@ Box = list[slice | int]
 
 
 def _box(text: str) -> Box:
-    """Return a box as it would stand between brackets.
+    """Return the box for a text as between brackets.
 
     >>> _box("0:4,:8,3")
     [slice(0, 4, None), slice(None, 8, None), 3]
     """
     made: Box = []
     for part in text.strip("[]").replace("...", "").split(","):
-        part = part.strip()  # noqa: PLW2901 - the same without spaces
+        part = part.strip()  # noqa: PLW2901 - stripped
         found = re.fullmatch(r"(-?\d*)(:?)(-?\d*)", part)
         if found is None or part == "-":
-            raise argparse.ArgumentTypeError(f"{text!r} is no box, such as 0:4,:8")
+            raise argparse.ArgumentTypeError(f"invalid box {text!r} (expected e.g. 0:4,:8)")
         if not part:
             continue
         first, colon, last = found.groups()
         try:
             made.append(slice(int(first) if first else None, int(last) if last else None) if colon else int(first))
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no box, such as 0:4,:8") from None
+            raise argparse.ArgumentTypeError(f"invalid box {text!r} (expected e.g. 0:4,:8)") from None
     return made
 
 
 def _within(path: str, box: Box, shape: tuple[int, ...]) -> Box:
-    """Return what of a box is in the tensor, counted from its beginning. Raises where that is nothing."""
+    """Return the part of a box within the tensor, with offsets from 0. Raise ValueError if it is empty."""
     made: Box = []
     for part, size in zip(box, shape, strict=False):
         if isinstance(part, int):
@@ -309,13 +308,13 @@ def _within(path: str, box: Box, shape: tuple[int, ...]) -> Box:
             continue
         low, high, _ = part.indices(size)
         if low >= high and size:
-            raise ValueError(f"{path}: the box {_box_text(box)} holds nothing of the shape {list(shape)}")
+            raise ValueError(f"{path}: the box {_box_text(box)} is empty within shape {list(shape)}")
         made.append(slice(low, high))
-    return [*made, *box[len(shape) :]]  # what is too much is refused where it is read
+    return [*made, *box[len(shape) :]]  # surplus dimensions are refused by the read
 
 
 def _corner(shape: tuple[int, ...]) -> Box:
-    """Return the first values: of the last two dimensions some, of those before one."""
+    """Return the box of the first values: some of the last two dimensions, one of each other."""
     made: Box = []
     for axis, size in enumerate(shape):
         behind = len(shape) - axis

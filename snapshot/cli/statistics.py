@@ -1,4 +1,4 @@
-"""Numbers about a tensor that is seen part by part: its range, mean and deviation, what is not finite, a histogram."""
+"""Statistics of a tensor that is read part by part: range, mean, deviation, non-finite values, histogram."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHORT = {"least": "min", "most": "max", "deviation": "std"}
 
 @dataclass(frozen=True, slots=True)
 class ValueStatistics:
-    """What a tensor's values are like; `least` and the rest are of those that are finite."""
+    """Statistics of a tensor's values; `least` and the later fields count finite values only."""
 
     count: int
     nan: int
@@ -30,17 +30,17 @@ class ValueStatistics:
     most: float | None
     mean: float | None
     deviation: float | None
-    """Of the whole population."""
+    """Standard deviation of the whole population."""
     histogram: tuple[int, ...]
-    """How many lie in each of equal parts between the least and the most."""
+    """Number of values in each of equal intervals between the least and the most."""
     magnitude: bool = False
-    """Whether these are of absolute values: those of complex numbers."""
+    """True for complex numbers, whose absolute values are counted."""
 
     def as_json(self) -> dict[str, Any]:
         return {_SHORT.get(name, name): value for name, value in asdict(self).items()}
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return lines for people."""
         of = " of absolute values" if self.magnitude else ""
         made = [f"  {'count':<10} {self.count:,}, {self.zero:,} zero, {self.nan:,} NaN, {self.infinite:,} infinite"]
         if self.least is not None and self.most is not None:
@@ -64,7 +64,7 @@ def _bars(histogram: tuple[int, ...]) -> str:
 
 
 def statistics(parts: Callable[[], Iterator[torch.Tensor]]) -> ValueStatistics:
-    """Return the statistics of a tensor whose parts are given, twice: the histogram needs the range first."""
+    """Return the statistics of a tensor. `parts` is called twice: the histogram needs the range first."""
     count = nan = infinite = zero = finite = 0
     least, most, mean, squares = math.inf, -math.inf, 0.0, 0.0
     magnitude = False
@@ -80,7 +80,7 @@ def statistics(parts: Callable[[], Iterator[torch.Tensor]]) -> ValueStatistics:
             continue
         least, most = min(least, float(good.min())), max(most, float(good.max()))
         number, middle = good.numel(), float(good.mean())
-        away = middle - mean  # parts are joined as Chan has it, without a loss where the mean is far from 0
+        away = middle - mean  # Chan's formula keeps precision if the mean is far from 0
         squares += float(((good - middle) ** 2).sum()) + away * away * finite * number / (finite + number)
         mean += away * number / (finite + number)
         finite += number
@@ -101,13 +101,13 @@ def _counts(values: torch.Tensor, least: float, most: float) -> torch.Tensor:
         made = torch.zeros(BINS, dtype=torch.int64)
         made[BINS // 2] = values.numel()
         return made
-    half = most / 2 - least / 2  # the whole may be more than a float can hold
+    half = most / 2 - least / 2  # the full range may overflow a float
     places = ((values / 2 - least / 2) / half * BINS).to(torch.int64).clamp_(0, BINS - 1)
     return torch.bincount(places, minlength=BINS)
 
 
 def countable(dtype: torch.dtype) -> bool:
-    """Whether there are statistics of a dtype: torch can make numbers of its elements."""
+    """Return True if torch can convert elements of a dtype to float64, so that there are statistics."""
     try:
         _wide(torch.empty(1, dtype=dtype))
     except RuntimeError:
@@ -116,12 +116,12 @@ def countable(dtype: torch.dtype) -> bool:
 
 
 def _wide(part: torch.Tensor) -> torch.Tensor:
-    """Return the values in float64, flat; absolute ones of complex numbers."""
+    """Return the values in float64, flattened; absolute values of complex numbers."""
     part = part.detach().reshape(-1)
     if part.is_complex():
         return torch.view_as_complex(torch.view_as_real(part.resolve_conj()).to(torch.float64)).abs()
     if part.dtype not in _DIRECT:
-        part = part.to(torch.float32)  # what is that short has no way of its own
+        part = part.to(torch.float32)  # torch converts these short dtypes only this way
     return part.to(torch.float64)
 
 

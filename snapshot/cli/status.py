@@ -1,4 +1,4 @@
-"""What the command's exit status means: in one place, since scripts depend on it."""
+"""Exit status of the command: in one place, since scripts depend on it."""
 
 from enum import IntEnum
 

@@ -1,4 +1,4 @@
-"""A trace as the timeline of one take: which spans are its, and which rank's each is."""
+"""Timeline of one take from a trace: its spans, and the rank of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FILE = re.compile(r"data/([0-9a-f]+)-([0-9]+)-")
 
 @dataclass
 class Span:
-    """One thing that a process did. Times are in microseconds."""
+    """One operation of a process. Times are in microseconds."""
 
     name: str
     process: str
@@ -24,7 +24,7 @@ class Span:
     length: float
     fields: Mapping[str, Any]
     take: str = ""
-    """The save id of the take that it belongs to."""
+    """Save id of the take that the span belongs to."""
 
     @property
     def end(self) -> float:
@@ -32,12 +32,12 @@ class Span:
 
     @property
     def file(self) -> re.Match[str] | None:
-        """The save id and the rank in the name of the file that it wrote to."""
+        """Match of the save id and the rank in the name of the written file."""
         return _FILE.match(str(self.fields.get("file", "")))
 
 
 def events_in(path: Path) -> list[Span]:
-    """Return the spans of a trace file; raise `ValueError` if it is not one."""
+    """Return the spans of a trace file; raise ValueError if it is not one."""
     found = [event for event in _decoded(path) if isinstance(event, dict) and event.get("ph") == "X"]
     try:
         made = [
@@ -52,14 +52,14 @@ def events_in(path: Path) -> list[Span]:
             for event in found
         ]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: is not a timeline that SNAPSHOT_TRACE recorded: {error!r}") from None
+        raise ValueError(f"{path}: not a timeline that SNAPSHOT_TRACE recorded: {error!r}") from None
     if not made:
-        raise ValueError(f"{path}: holds no timeline")
+        raise ValueError(f"{path}: has no timeline")
     return made
 
 
 def timeline(spans: Sequence[Span], save_id: str) -> dict[str, Any]:
-    """Return what the page draws: the spans of the take `save_id`, or all if the trace does not hold that take."""
+    """Return the data to draw: the spans of the take `save_id`, or all if the trace does not have that take."""
     takes = _attribute(spans)
     chosen = [span for span in spans if span.take == save_id] if save_id in takes else list(spans)
     ranks = {span.process: found[2] for span in spans if (found := span.file)}
@@ -72,7 +72,7 @@ def timeline(spans: Sequence[Span], save_id: str) -> dict[str, Any]:
         rank = ranks.get(span.process)
         label = f"process {span.process}" if rank is None else f"rank {rank}"
         if rank is not None and len({process for process, each in ranks.items() if each == rank}) > 1:
-            label += f", process {span.process}"  # a rank that ran again, or that has a writer process
+            label += f", process {span.process}"  # a restarted rank, or one with a writer process
         return f"take {span.take}, {label}: {span.row}" if several else f"{label}: {span.row}"
 
     return {
@@ -92,7 +92,7 @@ def timeline(spans: Sequence[Span], save_id: str) -> dict[str, Any]:
 
 
 def _attribute(spans: Iterable[Span]) -> set[str]:
-    """Note which take each span belongs to, and return the takes.
+    """Set the take of each span, and return the takes.
 
     A write names its file, and so its take. A process stages and digests before it writes, and commits afterwards.
     """
@@ -101,7 +101,7 @@ def _attribute(spans: Iterable[Span]) -> set[str]:
         by_process.setdefault(span.process, []).append(span)
     everywhere = _ends(spans)
     for held in by_process.values():
-        ends = _ends(held) or everywhere  # of a process that hands its bytes to a writer
+        ends = _ends(held) or everywhere  # for a process that passes its bytes to a writer
         for span in held:
             if found := span.file:
                 span.take = found[1]
@@ -115,7 +115,7 @@ def _attribute(spans: Iterable[Span]) -> set[str]:
 
 
 def _ends(spans: Iterable[Span]) -> dict[str, float]:
-    """When the last write of each take ended."""
+    """Return the end of the last write of each take."""
     ends: dict[str, float] = {}
     for span in spans:
         if found := span.file:
@@ -128,8 +128,8 @@ def _decoded(path: Path) -> list[Any]:
     try:
         value = json.loads(text.rstrip().rstrip(",").rstrip("]") + "]" if text.lstrip().startswith("[") else text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is not a timeline in Chrome's trace format: {error}") from None
+        raise ValueError(f"{path}: not a timeline in Chrome's trace format: {error}") from None
     found = value.get("traceEvents") if isinstance(value, dict) else value
     if not isinstance(found, list):
-        raise ValueError(f"{path}: is not a timeline in Chrome's trace format")
+        raise ValueError(f"{path}: not a timeline in Chrome's trace format")
     return found

@@ -1,4 +1,4 @@
-"""`snapshot verify`: is every byte of a snapshot what was written?"""
+"""`snapshot verify`: compare every byte of a snapshot with its digest."""
 
 from __future__ import annotations
 
@@ -23,38 +23,36 @@ def add(verbs: Verbs) -> None:
         verbs,
         "verify",
         "Read every byte, and compare it with its digest; each fault names the entry, the file and the range. Nothing "
-        "is unpickled, and nothing changed. Exit status: 0 if all is as it was written, 1 if something is not, 2 if "
-        "that could not be found out.",
+        "is unpickled or changed. Exit status: 0 if every digest matches, 1 if one does not, 2 if the command could "
+        "not run.",
         [
             ("verify run/step-100", "every byte"),
             ("verify run/step-*", "several"),
             ("verify run", "all snapshots in a folder"),
             ("verify --quick s3://bucket/run/step-100", "presence and sizes of its files only"),
-            ("verify --resume ~/step-100.verify s3://bucket/run/step-100", "one that goes on where it was interrupted"),
+            ("verify --resume ~/step-100.verify s3://bucket/run/step-100", "resume after an interruption"),
         ],
         run,
     )
     parser.add_argument(
         "urls", nargs="+", metavar="URL", help="a snapshot, a folder of snapshots, or a checkpoint of another library"
     )
-    parser.add_argument("--quick", action="store_true", help="only look at the files' presence and sizes")
+    parser.add_argument("--quick", action="store_true", help="only check the files' presence and sizes")
+    parser.add_argument("--strict", action="store_true", help="exit status 1 if data has no digest to verify")
     parser.add_argument(
-        "--strict", action="store_true", help="exit status 1 where something can't be verified, having no digest"
-    )
-    parser.add_argument(
-        "--resume", metavar="FILE", help="note here how far it has come; if the file is there, go on from there"
+        "--resume", metavar="FILE", help="record the progress in this file; if it exists, resume from it"
     )
     add_memory(parser)
-    add_json(parser, "print a JSON object a line, one for each snapshot")
+    add_json(parser, "print one line of JSON for each snapshot")
     add_storage(parser)
 
 
 def run(arguments: argparse.Namespace) -> ExitStatus:
-    """Verify each snapshot, also behind one that is damaged."""
+    """Verify each snapshot, even if an earlier one is damaged."""
     if arguments.resume and len(arguments.urls) > 1:
-        raise ValueError("--resume: a file is of one snapshot, and there are several URLs")
+        raise ValueError(f"--resume needs one URL, got {len(arguments.urls)}")
     if arguments.resume and arguments.quick:
-        raise ValueError("--resume and --quick: what takes no time is never resumed")
+        raise ValueError("--resume cannot be combined with --quick, which needs no time")
     status = ExitStatus.OK
     options = options_of(arguments)
     for url in arguments.urls:
@@ -63,24 +61,24 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 
 
 def _verify_at(url: str, options: dict[str, Any], arguments: argparse.Namespace) -> ExitStatus:
-    """Verify the snapshot at a URL, or all those in the folder there; the worst status."""
+    """Verify the snapshot at a URL, or all those in the folder there. Return the worst status."""
     try:
         return _verify_one(url, options, arguments)
     except SnapshotNotFoundError as error:
         place = URL.parse(url)
         try:
             names = snapshots_below(place, options)
-        except (SnapshotError, OSError):  # what cannot be listed
+        except (SnapshotError, OSError):  # the storage cannot list
             names = []
         if not names:
             return _say(error)
     if arguments.resume:
-        raise ValueError(f"--resume: a file is of one snapshot, and {place} is a folder of {len(names):,}")
+        raise ValueError(f"--resume needs one snapshot, but {place} is a folder of {len(names):,}")
     status = ExitStatus.OK
     for name in names:
         try:
             status = max(status, _verify_one(place.join(name).reveal(), options, arguments))
-        except SnapshotNotFoundError as error:  # it has gone meanwhile
+        except SnapshotNotFoundError as error:  # it was removed meanwhile
             status = max(status, _say(error))
     return status
 
@@ -108,7 +106,7 @@ def _say(error: Exception) -> ExitStatus:
 
 
 def _verified(url: str, options: dict[str, Any], arguments: argparse.Namespace) -> VerifyReport:
-    """Return the report on one snapshot; of one whose manifest is damaged, that."""
+    """Return the report on one snapshot. If its manifest is damaged, report that."""
     snapshot = Snapshot(url, storage_options=options)
     try:
         with explain_missing(url, options), bar("verify") as show:
@@ -121,7 +119,7 @@ def _verified(url: str, options: dict[str, Any], arguments: argparse.Namespace) 
     except UnknownFormatError as error:
         if not snapshot.path.endswith(ENDINGS):
             raise
-        return VerifyReport(0, 0, 0.0, (str(error),))  # going by its name, it was one
+        return VerifyReport(0, 0, 0.0, (str(error),))  # by its name it is a checkpoint
     except CorruptSnapshotError as error:
         return VerifyReport(0, 0, 0.0, (str(error),))
 

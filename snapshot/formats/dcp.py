@@ -1,6 +1,6 @@
 """Checkpoints of torch.distributed.checkpoint (DCP).
 
-The `.metadata` file lists the boxes of each tensor, and each box is an archive of its own. Megatron-core's directories
+The `.metadata` file lists the boxes of each tensor, and each box is a separate archive. Megatron-core's directories
 have the same layout.
 """
 
@@ -23,11 +23,11 @@ from snapshot.storage import Storage
 
 METADATA = ".metadata"
 COMMON = "common.pt"
-"""The file of Megatron-core's unsharded state."""
+"""File of Megatron-core's unsharded state."""
 _CLASSES = "torch.distributed.checkpoint.metadata."
 _TRANSFORMS = {"stream.zstd": "zstd"}
 GAP = 1000
-"""A placeholder for list positions without saved data, since empty values are not saved."""
+"""Maximum number of missing list positions, which become None: DCP does not save empty values."""
 
 
 async def describe_checkpoint(storage: Storage, data: bytes) -> ForeignDocument:
@@ -40,13 +40,13 @@ async def describe_checkpoint(storage: Storage, data: bytes) -> ForeignDocument:
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         if isinstance(error, CorruptSnapshotError):
             raise
-        raise CorruptSnapshotError(f"{where}: is not DCP metadata: {type(error).__name__}: {error}") from error
+        raise CorruptSnapshotError(f"{where}: not DCP metadata: {type(error).__name__}: {error}") from error
     files: dict[str, Any] = dict(found.files)
     inline = b""
     try:
         size = (await storage.stat(COMMON)).size
     except StorageError:
-        pass  # not of Megatron, or of a version that keeps it elsewhere
+        pass  # not of Megatron, or of a version that stores it elsewhere
     else:
         common = await torch_save.describe_file(storage, COMMON, size, len(data) + (1 << 28))
         taken = {path.split("/", 2)[1] for path in manifest}
@@ -63,40 +63,38 @@ async def describe_checkpoint(storage: Storage, data: bytes) -> ForeignDocument:
 
 
 class _Metadata:
-    """The contents of a `.metadata`, validated while they are read."""
+    """Contents of a `.metadata` file, validated during reading."""
 
     def __init__(self, where: object, metadata: Any, length: int) -> None:
         self._where = where
         self._chunks = limit_nodes(length)
-        """The remaining number of chunks: a pickle can repeat one list for many tensors."""
+        """Remaining number of chunks: a pickle can repeat one list for many tensors."""
         self._room = 64 * self._chunks
-        """The remaining length of all paths: a long key may be in many of them."""
+        """Remaining length of all paths: a long key may be in many of them."""
         if not _is_named(metadata, "Metadata"):
-            raise ValueError(f"it holds {safe_pickle.show_value(metadata)}")
+            raise ValueError(f"expected Metadata, got {safe_pickle.show_value(metadata)}")
         fields = safe_pickle.read_fields(metadata)
         self.version = str(fields.get("version") or "")
         self.files: dict[str, ForeignFile] = {}
         self._stored = {}
         self._known: dict[tuple[Any, ...], tuple[int, ...]] = {}
-        """Sizes and offsets that have been checked: most are equal."""
+        """Sizes and offsets that were checked: most are equal."""
         for index, info in _expect_items(fields.get("storage_data")):
             named, place = safe_pickle.read_fields(index), safe_pickle.read_fields(info)
             offset = named.get("offset")
             if type(named["fqn"]) is not str:
-                raise ValueError(f"a name that is {safe_pickle.show_value(named['fqn'])}")
+                raise ValueError(f"a name must be a str, got {safe_pickle.show_value(named['fqn'])}")
             self._stored[named["fqn"], None if offset is None else self._check_sizes(offset)] = place
         self._tensors = dict(_expect_items(fields["state_dict_metadata"]))
         planner = fields.get("planner_data")
         self._paths: Mapping[str, Any] = planner if isinstance(planner, dict) else {}
 
     def _check_sizes(self, value: Any) -> tuple[int, ...]:
-        known = (
-            self._known.get(value) if type(value) is safe_pickle.Size else None
-        )  # which holds ints, and nothing else
+        known = self._known.get(value) if type(value) is safe_pickle.Size else None  # a Size has only ints
         if known is not None:
             return known
         if not isinstance(value, tuple) or not all(type(each) is int and 0 <= each < 1 << 60 for each in value):
-            raise ValueError(f"{safe_pickle.show_value(value)} instead of sizes")
+            raise ValueError(f"sizes must be a tuple of ints, got {safe_pickle.show_value(value)}")
         return self._known.setdefault(tuple(value), tuple(value))
 
     def build_tree(self) -> tuple[dict[str, Any], dict[Any, Any]]:
@@ -110,10 +108,10 @@ class _Metadata:
         return manifest, dict.fromkeys(tree)
 
     def _place_value(self, manifest: dict[str, Any], path: str, value: Any) -> None:
-        """Put a value, and everything beneath it, under its path."""
+        """Insert a value, and everything below it, under its path."""
         self._room -= len(path)
         if self._room < 0:
-            raise ValueError("it repeats itself too often")
+            raise ValueError("too many repeated values")
         if not isinstance(value, dict):
             manifest[path] = value
             return
@@ -125,7 +123,7 @@ class _Metadata:
             held = [value.get(place, NoneEntry("None")) for place in range(max(places) + 1)]
         made = make_container(held)
         if made is None:
-            raise ValueError(f"{path[:200]}: names that cannot be told apart")
+            raise ValueError(f"{path[:200]}: names must be distinct")
         entry, children = made
         manifest[path] = entry
         for name, child in zip(entry.components(), children, strict=True):
@@ -133,14 +131,14 @@ class _Metadata:
 
     def _build_entry(self, name: str, described: Any) -> Any:
         if type(name) is not str:
-            raise ValueError(f"a name that is {safe_pickle.show_value(name)}")
+            raise ValueError(f"a name must be a str, got {safe_pickle.show_value(name)}")
         if _is_named(described, "BytesStorageMetadata"):
             begin, end, location, transform = self._find_range(self._stored.get((name, None)), name)
             kind = f"{transform}+torch_save" if transform else "torch_save"
             return ObjectEntry(location, (begin, end), kind, "value")
         if not _is_named(described, "TensorStorageMetadata"):
             raise UnsupportedFormatError(
-                f"{self._where}: {name[:200]}: is {safe_pickle.show_value(described)}, which is not known"
+                f"{self._where}: {name[:200]}: unknown kind of item: {safe_pickle.show_value(described)}"
             )
         fields = safe_pickle.read_fields(described)
         dtype = _read_dtype(fields["properties"])
@@ -148,7 +146,7 @@ class _Metadata:
         shards = []
         self._chunks -= len(fields["chunks"])
         if self._chunks < 0:
-            raise ValueError("it repeats itself too often")
+            raise ValueError("too many repeated values")
         for chunk in fields["chunks"]:
             box = safe_pickle.read_fields(chunk)
             offsets, sizes = self._check_sizes(box["offsets"]), self._check_sizes(box["sizes"])
@@ -169,7 +167,7 @@ class _Metadata:
         begin, length = place["offset"], place["length"]
         if type(begin) is not int or type(length) is not int or begin < 0 or length < 0 or begin + length >= 1 << 62:
             raise ValueError(
-                f"{name[:200]!r} is not in a range: {safe_pickle.show_value(begin)}, {safe_pickle.show_value(length)}"
+                f"{name[:200]!r}: invalid range: {safe_pickle.show_value(begin)}, {safe_pickle.show_value(length)}"
             )
         extend_file(self.files, location, begin + length)
         transforms = place.get("transform_descriptors") or []
@@ -179,11 +177,11 @@ class _Metadata:
         first = transforms[0] if len(transforms) == 1 and type(transforms[0]) is str else ""
         known = _TRANSFORMS.get(first.partition("/")[0])
         if known is None:
-            raise UnsupportedFormatError(f"{self._where}: {name[:200]} was transformed by {shown}, not known here")
+            raise UnsupportedFormatError(f"{self._where}: {name[:200]}: unknown transforms {shown}")
         return begin, begin + length, location, known
 
     def _nest_entries(self, entries: Mapping[str, Any]) -> dict[Any, Any] | None:
-        """Return the entries in their saved nesting; None if it is not known for all."""
+        """Return the entries in their saved nesting; None if the nesting is not known for all."""
         if not self._paths or not all(_is_path(self._paths.get(name)) for name in entries):
             return None
         root: dict[Any, Any] = _Level()
@@ -225,16 +223,16 @@ def _is_path(value: Any) -> bool:
 
 def _expect_items(value: Any) -> list[tuple[Any, Any]]:
     if not isinstance(value, dict):
-        raise ValueError(f"{safe_pickle.show_value(value)} instead of a dict")
+        raise ValueError(f"expected a dict, got {safe_pickle.show_value(value)}")
     return list(dict.items(value))
 
 
 def _read_dtype(properties: Any) -> str:
-    """Return the dtype, from the state that torch pickles, or (old files) from attributes."""
+    """Return the dtype, from the state that torch pickles, or (in old files) from attributes."""
     state = getattr(properties, "state", None)
     found = (
         state[0] if isinstance(state, tuple) and len(state) > 2 else safe_pickle.read_fields(properties).get("dtype")
     )
     if not isinstance(found, safe_pickle.Dtype):
-        raise ValueError(f"{safe_pickle.show_value(found)} instead of a dtype")
+        raise ValueError(f"expected a dtype, got {safe_pickle.show_value(found)}")
     return found.name

@@ -1,4 +1,4 @@
-"""The metadata of a torch.distributed.checkpoint directory, created with torch's own classes."""
+"""Metadata of a torch.distributed.checkpoint directory, created with torch's own classes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def flatten_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
     DCP flattens the state to be loaded in the same way.
     """
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # dear, and rarely needed
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # slow import, rarely needed
 
     try:
         flat, paths = flatten_state_dict(dict(state))
-    except ValueError as error:  # of names that are one when they are joined
-        raise RestoreError(f"DCP joins names by dots: {error}: rename one of them") from error
+    except ValueError as error:  # names that are equal when joined
+        raise RestoreError(f"DCP joins names with dots: {error}; rename one of them") from error
     return dict(flat), dict(paths)
 
 

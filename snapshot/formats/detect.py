@@ -14,11 +14,11 @@ from snapshot.url import URL
 
 HEAD = 16
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-"""The first bytes of torch.save's files before torch 1.6."""
+"""First bytes of torch.save's files before torch 1.6."""
 
 
 class UnknownFormatError(CorruptSnapshotError):
-    """Raised if a file is not a checkpoint of any known format."""
+    """A file is not a checkpoint of any known format."""
 
 
 async def find_checkpoint(
@@ -27,10 +27,10 @@ async def find_checkpoint(
     """Return the checkpoint of another library at a URL; None if there is none.
 
     Args:
-        url: The folder or file to look at.
+        url: The folder or file to look up.
         storage: The storage of `url`, if it is a folder.
-        beside: Opens another storage.
-        limit: The maximum length of a description that is read.
+        beside: Function that opens another storage.
+        limit: Maximum length of a description to read.
     """
     found = await _describe_folder(storage, limit)
     if found is not None:
@@ -78,21 +78,21 @@ async def _describe_by_head(folder: Storage, name: str, size: int, head: bytes, 
         return await torch_save.describe_file(folder, name, size, limit)
     if head.startswith(_LEGACY) or head[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
         raise UnsupportedFormatError(
-            f"{where}: is a bare pickle, as torch.save wrote before torch 1.6 or with "
-            "_use_new_zipfile_serialization=False: reading it would run what it holds. Where you trust it: "
+            f"{where}: a bare pickle, as written by torch.save before torch 1.6 or with "
+            "_use_new_zipfile_serialization=False: reading it would run its code; if you trust it, convert it: "
             "torch.save(torch.load(file, weights_only=True), new_file)"
         )
     if head[:2] in (b"\x1f\x8b", b"BZ") or head.startswith(b"\xfd7zXZ"):
-        raise UnsupportedFormatError(f"{where}: is compressed as a whole, and no part of it can be read: unpack it")
+        raise UnsupportedFormatError(f"{where}: compressed as a whole, so no part of it can be read; unpack it")
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
         return await safetensors.describe_file(folder, name, size, limit)
     if head[:1] == b"{" and (found := await safetensors.describe_index(folder, name, limit)) is not None:
         return found
     if await _is_tar(folder, name, size):
         raise UnsupportedFormatError(
-            f"{where}: is a tar file, as torch.save wrote in its first versions; read it with a torch of that time"
+            f"{where}: a tar file, as written by the first versions of torch.save; read it with an old torch"
         )
-    raise UnknownFormatError(f"{where}: is not a checkpoint of any known format")
+    raise UnknownFormatError(f"{where}: not a checkpoint of any known format")
 
 
 async def _is_tar(folder: Storage, name: str, size: int) -> bool:

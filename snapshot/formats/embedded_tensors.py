@@ -1,7 +1,7 @@
-"""Location of a packed tensor's bytes: behind headers, compressed, or in the other byte order.
+"""Location of a packed tensor's bytes: after headers, compressed, or in the other byte order.
 
-An entry's `serializer` names the packing: `torch_save` (a whole archive with one tensor in it), `zip` (a member of
-an archive, with its header), or either behind transforms: `zstd+torch_save`, `deflate+zip`, `swapped+conj+zip`.
+An entry's `serializer` names the packing: `torch_save` (a whole archive with one tensor), `zip` (a member of an
+archive, with its header), or either after transforms: `zstd+torch_save`, `deflate+zip`, `swapped+conj+zip`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from snapshot.tensors.strides import contiguous_strides, measure_span
 from snapshot.text import counted
 
 HEAD = 4096
-"""The bytes at both ends of a long archive that nearly always locate its one tensor."""
+"""Bytes at both ends of a long archive that nearly always locate its one tensor."""
 LONGEST_HEAD = 1 << 20
 MOST_ALIKE = 1024
 PIECE = 1024
@@ -33,19 +33,19 @@ PIECE = 1024
 
 
 class EmbeddedLayout(msgspec.Struct, gc=False, frozen=True):
-    """The location of a tensor's storage, and the tensor's layout in it."""
+    """Location of a tensor's storage, and the tensor's layout in it."""
 
     begin: int
-    """The begin of the storage: in the file, or in the decompressed bytes."""
+    """Begin of the storage: in the file, or in the decompressed bytes."""
     nbytes: int
     strides: tuple[int, ...]
     offset: int
     swapped: bool = False
-    """True if its bytes are in the other order."""
+    """True if the bytes are in the other order."""
     conj: bool = False
-    """True if it is the complex conjugate of the stored values."""
+    """True if the tensor is the complex conjugate of the stored values."""
     neg: bool = False
-    """True if it is the negative of the stored values."""
+    """True if the tensor is the negative of the stored values."""
 
     @property
     def plain(self) -> bool:
@@ -54,7 +54,7 @@ class EmbeddedLayout(msgspec.Struct, gc=False, frozen=True):
 
 
 class MoreBytesNeeded(Exception):
-    """Raised if more bytes are needed: `args` are the lengths of the head and the tail."""
+    """More bytes are needed: `args` are the lengths of the head and the tail."""
 
 
 def is_streamed(stored: TensorEntry | ObjectEntry) -> bool:
@@ -70,7 +70,7 @@ def is_archived(stored: TensorEntry | ObjectEntry) -> bool:
 def find_layout(path: str, stored: TensorEntry, head: Any, tail: Any) -> EmbeddedLayout:
     """Return a tensor's layout from the first and last bytes of its range, after decompression.
 
-    `head` begins where the range does; for a member, its header is sufficient. Raises `MoreBytesNeeded` otherwise.
+    `head` begins with the range; for a member, its header is sufficient. Raises MoreBytesNeeded otherwise.
     """
     begin, end = stored.byte_range
     *transforms, kind = stored.serializer.split("+")
@@ -92,7 +92,7 @@ def find_layout(path: str, stored: TensorEntry, head: Any, tail: Any) -> Embedde
             at, nbytes, tensor, swapped = _find_cached(stored, head, tail, length)
             if tensor.dtype != stored.dtype or tensor.shape != stored.shape:
                 raise ValueError(
-                    f"is {tensor.dtype}{list(tensor.shape)}, and its entry says {stored.dtype}{list(stored.shape)}"
+                    f"must be {stored.dtype}{list(stored.shape)} by its entry, got {tensor.dtype}{list(tensor.shape)}"
                 )
             found = EmbeddedLayout(
                 begin + at, nbytes, tensor.strides, tensor.offset, swapped, "conj" in tensor.bits, "neg" in tensor.bits
@@ -104,15 +104,15 @@ def find_layout(path: str, stored: TensorEntry, head: Any, tail: Any) -> Embedde
     reach = (found.offset + measure_span(stored.shape, found.strides)) * ITEMSIZE[stored.dtype]
     if math.prod(stored.shape) and reach > found.nbytes:
         raise CorruptSnapshotError(
-            f"{path}: its storage has {counted(found.nbytes, 'byte')}, and it reaches to {reach:,}"
+            f"{path}: the tensor ends at byte {reach:,}, but its storage has {counted(found.nbytes, 'byte')}"
         )
     return found
 
 
 Alike = dict[tuple[int, str, tuple[int, ...]], tuple[bytes, tuple[int, int, RebuiltTensor, bool]]]
 _known_archives: PerProcess[Alike] = PerProcess(dict)
-"""Of archives of a length that hold a tensor of a dtype and shape: what stands before its bytes, and what that says.
-Those of one writer differ in nothing else."""
+"""Cache of parsed archives by length, dtype and shape: the bytes before the tensor, and the result of parsing them.
+Archives of one writer differ in nothing else."""
 
 
 def _find_cached(stored: TensorEntry, head: Any, tail: Any, length: int) -> tuple[int, int, RebuiltTensor, bool]:
@@ -142,14 +142,14 @@ def _find_in_archive(head: Any, tail: Any, length: int) -> tuple[int, int, Rebui
         each.name.partition("/")[2]: each for each in zip_directory.read_members(tail[low : low + stop - begin], begin)
     }
     if "data.pkl" not in found or any(each.method != zip_directory.STORED for each in found.values()):
-        raise ValueError("it is not a torch archive with one tensor")
+        raise ValueError("not a torch archive with one tensor")
     content = _read_member(head, found["data.pkl"])
     tensor = read_tensor(content)
     order = bytes(_read_member(head, found["byteorder"])) if "byteorder" in found else b"little"
     storage = found.get(f"data/{tensor.storage}")
     if storage is None:
         if math.prod(tensor.shape):
-            raise ValueError("its archive lacks the tensor's bytes")
+            raise ValueError("the archive lacks the tensor's bytes")
         return 0, 0, tensor, False
     if storage.header + zip_directory.HEADER > len(head):
         raise MoreBytesNeeded(storage.header + HEAD, len(tail))
@@ -174,7 +174,7 @@ def read_tensor(content: bytes) -> RebuiltTensor:
     """Return the single tensor in a pickle. Tensors of one shape have equal pickles."""
     found = rebuild_tensor(safe_pickle.load_pickle(content, "the tensor"))
     if found is None:
-        raise ValueError("it holds something else than one plain tensor")
+        raise ValueError("the pickle must have one plain tensor")
     return found
 
 
@@ -186,7 +186,7 @@ def decode_object(path: str, stored: ObjectEntry, data: bytearray, most: int) ->
     for at in range(0, len(data), PIECE):
         made += decode(bytes(data[at : at + PIECE]))
         if len(made) > most:
-            raise CorruptSnapshotError(f"{path}: decompresses to far more bytes than its files have")
+            raise CorruptSnapshotError(f"{path}: decompressed size is far larger than the stored size")
     return made
 
 
@@ -197,11 +197,11 @@ def make_decoder(path: str, stored: TensorEntry | ObjectEntry) -> Callable[[byte
         return _Deflate(path)
     if transform == "zstd":
         return _Zstd(path)
-    raise UnsupportedFormatError(f"{path}: is packed by {transform!r}, which is unknown to this version")
+    raise UnsupportedFormatError(f"{path}: unknown compression {transform!r}")
 
 
 class _Deflate:
-    """A deflated member, behind its header."""
+    """Decompressor of a deflated member, including its header."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -223,17 +223,17 @@ class _Deflate:
                 self._begun, data = True, self._head[begin:]
             return self._stream.decompress(data)
         except (ValueError, zlib.error) as error:
-            raise CorruptSnapshotError(f"{self._path}: cannot be decompressed: {error}") from error
+            raise CorruptSnapshotError(f"{self._path}: decompression failed: {error}") from error
 
 
 class _Zstd:
-    """Frames of zstd, one after the other."""
+    """Decompressor of consecutive zstd frames."""
 
     def __init__(self, path: str) -> None:
         try:
-            import zstandard  # dear, and of an extra
+            import zstandard  # slow import, and an optional dependency
         except ImportError as error:
-            raise MissingExtraError(f"{path}: is compressed with zstd: pip install 'snapshot-torch[zstd]'") from error
+            raise MissingExtraError(f"{path}: compressed with zstd; pip install 'snapshot-torch[zstd]'") from error
         self._path = path
         self._module = zstandard
         self._stream: Any = None
@@ -249,5 +249,5 @@ class _Zstd:
                 if self._stream.eof:
                     data, self._stream = self._stream.unused_data, None
         except self._module.ZstdError as error:
-            raise CorruptSnapshotError(f"{self._path}: cannot be decompressed: {error}") from error
+            raise CorruptSnapshotError(f"{self._path}: decompression failed: {error}") from error
         return made

@@ -1,7 +1,6 @@
-"""Parts that the readers of other libraries' formats share.
+"""Shared parts of the readers for other libraries' formats.
 
-They are documents that are generated instead of read, files with more bytes than the entries use, and a read-only
-storage.
+They are generated documents, files with more bytes than the entries use, and a read-only storage.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ from snapshot.tensors.digest import digest_range
 from snapshot.url import URL
 
 LINKLESS = ("dcp", "torchsnapshot")
-"""Formats whose files are in one folder, and no links. (Hugging Face's cache is made of links, and a file that the user
-names may be one.)"""
+"""Formats with all files in one folder, without links. (Hugging Face's cache consists of links, and a file that the
+user names may be one.)"""
 
 
 class ForeignDocument(Document):
     """A checkpoint of another library, described as a manifest of this library."""
 
     place: URL
-    """The folder of its locations."""
+    """Folder of its locations."""
     root: Any = None
-    """The container of all top-level names, if the format has no statefuls."""
+    """Container of all top-level names, if the format has no statefuls."""
     inline: bytes = b""
-    """The content of the location `INLINE`."""
+    """Content of the location `INLINE`."""
 
 
 def make_document(
@@ -61,7 +60,7 @@ def make_document(
     root: Any = None,
     inline: bytes = b"",
 ) -> ForeignDocument:
-    """Return a document of one save; `token` distinguishes checkpoints at the same place."""
+    """Return the document of one save; `token` distinguishes checkpoints at the same place."""
     files = dict(files)
     if inline:
         files[INLINE] = ForeignFile(len(inline))
@@ -83,7 +82,7 @@ def make_document(
 
 
 ROOT = "snapshot.root"
-"""The metadata key of the container, in a snapshot made of such a document."""
+"""Metadata key of the container, in a snapshot created from such a document."""
 _roots = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _containers = msgspec.json.Decoder(
     DictEntry | ListEntry | TupleEntry | OrderedDictEntry | DefaultdictEntry | CounterEntry | DequeEntry
@@ -98,7 +97,7 @@ def find_root(held: Document) -> Any:
         return None
     try:
         return _containers.decode(_roots.decode(held.metadata)[ROOT])
-    except (msgspec.DecodeError, KeyError):  # the user's own, under that name
+    except (msgspec.DecodeError, KeyError):  # the user's own value under that name
         return None
 
 
@@ -114,7 +113,7 @@ def narrow_root(held: Document, names: Iterable[str]) -> Container:
 
 
 def add_root(held: Document) -> msgspec.Raw:
-    """Return a document's metadata with the root container, for a snapshot made of it."""
+    """Return a document's metadata with the root container, for a snapshot created from it."""
     root = held.root if isinstance(held, ForeignDocument) else None
     if not isinstance(root, (DictEntry, ListEntry, TupleEntry, DequeEntry)):
         return held.metadata
@@ -124,7 +123,7 @@ def add_root(held: Document) -> msgspec.Raw:
 def is_absence(storage: Storage, error: StorageError) -> bool:
     """Return True if an error means that a file does not exist.
 
-    Web servers that list nothing may answer "forbidden" instead: a signed address is valid for one file only.
+    Web servers that cannot list may respond "forbidden" instead: a signed address is valid for one file only.
     """
     if isinstance(error, StorageNotFoundError) or error.errno == errno.ENOTDIR:
         return True
@@ -143,7 +142,7 @@ def check_location(path: Any, where: object) -> str:
             return check_path(path)
     except ValueError:
         pass
-    raise CorruptSnapshotError(f"{where}: {str(path)[:200]!r} is not a file name inside its folder")
+    raise CorruptSnapshotError(f"{where}: a location must be a file name inside the folder, got {str(path)[:200]!r}")
 
 
 def extend_file(files: dict[str, ForeignFile], location: str, end: int) -> None:
@@ -156,7 +155,7 @@ def extend_file(files: dict[str, ForeignFile], location: str, end: int) -> None:
 
 
 class ReadOnlyStorage(Storage):
-    """A read-only view of another storage, with the bytes that are in no file."""
+    """Read-only view of another storage, with additional bytes that are in no file."""
 
     def __init__(self, inner: Storage, inline: bytes, *, links: bool) -> None:
         """Wrap a storage; with `links`, files may be links to other folders."""
@@ -190,14 +189,14 @@ class ReadOnlyStorage(Storage):
             offset += len(view)
 
     def _expect_inside(self, path: str) -> None:
-        """Raise for a link that leads out of the folder: its bytes have no digest, and could be any file's."""
+        """Raise for a link out of the folder: its bytes have no digest, and could be any file's."""
         if self._inside is None or path in self._inside:
             return
         root = os.path.realpath(self.inner.url.location)
         if os.path.commonpath([root, os.path.realpath(os.path.join(root, path))]) != root:
             raise UnsafeObjectError(
-                f"{self.inner.url.join(path)}: refusing to follow a link out of its folder, which could lead "
-                "to any file; if it is intended, copy the folder with its links followed (cp -rL)"
+                f"{self.inner.url.join(path)}: refusing to follow a link out of the folder, which could be "
+                "any file; if it is intended, copy the folder with links followed (cp -rL)"
             )
         self._inside.add(path)
 
@@ -214,7 +213,7 @@ class ReadOnlyStorage(Storage):
         await self.inner.close()
 
     def _make_refusal(self) -> StorageError:
-        return StorageError(f"{self.url}: was written by another library, and is only read")
+        return StorageError(f"{self.url}: written by another library, so it is read-only")
 
     async def create(self, path: str, size: int) -> FileWriter:
         raise self._make_refusal()

@@ -1,6 +1,6 @@
 """Plain values from archives of other libraries that torch's `weights_only` reader refuses.
 
-That reader rejects NumPy arrays, which the states of random number generators and metrics contain.
+That reader rejects NumPy arrays, which are in the states of random number generators and metrics.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from snapshot.text import with_article
 
 
 class NotPlainError(Exception):
-    """Raised for a value that only running a pickle could create."""
+    """A value that only running a pickle could create."""
 
 
 def read_plain_value(path: str, data: bytes | bytearray, stored: int | None = None) -> Any:
@@ -56,7 +56,7 @@ def _read_member(data: bytes | bytearray, member: zip_directory.ZipMember) -> by
         bytes(data[member.header : member.header + zip_directory.HEADER])
     )
     if member.method != zip_directory.STORED:
-        raise ValueError("it is compressed")
+        raise ValueError("the archive is compressed")
     return bytes(data[at : at + member.size])
 
 
@@ -68,14 +68,14 @@ def read_pickle(data: bytes | bytearray) -> bytes:
 
 
 class _Builder:
-    """Builds values from stand-ins."""
+    """Builder of values from stand-ins."""
 
     def __init__(self, data: bytes | bytearray, members: dict[str, zip_directory.ZipMember], length: int) -> None:
         self._data = data
         self._members = members
         self._left = limit_nodes(length)
         self._room = (1 << 24) + 8 * len(data)
-        """The remaining number of bytes to copy: repeated values and views can each be long."""
+        """Remaining number of bytes to copy: repeated values and views can each be long."""
 
     def _find_member(self, name: str) -> bytes:
         member = self._members.get(name)
@@ -84,13 +84,13 @@ class _Builder:
     def _spend(self, nbytes: int) -> None:
         self._room -= nbytes
         if self._room < 0:
-            raise NotPlainError("it repeats itself")
+            raise NotPlainError("too many repeated values")
 
     def build_value(self, value: Any, depth: int) -> Any:  # noqa: PLR0911 - one for each kind
         """Return the value of a stand-in, or of a container of stand-ins."""
         self._left -= 1
         if self._left < 0 or depth > 200:
-            raise NotPlainError("it repeats itself, or nests deep")
+            raise NotPlainError("too many repeated values, or nested too deeply")
         kind = type(value)
         if isinstance(value, dict):
             items = [(self._build_key(key), self.build_value(child, depth + 1)) for key, child in dict.items(value)]

@@ -1,4 +1,4 @@
-"""A notice for tools that know only DCP's checkpoints: a `.metadata` beside a snapshot of DCP's API.
+"""Notice for tools that only know DCP's checkpoints: a `.metadata` file next to a snapshot of DCP's API.
 
 Trainers look for `.metadata` to find their newest checkpoint, and start from scratch without it. With the notice they
 find the step, and DCP's own reader fails with an error that names this library.
@@ -35,7 +35,7 @@ async def put_notice(storage: Storage) -> None:
     try:
         await storage.put(METADATA, NOTICE, expect=ANYTHING)
     except SnapshotError as error:
-        log.warning("%s: no notice for tools that look for %s: %s", storage.url, METADATA, error)
+        log.warning("%s: failed to write the notice for tools that look for %s: %s", storage.url, METADATA, error)
 
 
 async def remove_notice(storage: Storage) -> None:

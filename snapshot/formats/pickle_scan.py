@@ -1,6 +1,6 @@
 """Scan of untrusted pickles before they are read.
 
-A pickle may not claim more memory than it has bytes, nor contain an opcode that tensors do not need.
+A pickle may not claim more memory than it has bytes, nor have an opcode that tensors do not need.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _LENGTHS = {"BINUNICODE": 4, "SHORT_BINUNICODE": 1, "BINUNICODE8": 8, "BINBYTES"
 _LENGTHS |= {"BINBYTES8": 8, "BINSTRING": 4, "SHORT_BINSTRING": 1, "LONG1": 1, "LONG4": 4}
 _LONG, _TEXTS, _PUT, _STOP, _UNKNOWN, _TUPLE, _GET, _BINPUT, _MEMOIZE, _LEAVES = range(-1, -11, -1)
 _WIDTHS = [_UNKNOWN] * 256
-"""By opcode: its length with its argument, or a code for further checks."""
+"""Length with argument by opcode, or a code for further checks."""
 for _opcode in pickletools.opcodes:
     if _opcode.name in _KNOWN:
         _WIDTHS[ord(_opcode.code)] = 1 + (max(_opcode.arg.n, 0) if _opcode.arg is not None else 0)
@@ -89,7 +89,7 @@ for _codes, _kind in (
     for _code in _codes:
         _WIDTHS[_code] = _kind
 _WEIGHTS = [8] * 256
-"""By opcode: the approximate memory of the created object, without bytes copied from the pickle."""
+"""Approximate memory of the created object by opcode, without bytes copied from the pickle."""
 for _codes, _weight in (
     (b"\x8f\x91", 232),
     (b"R\x81Q", 160),
@@ -104,8 +104,8 @@ FREE = 64 << 20
 """Bytes of memory allowed for any pickle, with PER_BYTE more for each of its bytes."""
 PER_BYTE = 32
 INFLATED = 256 << 10
-"""Bytes that a compressed pickle may have however short it is; and MOST_TIMES more for each byte that is stored.
-Pickles of state dicts and optimizers have about five times as many."""
+"""Bytes that any compressed pickle may have, with MOST_TIMES more for each stored byte.
+Pickles of state dicts and optimizers compress about fivefold."""
 MOST_TIMES = 32
 _PUTS = b"qr\x94"
 _CONSUMES = b"Rbas\x81Q."
@@ -113,36 +113,34 @@ _CONSUMES = b"Rbas\x81Q."
 _ARGUMENTS = {ord(each.code): _LENGTHS[each.name] for each in pickletools.opcodes if each.name in _LENGTHS}
 _INTS = {ord(each.code) for each in pickletools.opcodes if each.name in ("LONG1", "LONG4")}
 _MODULUS = (1 << 61) - 1
-"""Ints that differ by a multiple of it have equal hashes."""
+"""Ints that differ by a multiple of this number have equal hashes."""
 LOOSE = 30_000
-"""Tuples that may be one in the other, or have the same hash: of ten times as many, the one needs more stack than there
-is, and the other minutes."""
+"""Maximum number of tuples that may be nested or have equal hashes. Ten times as many would overflow the stack, or
+take minutes."""
 SHARED = 16
-"""Tuples that may be fetched again, each in the next: hashing them takes at most 2 ** 16 steps."""
+"""Maximum number of tuples fetched again, each in the next: hashing them takes at most 2 ** 16 steps."""
 
 
 class ScanResult(NamedTuple):
-    """The result of scanning a pickle."""
+    """Result of scanning a pickle."""
 
     end: int
     careful: bool
-    """Whether tuples may be in it that hash for ever, or nest too deep to be hashed: the interpreter's own unpickler
-    would try, in one step that cannot be stopped."""
+    """True if tuples may hash forever, or nest too deeply to be hashed. The interpreter's own unpickler would try
+    that, in one step that cannot be interrupted."""
 
 
 def expect_stored(length: int, stored: int, what: str) -> int:
-    """Raise `ValueError` if a pickle is too long for the `stored` bytes that it was decompressed from.
+    """Raise ValueError if a pickle is too long for the `stored` bytes that it was decompressed from.
 
     Return the length that limits on memory and time are based on.
     """
     if length > INFLATED + MOST_TIMES * stored:
-        raise ValueError(
-            f"{what} has {length:,} bytes, and {stored:,} are stored: it inflates too far; store it uncompressed"
-        )
+        raise ValueError(f"{what} inflates too far: from {stored:,} stored bytes to {length:,}; store it uncompressed")
     return min(length, MOST_TIMES // 2 * stored)
 
 
-def scan_pickle(  # noqa: PLR0912, PLR0915 - one loop, and quick, over millions of them
+def scan_pickle(  # noqa: PLR0912, PLR0915 - one fast loop over millions of opcodes
     data: bytes, where: object, length: int | None = None
 ) -> ScanResult:
     """Raise unless a pickle can be read in memory proportional to its length; see `expect_stored`."""
@@ -171,7 +169,7 @@ def scan_pickle(  # noqa: PLR0912, PLR0915 - one loop, and quick, over millions 
                     ints.add(data[begin:position])
                     if position - begin > LONGEST_INT // 8:
                         raise CorruptSnapshotError(
-                            f"{where}: its pickle has a number of {counted(position - begin, 'byte')}"
+                            f"{where}: the pickle has a number of {counted(position - begin, 'byte')}"
                         )
             elif width == _BINPUT:
                 puts += 1
@@ -190,12 +188,12 @@ def scan_pickle(  # noqa: PLR0912, PLR0915 - one loop, and quick, over millions 
                     else:
                         stop = position + (2 if following == 0x71 else 5)
                         if (place := int.from_bytes(data[position + 1 : stop], "little")) > count:
-                            raise CorruptSnapshotError(f"{where}: its pickle claims memory that it does not use")
+                            raise CorruptSnapshotError(f"{where}: the pickle claims memory that it does not use")
                         tuples.add(place)
                         puts += 1
                         position = stop
                 loose += following not in _CONSUMES
-                if inner and following == 0x52:  # the sizes that a torch.Size is made of, as millions of chunks have
+                if inner and following == 0x52:  # the sizes of a torch.Size, which millions of chunks have
                     loose -= 1
                 ended = position
             elif width in (_LEAVES, _GET):
@@ -211,13 +209,13 @@ def scan_pickle(  # noqa: PLR0912, PLR0915 - one loop, and quick, over millions 
                 position = data.index(b"\n", data.index(b"\n", position) + 1) + 1
             elif width == _PUT:
                 if int.from_bytes(data[position + 1 : position + 5], "little") > count:
-                    raise CorruptSnapshotError(f"{where}: its pickle claims memory that it does not use")
+                    raise CorruptSnapshotError(f"{where}: the pickle claims memory that it does not use")
                 puts += 1
                 position += 5
             elif width == _STOP:
                 if made > FREE + PER_BYTE * counts_as:
                     raise CorruptSnapshotError(
-                        f"{where}: its pickle of {len(data):,} bytes would take {made:,} bytes of memory"
+                        f"{where}: the pickle of {len(data):,} bytes would need {made:,} bytes of memory"
                     )
                 _check_hashes(ints, where)
                 return ScanResult(
@@ -225,13 +223,13 @@ def scan_pickle(  # noqa: PLR0912, PLR0915 - one loop, and quick, over millions 
                 )
             else:
                 raise UnsafeObjectError(
-                    f"{where}: its pickle has an instruction, {bytes([code])!r} at {position}, that no tensors need; "
-                    "it is not followed"
+                    f"{where}: the pickle has an opcode that tensors do not need, {bytes([code])!r} at {position}; "
+                    "refusing to run it"
                 )
     except (IndexError, ValueError) as error:
         if isinstance(error, CorruptSnapshotError):
             raise
-    raise CorruptSnapshotError(f"{where}: its pickle ends too early")
+    raise CorruptSnapshotError(f"{where}: the pickle ends too early")
 
 
 def _check_hashes(ints: set[bytes], where: object) -> None:
@@ -239,4 +237,4 @@ def _check_hashes(ints: set[bytes], where: object) -> None:
         return
     alike = collections.Counter(int.from_bytes(each, "little", signed=True) % _MODULUS for each in ints)
     if sum(many * many for many in alike.values()) > MOST_COMPARISONS:
-        raise CorruptSnapshotError(f"{where}: the numbers in its pickle collide too often; refusing a hostile pickle")
+        raise CorruptSnapshotError(f"{where}: too many numbers in the pickle have equal hashes; refusing it as hostile")

@@ -18,15 +18,15 @@ from snapshot.formats.pickle_scan import expect_stored, scan_pickle
 from snapshot.text import counted, with_article
 
 REFUSED = "(not read)"
-"""The serializer of objects that only running another library's pickle creates."""
+"""Serializer of objects that only running another library's pickle creates."""
 MODULE = "pickled module"
-"""The prefix of `obj_type` for a whole `torch.nn.Module`."""
+"""Prefix of `obj_type` for a whole `torch.nn.Module`."""
 MOST_ARGUMENTS = 20
-"""The maximum number of arguments of functions that torch lets a pickle call."""
+"""Maximum number of arguments of functions that torch lets a pickle call."""
 
 
 TRUST = (
-    "if you trust whoever wrote it, open it with allow_pickle=True: Snapshot(path, allow_pickle=True), "
+    "if you trust its source, open it with allow_pickle=True: Snapshot(path, allow_pickle=True), "
     "SnapshotManager(root, allow_pickle=True)"
 )
 
@@ -45,15 +45,15 @@ def load_object(
         try:
             return data.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as error:
-            raise CorruptSnapshotError(f"{path}: is not a text: {error}") from error
+            raise CorruptSnapshotError(f"{path}: not valid text: {error}") from error
     if serializer.startswith(REFUSED):
         raise make_refusal(path, obj_type)
     if serializer != "torch_save":
-        raise UnsupportedFormatError(f"{path}: was stored by {serializer!r}, which is unknown to this version")
+        raise UnsupportedFormatError(f"{path}: unknown serializer {serializer!r}")
     pickles = _read_pickles(path, data)
     stored = len(data) if stored is None else stored
     unsafe = (
-        f"{path}: {with_article(obj_type)} was stored as a pickle, which may run any code when it is read; {TRUST}, or "
+        f"{path}: {with_article(obj_type)} stored as a pickle, which may run any code when read; {TRUST}, or "
         "torch.serialization.add_safe_globals([...])"
     )
     if not allow_pickle and not all(_is_modest(path, each, stored) for each in pickles):
@@ -67,8 +67,7 @@ def load_object(
 def run_pickle(path: str, data: bytearray, obj_type: str, *, weights_only: bool = False) -> Any:
     """Return the contents of a torch archive, by torch's own reader.
 
-    Unless `weights_only`, reading it can run any code. Raises `UnpicklingError` for content that `weights_only`
-    refuses.
+    Unless `weights_only`, the read can run any code. Raises UnpicklingError for content that `weights_only` refuses.
     """
     try:
         with warnings.catch_warnings():
@@ -77,18 +76,18 @@ def run_pickle(path: str, data: bytearray, obj_type: str, *, weights_only: bool 
     except pickle.UnpicklingError as error:
         if weights_only:
             raise
-        raise CorruptSnapshotError(f"{path}: its pickle cannot be read: {error}") from error
+        raise CorruptSnapshotError(f"{path}: cannot read the pickle: {error}") from error
     except (ImportError, AttributeError) as error:
-        raise UnsupportedFormatError(f"{path}: {with_article(obj_type)} cannot be made here: {error}") from error
-    except Exception as error:  # what a pickle of somebody else's may raise has no bounds
-        raise CorruptSnapshotError(f"{path}: its pickle cannot be read: {type(error).__name__}: {error}") from error
+        raise UnsupportedFormatError(f"{path}: cannot create {with_article(obj_type)} here: {error}") from error
+    except Exception as error:  # a foreign pickle may raise anything
+        raise CorruptSnapshotError(f"{path}: cannot read the pickle: {type(error).__name__}: {error}") from error
 
 
 def _read_bytes_io(path: str, data: bytearray) -> io.BytesIO:
-    """Return a file in memory, from its position and contents."""
+    """Return an in-memory file, from its position and contents."""
     position = int.from_bytes(data[:8], "little")
     if len(data) < 8 or position >= 1 << 63:
-        raise CorruptSnapshotError(f"{path}: is not a BytesIO")
+        raise CorruptSnapshotError(f"{path}: not a BytesIO")
     made = io.BytesIO(memoryview(data)[8:])
     made.seek(position)
     return made
@@ -96,9 +95,9 @@ def _read_bytes_io(path: str, data: bytearray) -> io.BytesIO:
 
 def make_refusal(path: str, obj_type: str) -> UnsafeObjectError:
     """Return the error for an object that only running another library's pickle creates."""
-    advice = ", and read_object(...) gives the module; better save model.state_dict() in its place"
+    advice = "; read_object(...) then returns the module; prefer to save model.state_dict()"
     return UnsafeObjectError(
-        f"{path}: {with_article(obj_type)} is in this file's pickle, and only running that makes it, which may run "
+        f"{path}: {with_article(obj_type)} is in this file's pickle; only running the pickle creates it, which may run "
         f"any code; leave it out with exclude=[...], or {TRUST}{advice if obj_type.startswith(MODULE) else ''}"
     )
 
@@ -106,20 +105,20 @@ def make_refusal(path: str, obj_type: str) -> UnsafeObjectError:
 def _read_pickles(path: str, data: bytearray) -> list[bytes]:
     """Return the pickles of an archive; raise unless it is exactly what torch writes.
 
-    Every reader must see the same archive, and its members must not be compressed: torch's reader inflates any member.
+    Every reader must see the same archive, and members must not be compressed: torch's reader inflates any member.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = archive.infolist()
             if not data.startswith(b"PK\3\4") or archive.comment or archive.start_dir != _find_directory(data):
-                raise ValueError("other readers would find another archive in it")
+                raise ValueError("other readers would find a different archive in it")
             if any(each.compress_type != zipfile.ZIP_STORED for each in members):
-                raise ValueError("it is compressed")
+                raise ValueError("its members are compressed")
             if sum(each.file_size for each in members) > len(data):
-                raise ValueError(f"it claims more than its {counted(len(data), 'byte')}")
+                raise ValueError(f"its members claim more than its {counted(len(data), 'byte')}")
             return [_read_member(archive, each) for each in members if each.filename.endswith(".pkl")]
-    except Exception as error:  # zipfile raises many kinds of errors at nonsense
-        raise CorruptSnapshotError(f"{path}: is not a torch archive: {error}") from error
+    except Exception as error:  # zipfile raises many kinds of errors for invalid input
+        raise CorruptSnapshotError(f"{path}: not a torch archive: {error}") from error
 
 
 def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
@@ -156,18 +155,18 @@ def _is_modest(path: str, data: bytes, stored: int) -> bool:
     try:
         _DryRun(io.BytesIO(data)).load()
     except CorruptSnapshotError as error:
-        raise CorruptSnapshotError(f"{path}: its pickle {error}") from error
-    except Exception:  # noqa: BLE001 - what cannot be followed is not read without being asked to
+        raise CorruptSnapshotError(f"{path}: the pickle {error}") from error
+    except Exception:  # noqa: BLE001 - a pickle that fails the dry run needs allow_pickle
         return False
     return True
 
 
 class _Inert:
-    """Stand-in for any object of a pickle: it takes any arguments, and does nothing."""
+    """Stand-in for any object of a pickle: it accepts any arguments, and does nothing."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
         if _names_bytes(arguments):
-            raise ValueError("it may make a bytearray of any length")
+            raise ValueError("it may create a bytearray of any length")
         return super().__new__(cls)
 
     def __setstate__(self, state: Any) -> None: ...
@@ -181,16 +180,16 @@ class _InertEncoded(_Inert):
 
 
 class _InertBytes(_Inert):
-    """Stand-in for a bytearray: it needs its content, since a length alone could exhaust the memory."""
+    """Stand-in for a bytearray: it requires content, since a length alone could exhaust the memory."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
         if not all(isinstance(each, (str, bytes, _InertEncoded)) for each in arguments):
-            raise CorruptSnapshotError("makes a bytearray of no content")
+            raise CorruptSnapshotError("creates a bytearray without content")
         return super().__new__(cls)
 
 
 def _names_bytes(value: Any) -> bool:
-    """Return True if `bytearray` itself is an argument of something that might call it, with arguments beside it."""
+    """Return True if an argument list has `bytearray` itself, so that the callee could call it."""
     rest, seen = [value], set()
     while rest:
         each = rest.pop()

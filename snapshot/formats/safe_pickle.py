@@ -21,7 +21,7 @@ from snapshot.tensors.dtypes import BY_NAME
 from snapshot.text import with_article
 
 MOST_NAMES = 10_000
-"""Classes and functions that one pickle may name."""
+"""Maximum number of classes and functions that one pickle may name."""
 FEW = 200_000
 """Values that may be copied or hashed for any pickle, with FACTOR more for each of its bytes."""
 FACTOR = 4
@@ -29,7 +29,7 @@ DEEPEST_KEY = 100
 
 
 class _WorkLimit(threading.local):
-    """The remaining number of copies and hashes for the pickle that this thread reads."""
+    """Remaining number of copies and hashes for the pickle that this thread reads."""
 
     def __init__(self) -> None:
         self.begin(0)
@@ -45,7 +45,7 @@ class _WorkLimit(threading.local):
         """Count a new object and the items copied for it: a value that is fetched again can be long."""
         self.count -= 1 + sum(len(each) for each in copied if hasattr(each, "__len__"))
         if self.count < 0:
-            raise pickle.UnpicklingError("it repeats itself too often")
+            raise pickle.UnpicklingError("too many repeated values")
 
     def check_keys(self, keys: Iterable[Any]) -> None:
         """Count keys; raise for keys that take too long to hash."""
@@ -57,7 +57,7 @@ class _WorkLimit(threading.local):
                 held, depth = rest.pop()
                 self.spend(held)
                 if depth > DEEPEST_KEY:
-                    raise pickle.UnpicklingError("it nests too deep")
+                    raise pickle.UnpicklingError("nested too deeply")
                 rest += [(each, depth + 1) for each in held if isinstance(each, tuple)]
             self.check_key(key)
 
@@ -69,20 +69,20 @@ class _WorkLimit(threading.local):
             self._compared += self._alike[hash(key)]
             self._alike[hash(key)] += 1
             if self._compared > MOST_COMPARISONS:
-                raise pickle.UnpicklingError("its keys collide too often; refusing a hostile pickle")
+                raise pickle.UnpicklingError("too many hash collisions of keys; refusing a hostile pickle")
 
 
 _work_limit = _WorkLimit()
 
 
 class _Sealed(type):
-    """Metaclass of classes that a pickle cannot change: a pickle can set attributes of any class it names."""
+    """Metaclass of classes that a pickle cannot change: a pickle can set attributes of any class that it names."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        raise pickle.UnpicklingError(f"it sets {name} of a class")
+        raise pickle.UnpicklingError(f"the pickle sets {name} of a class")
 
     def __setstate__(cls, state: Any) -> None:
-        raise pickle.UnpicklingError("it gives a class a state")
+        raise pickle.UnpicklingError("the pickle sets the state of a class")
 
 
 class StandIn(metaclass=_Sealed):
@@ -90,7 +90,7 @@ class StandIn(metaclass=_Sealed):
 
     __slots__ = ("arguments", "state")
     name = ""
-    """The name of its class or function, with the module."""
+    """Name of the class or function, with the module."""
 
     def __new__(cls, *arguments: Any) -> Any:
         _work_limit.spend(arguments)
@@ -131,7 +131,7 @@ _RECORD_NAMES = {
 
 
 def show_value(value: Any) -> str:
-    """Return a value for a message: the full text of one that repeats itself could be endless."""
+    """Return a value for a message: the full text of a value with repetitions could be endless."""
     if isinstance(value, tuple) and len(value) <= 8 and all(type(each) is int for each in value):
         return str(tuple(value))[:100]
     return repr(value)[:100] if type(value) in (str, int, float, bool) else with_article(type(value).__name__[:100])
@@ -158,10 +158,10 @@ class Dtype(metaclass=_Sealed):
     name: str
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise pickle.UnpicklingError("it sets an attribute of a dtype")
+        raise pickle.UnpicklingError("the pickle sets an attribute of a dtype")
 
-    def __setstate__(self, state: Any) -> None:  # without it, a state would be set behind that
-        raise pickle.UnpicklingError("it gives a dtype a state")
+    def __setstate__(self, state: Any) -> None:  # without this, pickle would set the state past `__setattr__`
+        raise pickle.UnpicklingError("the pickle sets the state of a dtype")
 
 
 class StorageType(Dtype):
@@ -169,7 +169,7 @@ class StorageType(Dtype):
 
 
 class PickledStorage(metaclass=_Sealed):
-    """Stand-in for a storage: the archive member that holds it."""
+    """Stand-in for a storage: the archive member with its bytes."""
 
     def __init__(self, key: str, dtype: str, numel: int) -> None:
         object.__setattr__(self, "key", key)
@@ -181,10 +181,10 @@ class PickledStorage(metaclass=_Sealed):
     numel: int
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise pickle.UnpicklingError("it sets an attribute of a storage")
+        raise pickle.UnpicklingError("the pickle sets an attribute of a storage")
 
     def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("it gives a storage a state")
+        raise pickle.UnpicklingError("the pickle sets the state of a storage")
 
 
 class Size(tuple[int, ...], metaclass=_Sealed):
@@ -194,7 +194,7 @@ class Size(tuple[int, ...], metaclass=_Sealed):
         _work_limit.spend(sizes)
         made = super().__new__(cls, sizes)
         if not all(type(each) is int for each in made):
-            raise pickle.UnpicklingError("it makes sizes of something else")
+            raise pickle.UnpicklingError("the pickle creates sizes from other values than ints")
         return made
 
 
@@ -235,14 +235,16 @@ def _spend_items(items: Any = ()) -> Any:
 
 
 def _find_maker(kind: Any) -> Callable[..., Any]:
-    """Return a function that creates a container of hashed items, without changes by a pickle."""
+    """Return a function that creates a container of hashed items, which a pickle cannot change."""
 
     def make(*items: Any) -> Any:
         if len(items) > 1:
-            raise pickle.UnpicklingError(f"it makes {with_article(kind.__name__)} of several things")
+            raise pickle.UnpicklingError(f"the pickle creates {with_article(kind.__name__)} from several arguments")
         if kind is collections.OrderedDict:
             return kind(_spend_items(*items))
-        _work_limit.spend(*items, b"frozen" * 100 if kind is frozenset else b"")  # whose hashes can be chosen, too
+        _work_limit.spend(
+            *items, b"frozen" * 100 if kind is frozenset else b""
+        )  # attackers can choose their hashes, too
         if items and not isinstance(items[0], (str, set, frozenset)):
             _work_limit.check_keys(items[0])
         return kind(*items)
@@ -254,7 +256,7 @@ def _find_maker(kind: Any) -> Callable[..., Any]:
 def _encode_text(text: str, encoding: str) -> bytes:
     _work_limit.spend(text)
     if encoding not in ("latin1", "utf-8", "ascii"):
-        raise pickle.UnpicklingError(f"it encodes a text in {encoding!r}")
+        raise pickle.UnpicklingError(f"the pickle encodes a text in {encoding!r}")
     return text.encode(encoding)
 
 
@@ -276,7 +278,7 @@ class _NoBytes(metaclass=_Sealed):
 
     def __new__(cls, *arguments: Any) -> Any:
         if arguments:
-            raise pickle.UnpicklingError("it makes bytes of something else")
+            raise pickle.UnpicklingError("the pickle creates bytes from arguments")
         return b""
 
 
@@ -323,7 +325,7 @@ _MADE: dict[tuple[str, str], Any] = {
 
 
 class _Names:
-    """The stand-ins for the names in one pickle."""
+    """Stand-ins for the names in one pickle."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))  # type: ignore[call-arg]
@@ -334,16 +336,16 @@ class _Names:
         found = _REAL.get(key) or self._stands.get(key)
         if found is None:
             if len(self._stands) >= MOST_NAMES:
-                raise pickle.UnpicklingError(f"it names more than {MOST_NAMES:,} classes")
+                raise pickle.UnpicklingError(f"the pickle names more than {MOST_NAMES:,} classes")
             found = self._stands[key] = _find_maker(_MADE[key]) if key in _MADE else _make_stand_in(module, name)
         return found
 
     def persistent_load(self, pid: Any) -> Any:
         if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], StorageType)):
-            raise pickle.UnpicklingError("it names a storage in a way that torch does not")
+            raise pickle.UnpicklingError("invalid reference to a storage")
         _, kind, key, _, numel = pid
         if type(key) is not str or type(numel) is not int or numel < 0:
-            raise pickle.UnpicklingError("it names a storage in a way that torch does not")
+            raise pickle.UnpicklingError("invalid reference to a storage")
         _work_limit.spend()
         return PickledStorage(key, kind.name, numel)
 
@@ -355,7 +357,7 @@ _in_python: Any = pickle._Unpickler
 
 
 class _Careful(_Names, _in_python):  # type: ignore[misc]
-    """An unpickler that checks keys before they are hashed; many times as slow."""
+    """An unpickler that checks keys before they are hashed; many times slower."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(_in_python.dispatch)
 
@@ -402,12 +404,12 @@ def load_pickle(data: bytes, where: object, length: int | None = None) -> Any:
     `length` is the length that limits are based on, if the pickle was compressed; see `expect_stored`.
 
     Raises:
-        UnsafeObjectError: It has opcodes that checkpoints do not need.
-        CorruptSnapshotError: It is not a pickle, or it is a malicious one.
+        UnsafeObjectError: The pickle has opcodes that checkpoints do not need.
+        CorruptSnapshotError: The data is not a pickle, or is a malicious one.
     """
     end, careful = scan_pickle(data, where, length)
     _work_limit.begin(FEW + FACTOR * (len(data) if length is None else length))
     try:
         return (_Careful if careful else _Unpickler)(data[:end]).load()
-    except Exception as error:  # a pickle of somebody else's may be wrong in any way
-        raise CorruptSnapshotError(f"{where}: its pickle cannot be read: {type(error).__name__}: {error}") from error
+    except Exception as error:  # a foreign pickle may raise anything
+        raise CorruptSnapshotError(f"{where}: cannot read the pickle: {type(error).__name__}: {error}") from error

@@ -32,7 +32,7 @@ _NAMES = {theirs: ours for ours, theirs in SAFETENSORS.items()} | {
 }
 AT_ONCE = 16
 SHARD = 5_000_000_000
-"""The maximum length of one file of several, as in Hugging Face's libraries."""
+"""Maximum length of each file of several, as in Hugging Face's libraries."""
 
 
 class _Item(msgspec.Struct, gc=False):
@@ -77,7 +77,7 @@ async def _describe_listed(storage: Storage, names: list[str], limit: int) -> Fo
         return await describe_file(storage, files[0], (await storage.stat(files[0])).size, limit)
     if len(files) > 1:
         raise UnsupportedFormatError(
-            f"{storage.url}: holds {len(files)} files of safetensors and no index that says what belongs together; "
+            f"{storage.url}: has {len(files)} safetensors files but no index for them; "
             f"open one of them: {storage.url.join(files[0])}"
         )
     return None
@@ -87,7 +87,7 @@ async def _describe_named_index(storage: Storage, name: str, limit: int) -> Fore
     """Return the checkpoint of a file that is named like an index; raise if it is not one."""
     found = await describe_index(storage, name, limit)
     if found is None:
-        raise CorruptSnapshotError(f"{storage.url.join(name)}: is not an index of safetensors files")
+        raise CorruptSnapshotError(f"{storage.url.join(name)}: not an index of safetensors files")
     return found
 
 
@@ -106,7 +106,7 @@ async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocu
             size = (await storage.stat(location)).size
             return (*await _read_header(storage, location, size, limit), size)
         except StorageNotFoundError as error:
-            raise CorruptSnapshotError(f"{where}: names {location}, which is missing") from error
+            raise CorruptSnapshotError(f"{where}: refers to {location}, which is missing") from error
 
     held = dict(zip(locations, await gather_limited(locations, header, AT_ONCE), strict=True))
     entries: dict[str, TensorEntry] = {}
@@ -140,21 +140,21 @@ def _make_document(
 async def _read_header(
     storage: Storage, name: str, size: int, limit: int
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Return the tensors that a file's header names, and its metadata."""
+    """Return the tensors in a file's header, and its metadata."""
     where = storage.url.join(name)
     try:
         count = bytearray(8)
         await storage.read_into(name, 0, [count])
         length = int.from_bytes(count, "little")
         if not 2 <= length <= min(size - 8, LONGEST_HEADER, limit):
-            raise ValueError(f"a header of {counted(length, 'byte')} in a file of {size}")
+            raise ValueError(f"invalid header length {counted(length, 'byte')} in a file of {size}")
         header = bytearray(length)
         await storage.read_into(name, 8, [header])
         return _decode_header(bytes(header), name, 8 + length, size)
     except (ValueError, msgspec.DecodeError, RecursionError, UnicodeError) as error:
         if isinstance(error, CorruptSnapshotError):
             raise
-        raise CorruptSnapshotError(f"{where}: is not a safetensors file: {error}") from error
+        raise CorruptSnapshotError(f"{where}: not a safetensors file: {error}") from error
 
 
 def _decode_header(header: bytes, name: str, begin: int, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
@@ -166,24 +166,20 @@ def _decode_header(header: bytes, name: str, begin: int, size: int) -> tuple[dic
         found = msgspec.json.decode(item, type=_Item)
         dtype = _NAMES.get(found.dtype)
         if dtype is None:
-            raise UnsupportedFormatError(
-                f"{name}: {tensor[:200]!r} is of the dtype {found.dtype!r}, which is not known"
-            )
+            raise UnsupportedFormatError(f"{name}: {tensor[:200]!r}: unknown dtype {found.dtype!r}")
         low, high = found.data_offsets
         shape = tuple(found.shape)
-        if dtype == "float4_e2m1fn_x2" and shape:  # two elements a byte: torch counts the pairs
+        if dtype == "float4_e2m1fn_x2" and shape:  # two elements per byte: torch counts the pairs
             shape = (*shape[:-1], -(-shape[-1] // 2))
         if any(each < 0 for each in shape) or high - low != math.prod(shape) * ITEMSIZE[dtype]:
-            raise ValueError(
-                f"{tensor[:200]!r}: {found.dtype}{found.shape} does not take {counted(high - low, 'byte')}"
-            )
+            raise ValueError(f"{tensor[:200]!r}: {found.dtype}{found.shape} does not fit {counted(high - low, 'byte')}")
         entries[tensor] = TensorEntry(name, (begin + low, begin + high), dtype, shape)
         ends.append((low, high))
     position = 0
-    for low, high in sorted(ends):  # as the library has it: without holes, and nothing twice
+    for low, high in sorted(ends):  # the safetensors library requires no gaps and no overlaps
         if low != position or high < low:
-            raise ValueError(f"its tensors overlap, or leave a gap at {position}")
+            raise ValueError(f"tensors overlap, or leave a gap at {position}")
         position = high
     if begin + position != size:
-        raise ValueError(f"its tensors end at {begin + position}, and the file at {size}")
+        raise ValueError(f"tensors must end with the file at {size}, got {begin + position}")
     return entries, metadata

@@ -46,7 +46,7 @@ class RebuiltTensor(msgspec.Struct, gc=False, frozen=True):
     """A tensor as a pickle describes it: a view into a storage."""
 
     storage: str
-    """The member that holds the storage."""
+    """Archive member with the storage."""
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -54,11 +54,11 @@ class RebuiltTensor(msgspec.Struct, gc=False, frozen=True):
     requires_grad: bool = False
     subclass: str | None = None
     bits: str = ""
-    """The lazy operations whose result the tensor is, of its storage's elements: `conj+`, `neg+`, both, or none."""
+    """Lazy operations on the storage's elements whose result is the tensor: `conj+`, `neg+`, both, or none."""
 
 
 def estimate_length(value: Any) -> int:
-    """Return the approximate length of a number's or text's entry, since each repetition costs as much."""
+    """Return the approximate length of a number's or text's entry: each repetition has this cost."""
     if isinstance(value, (str, bytes)):
         return len(value)
     return value.bit_length() // 4 if type(value) is int else 0
@@ -81,7 +81,7 @@ def make_scalar(value: Any) -> s.Scalar | None:
         if isinstance(value, p.StandIn) and value.name == "torch.device":
             return s.DeviceEntry(s.DeviceEntry.write(torch.device(*value.arguments)))
     except (RuntimeError, TypeError, ValueError):
-        pass  # none that torch could make
+        pass  # torch cannot create it
     return None
 
 
@@ -89,7 +89,7 @@ _REBUILD = "torch._utils._rebuild_"
 
 
 _ARGUMENTS = {"tensor": (4, 4), "tensor_v2": (6, 7), "tensor_v3": (7, 8)}
-"""How many arguments torch's functions take; a last one of the longer form is the tensor's metadata."""
+"""Numbers of arguments of torch's functions; a last one of the longer form is the tensor's metadata."""
 _SIGNED = ("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128")
 """Dtypes that support negative views."""
 
@@ -108,19 +108,19 @@ def rebuild_tensor(value: Any) -> RebuiltTensor | None:
     if len(arguments) > most:
         return None
     if len(arguments) < fewest:
-        raise ValueError(f"a tensor made of {len(arguments)} things")
+        raise ValueError(f"a tensor with {len(arguments)} arguments")
     storage, offset, shape, strides = arguments[:4]
     if not isinstance(storage, p.PickledStorage) or type(offset) is not int or offset < 0:
-        raise ValueError("a tensor of no storage")
+        raise ValueError("a tensor without a storage")
     dtype = storage.dtype
     if what == "tensor_v3":
         if not isinstance(arguments[6], p.Dtype):
-            raise ValueError("a tensor of no dtype")
+            raise ValueError("a tensor without a dtype")
         dtype = arguments[6].name
     if not (isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides)):
-        raise ValueError("a tensor of no shape")
+        raise ValueError("a tensor without a shape")
     if not all(type(each) is int and 0 <= each < 1 << 60 for each in (*shape, *strides)):
-        raise ValueError(f"a tensor of shape {p.show_value(shape)} with steps of {p.show_value(strides)}")
+        raise ValueError(f"a tensor with invalid shape {p.show_value(shape)} or strides {p.show_value(strides)}")
     bits = _read_lazy_bits(arguments[most - 1] if what != "tensor" and len(arguments) == most else None, dtype)
     if bits is None:
         return None
@@ -147,7 +147,7 @@ def _read_flag(given: Sequence[Any]) -> bool:
 
 
 def make_extra(found: RebuiltTensor, *, view: bool = True) -> e.Extra | None:
-    """Return the properties of a tensor beside its bytes, with its layout in the storage if `view`."""
+    """Return the properties of a tensor in addition to its bytes, with its layout in the storage if `view`."""
     plain = found.strides == contiguous_strides(found.shape)
     order = None
     if not plain and 0 not in found.shape and math.prod(found.shape) < 1 << 50:
@@ -159,11 +159,11 @@ def make_extra(found: RebuiltTensor, *, view: bool = True) -> e.Extra | None:
 
 
 Stored = Callable[[str, RebuiltTensor], e.TensorEntry]
-"""A function that returns a tensor's entry, by the format."""
+"""Function that returns a tensor's entry, depending on the format."""
 
 
 class EntryTree:
-    """Values that become entries under paths."""
+    """Tree of values that become entries under paths."""
 
     def __init__(self, where: object, stored: Stored, length: int = 1 << 20) -> None:
         """Create an empty tree; `length` is that of the pickle with the values."""
@@ -173,22 +173,22 @@ class EntryTree:
         self.inline = bytearray()
         self._left = limit_nodes(length)
         self._room = 64 * self._left
-        """The remaining bytes for names, texts and arrays."""
+        """Remaining bytes for names, texts and arrays."""
         self._above: set[int] = set()
 
     def add(self, path: str, value: Any, depth: int = 1) -> None:
-        """Describe a value, and everything in it."""
+        """Add entries for a value, and for everything in it."""
         try:
             self._add_value(path, value, depth)
         except RecursionError as error:
-            raise CorruptSnapshotError(f"{self._where}: what its pickle holds nests too deep") from error
+            raise CorruptSnapshotError(f"{self._where}: values in the pickle are nested too deeply") from error
 
     def _add_value(self, path: str, value: Any, depth: int) -> None:
         self._left -= 1
         self._room -= len(path) + estimate_length(value)
         if self._left < 0 or self._room < 0 or depth > DEEPEST:
-            what = f"nests more than {DEEPEST} deep" if depth > DEEPEST else "repeats itself too often"
-            raise CorruptSnapshotError(f"{self._where}: what its pickle holds {what}")
+            what = f"values nested more than {DEEPEST} deep" if depth > DEEPEST else "too many repeated values"
+            raise CorruptSnapshotError(f"{self._where}: {what} in the pickle")
         entry = make_scalar(value)
         if entry is not None:
             self.entries[path] = entry
@@ -199,10 +199,10 @@ class EntryTree:
 
     def _add_container(self, path: str, value: Any, depth: int) -> None:
         if id(value) in self._above:
-            raise CorruptSnapshotError(f"{self._where}: {path}: contains itself")
+            raise CorruptSnapshotError(f"{self._where}: {path}: a container must not contain itself")
         made = make_container(value)
         if made is None:
-            self.entries[path] = make_refused_entry(f"{_kind_name(value)} whose keys or kind no entry can hold")
+            self.entries[path] = make_refused_entry(f"{_kind_name(value)} with an unsupported kind or keys")
             return
         entry, children = made
         self.entries[path] = entry
@@ -221,7 +221,7 @@ class EntryTree:
             raise CorruptSnapshotError(f"{self._where}: {path}: {error}") from error
         if array is not None:
             return self._make_array(array)
-        name = getattr(type(value), "name", "") or type(value).__name__  # its own may be anything
+        name = getattr(type(value), "name", "") or type(value).__name__  # an instance's name may be anything
         return make_refused_entry(f"{MODULE} {name}" if _is_module(value) else name)
 
     def _make_array(self, value: Any) -> Any:
@@ -231,7 +231,7 @@ class EntryTree:
         descr, shape, order, tensor = described
         self._room -= tensor.nbytes
         if self._room < 0:
-            raise CorruptSnapshotError(f"{self._where}: what its pickle holds repeats itself too often")
+            raise CorruptSnapshotError(f"{self._where}: too many repeated values in the pickle")
         begin = -(-len(self.inline) // 16) * 16
         self.inline += bytes(begin - len(self.inline))
         self.inline += tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
@@ -240,7 +240,7 @@ class EntryTree:
 
 
 def make_container(value: Any) -> tuple[e.Container, list[Any]] | None:
-    """Return a container's entry, and its children in order; None if no entry can represent it."""
+    """Return a container's entry, and its children in order; None if entries cannot represent it."""
     kind = type(value)
     if isinstance(value, dict):
         return _make_dict(value)
@@ -337,9 +337,9 @@ def make_numpy_value(value: Any) -> Any:
         if dtype is None or not isinstance(data, bytes) or not isinstance(shape, tuple):
             return None
         if not all(type(size) is int and size >= 0 for size in shape) or len(data) != math.prod(shape) * dtype.itemsize:
-            raise ValueError("an array that does not have as many bytes as it says")
+            raise ValueError("the array's size does not match its bytes")
         found = np.frombuffer(data, dtype) if data else np.empty(shape, dtype)
-        found = found.astype(dtype.newbyteorder("="))  # as NumPy does it when it reads a pickle
+        found = found.astype(dtype.newbyteorder("="))  # as NumPy's own unpickling does
         return found.reshape(shape, order="F" if fortran else "C")
     return None
 

@@ -1,7 +1,6 @@
 """Archives in the format of torch.save, laid out before their bytes are known.
 
-Checksums are known only after the bytes have been written. So they follow the bytes, and are in the directory at the
-end.
+Checksums are known only after the bytes were written. So they follow the bytes, and are in the directory at the end.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _ITEM = struct.Struct("<4s6H3L5H2L")
 _PADDING = 0x4246
 
 Sum = Callable[[], int]
-"""A function that returns the checksum of a member's bytes, once they are known."""
+"""Function that returns the checksum of a member's bytes, once they are known."""
 
 
 class ArchiveMember(msgspec.Struct):
-    """A member to write: its bytes, or their number."""
+    """Member to write: its bytes, or their number."""
 
     name: str
     size: int
@@ -236,5 +235,5 @@ def pickle_state(
 
 @lru_cache(maxsize=1024)
 def pickle_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Return the pickle of one tensor in an archive of its own. Tensors of one shape have equal pickles."""
+    """Return the pickle of one tensor in its own archive. Tensors of one shape have equal pickles."""
     return pickle_state(AbsentTensor("0", dtype, shape))[0]

@@ -21,9 +21,9 @@ from snapshot.tensors.strides import measure_span
 from snapshot.text import counted
 
 TAIL = 64 << 10
-"""The length read first from the end: it has the whole directory of most files."""
+"""Length of the first read, at the end: it has the whole directory of most files."""
 VALUE = "value"
-"""The name of a saved value that is not a container."""
+"""Name of a saved value that is not a container."""
 
 
 async def describe_file(storage: Storage, name: str, size: int, limit: int) -> ForeignDocument:
@@ -36,7 +36,7 @@ async def describe_file(storage: Storage, name: str, size: int, limit: int) -> F
     except ValueError as error:
         if isinstance(error, CorruptSnapshotError):
             raise
-        raise CorruptSnapshotError(f"{where}: is not a torch archive: {error}") from error
+        raise CorruptSnapshotError(f"{where}: not a torch archive: {error}") from error
     tree = EntryTree(where, lambda path, found: archive.make_entry(found, swapped=order == b"big"), length)
     saved = safe_pickle.load_pickle(content, where, length)
     made = make_container(saved)
@@ -71,24 +71,24 @@ class _Archive:
         self._name = name
         self.members = {each.name.partition("/")[2]: each for each in members}
         if len(self.members) < len(members):
-            raise ValueError("it has two members of one name")
+            raise ValueError("two members have the same name")
         if "constants.pkl" in self.members:
             raise UnsupportedFormatError(
-                f"{storage.url.join(name)}: is a TorchScript program: torch.jit.load reads it; save its state_dict()"
+                f"{storage.url.join(name)}: a TorchScript program, for torch.jit.load only; save its state_dict()"
             )
         if "data.pkl" not in self.members:
-            raise ValueError("it has no data.pkl")
+            raise ValueError("data.pkl is missing")
         places = sorted([each.header for each in members] + [begin])
         self._ends = dict(pairwise(places))
-        """The latest end of each member: the begin of the next one."""
+        """Latest end of each member: the begin of the next one."""
 
     @staticmethod
     async def open(storage: Storage, name: str, size: int, limit: int) -> _Archive:
-        """Read the directory, and nothing else."""
+        """Open an archive, by reading only its directory."""
         tail = await _read_range(storage, name, max(0, size - TAIL), size)
         begin, end = zip_directory.find_directory(tail, size)
         if end - begin > limit:
-            raise ValueError(f"its directory has {counted(end - begin, 'byte')}")
+            raise ValueError(f"the directory of {counted(end - begin, 'byte')} exceeds the limit of {limit:,}")
         low = size - len(tail)
         directory = tail[begin - low : end - low] if begin >= low else await _read_range(storage, name, begin, end)
         return _Archive(storage, name, begin, zip_directory.read_members(directory, begin))
@@ -100,10 +100,8 @@ class _Archive:
             member.method not in (zip_directory.STORED, zip_directory.DEFLATED)
             or max(member.size, member.packed) > limit
         ):
-            raise ValueError(
-                f"its member {name} is packed in a way that is not known, or has {counted(member.size, 'byte')}"
-            )
-        length = expect_stored(member.size, member.packed, f"its member {name}")
+            raise ValueError(f"member {name}: unknown compression, or too long ({counted(member.size, 'byte')})")
+        length = expect_stored(member.size, member.packed, f"member {name}")
         end = min(self._ends[member.header], member.header + zip_directory.LONGEST_HEADER + member.packed)
         data = await _read_range(self._storage, self._name, member.header, end)
         at = zip_directory.find_data_begin(data)
@@ -112,10 +110,10 @@ class _Archive:
             content = zip_directory.inflate_member(content, member.size)
         if len(content) != member.size:
             raise ValueError(
-                f"its member {name} has {counted(len(content), 'byte')}, and {member.size:,} by its directory"
+                f"member {name} must have {counted(member.size, 'byte')} by the directory, got {len(content):,}"
             )
         if member.crc and zlib.crc32(content) != member.crc:
-            raise ValueError(f"its member {name} is damaged: its checksum differs from what was written")
+            raise ValueError(f"member {name} is damaged: wrong checksum")
         return content, length
 
     def make_entry(self, found: RebuiltTensor, *, swapped: bool) -> Any:
@@ -126,16 +124,16 @@ class _Archive:
         member = self.members.get(f"data/{found.storage}")
         if member is None:
             if math.prod(found.shape):
-                raise ValueError(f"its storage data/{found.storage[:100]} is missing")
+                raise ValueError(f"the storage data/{found.storage[:100]} is missing")
             return TensorEntry(INLINE, (0, 0), found.dtype, found.shape, extra=make_extra(found, view=False))
         reach = (found.offset + measure_span(found.shape, found.strides)) * itemsize
         if math.prod(found.shape) and reach > member.size:
-            raise ValueError(f"its storage has {counted(member.size, 'byte')}, and it reaches to {reach:,}")
+            raise ValueError(f"the tensor ends at byte {reach:,}, but its storage has {counted(member.size, 'byte')}")
         if not math.prod(found.shape):
             return TensorEntry(INLINE, (0, 0), found.dtype, found.shape, extra=make_extra(found, view=False))
         if member.method not in (zip_directory.STORED, zip_directory.DEFLATED):
             raise UnsupportedFormatError(
-                f"{self._name}: data/{found.storage[:100]} is packed by method {member.method}"
+                f"{self._name}: data/{found.storage[:100]}: unknown compression method {member.method}"
             )
         packed = "deflate+" * (member.method == zip_directory.DEFLATED) + "swapped+" * swapped + found.bits
         place = member.header, self._ends[member.header]

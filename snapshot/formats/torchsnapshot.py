@@ -1,4 +1,4 @@
-"""Snapshots of torchsnapshot, the predecessor of this library: its manifest is JSON, or YAML by hand."""
+"""Snapshots of torchsnapshot, the predecessor of this library. Manifests are JSON, or YAML if edited by hand."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ async def describe_snapshot(storage: Storage, data: bytes) -> ForeignDocument:
     try:
         version, world, manifest = str(read["version"]), read["world_size"], read["manifest"]
         if type(world) is not int or world < 1 or not isinstance(manifest, dict):
-            raise ValueError("it has no ranks, or no entries")
+            raise ValueError("world_size or entries are missing")
         made = _Manifest(where, manifest, world)
     except (ValueError, TypeError, KeyError, AttributeError, struct.error, OverflowError) as error:
         if isinstance(error, CorruptSnapshotError):
             raise
-        raise CorruptSnapshotError(f"{where}: is not a manifest: {type(error).__name__}: {error}") from error
+        raise CorruptSnapshotError(f"{where}: not a manifest: {type(error).__name__}: {error}") from error
     await _measure_files(storage, made)
     return make_document(
         "torchsnapshot", version, storage.url, data, manifest=made.entries, files=made.files, world_size=world
@@ -49,32 +49,32 @@ async def describe_snapshot(storage: Storage, data: bytes) -> ForeignDocument:
 def _parse_document(data: bytes, where: object) -> dict[str, Any]:
     try:
         if measure_nesting(data) > DEEPEST:
-            raise CorruptSnapshotError(f"{where}: nests more than {DEEPEST} deep")
+            raise CorruptSnapshotError(f"{where}: nested more than {DEEPEST} deep")
         found = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeError):
         found = _parse_yaml(data, where)
     if not isinstance(found, dict) or not {"version", "world_size", "manifest"} <= found.keys():
-        raise CorruptSnapshotError(f"{where}: is not a manifest ({counted(len(data), 'byte')})")
+        raise CorruptSnapshotError(f"{where}: not a manifest ({counted(len(data), 'byte')})")
     return found
 
 
 def _parse_yaml(data: bytes, where: object) -> Any:
     if b"manifest:" not in data:
-        raise CorruptSnapshotError(f"{where}: is not a manifest ({counted(len(data), 'byte')})")
+        raise CorruptSnapshotError(f"{where}: not a manifest ({counted(len(data), 'byte')})")
     import yaml  # nearly all manifests are JSON
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         for number, event in enumerate(yaml.parse(data, Loader=loader)):
             if isinstance(event, yaml.AliasEvent) or number > len(data):
-                raise CorruptSnapshotError(f"{where}: has aliases, which no manifest has")
-        return yaml.load(data, Loader=loader)  # noqa: S506 - a safe one
+                raise CorruptSnapshotError(f"{where}: a manifest must not have YAML aliases")
+        return yaml.load(data, Loader=loader)  # noqa: S506 - a safe loader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise CorruptSnapshotError(f"{where}: is neither JSON nor YAML: {error}") from error
+        raise CorruptSnapshotError(f"{where}: neither JSON nor YAML: {error}") from error
 
 
 async def _measure_files(storage: Storage, made: _Manifest) -> None:
-    """Find the lengths of objects' files, which the manifest does not record."""
+    """Look up the lengths of objects' files, which the manifest does not record."""
 
     async def measure(location: str) -> int:
         try:
@@ -90,7 +90,7 @@ async def _measure_files(storage: Storage, made: _Manifest) -> None:
 
 
 class _Manifest:
-    """The translated entries."""
+    """Translated entries."""
 
     def __init__(self, where: object, manifest: dict[str, Any], world: int) -> None:
         self._where = where
@@ -115,7 +115,7 @@ class _Manifest:
         self._fill_shapes()
 
     def _add_entry(self, path: str, made: Any) -> None:
-        """Add an entry; the shards of one tensor, of which each rank lists its own, are joined."""
+        """Add an entry. Join the shards of one tensor, since each rank lists only its own."""
         if isinstance(made, e.ShardedTensorEntry):
             logical = path.partition("/")[2]
             first = self._sharded.setdefault(logical, path)
@@ -127,7 +127,7 @@ class _Manifest:
         self.entries[path] = made
 
     def _fill_shapes(self) -> None:
-        """Find the global shapes, which only the shards reveal."""
+        """Compute the global shapes, which are only known from the shards."""
         for path in self._sharded.values():
             entry = self.entries[path]
             if not entry.shards:
@@ -159,17 +159,17 @@ class _Manifest:
             "object": lambda: self._make_object(raw, str(raw["obj_type"]), replicated),
         }
         if kind not in make:
-            raise UnsupportedFormatError(f"{self._where}: {path[:200]} is of the unknown type {str(kind)[:80]!r}")
+            raise UnsupportedFormatError(f"{self._where}: {path[:200]}: unknown type {str(kind)[:80]!r}")
         return make[kind]()
 
     def _make_dict(self, made: Any, path: str, named: list[Any]) -> e.DictEntry:
         keys = [key for key in named if self._has_entry(_child_path(path, key))]
         if not all(type(key) in (str, int) for key in keys):
-            raise ValueError(f"{path[:200]!r} has keys that are neither texts nor ints")
+            raise ValueError(f"{path[:200]!r}: keys must be str or int")
         return made([encode_key(key) for key in keys], find_tagged_keys(keys) or None)  # type: ignore[no-any-return]
 
     def _count_children(self, path: str) -> int:
-        """Return the number of children of a list, which only the children reveal."""
+        """Return the number of children of a list, which is only known from the children."""
         length = 0
         while self._has_entry(f"{path}/{length}"):
             length += 1
@@ -180,7 +180,7 @@ class _Manifest:
         for each in raw:
             tensor = self._make_tensor(each["tensor"], False)
             if not isinstance(tensor, e.TensorEntry):
-                raise UnsupportedFormatError(f"{self._where}: shards of {tensor.obj_type} are not known")
+                raise UnsupportedFormatError(f"{self._where}: shards of {tensor.obj_type} are not supported")
             found.append(e.Shard(_parse_sizes(each["offsets"]), _parse_sizes(each["sizes"]), tensor))
         return found
 
@@ -195,7 +195,7 @@ class _Manifest:
             self._make_range(entry, location, raw.get("byte_range"))
             return entry
         if raw["serializer"] != "buffer_protocol":
-            raise UnsupportedFormatError(f"{self._where}: the serializer {str(raw['serializer'])[:80]!r} is not known")
+            raise UnsupportedFormatError(f"{self._where}: unknown serializer {str(raw['serializer'])[:80]!r}")
         given = raw.get("byte_range")
         begin, end = _parse_range(given) if given is not None else (0, math.prod(shape) * ITEMSIZE[dtype])
         extend_file(self.files, location, end)
@@ -203,7 +203,7 @@ class _Manifest:
 
     def _make_object(self, raw: dict[str, Any], kind: str, replicated: bool) -> e.ObjectEntry:
         if raw["serializer"] != "torch_save":
-            raise UnsupportedFormatError(f"{self._where}: the serializer {str(raw['serializer'])[:80]!r} is not known")
+            raise UnsupportedFormatError(f"{self._where}: unknown serializer {str(raw['serializer'])[:80]!r}")
         location = check_location(raw["location"], self._where)
         entry = e.ObjectEntry(location, (0, 0), "torch_save", kind[:200], replicated=replicated)
         self._make_range(entry, location, raw.get("byte_range"))
@@ -228,20 +228,20 @@ def _child_path(path: str, key: Any) -> str:
 def _parse_range(given: Any) -> tuple[int, int]:
     begin, end = given
     if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 1 << 62:
-        raise ValueError(f"{str(given)[:100]} is not a range")
+        raise ValueError(f"invalid range {str(given)[:100]}")
     return begin, end
 
 
 def _parse_sizes(given: Any) -> tuple[int, ...]:
     if not isinstance(given, list) or not all(type(each) is int and 0 <= each < 1 << 60 for each in given):
-        raise ValueError(f"{str(given)[:100]} are not sizes")
+        raise ValueError(f"invalid sizes {str(given)[:100]}")
     return tuple(given)
 
 
 def _parse_dtype(given: Any) -> str:
     name = str(given).removeprefix("torch.")
     if name not in BY_NAME:
-        raise UnsupportedFormatError(f"the dtype {str(given)[:80]!r} is not known to this version of torch")
+        raise UnsupportedFormatError(f"unknown dtype {str(given)[:80]!r} in this version of torch")
     return name
 
 

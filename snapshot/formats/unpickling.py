@@ -1,4 +1,4 @@
-"""Objects that only running another library's pickle creates: their location, and their creation."""
+"""Location and creation of objects that only running another library's pickle creates."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from snapshot.manifest.paths import encode_key, find_tagged_keys, key_component
 from snapshot.text import with_article
 
 INLINE = "(in the pickle)"
-"""The location of bytes inside a pickle, which are not a range of a file."""
+"""Location of bytes inside a pickle, which are not a range of a file."""
 
 
 def make_refused_entry(what: str) -> ObjectEntry:
-    """Return the entry of an object, of this class or kind, that is not read unless pickles are allowed."""
+    """Return the entry of an object of this class or kind, which is only read if pickles are allowed."""
     return ObjectEntry(INLINE, (0, 0), REFUSED, what)
 
 
@@ -27,7 +27,7 @@ def locate_object(entry: ObjectEntry, file: str, route: str) -> None:
 
 
 def is_refused(entry: Any) -> bool:
-    """Return True for an object that is not read unless pickles are allowed, with its whole file."""
+    """Return True for an object that is only read if pickles are allowed, with its whole file."""
     return isinstance(entry, ObjectEntry) and entry.serializer.startswith(REFUSED)
 
 
@@ -38,14 +38,14 @@ def expect_no_module(where: object, manifest: Mapping[str, Any], *, allow_pickle
             if not allow_pickle:
                 raise make_refusal(path, entry.obj_type)
             raise RestoreError(
-                f"{where}: {path} is {with_article(entry.obj_type)}, and restore fills a module from its state dict; "
+                f"{where}: {path} is {with_article(entry.obj_type)}, but restore needs its state dict; "
                 f"use Snapshot(..., allow_pickle=True).read_object({path!r}).state_dict()",
                 [path],
             )
 
 
 class SavedFile(NamedTuple):
-    """The contents of a torch.save file."""
+    """Contents of a torch.save file."""
 
     value: Any
 
@@ -57,7 +57,7 @@ def find_object(path: str, saved: Any, entry: ObjectEntry) -> Any:
         try:
             saved = _find_child(saved, name)
         except (LookupError, ValueError) as error:
-            raise CorruptSnapshotError(f"{path}: running its pickle makes no {route}") from error
+            raise CorruptSnapshotError(f"{path}: running its pickle does not create {route}") from error
     return saved
 
 

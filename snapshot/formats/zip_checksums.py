@@ -1,4 +1,4 @@
-"""The checksums in archives: torch writes them with every member, and never verifies them."""
+"""Verification of the checksums in archives, which torch writes with every member but never verifies."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _check_batch(view: memoryview, begin: int, batch: list[Range]) -> tuple[list
                 crc = _update_sum(archive[at : at + each.packed], 0, inflater)
                 lines += _describe_fault(place, each, at, crc)
         except (ValueError, zlib.error) as error:
-            lines.append(f"{place[0]}[{place[1]}:{place[2]}] is no archive: {error}")
+            lines.append(f"{place[0]}[{place[1]}:{place[2]}] is not an archive: {error}")
     return lines, bare
 
 
@@ -114,7 +114,7 @@ async def _check_long(
                 progress(len(view))
             lines += _describe_fault(place, each, at, crc)
     except (ValueError, zlib.error) as error:
-        lines.append(f"{location}[{begin}:{end}] is no archive: {error}")
+        lines.append(f"{location}[{begin}:{end}] is not an archive: {error}")
     return lines, []
 
 
@@ -127,8 +127,8 @@ def _describe_fault(place: Range, member: zip_directory.ZipMember, at: int, crc:
         return []
     begin = place[1] + at
     return [
-        f"{place[0]}[{begin}:{begin + member.packed}] ({member.name}) is crc32:{crc:08x}, and crc32:{member.crc:08x} "
-        "was written"
+        f"{place[0]}[{begin}:{begin + member.packed}] ({member.name}) must have crc32:{member.crc:08x}, "
+        f"got crc32:{crc:08x}"
     ]
 
 

@@ -1,6 +1,6 @@
 """Layout of a zip archive, from its directory and the headers alone.
 
-Files of torch.save are such archives, and a DCP file is a row of them. Only the features that torch writes are
+Files of torch.save are such archives, and a DCP file is a sequence of them. Only the features that torch writes are
 supported. The standard library's reader takes ten times as long, and needs the whole file.
 """
 
@@ -18,44 +18,44 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 _NONE = 0xFFFFFFFF
 HEADER = 30
-"""Bytes of a member's header before its name."""
+"""Length of a member's header before its name."""
 LONGEST_HEADER = HEADER + 2 * 0xFFFF
-"""The maximum length of a member's header, with its name and extra fields."""
+"""Maximum length of a member's header, with its name and extra fields."""
 TAIL = _END.size + _LOCATOR.size + _END64.size
 """Bytes at the end of an archive that locate its directory, if it has no comment; torch writes none."""
 STORED, DEFLATED = 0, 8
 
 
 class ZipMember(msgspec.Struct, gc=False):
-    """A member, as the directory describes it."""
+    """Member, as described by the directory."""
 
     name: str
     method: int
     crc: int
     packed: int
-    """The length in the archive."""
+    """Length in the archive."""
     size: int
     header: int
-    """The begin of its header in the archive."""
+    """Begin of the header in the archive."""
 
 
 def find_directory(tail: bytes | memoryview, size: int) -> tuple[int, int]:
     """Return the begin and end of an archive's directory, from its last bytes; raise ValueError if it has none."""
     end = len(tail) - _END.size
     if end < 0:
-        raise ValueError(f"{size} bytes are not an archive")
+        raise ValueError(f"too short for an archive: {size} bytes")
     signature, disk, _, _, count, length, begin, comment = _END.unpack_from(tail, end)
     if signature != b"PK\5\6" or comment or disk not in (0, 0xFFFF):
-        raise ValueError("it does not end like an archive")
+        raise ValueError("the end of the archive is invalid")
     stop = size - _END.size
     if _NONE in (length, begin) or count == 0xFFFF:
         place = end - _LOCATOR.size - _END64.size
         if place < 0 or tail[place : place + 4] != b"PK\6\6" or tail[end - _LOCATOR.size :][:4] != b"PK\6\7":
-            raise ValueError("it does not end like a long archive")
+            raise ValueError("the end of the long archive is invalid")
         *_, length, begin = _END64.unpack_from(tail, place)
         stop = size - len(tail) + place
     if begin + length > stop:
-        raise ValueError("its directory is outside it")
+        raise ValueError("the directory is outside the archive")
     return begin, begin + length
 
 
@@ -66,7 +66,7 @@ def read_members(directory: bytes | memoryview, begin: int) -> list[ZipMember]:
     at = 0
     while at < len(data):
         if data[at : at + 4] != b"PK\1\2" or at + _DIRECTORY_ITEM.size > len(data):
-            raise ValueError("its directory is damaged")
+            raise ValueError("the directory is damaged")
         (_, _, _, flags, method, _, _, crc, packed, size, name_length, extra_length, comment, _, _, _, header) = (
             _DIRECTORY_ITEM.unpack_from(data, at)
         )
@@ -78,7 +78,7 @@ def read_members(directory: bytes | memoryview, begin: int) -> list[ZipMember]:
             )
         at += name_length + extra_length + comment
         if flags & 1 or header + packed > begin or at > len(data):
-            raise ValueError(f"its member {name[:100]!r} is encrypted, or lies outside of it")
+            raise ValueError(f"member {name[:100]!r} is encrypted, or outside the archive")
         found.append(ZipMember(name.decode("utf-8", "replace"), method, crc, packed, size, header))
     return found
 
@@ -95,16 +95,16 @@ def _read_long_lengths(extra: bytes, size: int, packed: int, header: int) -> tup
                 packed = next(numbers) if packed == _NONE else packed
                 header = next(numbers) if header == _NONE else header
             except StopIteration as error:
-                raise ValueError("its directory lacks the length of a long member") from error
+                raise ValueError("the directory lacks the length of a long member") from error
             return size, packed, header
         at += 4 + length
-    raise ValueError("its directory lacks the length of a long member")
+    raise ValueError("the directory lacks the length of a long member")
 
 
 def find_data_begin(header: bytes | memoryview) -> int:
     """Return the distance from a member's header to its data."""
     if len(header) < HEADER or header[:4] != b"PK\3\4":
-        raise ValueError("there is no member's header where its directory says so")
+        raise ValueError("a member's header is not where the directory says")
     *_, name, extra = _HEADER.unpack_from(header, 0)
     return HEADER + int(name) + int(extra)
 
@@ -114,4 +114,4 @@ def inflate_member(data: bytes, size: int) -> bytes:
     try:
         return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)
     except zlib.error as error:
-        raise ValueError(f"cannot be decompressed: {error}") from error
+        raise ValueError(f"decompression failed: {error}") from error

@@ -1,1 +1,1 @@
-"""Other libraries' checkpoint APIs, with this engine behind them."""
+"""Checkpoint APIs of other libraries, implemented with this library's engine."""

@@ -1,8 +1,10 @@
-"""Lightning's checkpoints as snapshots: `SnapshotCheckpointIO` for those that Lightning itself decides to save, and
-`SnapshotCallback`, which saves while training goes on, with the random numbers that Lightning leaves out.
+"""Lightning's checkpoints as snapshots: `SnapshotCheckpointIO` and `SnapshotCallback`.
 
-For `lightning.pytorch` and `pytorch_lightning` alike: the classes extend those of the library that was imported before
-this module, else of the one that is installed.
+`SnapshotCheckpointIO` stores the checkpoints that Lightning itself decides to save. `SnapshotCallback` saves
+asynchronously, with the random number generators that Lightning leaves out.
+
+Both work for `lightning.pytorch` and `pytorch_lightning`. The classes extend those of the library that was imported
+before this module, or else of the installed one.
 """
 
 from __future__ import annotations
@@ -31,21 +33,21 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 KEY = "lightning"
-"""Under which a snapshot's metadata says what of it is Lightning's checkpoint."""
+"""Key in a snapshot's metadata for the description of Lightning's checkpoint."""
 STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
-"""Where every rank holds the whole of the model."""
+"""Strategies in which every rank has the whole model."""
 _LIBRARIES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _library() -> str:
-    """Return the name of the Lightning that is in use."""
+    """Return the name of the Lightning package in use."""
     imported = [library for library in _LIBRARIES if sys.modules.get(library)]
     for library in imported or _LIBRARIES:
         try:
             importlib.import_module(library)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{library}.".startswith(f"{error.name}."):
-                raise  # it is there, and lacks something
+                raise  # installed, but a dependency is missing
         else:
             return library
     raise MissingExtraError("Lightning is not installed: pip install 'snapshot-torch[lightning]'")
@@ -57,7 +59,7 @@ _LightningCallback: Any = importlib.import_module(f"{_NAME}.callbacks").Callback
 
 
 class _Given:
-    """A value that is there to be saved."""
+    """Stateful wrapper of a value to save."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -66,7 +68,7 @@ class _Given:
         return self._value
 
     def load_state_dict(self, state: Any) -> None:
-        raise SnapshotError("Lightning takes its checkpoints back itself: read them with SnapshotCheckpointIO")
+        raise SnapshotError("Lightning restores its checkpoints itself; read them with SnapshotCheckpointIO")
 
 
 def _app_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def _app_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _group() -> ProcessGroup | None:
-    """Of this rank alone: Lightning lets only one save, and all load, each for itself."""
+    """Return a group of this rank alone: in Lightning one rank saves, and every rank loads by itself."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     if not _alone or _alone[0] is not dist.group.WORLD:
@@ -84,22 +86,22 @@ def _group() -> ProcessGroup | None:
 
 
 _alone: list[Any] = []
-"""The default process group, and the group that was made of this rank while that one was."""
+"""The default process group, and the group of this rank alone that was created under it."""
 
 
 class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
     """Lightning's checkpoints as snapshots: `Trainer(plugins=[SnapshotCheckpointIO()])`.
 
-    A checkpoint is a folder, or a prefix in a bucket, in which each part of Lightning's dictionary stands under a name
-    of its own (`0/state_dict/layer.weight`). It is read back as the dictionary that it was, to the type; checkpoints
-    that Lightning itself wrote before are read, and removed, as before.
+    A checkpoint is a folder, or a prefix in a bucket, with an object for each part of Lightning's dictionary
+    (`0/state_dict/layer.weight`). Loading returns an equal dictionary, including types. Checkpoints that Lightning
+    itself wrote are read and removed as before.
 
     Args:
-        asynchronous: Go on with training while a checkpoint is written. A checkpoint that Lightning wants removed
+        asynchronous: Continue training while a checkpoint is written. A checkpoint that Lightning wants to remove
             meanwhile is kept until the new one is committed.
         allow_pickle: Read objects that were stored as pickles, which can run any code. So does `weights_only=False` of
             `Trainer.fit`.
-        storage_options: What the storage plugin should know.
+        storage_options: Options for the storage plugin.
         options: More arguments of `Snapshot.take`, or `Snapshot.async_take`.
     """
 
@@ -121,7 +123,7 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Save what Lightning gives, in the place of whatever is there."""
+        """Save Lightning's checkpoint, and replace an existing one."""
         self._settle()
         name = os.fspath(path)
         options: dict[str, Any] = {
@@ -138,7 +140,7 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the dictionary that was saved, on the host, unless `map_location` is a device."""
+        """Return the saved dictionary, on the host unless `map_location` is a device."""
         self._settle()
         snapshot = self._snapshot(path, allow_pickle=self._allow_pickle or weights_only is False)
         if not _is_ours(snapshot):
@@ -147,28 +149,28 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
             return loaded
         told = snapshot.metadata.metadata.get(KEY)
         if told is None:
-            raise SnapshotError(f"{path}: is a snapshot, but no checkpoint of Lightning's")
+            raise SnapshotError(f"{path}: a snapshot, but not a Lightning checkpoint")
         checkpoint = {key: snapshot.get_state_dict_for_key(key, replicate_from_rank0=True) for key in told["keys"]}
         if isinstance(map_location, (str, torch.device)):
             return {key: _moved(value, torch.device(map_location)) for key, value in checkpoint.items()}
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint; while another is being written, when that is committed."""
+        """Remove a checkpoint. If another is being written, wait for its commit first."""
         if self._pending is not None:
             self._doomed.append(os.fspath(path))
         else:
             self._remove(os.fspath(path))
 
     def teardown(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the pending checkpoint."""
         self._settle()
 
     def _settle(self) -> None:
         pending, self._pending = self._pending, None
         doomed, self._doomed = self._doomed, []
         if pending is not None:
-            pending.wait()  # if it fails, what it was to replace stays
+            pending.wait()  # if it raises, the old checkpoints are kept
         for path in doomed:
             self._remove(path)
 
@@ -186,7 +188,7 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
 
 
 def _is_ours(snapshot: Snapshot) -> bool:
-    """Whether it is a snapshot of this library, and no file that Lightning wrote."""
+    """Return True for a snapshot of this library, False for a file that Lightning wrote."""
     return not os.path.isfile(snapshot.path) and snapshot.exists() and snapshot.metadata.format == FORMAT
 
 
@@ -199,24 +201,25 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
-    """Saves asynchronously every so many steps or seconds, so that a run resumes to the very same bits: with every
-    rank's random numbers, which Lightning's checkpoints do not hold.
+    """Saves asynchronously every few steps or seconds, so that a run resumes with bit-identical results.
+
+    A snapshot includes every rank's random number generators, which Lightning's checkpoints leave out.
 
         callback = SnapshotCallback("run", every_n_steps=100)
         trainer = Trainer(callbacks=[callback], plugins=[SnapshotCheckpointIO()])
         trainer.fit(model, ckpt_path=callback.latest())
 
-    Snapshots lie in `<folder>/step-<global step>`; each is there, whole, or not there. Works on one device and with
-    `DDPStrategy`. What Lightning's checkpoint does not say cannot be resumed: of a dataloader in the middle of an
-    epoch, the position, unless it has `state_dict()` and `load_state_dict()`.
+    Snapshots are in `<folder>/step-<global step>`, and are atomic. The callback works on one device and with
+    `DDPStrategy`. A state that is missing from Lightning's checkpoint cannot be resumed: for example, the position of a
+    dataloader within an epoch, unless it has `state_dict()` and `load_state_dict()`.
 
     Args:
-        folder: A folder that all ranks see, or a URL.
-        every_n_steps: Save after every so many optimizer steps.
-        every_n_seconds: Save at the first batch that ends so long after the last save: one of the two is enough.
-        keep: How many to keep; all by default. An older one is removed when a newer one is committed. One of another
-            folder, which a run went on from, is not removed.
-        storage_options: What the storage plugin should know.
+        folder: A folder that all ranks share, or a URL.
+        every_n_steps: Save after this number of optimizer steps.
+        every_n_seconds: Save at the end of the first batch after this time since the last save. Either option suffices.
+        keep: Number of snapshots to keep; all by default. An older one is removed when a newer one is committed.
+            Snapshots in other folders, which a run was resumed from, are not removed.
+        storage_options: Options for the storage plugin.
         options: More arguments of `Snapshot.async_take`: `worker="process"`.
     """
 
@@ -231,9 +234,9 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         **options: Unpack[AsyncTakeArguments],
     ) -> None:
         if (every_n_steps or 0) < 1 and every_n_seconds is None:
-            raise ValueError("SnapshotCallback: give every_n_steps, which is at least 1, or every_n_seconds, or both")
+            raise ValueError("SnapshotCallback: pass every_n_steps (at least 1), or every_n_seconds, or both")
         if keep is not None and keep < 1:
-            raise ValueError(f"SnapshotCallback: keep={keep}: it keeps at least 1")
+            raise ValueError(f"SnapshotCallback: keep must be at least 1, got {keep}")
         self.folder = os.fspath(folder)
         self._every = every_n_steps
         self._seconds = every_n_seconds
@@ -248,43 +251,45 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         self._resumed: Snapshot | None = None
 
     def latest(self) -> str | None:
-        """Return the newest snapshot that is committed, for `fit(ckpt_path=...)`; None where there is none.
+        """Return the newest committed snapshot for `fit(ckpt_path=...)`, or None if there is none.
 
-        Raises SnapshotError where `folder` is a URL: its snapshots have to be known by name.
+        Raises SnapshotError if `folder` is a URL: name its snapshots explicitly.
         """
         if "://" in self.folder:
-            raise SnapshotError(f"{self.folder}: latest() looks into folders only; name the snapshot to go on from")
+            raise SnapshotError(
+                f"{self.folder}: latest() supports local folders only; name the snapshot to resume from"
+            )
         found = sorted(Path(self.folder).glob("step-*"), key=_step, reverse=True)
         return next((str(path) for path in found if _step(path) >= 0 and Snapshot(path).exists()), None)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse what could not be resumed, before it is begun."""
+        """Raise if the snapshots of this run could not be resumed, before training starts."""
         if stage != "fit":
             return
         strategy = type(trainer.strategy).__name__
         if strategy not in STRATEGIES:
             raise SnapshotError(
-                f"SnapshotCallback: {strategy} does not hold the whole model on every rank; it works with "
-                f"{' and '.join(STRATEGIES)}"
+                f"SnapshotCallback: {strategy} does not hold the whole model on every rank; supported strategies: "
+                f"{', '.join(STRATEGIES)}"
             )
         if not isinstance(trainer.strategy.checkpoint_io, SnapshotCheckpointIO):
             raise SnapshotError(
-                "SnapshotCallback: what it saves only SnapshotCheckpointIO can read: "
+                "SnapshotCallback: only SnapshotCheckpointIO can read its snapshots; use "
                 "Trainer(plugins=[SnapshotCheckpointIO()])"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `keep` is about, so that a run that resumes goes on with it."""
+        """Return the list that `keep` applies to, so that a resumed run continues it."""
         return {"written": list(self._written)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take that back."""
+        """Restore the list of written snapshots."""
         self._written = []
         for path in state_dict["written"]:
             self._remember(path)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Where the next epoch is to begin, iterators draw from the random numbers before training starts."""
+        """Restore the random numbers of an epoch's beginning here: iterators draw from them before training starts."""
         self._saved_at = time.monotonic()
         self._saved_step = self._seen_step = trainer.global_step
         if trainer.ckpt_path is not None:
@@ -298,15 +303,15 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
                     self._restore_random_numbers()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """In the middle of an epoch, the next draw is for a batch."""
+        """Restore the random numbers of the middle of an epoch here, since the next draw is for a batch."""
         self._restore_random_numbers()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save, if it is time."""
+        """Save if a snapshot is due."""
         step, before = trainer.global_step, self._seen_step
         self._seen_step = step
         if step in (before, self._saved_step) or not self._is_time(trainer, step):
-            return  # gradients that are being accumulated are in no checkpoint
+            return  # a checkpoint has no partially accumulated gradients
         self._settle(trainer)
         checkpoint = _dumped(trainer)
         in_epoch = not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
@@ -323,17 +328,17 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         self._saved_step, self._saved_at = step, time.monotonic()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Wait for the last one."""
+        """Wait for the last snapshot."""
         self._settle(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Finish what is being written when training fails."""
+        """Wait for the pending snapshot when training fails."""
         pending, self._pending = self._pending, None
         if pending is not None:
             try:
                 pending.wait()
-            except SnapshotError as error:  # what training failed of is what is to be raised
-                exception.add_note(f"and its last snapshot was not committed: {error}")
+            except SnapshotError as error:  # the error of training must be raised
+                exception.add_note(f"the last snapshot was not committed: {error}")
 
     def _is_time(self, trainer: Any, step: int) -> bool:
         if self._every and step % self._every == 0:
@@ -353,12 +358,11 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         while len(self._written) > self._keep:
             old = self._written.pop(0)
             if ranks_of(None).rank == 0:
-                with suppress(SnapshotNotFoundError):  # what a checkpoint says of those before it is older than it is
+                with suppress(SnapshotNotFoundError):  # the list in a checkpoint may name removed ones
                     Snapshot(old, storage_options=self._storage_options).delete()
 
     def _remember(self, path: str) -> None:
-        """Count a snapshot as the newest of those of which `keep` are kept. Those of other folders are not ours to
-        remove."""
+        """Append a snapshot to those that `keep` applies to. Skip snapshots of other folders."""
         own = f"{self.folder}/{path.rstrip('/').rpartition('/')[2]}"
         if URL.parse(own) == URL.parse(path):
             self._written = [*(each for each in self._written if each != own), own]
@@ -375,11 +379,11 @@ def _step(path: Path) -> int:
 
 
 def _dumped(trainer: Any) -> dict[str, Any]:
-    """Lightning's checkpoint, as it makes it for its own."""
+    """Return the checkpoint dictionary that Lightning would save."""
     connector: Any = getattr(trainer, "_checkpoint_connector", None)
     if not hasattr(connector, "dump_checkpoint"):
         raise SnapshotError(
-            "SnapshotCallback: this version of Lightning makes its checkpoints in another way than 2.0 to 2.6 do"
+            "SnapshotCallback: unsupported version of Lightning: its checkpoint connector is not that of 2.0 to 2.6"
         )
     checkpoint: dict[str, Any] = connector.dump_checkpoint(weights_only=False)
     return checkpoint

@@ -1,11 +1,11 @@
-"""torchtitan's checkpoint manager, with snapshots in the place of DCP's files. Tested with versions 0.2 and 0.3.
+"""torchtitan's checkpoint manager, with snapshots instead of DCP's files. Tested with versions 0.2 and 0.3.
 
     from snapshot.interop.torchtitan import use_snapshots
 
-    use_snapshots()  # before the trainer is made, on every rank
+    use_snapshots()  # before the trainer is created, on every rank
 
-Everything else of torchtitan's checkpointing stays: its settings, its asynchronous modes, its retention, and conversion
-from and to Hugging Face's format. Checkpoints that DCP wrote are found and loaded as before.
+The rest of torchtitan's checkpointing is unchanged: settings, asynchronous modes, retention, and conversion from and to
+Hugging Face's format. Checkpoints that DCP wrote are found and loaded as before.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def use_snapshots(manager: Any = None, *, storage_options: Mapping[str, Any] | N
     """Let torchtitan save and load snapshots in this process.
 
     Args:
-        manager: A `CheckpointManager` class of torchtitan's kind; torchtitan's own by default. The class itself is
-            changed, since trainers and configurations hold on to it.
-        storage_options: What the storage plugin should know.
+        manager: A `CheckpointManager` class like torchtitan's, which is the default. The class itself is changed, since
+            trainers and configurations refer to it.
+        storage_options: Options for the storage plugin.
 
     Raises:
         MissingExtraError: torchtitan cannot be imported.
@@ -93,7 +93,7 @@ def _loading(original: Any, options: Mapping[str, Any] | None) -> Any:
             original(self, state_dict, checkpoint_id, from_hf, from_quantized)
             return
         load(state_dict, storage_reader=SnapshotReader(checkpoint_id, storage_options=options))
-        if "model" in self.states:  # whose names are beside the others' keys
+        if "model" in self.states:  # its names are top-level keys
             self.states["model"].load_state_dict(state_dict)
 
     return dcp_load
@@ -102,11 +102,11 @@ def _loading(original: Any, options: Mapping[str, Any] | None) -> Any:
 def _finding(original: Any, options: Mapping[str, Any] | None) -> Any:
     @functools.wraps(original)
     def find_load_step(self: Any, folder: str = "") -> int:
-        """Return the newest step of those that torchtitan finds and of snapshots, or -1."""
+        """Return the newest step of torchtitan's checkpoints and of snapshots, or -1."""
         folders = run(Root(URL.parse(str(folder or self.folder)), options).folders())
         newest: int = max([original(self, folder), *folders.committed])
         unreadable = [step for step in folders.unreadable if step > newest]
-        if unreadable:  # to go on from an older one would lose steps silently
+        if unreadable:  # resuming from an older step would silently lose steps
             raise folders.unreadable[max(unreadable)]
         return newest
 

@@ -1,8 +1,8 @@
-"""torchtune's `DistributedCheckpointer`, with snapshots in the place of DCP's files. Tested with version 0.6.
+"""torchtune's `DistributedCheckpointer`, with snapshots instead of DCP's files. Tested with version 0.6.
 
 from snapshot.interop.torchtune import use_snapshots
 
-use_snapshots()  # before the recipe makes its checkpointer, on every rank
+use_snapshots()  # before the recipe creates its checkpointer, on every rank
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from snapshot.interop.dcp import SnapshotReader, SnapshotWriter
 def use_snapshots() -> None:
     """Let torchtune's `DistributedCheckpointer` save and load snapshots in this process.
 
-    It finds its newest checkpoint by a `.metadata`, which `SnapshotWriter` puts beside each snapshot. Checkpoints that
-    DCP wrote are loaded as before. torchtune asks for files that are not synced; snapshots are durable all the same.
+    The checkpointer finds the newest checkpoint by a `.metadata` file, which `SnapshotWriter` adds to each snapshot.
+    Checkpoints that DCP wrote are loaded as before. torchtune requests unsynced files; snapshots are durable anyway.
 
     Raises:
         MissingExtraError: torchtune cannot be imported.
@@ -29,7 +29,7 @@ def use_snapshots() -> None:
 
 
 class _DurableWriter(SnapshotWriter):
-    """A writer that syncs, whatever torchtune asks for."""
+    """A writer that syncs, regardless of torchtune's arguments."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **{**kwargs, "durable": True})  # type: ignore[arg-type]

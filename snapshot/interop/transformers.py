@@ -1,8 +1,8 @@
-"""Hugging Face's Trainer with its optimizer, scheduler, scaler and random numbers in a snapshot: in its own checkpoint
-folder, beside the model, which stays as `save_pretrained` writes it, so that `from_pretrained` finds it.
+"""Hugging Face's Trainer with its optimizer, scheduler, scaler and random numbers in a snapshot.
 
-A callback could not do this: the Trainer saves and loads these itself, at moments of its own. So it is a mixin that
-takes the place of the methods which do. Nothing of transformers is imported here.
+The snapshot is in the Trainer's checkpoint folder. The model next to it is written by `save_pretrained`, so that
+`from_pretrained` finds it. A callback cannot do this, since the Trainer saves and loads these itself. So a mixin
+replaces those methods. Nothing of transformers is imported here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from snapshot.snapshot import Snapshot
 from snapshot.state.rng import RNGState
 
 FOLDER = "trainer_snapshot"
-"""Where in a checkpoint folder the snapshot lies."""
+"""Folder of the snapshot in a checkpoint folder."""
 _HOOKS = (
     "_save_optimizer_and_scheduler",
     "_save_scaler",
@@ -31,12 +31,13 @@ _OLD = ("optimizer.pt", "optimizer.bin")
 
 
 class SnapshotTrainerMixin:
-    """Saves and loads what a Trainer needs, beside the model, to go on exactly: `class MyTrainer(SnapshotTrainerMixin,
-    Trainer)`. All else is as before: `save_steps`, `save_total_limit`, `train(resume_from_checkpoint=True)`.
+    """Saves and loads the training state of a Trainer: `class MyTrainer(SnapshotTrainerMixin, Trainer)`.
 
-    Works for one process and for `DistributedDataParallel`, where what all ranks hold is written once, by all of them,
-    and each has random numbers of its own. FSDP, DeepSpeed and TPUs write checkpoints in ways of their own, and are
-    refused. Checkpoints that the Trainer wrote without the mixin are read as the Trainer reads them.
+    Everything else is unchanged: `save_steps`, `save_total_limit`, `train(resume_from_checkpoint=True)`.
+
+    The mixin supports one process and `DistributedDataParallel`. State that is equal on all ranks is written once, by
+    all of them together, and each rank stores its own random numbers. FSDP, DeepSpeed and TPUs have their own
+    checkpoint formats, and are refused. Checkpoints that the Trainer wrote without the mixin are read by the Trainer.
     """
 
     snapshot_options: ClassVar[Mapping[str, Any]] = {}
@@ -65,10 +66,10 @@ class SnapshotTrainerMixin:
         )
 
     def _save_scaler(self, output_dir: str) -> None:
-        """Do nothing: it is in the snapshot."""
+        """Do nothing: the scaler is in the snapshot."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Do nothing: the state is in the snapshot, and nothing draws random numbers between the two."""
+        """Do nothing: the state is in the snapshot, and no random numbers are drawn between the two calls."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -81,8 +82,8 @@ class SnapshotTrainerMixin:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         else:
             raise SnapshotNotFoundError(
-                f"{checkpoint}: holds neither {FOLDER!r} nor an optimizer's state, so training cannot go on from there "
-                "as it was; to begin anew with its weights, load them with from_pretrained"
+                f"{checkpoint}: has neither {FOLDER!r} nor an optimizer's state, so training cannot resume there; "
+                "to start a new training with its weights, load them with from_pretrained"
             )
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -99,8 +100,8 @@ class SnapshotTrainerMixin:
             snapshot.restore({"rng": RNGState()})
 
     def _resumable(self) -> dict[str, Any]:
-        """All that is the same on all ranks."""
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # which accelerate wraps
+        """Return the state that is equal on all ranks."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
         state = {"optimizer": optimizer, "scheduler": self.lr_scheduler}
         scaler = getattr(self.accelerator, "scaler", None)
         if scaler is not None:
@@ -116,8 +117,8 @@ class SnapshotTrainerMixin:
         found = [name for name, is_there in others.items() if is_there]
         if found:
             raise SnapshotError(
-                f"SnapshotTrainerMixin: training uses {found[0]}, which saves its state in a way of its own; leave the "
-                "mixin out, or train in one process or with DistributedDataParallel"
+                f"SnapshotTrainerMixin: training uses {found[0]}, which has its own checkpoint format; remove the "
+                "mixin, or train in one process or with DistributedDataParallel"
             )
 
 
@@ -127,8 +128,7 @@ def _snapshot_in(checkpoint: str) -> Snapshot | None:
 
 
 def _check_hooks(kind: type) -> None:
-    """Raise unless the mixin takes the place of what this version's Trainer has: methods of these names, with one
-    argument, that come after it."""
+    """Raise unless the mixin overrides the methods of this version's Trainer: by name, with one argument each."""
     order = kind.__mro__
     after = order[order.index(SnapshotTrainerMixin) + 1 :]
     before = [each for each in order if each not in after and not issubclass(each, SnapshotTrainerMixin)]
@@ -136,12 +136,12 @@ def _check_hooks(kind: type) -> None:
         hidden = [each for each in before if name in vars(each)]
         if hidden:
             raise TypeError(
-                f"{kind.__name__}: {hidden[0].__name__} comes before SnapshotTrainerMixin, and has its own {name}; "
+                f"{kind.__name__}: {hidden[0].__name__} must come after SnapshotTrainerMixin, since it defines {name}; "
                 f"write class {kind.__name__}(SnapshotTrainerMixin, {hidden[0].__name__})"
             )
         own = next((vars(each)[name] for each in after if name in vars(each)), None)
         if own is None or len(inspect.signature(own).parameters) != 2:
             raise SnapshotError(
-                f"{kind.__name__}: the Trainer of this version of transformers has no method {name} that takes a "
-                "folder, so SnapshotTrainerMixin cannot take its place; it is made for transformers 5"
+                f"{kind.__name__}: the Trainer of this version of transformers has no method {name} with a "
+                "folder argument to override; SnapshotTrainerMixin requires transformers 5"
             )

@@ -249,8 +249,8 @@ class Reader:
             bad = await self._read_tables(bad)
         for (location, begin, end), whose in bad.items():
             raise CorruptSnapshotError(
-                f"{whose[0].name}: its table of digests in {location}[{begin}:{end}] does not match "
-                f"{whose[0].stored.digest}, which was written"
+                f"{whose[0].name}: the table of digests in {location}[{begin}:{end}] must have the digest "
+                f"{whose[0].stored.digest}"
             )
 
     async def _read_tables(
@@ -366,7 +366,7 @@ class Reader:
             return self._check(request, begin, memoryview(share).cast("B"))
         actual = digest_range(share)
         return actual == request.stored.digest or self._refuse(
-            request, f"digest is {actual}, but {request.stored.digest} was written"
+            request, f"digest must be {request.stored.digest}, got {actual}"
         )
 
     def _check(self, request: ReadRequest, begin: int, data: memoryview) -> bool:
@@ -381,7 +381,7 @@ class Reader:
         if complete:
             actual = digest_table(check.digests)
             if actual != request.stored.digest:
-                return self._refuse(request, f"digest is {actual}, but {request.stored.digest} was written")
+                return self._refuse(request, f"digest must be {request.stored.digest}, got {actual}")
         return True
 
     def _refuse(self, request: ReadRequest, what: str) -> bool:

@@ -68,6 +68,6 @@ class BlockCheck:
                 wrong = next(i for i in range(0, len(made), SIZE) if made[i : i + SIZE] != expected[i : i + SIZE])
                 block = first + wrong // SIZE
                 self.bad = (
-                    f"block {block} (bytes {block * BLOCK} on): digest is xxh3:{made[wrong : wrong + SIZE].hex()}, "
-                    f"but xxh3:{expected[wrong : wrong + SIZE].hex()} was written"
+                    f"block {block} (bytes {block * BLOCK} on): digest must be "
+                    f"xxh3:{expected[wrong : wrong + SIZE].hex()}, got xxh3:{made[wrong : wrong + SIZE].hex()}"
                 )

@@ -1,1 +1,1 @@
-"""Many snapshots under one root: which is the newest, which may go, when to save, when to stop."""
+"""Several snapshots under one root: the newest, the ones to delete, when to save, and when to stop."""

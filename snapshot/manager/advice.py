@@ -1,8 +1,8 @@
-"""How often to save: the interval that loses least, from what takes cost here and how often the job fails.
+"""Advised interval between takes, from the measured cost of a take and the mean time between failures.
 
-A take blocks training for C seconds; a failure loses, on average, half the interval T, and what a take needs until it
-is durable, and the restart. With a mean time M between failures Young's interval is sqrt(2 C M); Daly's, which is
-better where C is not small beside M, corrects it.
+A take blocks training for C seconds. A failure loses half the interval T on average, plus the restart and the time
+that a take needs to become durable. With a mean time M between failures, Young's interval is sqrt(2 C M). Daly's
+interval corrects it for a C that is not small compared with M.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from snapshot.durations import Duration, duration_text, seconds_of
 from snapshot.errors import SnapshotError
 
 RECENT = 20
-"""Takes of which the cost is kept."""
+"""Number of takes whose cost is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """How often to save, and what it costs; times are in seconds, shares are of all time."""
+    """Advised interval and its cost. Times are in seconds, shares are fractions of all time."""
 
     mtbf: float
-    """The mean time between failures that was given."""
+    """Mean time between failures, as passed by the caller."""
     blocked: float
-    """How long a take blocks training, on average."""
+    """Mean time that a take blocks training."""
     durable: float
-    """How long it is until a take is durable, from its beginning."""
+    """Mean time from the start of a take until it is durable."""
     restore: float
-    """How long the last restore took; 0 if there was none."""
+    """Duration of the last restore; 0 if there was none."""
     step: float
-    """How long a step takes, on average."""
+    """Mean duration of a step."""
     takes: int
-    """How many takes were measured."""
+    """Number of takes that were measured."""
     young: float
     """Young's interval."""
     interval: float
-    """The advised one: Daly's, but not shorter than a take needs."""
+    """Advised interval: Daly's, but at least the time that a take needs."""
     lost: float
-    """The share of time that is lost at that interval, to takes and failures."""
+    """Share of time lost to takes and failures at the advised interval."""
     interval_now: float | None
-    """The interval now; None after a single take."""
+    """Current interval; None after a single take."""
     lost_now: float | None
 
     @property
@@ -67,7 +67,7 @@ class Advice:
 
 
 def daly_interval(cost: float, mtbf: float) -> float:
-    """Daly's optimum interval between takes that cost so much.
+    """Return Daly's optimal interval between takes of this cost.
 
     >>> round(daly_interval(60, 86400)), round(math.sqrt(2 * 60 * 86400))
     (3180, 3220)
@@ -79,20 +79,20 @@ def daly_interval(cost: float, mtbf: float) -> float:
 
 
 def lost_share(interval: float, cost: float, mtbf: float, rest: float) -> float:
-    """Return the share of time lost with takes every so many seconds; `rest`: what a failure costs besides."""
+    """Return the share of time lost with a take every `interval` seconds; `rest` is the fixed cost of a failure."""
     period = interval + cost
     return min(1.0, cost / period + (period / 2 + rest) / mtbf)
 
 
 class Measured:
-    """What was measured of takes, restores and steps."""
+    """Measurements of takes, restores and steps."""
 
     def __init__(self) -> None:
         self._blocked: deque[tuple[float, float]] = deque(maxlen=RECENT)
         self._durable: deque[tuple[float, float]] = deque(maxlen=RECENT)
-        """When a take began, and how long it took."""
+        """Start time and duration of each take."""
         self._warm: float | None = None
-        """When the first one began, which makes what later ones find made: it counts only while it is alone."""
+        """Start time of the first take. It includes one-off set-up, so later takes replace its measurement."""
         self.restore = 0.0
         self._first: tuple[float, int] | None = None
         self._latest: tuple[float, int] | None = None
@@ -101,38 +101,38 @@ class Measured:
         self._last_call = 0.0
 
     def at_step(self, step: int) -> None:
-        """Note the step that the loop is at."""
+        """Record the step that the loop is at."""
         now = time.monotonic()
         if self._first is None or step < self._first[1]:
             self._first, self._paused = (now, step), 0.0
         self._latest = now, step
 
     def at_call(self) -> None:
-        """Note that the loop is at another step, without its number."""
+        """Record that the loop is at another step, without its number."""
         now = time.monotonic()
         self._calls = (now, 0) if self._calls is None else (self._calls[0], self._calls[1] + 1)
         self._last_call = now
 
     def took(self, began: float, blocked: float) -> None:
-        """Note a take that began at a time of the monotonic clock, and how long it blocked the loop."""
+        """Record a take: its start time (of the monotonic clock), and how long it blocked the loop."""
         self._warm = began if self._warm is None else self._warm
         self._blocked.append((began, blocked))
         self._paused += blocked
-        if self._latest is not None:  # the time of the take is no step's
+        if self._latest is not None:  # a take does not count as time of a step
             self._latest = time.monotonic(), self._latest[1]
         self._last_call = time.monotonic()
 
     def durable(self, began: float) -> None:
-        """One that began then is durable now."""
+        """Record that the take that began at this time is durable now."""
         self._durable.append((began, time.monotonic() - began))
 
     def _mean(self, seen: deque[tuple[float, float]]) -> tuple[float, int]:
-        """Return the mean time, and of how many."""
+        """Return the mean time, and the number of takes that it is the mean of."""
         values = [seconds for began, seconds in seen if began != self._warm] or [seconds for _, seconds in seen]
         return sum(values) / len(values), len(values)
 
     def step_seconds(self) -> float | None:
-        """Return the mean time of a step, without that of takes; None if too little was seen."""
+        """Return the mean time of a step, without takes; None if too little was measured."""
         if self._first is not None and self._latest is not None and self._latest[1] > self._first[1]:
             spent = self._latest[0] - self._first[0] - self._paused
             return max(spent, 1e-9) / (self._latest[1] - self._first[1])
@@ -141,14 +141,14 @@ class Measured:
         return None
 
     def advice(self, mtbf: Duration) -> Advice:
-        """Return the interval that loses least. Raises where nothing was measured."""
+        """Return the interval that loses least time. Raise SnapshotError if takes or steps were not measured yet."""
         mean = seconds_of(mtbf, "mtbf")
         step = self.step_seconds()
         if not self._durable:
-            raise SnapshotError("advice: no take of this manager is durable yet, so its cost is not known")
+            raise SnapshotError("advice: the cost of a take is unknown: no take of this manager is durable yet")
         if step is None:
             raise SnapshotError(
-                "advice: the time of a step is not known: call should_take(step) or should_stop() in each step"
+                "advice: the time of a step is unknown; call should_take(step) or should_stop() in each step"
             )
         blocked, takes = self._mean(self._blocked)
         durable = max(blocked, self._mean(self._durable)[0])

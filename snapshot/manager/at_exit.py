@@ -1,4 +1,4 @@
-"""Managers that nobody has closed are closed when the interpreter ends."""
+"""Exit hook of the interpreter that closes managers which are still open."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def _close_all() -> None:
         manager.close()
 
 
-# before the loop's own end, on which what is finished here depends
+# before the event loop's own exit hook, since closing a manager needs the loop
 getattr(threading, "_register_atexit", lambda function: None)(_close_all)

@@ -1,4 +1,4 @@
-"""The questions on which the ranks of a manager agree, in whatever process group there is at the moment."""
+"""Votes of a manager's ranks, in the process group that currently exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Channels:
-    """An `StepVote` for each question, made when it is first asked."""
+    """A `StepVote` for each question, created on its first use."""
 
     def __init__(self, pg: ProcessGroup | None, timeout: float | None) -> None:
         self._pg = pg
@@ -23,15 +23,15 @@ class Channels:
         self._group: Any = None
         self._ranks = ranks_of(pg)
         self._number = -1
-        """Of this manager, among those of the group."""
+        """Number of this manager within the group."""
         self._agreements: dict[str, StepVote] = {}
 
     def ask(self, question: str, wish: bool, *, leader_alone: bool = False) -> bool:
-        """Whether all act now; `wish`: this rank wants to. With `leader_alone` only rank 0's wish counts."""
+        """Return True if all ranks act now. `wish`: this rank wants to; with `leader_alone` only rank 0's counts."""
         group = self._pg
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        if group is not self._group:  # to ask for the ranks each time would cost more than all the rest
+        if group is not self._group:  # looking up the ranks at each call would dominate its cost
             self._group, self._ranks, self._number, self._agreements = group, ranks_of(self._pg), -1, {}
         if self._ranks.world == 1:
             return wish

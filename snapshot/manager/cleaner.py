@@ -1,4 +1,4 @@
-"""Removing in the background: one thread at a time, which is told what was committed, and never fails a take."""
+"""Removal of old snapshots in the background, after commits, in at most one thread. It never fails a take."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from snapshot.runtime.loop import run
 
 
 class Cleaner:
-    """Removes what a policy does not keep, after commits.
+    """Background removal of the snapshots that a policy does not keep.
 
-    `spared(step)`: whether a step is under way, or being read. `damaged()`: the steps that were found to be damaged.
+    `spared(step)`: True if the step is being taken or read. `damaged()`: the steps that were found damaged.
     """
 
     def __init__(
@@ -29,21 +29,21 @@ class Cleaner:
         self._wanted: int | None = None
         self._thread: threading.Thread | None = None
         self._said: set[str | int] = set()
-        """What is not to be said again: steps that are damaged, and that a metric is unknown."""
+        """Warnings that were logged already: the steps that are damaged, and `metric` for an unknown metric."""
 
     def committed(self, step: int) -> None:
-        """Note a step that is committed and durable. Return at once."""
+        """Record a step that is committed and durable. Return at once."""
         with self._change:
             self._wanted = step if self._wanted is None else max(step, self._wanted)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="snapshot-cleaner", daemon=True)
                 try:
                     self._thread.start()
-                except RuntimeError:  # the interpreter ends: `close` does it
+                except RuntimeError:  # the interpreter is exiting: `close` does the work
                     self._thread = None
 
     def close(self) -> None:
-        """Wait until all is done that was asked for."""
+        """Wait until all requested removals are done."""
         with self._change:
             self._change.wait_for(lambda: self._thread is None)
         self._work()
@@ -58,8 +58,8 @@ class Cleaner:
                     return
             try:
                 self._clean(upto)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the next pass tries again, and training goes on
-                log.warning("%s: old snapshots could not be removed: %s", self._root.url, error)
+            except Exception as error:  # noqa: BLE001 - training must not fail; the next pass retries
+                log.warning("%s: failed to remove old snapshots: %s", self._root.url, error)
                 emit("failed", "prune", str(self._root.url), error=error)
 
     def _clean(self, upto: int) -> None:
@@ -70,12 +70,12 @@ class Cleaner:
             return
         for fate in fates:
             if fate.what == "damaged":
-                self._say(fate.step, f"{self._root.step_url(fate.step)}: stays, and counts for no policy: {fate.why}")
+                self._say(fate.step, f"{self._root.step_url(fate.step)}: kept, and ignored by policies: {fate.why}")
         for fate, error in run(remove_steps(self._root, fates, spared=self._spared)).failed:
-            log.warning("%s could not be removed, which is tried again: %s", self._root.step_url(fate.step), error)
+            log.warning("%s: removal failed, and is retried later: %s", self._root.step_url(fate.step), error)
 
     def _say(self, about: str | int, what: str) -> None:
-        """Say it once."""
+        """Log a warning, once for each `about`."""
         if about not in self._said:
             self._said.add(about)
             log.warning("%s", what)

@@ -1,7 +1,7 @@
-"""What becomes of each step under a root, and the removing: one engine for the manager and for the command.
+"""Fate of each step under a root, and the removal: one implementation for the manager and the command.
 
-First everything is looked at and decided, as values that can be shown; then what is to go is removed, each step by
-itself, after another look at what may have changed meanwhile.
+Survey and decide first, and return values that can be shown. Then remove each step by itself, after a second look
+for changes since.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from snapshot.save import cleanup
 from snapshot.storage import Storage
 
 PINNED, BUSY = "pinned", "a take may be running there"
-NOT_OURS = "not a snapshot of ours"
+NOT_OURS = "not a snapshot of this library"
 UNREADABLE = "its manifest cannot be read"
 
 
 class UnknownMetric(SnapshotError):
-    """No snapshot has a metric that a policy goes by."""
+    """No snapshot has a metric that a policy uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What becomes of one step."""
+    """Decision about one step."""
 
     step: int
     what: str
-    """`snapshot`, `damaged` (a snapshot that is not whole), `leftovers` (of takes and removals that were cut off) or
-    `other` (what is none of ours, or cannot be read)."""
+    """`snapshot`, `damaged` (a snapshot that is incomplete), `leftovers` (of interrupted takes and removals) or
+    `other` (not of this library, or unreadable)."""
     goes: bool
     why: str
     taken: Taken | None = None
-    """Where the manifest was read."""
+    """Set if the manifest was read."""
     nbytes: int | None = None
-    """What it takes on storage, where that was asked for."""
+    """Size on storage, if requested."""
     files: int = 0
-    """Of leftovers."""
+    """Number of files, for leftovers."""
     token: str = ""
-    """Of the manifest that was looked at: another one is another snapshot."""
+    """Version token of the manifest that was read. A different token means another snapshot."""
 
 
 async def survey_steps(
@@ -58,18 +58,18 @@ async def survey_steps(
     older_than: float = cleanup.DAY,
     thorough: bool = False,
 ) -> list[Fate]:
-    """Decide what becomes of each step, ascending. Nothing is changed.
+    """Decide about each step, and return the decisions in ascending order. Nothing is changed.
 
     Args:
-        root: Where the steps lie.
-        policy: What is kept; all is if there is none.
-        upto: The step that was just committed: later ones are not looked at. If it is not there, nothing goes.
-        damaged: Steps that were found damaged: no policy counts them.
-        older_than: Takes that began so many seconds ago, and are not committed, are over.
-        thorough: Look into every folder, and at sizes; else only where something may have to go.
+        root: Folder of the steps.
+        policy: Policy of the steps to keep; None keeps all.
+        upto: The step that was just committed. Later ones are ignored. If this one is missing, nothing is removed.
+        damaged: Steps that were found damaged, which policies ignore.
+        older_than: Age in seconds after which an uncommitted take counts as interrupted.
+        thorough: Examine every folder and size; otherwise only those that may lead to a removal.
 
     Raises:
-        UnknownMetric: The policy goes by a metric that none has.
+        UnknownMetric: The policy uses a metric that no snapshot has.
     """
     folders = await root.folders()
     if upto is not None:
@@ -99,7 +99,7 @@ async def _of_snapshots(
     upto: int | None,
     thorough: bool,
 ) -> list[Fate]:
-    """Only what is ours counts for a policy or may go; and what of that is not whole does neither."""
+    """Decide about snapshots. Only those of this library count for a policy or may be removed, if undamaged."""
     stats = folders.committed
     heads = await root.heads(stats)
     taken: dict[int, Taken] = {}
@@ -127,7 +127,7 @@ async def _of_snapshots(
             break
         broken |= found
         good = {step: each for step, each in good.items() if step not in found}
-    # where nothing good is there what is damaged is better than nothing
+    # without an undamaged snapshot, remove none: a damaged one is better than nothing
     going = [step for step in taken if step not in kept and step not in broken] if good else []
     if policy is not None and (going or thorough):
         expect_metrics(root, policy, taken.values())
@@ -138,7 +138,7 @@ async def _of_snapshots(
         size = head.nbytes if thorough and isinstance(head, ManifestHead) else None
         token = stats[step].token
         if step in broken or not good:
-            why = broken.get(step, "it was passed over by a restore")
+            why = broken.get(step, "a restore passed over it")
             fates.append(Fate(step, "damaged", goes=False, why=f"damaged: {why}", taken=read, nbytes=size))
             continue
         why = held.get(step) or ", ".join(kept.get(step, ())) or "no policy keeps it"
@@ -148,16 +148,16 @@ async def _of_snapshots(
 
 
 def expect_metrics(root: Root, policy: Policy, taken: Collection[Taken]) -> None:
-    """Raise if a metric's name is that of none: it may be misspelt, and the best would go."""
+    """Raise UnknownMetric if no snapshot has the policy's metric. It may be misspelt, and the best would be lost."""
     known = sorted({name for each in taken for name in each.metrics})
     for each in parts(policy):
         if isinstance(each, KeepBest) and taken and each.metric not in known:
-            there = f"; there are {', '.join(known)}" if known else ", nor any other"
+            there = f"; known metrics: {', '.join(known)}" if known else ", nor any other metric"
             raise UnknownMetric(f"{root.url}: no snapshot has the metric {each.metric!r}{there}; nothing was removed")
 
 
 async def _held_bytes(root: Root, step: int, older_than: float) -> str:
-    """Why a step stays that no policy keeps, or nothing."""
+    """Return why a step that no policy keeps must stay, or ''."""
     try:
         if await root.pinned([step]):
             return PINNED
@@ -170,14 +170,14 @@ async def _held_bytes(root: Root, step: int, older_than: float) -> str:
 
 
 async def _find_leftovers(root: Root, step: int, older_than: float, *, alone: bool, thorough: bool) -> Fate | None:
-    """Return what is left in a step's folder of takes that are over. `alone`: there is no snapshot beside it."""
+    """Return the leftovers of finished takes in a step's folder. `alone`: the folder has no snapshot."""
     async with root.opened(step) as session:
         storage = session.storage
         try:
             files = await cleanup.find_leftovers(storage, older_than)
             if files:
                 size = await _size_of(storage, files) if thorough else None
-                return Fate(step, "leftovers", goes=True, why="a take that was cut off", nbytes=size, files=len(files))
+                return Fate(step, "leftovers", goes=True, why="an interrupted take", nbytes=size, files=len(files))
             if not (alone and thorough):
                 return None
             why = BUSY if await cleanup.is_busy(storage, older_than) else NOT_OURS
@@ -198,7 +198,7 @@ async def _size_of(storage: Storage, files: Iterable[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What was removed, and what could not be."""
+    """Removed steps, and failures."""
 
     fates: tuple[Fate, ...]
     failed: tuple[tuple[Fate, Exception], ...] = ()
@@ -211,7 +211,7 @@ async def remove_steps(
     older_than: float = cleanup.DAY,
     spared: Callable[[int], bool] = lambda step: False,
 ) -> Removed:
-    """Remove what is to go. What fails keeps nothing else from going; it is logged, and goes another time."""
+    """Remove the steps whose fate is to go. A failure is logged, and does not prevent other removals."""
     going = [fate for fate in fates if fate.goes]
 
     async def one(index: int) -> Exception | bool:
@@ -234,7 +234,7 @@ async def remove_steps(
 
 
 async def _remove_step(root: Root, fate: Fate, older_than: float, spared: Callable[[int], bool]) -> bool:
-    """Remove one; False where it is wanted now, or gone already."""
+    """Remove one step. Return False if it is needed now, or already removed."""
     async with root.opened(fate.step) as session:
         if fate.what == "leftovers":
             return bool(await cleanup.delete_leftovers(session.storage, older_than))
@@ -252,7 +252,7 @@ async def _remove_step(root: Root, fate: Fate, older_than: float, spared: Callab
 
 
 def _name_steps(steps: Sequence[int], leftovers: Sequence[int]) -> str:
-    """Return the names of steps, and of steps with leftovers.
+    """Return a text that names steps, and steps with leftovers.
 
     >>> _name_steps([10, 20], [5])
     'step-10, step-20; leftovers in step-5'

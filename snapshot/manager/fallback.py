@@ -1,4 +1,4 @@
-"""Restoring the newest snapshot that is whole: all ranks try one, and if any finds it damaged, all try the next."""
+"""Restore of the newest undamaged snapshot: all ranks try one, and if any finds it damaged, all try the next."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from snapshot.runtime.loop import run
 from snapshot.snapshot import AppState, Snapshot
 
 DAMAGE = (CorruptSnapshotError, SnapshotNotFoundError, StorageNotFoundError)
-"""What says that a snapshot is not whole. (One that is removed while it is read loses its files.)"""
+"""Errors that mean that a snapshot is damaged. (One that is removed during a read loses its files.)"""
 _KINDS = {kind.__name__ for kind in (*DAMAGE, UnknownFormatError)}
 
 
 class Tried(msgspec.Struct, array_like=True):
-    """What a rank says of the step that was tried; the first time there was none."""
+    """Result of a rank for the step that was tried; empty in the first round."""
 
     fault: str = ""
 
 
 class ChosenStep(msgspec.Struct, array_like=True):
-    """What all do next."""
+    """The leader's decision for the next round."""
 
     step: int | None
-    """The one to try; or that was restored, if `over`; None if there is none."""
+    """Step to try, or the restored step if `over`; None if there is none."""
     over: bool
     passed: list[tuple[int, str, bool]]
-    """The steps that are damaged, why, and whether they are this library's, and may be replaced."""
+    """Damaged steps: number, fault, and True if this library wrote the step and may replace it."""
 
 
 class Fallback:
-    """One restore of the newest that is whole.
+    """One restore of the newest undamaged snapshot.
 
-    `begin` begins a call of all ranks; in `using` stand the steps that are being read.
+    `begin` begins a collective call; `using` is updated with the steps that are being read.
     """
 
     def __init__(
@@ -51,28 +51,27 @@ class Fallback:
         self._using = using
         self._candidates: list[tuple[int, str]] | None = None
         self._tried: set[tuple[int, str]] = set()
-        """Steps with their manifests' tokens: what another process puts in the place of one is another candidate."""
+        """Steps with the version tokens of their manifests: a replacement by another process is a new candidate."""
         self._passed: dict[int, tuple[str, bool]] = {}
-        """The leader's knowledge, as are the two above."""
+        """Damaged steps. Only the leader uses this, `_candidates` and `_tried`."""
         self._unreadable: dict[int, StorageError] = {}
         self._token = ""
-        """Of the candidate that is tried, which is the leader's to know."""
+        """Version token of the current candidate, known to the leader only."""
         self._current: int | None = None
         """The step that was tried last."""
         self._touched: set[str] = set()
-        """Names of the live tensors that a damaged step was read into."""
+        """Names of live tensors that a damaged step was read into."""
         self._notes: list[str] = []
 
     def restore(self, app_state: AppState, options: RestoreOptions) -> tuple[int | None, list[int]]:
-        """Return the step that was restored, or None where there is none; and those of this library that are
-        damaged."""
+        """Return the restored step or None, and the damaged steps of this library."""
         mine = Tried()
         error: BaseException | None = None
         try:
             while True:
                 with self._begin() as exchange:
                     if error is not None:
-                        raise error  # here, so that the other ranks are told
+                        raise error  # inside the exchange, so that the other ranks receive it
                     chosen = exchange.agree(mine, self._lead, Tried, ChosenStep)
                     exchange.close()
                 self._now_at(chosen.step)
@@ -84,7 +83,7 @@ class Fallback:
         return self._outcome(chosen, exchange.rank)
 
     def _lead(self, tried: list[Tried]) -> ChosenStep:
-        """Rank 0 chooses: the next one of which nothing is missing, as far as that is seen without reading data."""
+        """Choose the next step on rank 0: the first candidate without a fault that shows before data is read."""
         fault = next((each.fault for each in tried if each.fault), "")
         if self._current is not None and not fault:
             self._passed.pop(self._current, None)
@@ -113,12 +112,12 @@ class Fallback:
             self._candidates = sorted(there)
         candidate = self._candidates.pop() if self._candidates else None
         newer = [step for step in self._unreadable if candidate is None or step > candidate[0]]
-        if newer:  # it may be a better one
+        if newer:  # it may be newer than the candidate
             raise self._unreadable[max(newer)]
         return candidate
 
     def _pass(self, step: int, fault: str) -> None:
-        """Note a damaged step. If it was removed or replaced meanwhile, look at all steps again."""
+        """Record a damaged step. If it was removed or replaced meanwhile, list all steps again."""
         if run(self._root.token(step)) == self._token:
             self._passed[step] = fault, run(self._root.is_replaceable(step))
         else:
@@ -128,7 +127,7 @@ class Fallback:
         return [(step, *told) for step, told in self._passed.items()]
 
     def _now_at(self, step: int | None) -> None:
-        """From now on this step is in use, and the one before is not."""
+        """Mark this step as in use, and the previous one as not in use."""
         if self._current is not None:
             self._using.discard(self._current)
         self._current = step
@@ -136,7 +135,7 @@ class Fallback:
             self._using.add(step)
 
     def _try(self, step: int, app_state: AppState, options: RestoreOptions) -> tuple[Tried, BaseException | None]:
-        """Restore one; what this rank says of it, and what is no word about the snapshot and to be raised."""
+        """Restore a step. Return this rank's result, and an error to raise if it does not concern the snapshot."""
         try:
             self._snapshot_of(step).restore_with(app_state, options, self._touched)
         except BaseException as error:  # noqa: BLE001 - the caller raises it
@@ -147,7 +146,7 @@ class Fallback:
         return Tried(), None
 
     def _outcome(self, chosen: ChosenStep, rank: int) -> tuple[int | None, list[int]]:
-        """Say what was passed over; raise if nothing is left."""
+        """Log the steps that were passed over; raise CorruptSnapshotError if none is left."""
         lines = [f"step-{step}: {why}" for step, why, _ in chosen.passed]
         if chosen.step is None and lines:
             touched = sorted(self._touched)
@@ -163,5 +162,5 @@ class Fallback:
             emit("fell_back", "restore_latest", str(self._root.url), step=chosen.step, passed=passed)
             for step, why in passed.items() if rank == 0 else ():
                 url = self._root.step_url(step)
-                log.warning("%s: is damaged, and step-%s is restored in its place: %s", url, chosen.step, why)
+                log.warning("%s: damaged, so step-%s was restored instead: %s", url, chosen.step, why)
         return chosen.step, [step for step, _, ours in chosen.passed if ours]

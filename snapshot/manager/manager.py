@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 
 
 class SnapshotManager:
-    """Snapshots of one run, in `step-<n>` below a root: takes, restores, removes them, and says when.
+    """Snapshots of one run, in `step-<n>` below a root: take, restore, remove, and decide when.
 
     Args:
         root: A URL, or a path of the file system.
-        keep: Which are kept: `KeepLatest(3) | KeepBest("loss", 2)`, say. All are if it is None.
-        every: When `should_take` says so: after so many steps (an int), after a time (a `timedelta`, or `"10m"`), or
-            whenever no take is under way (`"continuous"`).
-        pg: The process group of those who take part.
-        storage_options: What the storage plugin should know.
-        signals: Those that ask the job to stop. They are only seen by a manager that is made in the main thread.
+        keep: Policy of the snapshots to keep, such as `KeepLatest(3) | KeepBest("loss", 2)`. None keeps all.
+        every: When `should_take` returns True: after a number of steps (an int), after a time (a `timedelta`, or
+            `"10m"`), or whenever no take is running (`"continuous"`).
+        pg: Process group of the participating ranks.
+        storage_options: Options for the storage plugin.
+        signals: Signals that ask the job to stop. Only a manager created in the main thread can handle them.
         allow_pickle: As for `Snapshot`.
         timeout: Seconds without a sign of life after which another rank, or the store of the group, counts as dead.
 
@@ -87,16 +87,16 @@ class SnapshotManager:
         self._measured = Measured()
         self._pendings = PendingTakes()
         self._using: set[int] = set()
-        """Steps that are taken or restored now."""
+        """Steps that are being taken or restored."""
         self._damaged: set[int] = set()
-        """Steps that `restore_latest` passed over, of those that are this library's."""
+        """Steps written by this library that `restore_latest` passed over."""
         self._cleaner = None if keep is None else Cleaner(self._root, keep, self._spared, lambda: set(self._damaged))
         self._channels = Channels(pg, timeout)
         self._leads = True
         self._stopping = False
         self._pid = os.getpid()
         self._signals = Signals(checked_signals(signals))
-        weakref.finalize(self, self._signals.close)  # nobody would see the signals any more
+        weakref.finalize(self, self._signals.close)  # the signals would have no effect any more
         at_exit.open_ones.add(self)
 
     # Save
@@ -111,23 +111,24 @@ class SnapshotManager:
         overwrite: bool = False,
         **given: Unpack[TakeArguments],
     ) -> Snapshot:
-        """Save a step, and return when it is committed. What the policy does not keep goes later, in the background.
+        """Save a step, and return when it is committed.
 
-        If this manager has just saved the step, by `async_take`, that take is waited for, and its snapshot returned.
-        It counts as the same one while no other step was taken or restored, and the loop has not gone on. A step that
-        `restore_latest` found damaged is replaced.
+        Snapshots that the policy does not keep are removed later, in the background. If `async_take` of this manager
+        has just saved the step, wait for that take and return its snapshot. It counts as the same take if no other step
+        was taken or restored since, and the loop is still at that step. A step that `restore_latest` found damaged is
+        replaced.
 
         Args:
-            step: Which one; all ranks give the same.
+            step: Number of the step, equal on all ranks.
             app_state: As for `Snapshot.take`.
-            metrics: Numbers by name, which `best` and `KeepBest` go by; those of rank 0 are kept.
+            metrics: Numbers by name, used by `best` and `KeepBest`. Those of rank 0 are stored.
             metadata: As for `Snapshot.take`.
-            overwrite: Replace a snapshot of this step.
-            given: What else `Snapshot.take` takes: `replicated`, `exclude`, `durable`, ...
+            overwrite: Replace an existing snapshot of this step.
+            given: Other arguments of `Snapshot.take`: `replicated`, `exclude`, `durable`, ...
 
         Raises:
-            SnapshotExistsError: There is a snapshot of this step; nothing was written.
-            SnapshotError: The ranks gave different steps.
+            SnapshotExistsError: There is a snapshot of this step. Nothing was written.
+            SnapshotError: The ranks passed different steps.
         """
         noted, number, pending = self._begin("take", step, metrics, metadata, given, overwrite=overwrite)
         if pending is not None:
@@ -160,9 +161,9 @@ class SnapshotManager:
         overwrite: bool = False,
         **given: Unpack[AsyncTakeArguments],
     ) -> PendingSnapshot:
-        """Save a step as it is now, and write it while the application goes on.
+        """Save a step as it is now, and write it while the application continues.
 
-        As `take`; `given` is what else `Snapshot.async_take` takes.
+        Arguments are those of `take`; `given` are other arguments of `Snapshot.async_take`.
         """
         noted, number, pending = self._begin("async_take", step, metrics, metadata, given, overwrite=overwrite)
         if pending is not None:
@@ -192,7 +193,7 @@ class SnapshotManager:
         *,
         overwrite: bool,
     ) -> tuple[dict[str, Any], int, PendingSnapshot | None]:
-        """Agree on a step; and if it was taken asynchronously, what became of that."""
+        """Agree on the step. Return its metadata, its number, and the earlier async take if that saved this state."""
         with self._exchange(verb, given.get("timeout")) as exchange:
             number = checked_step(step)
             noted = add_note(number, checked_metrics(metrics), metadata)
@@ -211,30 +212,32 @@ class SnapshotManager:
         self._measured.took(began, time.monotonic() - began)
 
     def _done(self, step: int, began: float, durable: bool, work: LoopFuture[None]) -> None:
-        """One is over. Called on the loop: nothing here may block."""
+        """Handle the end of an async take. Called on the loop, so nothing here may block."""
         if not work.cancelled() and work.exception() is None:
             self._ended(step, began, durable)
 
     def _ended(self, step: int, began: float, durable: bool) -> None:
-        """Note a committed take. Rank 0 removes what is superfluous now; what is not durable makes nothing so."""
+        """Record a committed take. If it is durable, rank 0 starts the removal of snapshots that the policy drops."""
         self._damaged.discard(step)
         self._measured.durable(began)
         if durable and self._leads and self._cleaner is not None:
             self._cleaner.committed(step)
 
     def _spared(self, step: int) -> bool:
-        """Whether a step is under way, or being restored."""
+        """Return True if the step is being taken or restored."""
         return step in self._using or self._pendings.running(step)
 
-    # Look
+    # Query
 
     def steps(self) -> list[int]:
-        """Return the steps that are committed, ascending, as this process sees them now."""
+        """Return the committed steps that this process sees now, ascending."""
         return sorted(run(self._root.folders()).committed)
 
     def latest(self, verify: bool = False) -> int | None:
-        """Return the newest step that is committed; None if there is none. With `verify` every byte is read, and what
-        is not as it was written is passed over, and said so in the log."""
+        """Return the newest committed step, or None if there is none.
+
+        With `verify`, read every byte, and pass over (and log) snapshots that fail verification.
+        """
         for step in reversed(self.steps()):
             if not verify:
                 return step
@@ -245,25 +248,27 @@ class SnapshotManager:
                 fault = str(error)
             if not fault:
                 return step
-            log.warning("%s: is passed over, since it does not verify: %s", self._root.step_url(step), fault)
+            log.warning("%s: passed over: verification failed: %s", self._root.step_url(step), fault)
         return None
 
     def best(self, metric: str | None = None, mode: str = "min") -> int | None:
-        """Return the best step by a metric, or by the first `KeepBest` of the policy; None if no step has the
-        metric."""
+        """Return the best step by a metric, or by the first `KeepBest` of the policy.
+
+        Return None if no step has the metric.
+        """
         if metric is not None:
             policy = KeepBest(metric, 1, mode)
         else:
             found = [each for each in parts(self._keep) if isinstance(each, KeepBest)] if self._keep else []
             if not found:
                 raise ValueError(
-                    "best: there is no KeepBest in `keep`, so name a metric: best('loss'), best('f1', 'max')"
+                    "best: `keep` has no KeepBest; pass a metric, such as best('loss') or best('f1', 'max')"
                 )
             policy = found[0]
         heads = run(self._root.heads(run(self._root.folders()).committed))
         for step, head in heads.items():
             if not isinstance(head, ManifestHead):
-                log.warning("%s: is passed over: %s", self._root.step_url(step), head)
+                log.warning("%s: passed over: %s", self._root.step_url(step), head)
         ranked = policy.ranked([head.taken(step) for step, head in heads.items() if isinstance(head, ManifestHead)])
         return ranked[0] if ranked else None
 
@@ -272,46 +277,45 @@ class SnapshotManager:
         return noted_metrics(self._snapshot(checked_step(step)).metadata.metadata)
 
     def snapshot(self, step: int) -> Snapshot:
-        """Return the snapshot of a step, which may exist or not."""
+        """Return the snapshot of a step, which need not exist."""
         number = checked_step(step)
         if not self._pendings.is_latest(number):
-            self._pendings.moved_on()  # who restores it is back at that step
+            self._pendings.moved_on()  # after a restore the state is that of this step
         return self._snapshot(number)
 
     def _snapshot(self, step: int) -> Snapshot:
         return Snapshot(self._path(step), self._pg, self._options, allow_pickle=self._allow_pickle)
 
     def pin(self, step: int) -> None:
-        """Keep a step whatever any policy says, also in other processes and later ones, until `unpin`."""
+        """Keep a step regardless of policies, also in other and later processes, until `unpin`."""
         run(self._root.pin(checked_step(step)))
 
     def unpin(self, step: int) -> None:
-        """Let the policy decide over a step again."""
+        """Let the policy decide about a step again."""
         run(self._root.unpin(checked_step(step)))
 
     def pinned(self) -> list[int]:
-        """Return the steps that are pinned, ascending."""
+        """Return the pinned steps, ascending."""
         return sorted(run(self._root.pinned(self.steps())))
 
     # Load
 
     def restore_latest(self, app_state: AppState, **given: Unpack[RestoreArguments]) -> int | None:
-        """Restore the newest step that is whole, on all ranks the same one; which one, or None if there is none at all.
+        """Restore the newest undamaged step, the same one on all ranks. Return its number, or None if there is no step.
 
-        Steps of which files are missing or short, or bytes are not as they were written, are passed over, with a line
-        in the log and an event. If bytes turn out to be wrong while they are read, live tensors have been written to;
-        the older step then overwrites them. What does not fit the application is an error, and so is a storage that
-        fails: neither says that a snapshot is bad.
+        A step with missing or short files, or with a wrong checksum, is passed over, with a log line and an event. A
+        checksum can fail after live tensors were written to; the older step then overwrites them. A step that does not
+        fit the application is an error, and so is a failing storage: neither means that a snapshot is damaged.
 
         Args:
             app_state: As for `Snapshot.restore`.
-            given: What else `Snapshot.restore` takes; with `atomic=True` no live tensor is touched by what is bad.
+            given: Other arguments of `Snapshot.restore`. With `atomic=True`, a damaged step changes no live tensor.
 
         Raises:
-            RestoreError: A step does not fit the application; or a live tensor that a damaged step was read into is not
-                in the step that is restored instead.
-            CorruptSnapshotError: There are steps, and all are damaged; names each and why, and as `touched` the live
-                tensors that were written to.
+            RestoreError: A step does not fit the application. Or a live tensor that a damaged step wrote to is missing
+                from the step that is restored instead.
+            CorruptSnapshotError: All steps are damaged. The error names each step and its fault, and in `touched` the
+                live tensors that were written to.
         """
         began = time.monotonic()
         self._pendings.moved_on()
@@ -328,27 +332,28 @@ class SnapshotManager:
     # When
 
     def should_take(self, step: int) -> bool:
-        """Whether `every` says that it is time to take this step: the same on all ranks, which all ask at every step.
+        """Return True if `every` says to take this step. The result is equal on all ranks, which must all call it.
 
-        Nobody waits for anybody here. By time, all ranks take at the same step, soon after rank 0's clock says so.
+        Call it at every step. No rank waits for another. If `every` is a time, all ranks take at the same step, soon
+        after it has passed on rank 0's clock.
         """
         number = checked_step(step)
         self._measured.at_step(number)
         self._pendings.at_call()
         cadence = self._cadence
         if not cadence.given:
-            raise ValueError("should_take: the manager was made without `every`")
+            raise ValueError("should_take: the manager was created without `every`")
         if cadence.steps is not None:
             return cadence.due_at(number)
         wish = number != cadence.last and cadence.due_now(busy=self._pendings.busy())
         return self._channels.ask("take", wish, leader_alone=True)
 
     def should_stop(self) -> bool:
-        """Whether a signal has asked any rank to stop: True on all ranks at the same call, and from then on.
+        """Return True if a signal has asked any rank to stop: on all ranks from the same call on.
 
-        All ranks ask once a step. Nobody waits for anybody here, and most calls only count: ranks look at the store of
-        their group about every half second, or at each call if those are further apart. A rank that asks more often
-        than others stops earlier than they do.
+        All ranks must call it once a step. No rank waits for another, and most calls only count. Ranks query the store
+        of their group about every half second, or at each call if calls are further apart. A rank that calls it more
+        often than others stops earlier than they do.
 
         Raises:
             RankError: The store of the group cannot be reached.
@@ -361,23 +366,24 @@ class SnapshotManager:
                 number = self._signals.number
                 own = signal.Signals(number).name if number else "another rank's signal"
                 emit("stopping", "should_stop", str(self._url), reason=own)
-                log.info("should_stop %s: %s, the job is to stop", self._url, own)
+                log.info("should_stop %s: the job is to stop because of %s", self._url, own)
         return self._stopping
 
     def advice(self, mtbf: Duration) -> Advice:
-        """How often to save so that least is lost, by what takes and steps cost so far, and the mean time between
-        failures: seconds, a `timedelta`, or a text such as `"12h"`. Of what this rank measured.
+        """Return the interval between takes that loses least time, from the takes and steps of this rank so far.
 
-        Raises SnapshotError where nothing was measured yet.
+        `mtbf` is the mean time between failures: seconds, a `timedelta`, or a text such as `"12h"`.
+
+        Raises SnapshotError if takes or steps were not measured yet.
         """
         return self._measured.advice(mtbf)
 
-    # End
+    # Close
 
     def close(self) -> None:
-        """Finish what is under way, removals too, and put the signals' handlers back. What fails is in the log.
+        """Finish running takes and removals, and restore the signal handlers. Failures are logged.
 
-        A signal that comes meanwhile is noted, as `should_stop` still says afterwards.
+        A signal that arrives meanwhile is recorded, and `should_stop` reports it afterwards.
         """
         if self._pid != os.getpid():
             return

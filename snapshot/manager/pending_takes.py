@@ -1,4 +1,4 @@
-"""The asynchronous takes of a manager: which are under way, and whether a second take of a step means the first."""
+"""Asynchronous takes of a manager: the running ones, and the check if a second take of a step means the first."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ import time
 from snapshot.snapshot import PendingSnapshot
 
 REMEMBERED = 8
-"""Asynchronous takes that are waited for when their steps are taken once more."""
+"""Maximum number of asynchronous takes that a later take of the same step can wait for."""
 AGO = 2
-"""So many calls of `should_stop` and `should_take` may lie between the two takes of one step: they are asked once a
-step, so after more of them the application is at another one, or has gone back to an older snapshot."""
+"""Two takes of a step count as one state if at most this many calls of `should_stop` and `should_take` came between.
+
+Both are called once a step. After more calls the application is at another step, or back at an older snapshot."""
 
 
 class PendingTakes:
-    """Remembers them by their steps."""
+    """Asynchronous takes by step."""
 
     def __init__(self) -> None:
         self._all: dict[int, PendingSnapshot] = {}
         self._latest: int | None = None
-        """The step that was taken last, if it was taken asynchronously, and nothing has been restored since."""
+        """Step of the last take, if that was asynchronous and nothing was restored since."""
         self._calls = 0
 
     def add(self, step: int, pending: PendingSnapshot) -> None:
-        """One has begun. Waits for the oldest if there are too many."""
+        """Add a take that has begun. Wait for the oldest if there are too many."""
         self._all[step] = pending
         self._latest, self._calls = step, 0
-        if len(self._all) > REMEMBERED:  # by their order, which all ranks share, and not by what is done here
+        if len(self._all) > REMEMBERED:  # by order, which is equal on all ranks; completion is not
             wait_for_pending(self._all.pop(next(iter(self._all))))
 
     def at_call(self) -> None:
-        """Note that the application goes on to another step."""
+        """Record that the application has moved to another step."""
         self._calls += 1
 
     def moved_on(self) -> None:
-        """Note that the application's state may be that of another step."""
+        """Record that the application's state may be that of another step."""
         self._latest = None
 
     def of(self, step: int) -> PendingSnapshot | None:
@@ -42,20 +43,20 @@ class PendingTakes:
         return self._all.get(step)
 
     def is_latest(self, step: int) -> bool:
-        """Whether the application's state is still what was taken, as far as can be seen."""
+        """Return True if the application's state is probably still the one that was taken."""
         return step == self._latest and self._calls <= AGO
 
     def running(self, step: int) -> bool:
-        """Whether that of a step is under way."""
+        """Return True if the take of this step is running."""
         pending = self._all.get(step)
         return pending is not None and not pending.done()
 
     def busy(self) -> bool:
-        """Whether any is under way."""
+        """Return True if any take is running."""
         return any(not each.done() for each in list(self._all.values()))
 
     def close(self) -> None:
-        """Wait for all, and forget them."""
+        """Wait for all takes, and forget them."""
         for pending in list(self._all.values()):
             wait_for_pending(pending)
         self._all.clear()
@@ -63,6 +64,6 @@ class PendingTakes:
 
 
 def wait_for_pending(pending: PendingSnapshot) -> None:
-    """Wait until it is over, however it ends: `wait()` would keep a failure from the log."""
+    """Wait until a take is over, without raising: `wait()` would keep its failure from being logged."""
     while not pending.done():
         time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""Which snapshots are kept, as values: pure functions of what is there, which compose with `|`."""
+"""Policies of the snapshots to keep: pure functions of the existing snapshots, combined with `|`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Taken:
 
 
 class Policy(ABC):
-    """Says which snapshots are kept. `a | b` keeps what either keeps."""
+    """Rule that says which snapshots are kept. `a | b` keeps those that either keeps."""
 
     @abstractmethod
     def keep(self, taken: Sequence[Taken], now: float) -> set[int]:
-        """Return the steps to keep, of those taken, in any order; `now` is in seconds since the epoch."""
+        """Return the steps to keep. `taken` is in any order, `now` is in seconds since the epoch."""
 
     def __or__(self, other: object) -> Policy:
         return Union((*parts(self), *parts(other))) if isinstance(other, Policy) else NotImplemented
@@ -55,7 +55,7 @@ class KeepLatest(Policy):
 
 @dataclass(frozen=True)
 class KeepBest(Policy):
-    """Keep the `n` best by a metric; of equal ones the later. NaN is never best, nor is what lacks the metric.
+    """Keep the `n` best by a metric; of equal ones the later. NaN, or a missing metric, is never best.
 
     >>> sorted(KeepBest("loss").keep([Taken(1, 0, {"loss": 0.5}), Taken(2, 0, {"loss": 0.7})], now=0))
     [1]
@@ -68,15 +68,15 @@ class KeepBest(Policy):
     def __post_init__(self) -> None:
         _count("KeepBest", self.n)
         if not isinstance(self.metric, str) or not self.metric:
-            raise TypeError(f"KeepBest: {self.metric!r} is no metric's name")
+            raise TypeError(f"KeepBest: metric must be a non-empty str, got {self.metric!r}")
         if self.mode not in ("min", "max"):
-            raise ValueError(f"KeepBest: mode={self.mode!r} is neither 'min' nor 'max'")
+            raise ValueError(f"KeepBest: mode must be 'min' or 'max', got {self.mode!r}")
 
     def keep(self, taken: Sequence[Taken], now: float) -> set[int]:
         return set(self.ranked(taken)[: self.n])
 
     def ranked(self, taken: Sequence[Taken]) -> list[int]:
-        """Return the steps that have the metric, the best first."""
+        """Return the steps that have the metric, best first."""
         sign = 1 if self.mode == "min" else -1
         having = [
             (sign * value, -each.step)
@@ -91,7 +91,7 @@ class KeepBest(Policy):
 
 @dataclass(frozen=True)
 class KeepEvery(Policy):
-    """Keep each step that `n` divides.
+    """Keep each step that is a multiple of `n`.
 
     >>> sorted(KeepEvery(1000).keep([Taken(500), Taken(1000), Taken(2000)], now=0))
     [1000, 2000]
@@ -111,7 +111,7 @@ class KeepEvery(Policy):
 
 @dataclass(frozen=True)
 class KeepFor(Policy):
-    """Keep what was taken within a duration: seconds, a `timedelta`, or a text such as `"7d"`.
+    """Keep snapshots taken within a duration: seconds, a `timedelta`, or a text such as `"7d"`.
 
     >>> sorted(KeepFor("1h").keep([Taken(1, created=0), Taken(2, created=9000)], now=10_000))
     [2]
@@ -132,7 +132,7 @@ class KeepFor(Policy):
 
 @dataclass(frozen=True)
 class Union(Policy):
-    """Keep what any of several policies keeps; made by `|`."""
+    """Keep the snapshots that any of several policies keeps; created by `|`."""
 
     policies: tuple[Policy, ...]
 
@@ -144,12 +144,12 @@ class Union(Policy):
 
 
 def parts(policy: Policy) -> tuple[Policy, ...]:
-    """Return the policies that a union is of, or the only one."""
+    """Return the policies in a union, or the policy itself."""
     return policy.policies if isinstance(policy, Union) else (policy,)
 
 
 def reasons(policy: Policy | None, taken: Sequence[Taken], now: float) -> dict[int, list[str]]:
-    """Each step that is kept, and why. The newest is kept whatever the policy says; without a policy all are."""
+    """Return the kept steps with the reasons. The newest is always kept; without a policy all are."""
     if not taken:
         return {}
     found: dict[int, list[str]] = {}
@@ -165,4 +165,4 @@ def reasons(policy: Policy | None, taken: Sequence[Taken], now: float) -> dict[i
 
 def _count(name: str, n: object) -> None:
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise ValueError(f"{name}: {n!r} is no number of 1 or more")
+        raise ValueError(f"{name}: n must be an integer of at least 1, got {n!r}")

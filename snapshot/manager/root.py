@@ -1,4 +1,4 @@
-"""The steps under one root, as they stand on storage: found, described, pinned. Nothing here decides what may go."""
+"""The steps under one root on storage: list, describe and pin them. Decisions about removal are elsewhere."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from snapshot.url import URL
 T = TypeVar("T")
 Item = TypeVar("Item")
 UNREADABLE = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP}
-"""What a storage says of a single file that cannot be read, while others can."""
+"""Error numbers of a storage for a single file that cannot be read, while others can."""
 PINNED = ".pinned"
-"""The file in a step's folder that keeps it from being removed. It is none of a snapshot's, so cleaning leaves it."""
+"""File in a step's folder that protects it from removal. It belongs to no snapshot, so clean-up leaves it."""
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 
 
 class NotOurs(SnapshotError):
-    """What stands in the place of a manifest is none that this version wrote."""
+    """The file at a manifest's path was not written by this version of the library."""
 
 
 class ManifestHead(msgspec.Struct):
-    """Of a manifest all but its entries, which are skipped, and may be many."""
+    """All fields of a manifest but its entries, which are skipped, since there may be many."""
 
     format: str
     version: str
@@ -59,11 +59,11 @@ class ManifestHead(msgspec.Struct):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data files, as `SnapshotMetadata.nbytes` counts them."""
+        """Size of the data files in bytes, counted as in `SnapshotMetadata.nbytes`."""
         return sum(each.size for each in self.files.values())
 
     def taken(self, step: int) -> Taken:
-        """As a policy sees it."""
+        """Return the snapshot as policies see it."""
         return Taken(step, datetime.fromisoformat(self.created).timestamp(), noted_metrics(self.metadata))
 
 
@@ -73,13 +73,15 @@ _DIGEST = re.compile(rb',"digest":"(xxh3:[0-9a-f]{32})"\}$')
 
 
 def decode_head(data: bytes, where: object) -> ManifestHead:
-    """Return what a manifest of ours says of itself. `NotOurs` if it does not begin as one does, and
-    `CorruptSnapshotError` if it is not as it was written."""
+    """Return the head of a manifest.
+
+    Raise NotOurs if the data does not begin like a manifest, and CorruptSnapshotError if its checksum is wrong.
+    """
     if not _OURS.match(data):
-        raise NotOurs(f"{where}: is no manifest that this version of the library wrote")
+        raise NotOurs(f"{where}: not a manifest that this version of the library wrote")
     tail = _DIGEST.search(data, max(0, len(data) - 64))
     if tail is None or digest_range(memoryview(data)[: tail.start()]).encode() != tail[1]:
-        raise CorruptSnapshotError(f"{where}: the manifest is not as it was written")
+        raise CorruptSnapshotError(f"{where}: the manifest's checksum is wrong")
     try:
         head = _heads.decode(data)
         datetime.fromisoformat(head.created)
@@ -93,26 +95,26 @@ class StepFolders:
     """The step folders under a root."""
 
     committed: dict[int, FileStat] = field(default_factory=dict)
-    """Those with a manifest, ascending; and the manifest's size, time and token."""
+    """Folders with a manifest, ascending, with its size, time and token."""
     others: list[int] = field(default_factory=list)
-    """Those without one: interrupted, of another library, or anything."""
+    """Folders without a manifest: interrupted takes, other libraries, or anything."""
     unreadable: dict[int, StorageError] = field(default_factory=dict)
-    """Those of which the storage does not say whether they have one, and what it says."""
+    """Folders whose manifest the storage failed to look up, and the error."""
 
 
 class Root:
-    """A root on storage, and what was read there: each manifest once."""
+    """A root on storage, with a cache of the manifests that were read."""
 
     def __init__(self, url: URL, options: Mapping[str, Any] | None) -> None:
         self.url = url
         self.options = options
         self._heads: dict[int, tuple[str, ManifestHead | SnapshotError]] = {}
-        """The manifest's token, and what it says, or why it says nothing."""
+        """The manifest's token, and its head or the error of reading it."""
         self._whole: dict[int, str] = {}
-        """The tokens of those that were found to have all of their files."""
+        """Manifest tokens of the snapshots whose files were all found."""
 
     def step_url(self, step: int) -> URL:
-        """Where a step lies."""
+        """Return the URL of a step."""
         return self.url.join(f"step-{step}")
 
     @asynccontextmanager
@@ -127,12 +129,12 @@ class Root:
     # Steps
 
     async def folders(self) -> StepFolders:
-        """Return what there is. Raises where the storage cannot say; of a single step it is logged."""
+        """Return the step folders. Raise if the storage cannot list; failures of a single step are logged."""
         async with self.opened() as session:
             storage = session.storage
             if not storage.capabilities.list:
                 raise SnapshotError(
-                    f"{self.url}: this storage cannot list what is there, so its steps are not known; name one: "
+                    f"{self.url}: cannot find the steps: this storage cannot list files; name a step: "
                     "manager.snapshot(step).restore(app_state)"
                 )
             steps = steps_of(await list_folder(storage, "step-"))
@@ -140,7 +142,7 @@ class Root:
         folders = StepFolders()
         for step, stat in zip(steps, found, strict=True):
             if isinstance(stat, StorageError):
-                log.warning("%s: is passed over, since it cannot be looked at: %s", self.step_url(step), stat)
+                log.warning("%s: passed over: cannot be read: %s", self.step_url(step), stat)
                 folders.unreadable[step] = stat
             elif stat is None:
                 folders.others.append(step)
@@ -149,8 +151,10 @@ class Root:
         return folders
 
     async def _head(self, step: int, stat: FileStat) -> ManifestHead | SnapshotError | None:
-        """Return what a step's manifest says of itself, or why that is not known; it is read once, unless another took
-        its place. None if it is gone."""
+        """Return a step's manifest head, or the error of reading it, or None if the file is missing.
+
+        The result is cached until the manifest's token changes.
+        """
         known = self._heads.get(step)
         if known is not None and known[0] == stat.token:
             return known[1]
@@ -170,16 +174,17 @@ class Root:
         return head
 
     async def heads(self, committed: Mapping[int, FileStat]) -> dict[int, ManifestHead | SnapshotError]:
-        """Return what several manifests say; of one that is damaged, somebody else's, or unreadable, the error that
-        says so."""
+        """Return the manifest heads of several steps, or the error for a damaged, foreign or unreadable one."""
         for gone in self._heads.keys() - committed.keys():
             self._heads.pop(gone, None)
         found = await gather_limited(committed, lambda step: self._head(step, committed[step]))
         return {step: head for step, head in zip(committed, found, strict=True) if head is not None}
 
     async def missing(self, step: int, stat: FileStat, head: ManifestHead) -> str:
-        """Which of a step's files is not there, or not as long as it was; nothing if all are. What was whole once is
-        not looked at again, unless another took its place."""
+        """Return a text that names a missing or short file of a step, or ''.
+
+        A complete snapshot is not checked again until its manifest's token changes.
+        """
         if self._whole.get(step) == stat.token:
             return ""
         sizes = {name: each.size for name, each in head.files.items()}
@@ -200,13 +205,13 @@ class Root:
         return faults[0] if faults else ""
 
     async def token(self, step: int) -> str | None:
-        """Return the token of a step's manifest; None if there is none."""
+        """Return the version token of a step's manifest, or None if it has none."""
         async with self.opened(step) as session:
             stat = await _stat_if_there(session.storage, METADATA)
         return None if stat is None else stat.token
 
     async def fault(self, step: int) -> str | None:
-        """Why a step cannot be restored, as far as that is seen without reading data: None if nothing is seen."""
+        """Return why a step cannot be restored, as far as that shows without reading data; None if it does not."""
         async with self.opened(step) as session:
             try:
                 document = await open_document(session)
@@ -215,13 +220,15 @@ class Root:
                 return str(error)
             except SnapshotError:
                 raise
-            except Exception as error:  # noqa: BLE001 - what reads other formats may stumble over anything
-                return f"{self.step_url(step)}: is no snapshot that can be read ({type(error).__name__}: {error})"
+            except Exception as error:  # noqa: BLE001 - readers of other formats may raise anything
+                return f"{self.step_url(step)}: not a readable snapshot ({type(error).__name__}: {error})"
         return None
 
     async def is_replaceable(self, step: int) -> bool:
-        """Whether what is damaged there is of this library: its manifest begins as one of ours; or it is empty, as
-        after a loss of power, beside data of ours."""
+        """Return True if this library wrote the damaged snapshot there.
+
+        Its manifest begins like one, or is empty (as after a power loss) next to data files of this library.
+        """
         async with self.opened(step) as session:
             try:
                 head = await session.storage.get(METADATA, limit=session.settings.manifest_bytes)
@@ -234,7 +241,7 @@ class Root:
     # Pins
 
     async def pin(self, step: int) -> None:
-        """Keep a step, for all who look, until it is unpinned."""
+        """Keep a step until it is unpinned, for all processes."""
         async with self.opened(step) as session:
             if await _stat_if_there(session.storage, METADATA) is None:
                 raise SnapshotNotFoundError(f"{session.url}: there is no snapshot to pin")
@@ -245,14 +252,14 @@ class Root:
                 raise SnapshotNotFoundError(f"{session.url}: was removed while it was being pinned")
 
     async def unpin(self, step: int) -> None:
-        """Keep it no longer; no error if it was not pinned."""
+        """Remove a step's pin; not an error if there is none."""
         async with self.opened(step) as session:
             await session.storage.delete([PINNED])
 
     async def forget_pin(self, step: int) -> None:
-        """Take away a pin of what is not there any more: it is not meant for what comes in its place."""
+        """Delete the pin of a step that does not exist any more: it is not meant for a later snapshot there."""
         async with self.opened(step) as session:
-            with suppress(StorageError):  # who writes there next is told
+            with suppress(StorageError):  # the next write there reports it
                 if (
                     await _stat_if_there(session.storage, PINNED)
                     and await _stat_if_there(session.storage, METADATA) is None
@@ -260,7 +267,7 @@ class Root:
                     await session.storage.delete([PINNED])
 
     async def pinned(self, steps: Iterable[int]) -> set[int]:
-        """Which of some steps are pinned."""
+        """Return the subset of steps that are pinned."""
         steps = list(steps)
         async with self.opened() as session:
             found = await gather_limited(steps, lambda step: _stat_if_there(session.storage, f"step-{step}/{PINNED}"))
@@ -268,14 +275,13 @@ class Root:
 
 
 def steps_of(list_folder: Iterable[str]) -> list[int]:
-    """Return the steps whose folders are among what was listed, ascending. `step-007` is none of ours, nor is a
-    file."""
+    """Return the step numbers of listed folders, ascending. Skip files, and names such as `step-007`."""
     found = (_STEP.fullmatch(path[:-1]) for path in list_folder if path.endswith("/"))
     return sorted(int(each[1]) for each in found if each)
 
 
 async def list_folder(storage: Storage, prefix: str) -> list[str]:
-    """One level; nothing where there is no such folder."""
+    """Return one level of a folder; empty if the folder does not exist."""
     try:
         return await storage.list(prefix, recursive=False)
     except StorageNotFoundError:
@@ -292,7 +298,7 @@ async def _stat_if_there(storage: Storage, path: str) -> FileStat | None:
 
 
 async def _is_there(storage: Storage, path: str) -> FileStat | StorageError | None:
-    """As `_stat_if_there`; and of what cannot be read, the error that says so."""
+    """Do as `_stat_if_there`, but return the error of a file that cannot be read."""
     try:
         return await _stat_if_there(storage, path)
     except StorageError as error:

@@ -1,4 +1,4 @@
-"""When to save: after so many steps, after so much time, or whenever no take is under way."""
+"""Schedule of takes: after a number of steps, after a time, or whenever no take is running."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Every = int | timedelta | str
 
 
 class Schedule:
-    """What `every` says. Steps are counted by all ranks alike; time and what is under way are rank 0's to know."""
+    """State of `every`. All ranks count steps equally; time and running takes are known to rank 0 only."""
 
     def __init__(self, every: Every | None) -> None:
         self.steps: int | None = None
@@ -20,38 +20,38 @@ class Schedule:
         self.continuous = every == "continuous"
         if isinstance(every, bool) or (every is not None and not isinstance(every, (int, str, timedelta))):
             raise TypeError(
-                f"every={every!r}: it is a number of steps, a timedelta, a text such as '10m', or 'continuous'"
+                f"every must be a number of steps, a timedelta, a text such as '10m', or 'continuous', got {every!r}"
             )
         if isinstance(every, int):
             if every < 1:
-                raise ValueError(f"every={every}: it is 1 step or more")
+                raise ValueError(f"every must be at least 1 step, got {every}")
             self.steps = every
         elif every is not None and not self.continuous:
             duration: Duration = every
             self.seconds = seconds_of(duration, "every")
         self.last = 0
-        """The step that was taken or restored last."""
+        """Step that was last taken or restored."""
         self._since = time.monotonic()
 
     @property
     def given(self) -> bool:
-        """Whether there is one."""
+        """True if there is a schedule."""
         return self.continuous or self.steps is not None or self.seconds is not None
 
     def began(self, step: int) -> None:
-        """Note that a take of a step has begun, or that a step was restored."""
+        """Record that a take of a step has begun, or that a step was restored."""
         self.last = step
         self._since = time.monotonic()
 
     def due_at(self, step: int) -> bool:
-        """By steps: whether a multiple lies between the last one and this."""
+        """Return True if a multiple of `steps` is between the last step and this one."""
         assert self.steps is not None
-        if step < self.last:  # the application has gone back, to a snapshot that it restored by itself
+        if step < self.last:  # the application itself restored an older snapshot
             self.last = step - 1
         return step // self.steps > self.last // self.steps
 
     def due_now(self, *, busy: bool) -> bool:
-        """By time, or whenever none is under way: whether one should begin."""
+        """Return True if a take should begin now, by time or because none is running."""
         if self.continuous:
             return not busy
         assert self.seconds is not None

@@ -1,7 +1,7 @@
-"""Signals that ask the job to stop: they set a flag, and whoever handled them before is called, too.
+"""Signals that ask the job to stop. They set a flag, and the previous handler is called, too.
 
 A handler must do next to nothing: it runs between any two steps of the main thread, which may hold any lock. So it
-sets a flag, and what is to be said of it is said where the flag is read.
+sets a flag, and the reader of the flag logs it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any
 from snapshot.events import log
 
 SAME = 1.0
-"""Signals this close to the first, in seconds, are taken for the same one: where a scheduler signals a whole process
-group, a launcher in it passes on to its ranks what they have got already."""
+"""Signals within this many seconds of the first count as the same signal.
+
+If a scheduler signals a whole process group, a launcher in it forwards the signal to ranks that already received it."""
 
 
 class Signals:
-    """Watches signals, from the main thread, until `close`."""
+    """Signal handlers, installed from the main thread, until `close`."""
 
     _passing_on = 0
-    """How many handlers that have noted a signal are calling the one before them: signals come in the main thread
-    alone."""
+    """Number of handlers that recorded a signal and are calling the previous handler (main thread only)."""
 
     def __init__(self, numbers: Iterable[int]) -> None:
         self.number: int | None = None
-        """The signal that came, if one did."""
+        """The signal that was received, if any."""
         self._at = 0.0
         self._pid = os.getpid()
         self._closed = False
@@ -40,7 +40,7 @@ class Signals:
             return
         if threading.current_thread() is not threading.main_thread():
             log.warning(
-                "%s will not be seen: a SnapshotManager that is made outside of the main thread cannot handle signals",
+                "%s ignored: a SnapshotManager created outside the main thread cannot handle signals",
                 ", ".join(each.name for each in wanted),
             )
             return
@@ -48,7 +48,7 @@ class Signals:
             self._before[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._closed or self._pid != os.getpid():  # a forked child is not the job, and must end when it is told to
+        if self._closed or self._pid != os.getpid():  # a forked child is not the job, and must exit on a signal
             self._give_up(number, frame)
         elif self.number is None:
             self.number, self._at = number, time.monotonic()
@@ -64,31 +64,31 @@ class Signals:
 
     @property
     def is_closed(self) -> bool:
-        """True once these handlers are not wanted any more."""
+        """True once `close` was called."""
         return self._closed
 
     def earlier(self, number: int) -> Any:
-        """Return the handler that was there before these."""
+        """Return the handler that was installed before this one."""
         return self._before[number]
 
     def _earlier(self, number: int) -> Any:
-        """Return the handler that was there before, but for those of managers that are closed by now."""
+        """Return the handler that was installed before, skipping those of closed managers."""
         before = self._before[number]
         while isinstance(owner := getattr(before, "__self__", None), Signals) and owner.is_closed:
             before = owner.earlier(number)
         return before
 
     def _chained(self, number: int) -> Callable[[int, FrameType | None], Any] | None:
-        """Return what was there before, if it is the application's: the default ones would end the process."""
+        """Return the previous handler if the application set it: the default ones would end the process."""
         before = self._earlier(number)
         return before if callable(before) and before is not signal.default_int_handler else None
 
     def _give_up(self, number: int, frame: FrameType | None, *, at_once: bool = False) -> None:
-        """Do what would be done without us; `at_once`: and if that leaves the process alive, end it."""
+        """Do what would happen without this handler. `at_once`: end the process if that leaves it alive."""
         before = self._earlier(number)
         if callable(before):
             before(number, frame)
-        # an open manager has noted it, and the application's handler has called this one, which it knows from before
+        # an open manager has recorded the signal, and the application's handler has called this one, which it had saved
         noted = Signals._passing_on > 0 and self._pid == os.getpid()
         if at_once or (before == signal.SIG_DFL and not noted):
             signal.signal(number, signal.SIG_DFL)
@@ -98,28 +98,30 @@ class Signals:
         for number in self._before:
             if signal.getsignal(number) == self._handle:
                 before = self._earlier(number)
-                # None is a handler that was not set from Python, and that Python cannot set again
+                # None is a handler that was not set from Python, which Python cannot set again
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def close(self) -> None:
-        """Put the handlers back that were there, unless somebody has set others since. From then on a signal that
-        still comes here does what it would have done."""
+        """Restore the previous handlers, unless others were set since.
+
+        A signal that still arrives here later has the effect that it would have had without this handler.
+        """
         self._closed = True
         if self._pid == os.getpid() and threading.current_thread() is threading.main_thread():
             self._put_back()
 
 
 def ignore_stop_signals(worker: int = 0) -> None:
-    """Ignore SIGTERM and SIGUSR1 in a worker process, but for those of its parent: a data loader's `worker_init_fn`.
+    """Ignore SIGTERM and SIGUSR1 in a worker process, unless its parent sent them: a DataLoader's `worker_init_fn`.
 
-    Schedulers signal every process of a job. A worker that dies of that breaks the loop before it comes to its last
-    take; one that ignored its parent, too, would never be ended. `worker` is the number that data loaders give.
+    Schedulers signal every process of a job. A worker that exits on that signal breaks the loop before its last take.
+    A worker that also ignored its parent would never end. `worker` is the number that a DataLoader passes.
 
     >>> from torch.utils.data import DataLoader
     >>> loader = DataLoader(range(8), num_workers=2, worker_init_fn=ignore_stop_signals)
     """
     numbers = {signal.SIGTERM, signal.SIGUSR1}
-    # blocked, so that a thread can take them with the word who sent them, which no handler is told
+    # blocked, so that a thread can receive them with the sender's pid, which a handler does not get
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
     def wait() -> None:

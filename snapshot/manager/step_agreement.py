@@ -1,4 +1,4 @@
-"""How a take of a step begins: all ranks agree on the step, and on what became of one that was begun before."""
+"""Start of a take of a step: all ranks agree on the step, and on the result of an earlier take of it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from snapshot.snapshot import PendingSnapshot
 
 
 class StepBegin(msgspec.Struct, array_like=True):
-    """What each rank says."""
+    """Message of each rank."""
 
     step: int
     saved: bool
-    """Whether an asynchronous take has saved this very state already, as far as this rank can see."""
+    """True if an asynchronous take has already saved this very state, as far as this rank knows."""
 
 
 def agree_on(exchange: Exchange, root: Root, step: int, pending: PendingSnapshot | None, *, latest: bool) -> bool:
-    """Whether `pending`, an earlier take of this step, has saved what is to be saved now; it is waited for.
+    """Return True if `pending`, an earlier take of this step, has saved the current state. Wait for it to end.
 
-    `latest`: nothing was taken or restored since. The leader looks whether its snapshot still stands, and takes away a
-    pin that was left of one that does not. Raises on all ranks where they differ in the step.
+    `latest`: nothing was taken or restored since. The leader checks that the snapshot of `pending` still exists, and
+    deletes a leftover pin if not. Raise SnapshotError on all ranks if they passed different steps.
     """
 
     def lead(all_: list[StepBegin]) -> bool:
         ranks = {each.step: rank for rank, each in enumerate(all_)}
         if len(ranks) > 1:
             said = ", ".join(f"rank {rank} {number}" for number, rank in ranks.items())
-            raise SnapshotError(f"{root.url}: the ranks gave different steps to take: {said}; nothing was done")
+            raise SnapshotError(f"{root.url}: all ranks must pass the same step, got {said}; nothing was done")
         run(root.forget_pin(step))
         return all(each.saved for each in all_) and pending is not None and run(_is_committed(root, step, pending))
 
@@ -40,15 +40,15 @@ def agree_on(exchange: Exchange, root: Root, step: int, pending: PendingSnapshot
 
 
 def _may_be_committed(pending: PendingSnapshot | None) -> bool:
-    """Wait for it; whether it may be committed."""
+    """Wait for a pending take, and return True if it may be committed."""
     if pending is None:
         return False
     try:
         pending.wait()
     except CommitUnknown:
         return True
-    except Exception as error:  # noqa: BLE001 - whatever it was, `wait` or the log has told, and it is taken again
-        log.warning("%s: is taken again, since it failed: %s", pending.path, error)
+    except Exception as error:  # noqa: BLE001 - `wait` or the log has reported it; it is taken again
+        log.warning("%s: the earlier take failed, so the step is taken again: %s", pending.path, error)
         return False
     return True
 

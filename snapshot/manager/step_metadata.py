@@ -1,4 +1,4 @@
-"""What the manager writes into each snapshot's metadata: its step, and metrics, which may be no number at all."""
+"""Entry of the manager in a snapshot's metadata: the step and the metrics."""
 
 from __future__ import annotations
 
@@ -9,64 +9,62 @@ from typing import Any
 from snapshot.text import with_article
 
 NOTE = "snapshot.manager"
-"""The key in a snapshot's metadata."""
+"""Key in a snapshot's metadata."""
 
 
 def checked_step(step: Any) -> int:
-    """Return the step, if it is one; `TypeError` or `ValueError` if not."""
+    """Return the step as an int; raise TypeError or ValueError if invalid."""
     if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise TypeError(f"step={step!r}: a step is a whole number")
+        raise TypeError(f"step={step!r} must be an integer")
     number = int(step.__index__())
     if not 0 <= number < 10**18:
-        raise ValueError(f"step={number}: a step is 0 or more, and less than 10**18")
+        raise ValueError(f"step must be at least 0 and less than 10**18, got {number}")
     return number
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Metrics as floats: numbers, tensors and arrays of one element. `TypeError` for anything else."""
+    """Return metrics as floats: numbers, or tensors and arrays of one element. Raise TypeError for other values."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics is {with_article(type(metrics).__name__)}, and must map names to numbers")
+        raise TypeError(f"metrics must map names to numbers, got {with_article(type(metrics).__name__)}")
     return {_name(name): _number(name, value) for name, value in metrics.items()}
 
 
 def _name(name: Any) -> str:
     if not isinstance(name, str) or not name:
-        raise TypeError(f"metrics: {name!r} is no name")
+        raise TypeError(f"a metric's name must be a non-empty str, got {name!r}")
     return name
 
 
 def _number(name: str, value: Any) -> float:
     given = value
-    if hasattr(value, "item") and hasattr(value, "shape"):  # a tensor, an array, or a scalar of NumPy's
+    if hasattr(value, "item") and hasattr(value, "shape"):  # a tensor, an array, or a NumPy scalar
         if math.prod(value.shape) != 1:
-            raise TypeError(f"metrics[{name!r}] has shape {tuple(value.shape)}, and must be one number")
+            raise TypeError(f"metrics[{name!r}] must be one number, got shape {tuple(value.shape)}")
         try:
             value = value.item()
-        except (RuntimeError, NotImplementedError) as error:  # on the meta device there is no value
+        except (RuntimeError, NotImplementedError) as error:  # a meta tensor has no value
             raise TypeError(f"metrics[{name!r}]: {error}") from error
     if isinstance(value, (bool, str, bytes, complex)) or not hasattr(value, "__float__"):
-        raise TypeError(f"metrics[{name!r}] is {given!r}, and must be a number")
+        raise TypeError(f"metrics[{name!r}] must be a number, got {given!r}")
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"metrics[{name!r}] is no number that a float can hold: {error}") from error
+        raise TypeError(f"metrics[{name!r}] does not fit into a float: {error}") from error
 
 
 def add_note(step: int, metrics: Mapping[str, float], metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a snapshot's metadata: the user's, and ours beside it. JSON has no NaN and no infinity, but their
-    names."""
+    """Return a snapshot's metadata: the user's plus the manager's. NaN and infinity are stored by name."""
     given = dict(metadata or {})
     if NOTE in given:
-        raise ValueError(f"metadata: the key {NOTE!r} is the manager's own")
+        raise ValueError(f"metadata must not have the key {NOTE!r}: it is reserved for the manager")
     stored = {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}
     return {**given, NOTE: {"step": step, "metrics": stored}}
 
 
 def noted_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that stand in a snapshot's metadata; what is no number there is left out, as of somebody
-    else's."""
+    """Return the metrics in a snapshot's metadata. Skip values that are not numbers: another program wrote them."""
     own = metadata.get(NOTE)
     stored = own.get("metrics") if isinstance(own, dict) else None
     found = {}

@@ -1,1 +1,1 @@
-"""The contents of a manifest: entries, the document that holds them, and their validation."""
+"""Contents of a manifest: entries, the document with the entries, and their validation."""

@@ -1,6 +1,6 @@
-"""Entries of objects with a class of their own: dataclasses, and tensors that wrap tensors.
+"""Entries of objects with their own class: dataclasses, and tensors that wrap tensors.
 
-They hold their fields, or their inner tensors, as a dict holds its values, and only name the class.
+They store their fields, or their inner tensors, like a dict its values, and only name the class.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Compound(DictEntry):
         check_class_name(self.obj_type)
         names = [decode_key(key) for key in self.keys]
         if not all(type(name) is str for name in names) or len(set(names)) < len(names) or self.tagged:
-            raise CorruptSnapshotError(f"{path}: the names of its fields must be different strings")
+            raise CorruptSnapshotError(f"{path}: field names must be distinct strings")
 
 
 class RecordEntry(Compound, tag="dataclass"):
@@ -83,7 +83,7 @@ class RecordEntry(Compound, tag="dataclass"):
 
 
 class OpaqueEntry(Scalar, tag="opaque"):
-    """An object of which only the class is known: its name is `serialized_value`."""
+    """An object with only its class known: the class name is `serialized_value`."""
 
     def value(self) -> Any:
         return SavedObject("opaque", self.serialized_value, {})
@@ -133,22 +133,22 @@ class SubclassEntry(Compound, tag="TensorSubclass"):
 
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    """The outer shape; -1 for a size that is not a number."""
+    """Outer shape; -1 for a size that is not a number."""
     requires_grad: bool = False
     context: dict[str, PlainEntry] = field(default_factory=dict)
-    """The class's context, as entries under paths of their own: the first path is empty."""
+    """The class's context, as entries under paths that are relative to an empty root path."""
 
     def check(self, path: str) -> None:
         super().check(path)
         context = self.context
         widths = [max(0, each.width) for each in context.values() if isinstance(each, Container)]
         if sum(widths) + 1 != len(context) or any(name.count("/") > DEEPEST_CONTEXT for name in context):
-            raise CorruptSnapshotError(f"{path}: its context must be one tree of at most {DEEPEST_CONTEXT} levels")
+            raise CorruptSnapshotError(f"{path}: the context must be one tree of at most {DEEPEST_CONTEXT} levels")
         for name, each in context.items():
             if isinstance(each, Container):
                 each.check(f"{path}: context{name}")
                 if any(f"{name}/{below}" not in context for below in each.components()):
-                    raise CorruptSnapshotError(f"{path}: its context lacks the contents of {name or 'its root'}")
+                    raise CorruptSnapshotError(f"{path}: the context lacks the contents of {name or 'the root'}")
 
     def context_value(self) -> Any:
         """Return the context of the class, as far as it is known."""

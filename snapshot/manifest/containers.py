@@ -1,4 +1,4 @@
-"""Entries that hold others: sequences, sets and dicts, each restored with its exact type."""
+"""Entries with children: sequences, sets and dicts, each restored with its exact type."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from snapshot.manifest.paths import decode_key, key_component
 from snapshot.text import counted
 
 Key = str | int | dict[str, str]
-"""A dict's key as it stands in `keys`: strings and ints as they are, others tagged, so that they come back as they
-were."""
+"""A dict's key as an item of `keys`: strings and ints unchanged, other types tagged to restore them exactly."""
 
 
 MOST_COMPARISONS = 20_000_000
-"""The maximum number of comparisons of keys with equal hashes: they take a dict a second."""
+"""Maximum number of comparisons of keys with equal hashes, which take a dict about a second."""
 
 
 class Container(Entry):
-    """An entry that holds others, under paths one component longer than its own."""
+    """An entry with children, under paths one component longer than its own."""
 
     def build(self, children: Sequence[Any]) -> Any:
         """Return the container itself, from its children in order."""
@@ -40,11 +39,11 @@ class Container(Entry):
 
     @property
     def width(self) -> int:
-        """The number of children."""
+        """Number of children."""
         return 0
 
     def check(self, path: str) -> None:
-        """Raise `CorruptSnapshotError` if the container cannot be built, whatever its children are."""
+        """Raise CorruptSnapshotError if the container cannot be built with any children."""
 
 
 class _Sequence(Container):
@@ -58,7 +57,7 @@ class _Sequence(Container):
 
     def check(self, path: str) -> None:
         if self.length < 0:
-            raise CorruptSnapshotError(f"{path}: has {counted(self.length, 'element')}")
+            raise CorruptSnapshotError(f"{path}: length must be at least 0, got {self.length}")
 
     def build(self, children: Sequence[Any]) -> Any:
         return type(self).make(children)
@@ -111,7 +110,7 @@ class DequeEntry(_Sequence, tag="deque"):
         super().check(path)
         if self.maxlen is not None and not self.length <= self.maxlen < 1 << 63:
             raise CorruptSnapshotError(
-                f"{path}: a deque of at most {counted(self.maxlen, 'element')} has {self.length}"
+                f"{path}: a deque must have at most {counted(self.maxlen, 'element')}, got {self.length}"
             )
 
     def build(self, children: Sequence[Any]) -> Any:
@@ -119,14 +118,14 @@ class DequeEntry(_Sequence, tag="deque"):
 
 
 class DictEntry(Container, tag="dict"):
-    """A dict: its keys in order. `components` of the path where a key's text is not its component."""
+    """A dict: its keys in order. `components` returns the path components, which may differ from the keys' texts."""
 
     keys: list[Key]
     tagged: list[int] | None = None
     """Positions of keys with a tagged component, since another key of this dict has the same text."""
     replicated: bool = False
     optimizer: OptimizerRecord | None = None
-    """The optimizer's record, for an optimizer's state dict."""
+    """Optimizer's record, for an optimizer's state dict."""
 
     def make(self, items: list[tuple[Any, Any]]) -> Any:
         """Return the dict from its items."""
@@ -142,7 +141,7 @@ class DictEntry(Container, tag="dict"):
     def check(self, path: str) -> None:
         alike = collections.Counter(hash(decode_key(key)) for key in self.keys if type(key) is dict)
         if sum(count * count for count in alike.values()) > MOST_COMPARISONS:
-            raise CorruptSnapshotError(f"{path}: its keys collide too often; refusing a hostile manifest")
+            raise CorruptSnapshotError(f"{path}: too many hash collisions of keys; refusing a hostile manifest")
 
     def without_children(self, gone: Iterable[bool]) -> Container:
         kept = [i for i, away in enumerate(gone) if not away]
@@ -160,7 +159,7 @@ class DictEntry(Container, tag="dict"):
 
 
 class OrderedDictEntry(DictEntry, tag="OrderedDict"):
-    """An OrderedDict; a module's state dict carries the versions of its modules."""
+    """An OrderedDict. A module's state dict has the versions of its modules."""
 
     module_versions: dict[str, dict[str, Any]] | None = None
 
@@ -184,7 +183,7 @@ class DefaultdictEntry(DictEntry, tag="defaultdict"):
     def check(self, path: str) -> None:
         super().check(path)
         if self.factory not in _FACTORIES:
-            raise UnsupportedFormatError(f"{path}: a defaultdict of {self.factory!r} is not known to this version")
+            raise UnsupportedFormatError(f"{path}: unknown factory of a defaultdict: {self.factory!r}")
 
     def make(self, items: list[tuple[Any, Any]]) -> Any:
         return collections.defaultdict(_FACTORIES[self.factory], items)
@@ -210,4 +209,4 @@ SEQUENCES: dict[type, type[_Sequence]] = {
     set: SetEntry,
     frozenset: FrozensetEntry,
 }
-"""Types of Python's sequences and sets that need nothing but their length, and their entries."""
+"""Types of Python's sequences and sets that need only their length, and their entries."""

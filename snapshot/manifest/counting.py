@@ -1,4 +1,4 @@
-"""Counting of entries, the same way in every report, listing and error."""
+"""Counting of entries, consistent in all reports, listings and errors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The manifest as a document: JSON that carries its own digest, in one canonical form.
+"""The manifest as a document: JSON with its own digest, in one canonical form.
 
-A document that does not encode to the bytes it was decoded from is refused. So duplicate keys, unknown fields and
+A document is refused if it does not encode to the bytes that it was decoded from. So duplicate keys, unknown fields and
 numbers out of range are detected without separate checks.
 """
 
@@ -22,11 +22,11 @@ from snapshot.text import counted
 METADATA = ".snapshot_metadata"
 FORMAT = "snapshot/1"
 IN_ONE = 100_000
-"""From this number of entries on, each rank's own entries are in a part of their own."""
+"""Number of entries from which each rank's own entries are in a separate part."""
 DEEPEST = 500
-"""The maximum nesting of the user's metadata: some readers cannot read deeper nesting."""
+"""Maximum nesting of the user's metadata: some readers cannot read deeper nesting."""
 LONGEST_HEADER = 100_000_000
-"""The maximum header length in bytes that the safetensors library reads."""
+"""Maximum header length in bytes that the safetensors library reads."""
 
 _TAIL = re.compile(rb',"digest":"(xxh3:[0-9a-f]{32})"\}$')
 _TAIL_LENGTH = len(',"digest":"xxh3:"}') + 32
@@ -45,11 +45,11 @@ class ForeignFile(FileEntry):
     """A file of another library, which no stored manifest names: its entries may be packed, or views."""
 
     exact: bool = True
-    """True if its length is known; otherwise it is at least `size`."""
+    """True if the length is known; otherwise it is at least `size`."""
 
 
 class PartEntry(msgspec.Struct, gc=False, forbid_unknown_fields=True):
-    """A part of a large manifest, in a file of its own: the entries of some ranks alone."""
+    """A part of a large manifest, in a separate file: the own entries of some ranks."""
 
     location: str
     size: int
@@ -77,13 +77,13 @@ class ManifestPart(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tru
     """A part of a manifest as stored, without its digest.
 
     Each rank sends its part to the leader, which merges them. In a large manifest, each rank's own entries remain in a
-    part of their own.
+    separate part.
     """
 
     manifest: dict[str, AnyEntry]
     """The rank's own entries, and the shards that it wrote."""
     shared: dict[str, AnyEntry] = {}
-    """The entries it wrote that are equal on all ranks."""
+    """Entries written by the rank that are equal on all ranks."""
     files: dict[str, FileEntry] = {}
 
 
@@ -96,7 +96,7 @@ _entries = msgspec.json.Decoder(dict[str, AnyEntry])
 
 
 def encode(document: Document | ManifestPart) -> bytes:
-    """Return the document's bytes, its digest last."""
+    """Return the document's bytes, with the digest at the end."""
     body = _encoder.encode(document)[:-1]
     return b'%s,"digest":"%s"}' % (body, digest_range(body).encode())
 
@@ -106,7 +106,7 @@ def copy_manifest(manifest: Mapping[str, AnyEntry]) -> dict[str, Entry]:
     try:
         return dict[str, Entry](_entries.decode(_encoder.encode(manifest)))
     except RecursionError as error:
-        raise CorruptSnapshotError(f"the manifest nests too deep: {error}") from error
+        raise CorruptSnapshotError(f"the manifest is nested too deeply: {error}") from error
 
 
 def decode_document(data: bytes, where: object) -> Document:
@@ -115,7 +115,7 @@ def decode_document(data: bytes, where: object) -> Document:
     document: Document = _decode_canonical(data, Document, where)
     for location in [*document.files, *(part.location for part in document.parts)]:
         if not _LOCATION.fullmatch(location):
-            raise CorruptSnapshotError(f"{where}: {location[:200]!r} is not the name of a data file")
+            raise CorruptSnapshotError(f"{where}: invalid name of a data file: {location[:200]!r}")
     if len({part.location for part in document.parts}) != len(document.parts):
         raise CorruptSnapshotError(f"{where}: lists a part of the manifest twice")
     for location, file in document.files.items():
@@ -129,21 +129,21 @@ def decode_document(data: bytes, where: object) -> Document:
 def decode_part(data: bytes, part: PartEntry, where: object) -> ManifestPart:
     """Check and decode a part of a manifest."""
     if digest_range(data) != part.digest:
-        raise CorruptSnapshotError(f"{where}: is {digest_range(data)}, and {part.digest} was written")
+        raise CorruptSnapshotError(f"{where}: digest must be {part.digest}, got {digest_range(data)}")
     decoded: ManifestPart = _decode_canonical(data, ManifestPart, where)
     if part.count >= 0 and len(decoded.manifest) != part.count:
         raise CorruptSnapshotError(
-            f"{where}: holds {counted(len(decoded.manifest), 'entry', 'entries')}, and {part.count} were written"
+            f"{where}: must have {counted(part.count, 'entry', 'entries')}, got {len(decoded.manifest)}"
         )
     return decoded
 
 
 def _check_format(data: bytes, where: object) -> None:
-    """Raise for a newer format before its digest is checked: it may have another one, or none."""
+    """Raise for a newer format before checking the digest: it may have a different one, or none."""
     found = re.match(rb'\s*\{\s*"format"\s*:\s*"snapshot/(\d{1,9})"', data)
     if found and int(found[1]) != 1:
         raise UnsupportedFormatError(
-            f"{where}: is of format snapshot/{int(found[1])}, and this version reads {FORMAT}: "
+            f"{where}: format must be {FORMAT} for this version, got snapshot/{int(found[1])}; "
             "pip install --upgrade snapshot-torch"
         )
 
@@ -151,11 +151,11 @@ def _check_format(data: bytes, where: object) -> None:
 def _decode_canonical(data: bytes, kind: type[Any], where: object) -> Any:
     tail = _TAIL.match(data, max(0, len(data) - _TAIL_LENGTH))
     if not tail:
-        raise CorruptSnapshotError(f"{where}: is not a manifest, or its end is missing ({counted(len(data), 'byte')})")
+        raise CorruptSnapshotError(f"{where}: not a manifest, or its end is missing ({counted(len(data), 'byte')})")
     body = memoryview(data)[: tail.start()]
     actual = digest_range(body)
     if actual.encode() != tail[1]:
-        raise CorruptSnapshotError(f"{where}: its bytes are {actual}, and {tail[1].decode()} was written")
+        raise CorruptSnapshotError(f"{where}: digest must be {tail[1].decode()}, got {actual}")
     try:
         decoded = _decoders[kind].decode(b"%s}" % body)
         canonical = _encoder.encode(decoded)
@@ -166,7 +166,7 @@ def _decode_canonical(data: bytes, kind: type[Any], where: object) -> Any:
     except (msgspec.DecodeError, RecursionError, UnicodeError, OverflowError) as error:
         raise CorruptSnapshotError(f"{where}: {error}") from error
     if memoryview(canonical)[:-1] != body:
-        raise CorruptSnapshotError(f"{where}: is not in the canonical form (duplicate keys, or edited by hand)")
+        raise CorruptSnapshotError(f"{where}: not in the canonical form (duplicate keys, or edited by hand)")
     return decoded
 
 
@@ -186,5 +186,5 @@ def measure_nesting(document: bytes | memoryview) -> int:
     marks = np.frombuffer(text.translate(None, _NO_SHAPE), np.uint8)
     opens, closes = (marks == ord("[")) | (marks == ord("{")), (marks == ord("]")) | (marks == ord("}"))
     steps = opens.astype(np.int32) - closes
-    steps[np.cumsum(marks == ord('"'), dtype=np.int32) % 2 == 1] = 0  # what stands in a string
+    steps[np.cumsum(marks == ord('"'), dtype=np.int32) % 2 == 1] = 0  # brackets in strings
     return int(np.cumsum(steps, dtype=np.int32).max(initial=0))

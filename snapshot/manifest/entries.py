@@ -1,4 +1,4 @@
-"""The kinds of entries in a manifest, with the behaviour that depends on the kind.
+"""Kinds of entries in a manifest, with the behaviour that depends on the kind.
 
 Entries are tagged by `type`, and written without default values. They are plain values: nothing here does I/O.
 """
@@ -91,14 +91,14 @@ class Extra(msgspec.Struct, omit_defaults=True, gc=False, forbid_unknown_fields=
     """Properties that few tensors have: an entry without them decodes a third faster."""
 
     stride_order: tuple[int, ...] | None = None
-    """The order of the dimensions in memory, slowest first, if it is dense but not in C order."""
+    """Order of the dimensions in memory, slowest first, if dense but not in C order."""
     subclass: str | None = None
     requires_grad: bool = False
     strides: tuple[int, ...] | None = None
     """Strides in elements of a view into the stored range, which only foreign formats have."""
     storage_offset: int | None = None
     shares: str | None = None
-    """The path of the tensor that shared memory with this one; both are stored separately."""
+    """Path of the tensor that shared memory with this one; both are stored separately."""
 
 
 PLAIN = Extra()
@@ -113,7 +113,7 @@ class TensorEntry(Entry, tag="Tensor"):
     shape: tuple[int, ...]
     digest: str | None = None
     blocks: tuple[str, int, int] | None = None
-    """File, begin and end of the table of block digests, if it is longer than one block."""
+    """File, begin and end of the table of block digests, if the tensor is longer than one block."""
     replicated: bool = False
     serializer: str = "raw"
     extra: Extra | None = None
@@ -128,7 +128,7 @@ class TensorEntry(Entry, tag="Tensor"):
 
 
 class Shard(msgspec.Struct, gc=False, forbid_unknown_fields=True):
-    """A box of a tensor, with the range that holds it."""
+    """A box of a tensor, with the range of its bytes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -150,7 +150,7 @@ class _Boxes(Entry):
 
 
 class ChunkedTensorEntry(_Boxes, tag="ChunkedTensor"):
-    """A long tensor that was cut into boxes."""
+    """A long tensor that was split into boxes."""
 
     chunks: list[Shard]
     replicated: bool = False
@@ -193,16 +193,16 @@ class Mesh(msgspec.Struct, gc=False, forbid_unknown_fields=True):
 
 
 class ShardedTensorEntry(_Boxes, tag="ShardedTensor"):
-    """A tensor whose boxes were on several ranks."""
+    """A tensor with boxes on several ranks."""
 
     extra: ClassVar[None] = None
 
     shards: list[Shard]
     mesh: Mesh | list[Any] | None = None
-    """The ranks that held it, if all of them knew."""
+    """Ranks that had parts of the tensor, if all of them knew."""
 
     def is_held_by(self, rank: int) -> bool:
-        """Return True if a rank held a part of the tensor."""
+        """Return True if a rank had a part of the tensor."""
         rest: list[Any] = [] if self.mesh is None else [self.mesh]
         while rest:
             each = rest.pop()
@@ -214,7 +214,7 @@ class ShardedTensorEntry(_Boxes, tag="ShardedTensor"):
 
 
 class DTensorEntry(ShardedTensorEntry, tag="DTensor"):
-    """A DTensor, with the placements that it had over its mesh."""
+    """A DTensor, with its placements over its mesh."""
 
     placements: list[str] | None = None
 
@@ -235,7 +235,7 @@ class NDArrayEntry(Entry, tag="ndarray"):
 
 
 class TensorPartsEntry(Entry, tag="TensorParts"):
-    """A tensor made of tensors: a sparse layout, or a quantised one."""
+    """A tensor composed of tensors: a sparse layout, or a quantised one."""
 
     kind: str
     parts: dict[str, TensorEntry | ChunkedTensorEntry]

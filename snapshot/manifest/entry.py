@@ -1,4 +1,4 @@
-"""The base class of all manifest entries."""
+"""Base class of all manifest entries."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ class Entry(msgspec.Struct, tag_field="type", omit_defaults=True, gc=False, forb
     """One line of a manifest."""
 
     replicated = False
-    """True if all ranks share it. Kinds that several ranks may share have a field of this name."""
+    """True if all ranks share the entry. Kinds that several ranks may share have a field of this name."""
 
     @property
     def type(self) -> str:
-        """The kind of entry, as the manifest has it: `Tensor`, `dict`, `int`, `object`, ...
+        """Kind of the entry in the manifest: `Tensor`, `dict`, `int`, `object`, ...
 
         >>> from snapshot.manifest.scalars import IntEntry
         >>> IntEntry("3").type
@@ -23,5 +23,5 @@ class Entry(msgspec.Struct, tag_field="type", omit_defaults=True, gc=False, forb
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes in data files."""
+        """Number of bytes in data files."""
         return 0

@@ -11,7 +11,7 @@ from snapshot.manifest.entries import AnyTensor, ChunkedTensorEntry, Entry, Shar
 
 
 def merge(into: dict[str, Any], entries: Mapping[str, Any], whose: object) -> None:
-    """Add one rank's entries: parts of a tensor are joined, and all other entries must have one owner."""
+    """Add one rank's entries. Parts of a tensor are joined, and all other entries must have one owner."""
     for path, entry in entries.items():
         held = into.setdefault(path, entry)
         if held is not entry:
@@ -29,7 +29,7 @@ def expect_whole_tensors(entries: Mapping[str, Any]) -> None:
             shards.sort(key=lambda shard: shard.offsets)
             found, expected = sum(math.prod(shard.sizes) for shard in shards), math.prod(entry.shape)
             if found != expected:
-                raise CorruptSnapshotError(f"{path}: all ranks together wrote {found:,} of its {expected:,} elements")
+                raise CorruptSnapshotError(f"{path}: all ranks together wrote {found:,} of {expected:,} elements")
 
 
 def _find_shards(entry: Entry) -> list[Shard] | None:

@@ -1,4 +1,4 @@
-"""The record of an optimizer in a manifest, beside its state."""
+"""Record of an optimizer in a manifest, in addition to its state."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ class OptimizerRecord(msgspec.Struct, omit_defaults=True, gc=False, forbid_unkno
     classes: tuple[str, ...]
     """Module and name, such as `torch.optim.adamw.AdamW`. Never imported: only compared and shown."""
     dtypes: tuple[str, ...] = ()
-    """In the order of the parameters in `param_groups`; a single one if all are equal."""
+    """Dtypes in the order of the parameters in `param_groups`; a single one if all are equal."""

@@ -15,7 +15,7 @@ from typing import Any
 from snapshot.errors import CorruptSnapshotError
 
 LONGEST_INT = 13_000
-"""Bits of an int, about 3,900 digits: Python's decimal texts have at most 4,300."""
+"""Maximum bits of an int, about 3,900 digits: Python's decimal texts have at most 4,300."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _ESCAPE = re.compile(r"%(25|2F|u[0-9A-F]{4})")
 
@@ -90,7 +90,7 @@ def decode_key(key: str | int | dict[str, str]) -> Any:
         ((tag, text),) = key.items()
         return _FROM_TAG[tag](text)
     except (KeyError, ValueError, struct.error) as error:
-        raise CorruptSnapshotError(f"{str(key)[:80]} is not a dict's key") from error
+        raise CorruptSnapshotError(f"invalid dict key {str(key)[:80]}") from error
 
 
 def key_component(key: str | int | dict[str, str], tagged: bool) -> str:
@@ -116,7 +116,7 @@ def quote_path(text: str) -> str:
 
 
 def add_parents(paths: Iterable[str]) -> set[str]:
-    """Return the paths, and those of the containers that hold them."""
+    """Return the paths, and those of the containers above them."""
     found: set[str] = set()
     for path in paths:
         above = path

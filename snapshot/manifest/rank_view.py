@@ -23,9 +23,9 @@ class RankView:
     entries: dict[str, Any]
     """The rank's own entries, and those shared by all ranks."""
     elsewhere: dict[str, Any] = field(default_factory=dict)
-    """Sharded and replicated entries that only other ranks had; they can be requested by name."""
+    """Sharded and replicated entries that only other ranks had, but that can be requested by name."""
     withheld: dict[str, str] = field(default_factory=dict)
-    """Leaves that are not available to this rank -> the reason."""
+    """Leaves that are not available to this rank -> reason."""
     gone: list[str] = field(default_factory=list)
     """Leaves of ranks that no longer exist, under the manifest's paths."""
     unknown: list[str] = field(default_factory=list)
@@ -35,13 +35,13 @@ class RankView:
 def make_rank_view(manifest: Mapping[str, Any], rank: int, saved: int, now: int) -> RankView:
     """Return the view of rank `rank` of `now` on a snapshot of `saved` ranks.
 
-    It has the rank's own entries, and the replicated and sharded ones of all. A rank that did not exist gets rank 0's
-    containers with only the shared entries. The state of a single-rank snapshot is visible to all ranks.
+    The view has the rank's own entries, and the replicated and sharded ones of all. A rank that did not exist gets rank
+    0's containers with only the shared entries. The state of a single-rank snapshot is visible to all ranks.
     """
     if saved == 1:
         entries = {path[2:]: entry for path, entry in manifest.items() if path.startswith("0/")}
         if len(entries) != len(manifest):
-            raise CorruptSnapshotError("the manifest of one rank holds entries of others")
+            raise CorruptSnapshotError("the manifest of a single rank must not have entries of other ranks")
         _check_widths(entries, len(manifest))
         return RankView(entries)
     view = RankView({})
@@ -74,9 +74,9 @@ def _check_widths(entries: Mapping[str, Any], most: int) -> None:
     The names alone could exhaust the memory.
     """
     if max((path.count("/") for path in entries), default=0) > DEEPEST + 1:
-        raise CorruptSnapshotError(f"the manifest nests more than {DEEPEST} deep")
+        raise CorruptSnapshotError(f"the manifest is nested more than {DEEPEST} deep")
     if sum(max(0, entry.width) for entry in entries.values() if isinstance(entry, Container)) > most:
-        raise CorruptSnapshotError(f"the manifest's containers name more than its {most} entries")
+        raise CorruptSnapshotError(f"the manifest's containers have more children than its {most} entries")
 
 
 def is_rank(number: str, saved: int) -> bool:
@@ -95,15 +95,15 @@ def _choose_sharded(view: RankView, sharded: Mapping[str, list[tuple[int, Any]]]
     for path, found in sharded.items():
         mine = [entry for number, entry in found if number == rank or entry.is_held_by(rank)]
         if not mine and path in view.entries:
-            continue  # this rank had something of its own under that name
+            continue  # this rank had its own object under that name
         if len(found) > 1 and not mine:
-            view.withheld[path] = f"is another tensor on each of the ranks {', '.join(str(n) for n, _ in found)}"
+            view.withheld[path] = f"a different tensor on each of the ranks {', '.join(str(n) for n, _ in found)}"
         else:
             view.entries[path] = mine[0] if mine else found[0][1]
 
 
 def _prune_containers(view: RankView, rank: int, saved: int) -> None:
-    """Remove from the containers what this rank lacks, and from the view what no container names."""
+    """Remove missing children from the containers, and entries that no container names from the view."""
     named: set[str] = set()
     for path, entry in list(view.entries.items()):
         if not isinstance(entry, Container):
@@ -117,7 +117,7 @@ def _prune_containers(view: RankView, rank: int, saved: int) -> None:
                     view.withheld.setdefault(below, "belongs to other ranks alone")
             view.entries[path] = entry.without_children(below not in view.entries for below in here)
     unnamed = {path for path in view.entries if path not in named and "/" in path}
-    if any(isinstance(view.entries[path], Container) for path in unnamed):  # which go with all that is in them
+    if any(isinstance(view.entries[path], Container) for path in unnamed):  # removed with their contents
         for path in sorted(view.entries):
             if path.rpartition("/")[0] in unnamed:
                 unnamed.add(path)
@@ -165,7 +165,7 @@ def group_by_key(view: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 DEEPEST = 500
-"""The maximum nesting of containers."""
+"""Maximum nesting of containers."""
 _RANK = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 _INT = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
@@ -180,7 +180,7 @@ def rename_view(view: RankView, change: Callable[[str], str]) -> RankView:
 def rename_entries(view: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     """Return the entries with leaves and containers renamed; the containers' keys follow.
 
-    A mapping renames exact paths, and whole containers with everything beneath them.
+    A mapping renames exact paths, and whole containers with everything below them.
     """
     made: dict[str, Any] = {}
     ints = {
@@ -196,9 +196,9 @@ def rename_entries(view: Mapping[str, Any], change: Callable[[str], str]) -> dic
         if path in ints and _INT.fullmatch(name.rpartition("/")[2]):
             kinds[name] = int
         if name in made:
-            raise RestoreError(f"rename gives two entries the name {name!r}", [f"{path}: renamed to {name!r} as well"])
+            raise RestoreError(f"rename gives two entries the name {name!r}", [f"{path}: also renamed to {name!r}"])
         made[name] = entry
-    for path in list(made):  # parents that a new name supposes
+    for path in list(made):  # parents that a new name needs
         parent = path.rpartition("/")[0]
         while parent and parent not in made:
             made[parent] = DictEntry([])
@@ -217,7 +217,7 @@ def rename_entries(view: Mapping[str, Any], change: Callable[[str], str]) -> dic
                 tagged = find_tagged_keys(map(decode_key, keys)) or None
                 changes: dict[str, Any] = {"keys": keys, "tagged": tagged}
                 if isinstance(entry, OrderedDictEntry):
-                    changes["module_versions"] = None  # they stand under the old names
+                    changes["module_versions"] = None  # their keys are the old names
                 made[path] = msgspec.structs.replace(entry, **changes)
     return made
 
@@ -226,7 +226,7 @@ def resolve_path(manifest: Mapping[str, Any], saved: int, path: str, where: str 
     """Return the manifest's path of an object that is named with or without its rank.
 
     A path of the manifest itself has priority, so a key that is a number remains reachable. Without a rank, raise
-    `RestoreError` if several ranks have separate objects of that name.
+    RestoreError if several ranks have separate objects of that name.
     """
     if path in manifest or is_rank(path, saved):
         return path
@@ -241,11 +241,11 @@ def resolve_path(manifest: Mapping[str, Any], saved: int, path: str, where: str 
     if not found:
         ranked = logical and is_rank(number, saved)
         names = manifest if ranked else dict.fromkeys(each.partition("/")[2] for each in manifest)
-        raise RestoreError(f"{before}holds no {path!r}; {suggest_names(path, names)}", [path])
+        raise RestoreError(f"{before}{path!r} not found; {suggest_names(path, names)}", [path])
     if len(found) > 1 and not _is_one_container(manifest, found, path):
         listed = ", ".join(map(repr, found[:10])) + (f" and {len(found) - 10:,} more" if len(found) > 10 else "")
         raise RestoreError(
-            f"{before}{path!r} must be named with its rank: {len(found):,} ranks have one each; name one of {listed}",
+            f"{before}{path!r} needs a rank: {len(found):,} ranks have one each; name one of {listed}",
             found,
         )
     return found[0]
@@ -265,7 +265,7 @@ def _find_rank_paths(manifest: Mapping[str, Any], saved: int, logical: str) -> l
 
 
 def _is_one_container(manifest: Mapping[str, Any], found: list[str], logical: str) -> bool:
-    """Return True if containers of several ranks are equal, and hold only entries that these ranks share."""
+    """Return True if containers of several ranks are equal, and have only entries that these ranks share."""
     if not all(isinstance(manifest[path], Container) for path in found):
         return False
     held: dict[str, dict[str, Any]] = {path.partition("/")[0]: {logical: manifest[path]} for path in found}
@@ -290,4 +290,4 @@ def suggest_names(name: str, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
-    return f"the names are {', '.join(names[:10])}{', …' if len(names) > 10 else ''}" if names else "it holds nothing"
+    return f"the names are {', '.join(names[:10])}{', …' if len(names) > 10 else ''}" if names else "there are no names"

@@ -33,16 +33,15 @@ class Scalar(Entry):
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """A key that is equal for two values of this type if and only if they are equal."""
+        """Key that is equal for two values of this type if and only if they are equal."""
         return (self.serialized_value,)
 
     def value(self) -> Any:
-        """Return the value; raise `CorruptSnapshotError` if the text is not one of this type."""
+        """Return the value; raise CorruptSnapshotError if the text is not one of this type."""
         try:
             return type(self).read(self.serialized_value)
         except (ValueError, KeyError, struct.error, ArithmeticError) as error:
-            kind = self.type
-            raise CorruptSnapshotError(f"{self.serialized_value[:80]!r} is not a value of type {kind}") from error
+            raise CorruptSnapshotError(f"invalid value of type {self.type}: {self.serialized_value[:80]!r}") from error
 
 
 def _write_float(value: float) -> str:
@@ -68,7 +67,7 @@ def _read_int64(text: str) -> int:
 
 
 def _refuse_int(text: str) -> int:
-    raise ValueError(f"an integer of {len(text)} decimal digits")
+    raise ValueError(f"an integer must have at most 4000 decimal digits, got {len(text)}")
 
 
 def write_int(value: int) -> str:
@@ -155,7 +154,7 @@ class DeviceEntry(Scalar, tag="device"):
         try:
             return super().value()
         except RuntimeError as error:
-            raise CorruptSnapshotError(f"{self.serialized_value[:80]!r} is not a device: {error}") from error
+            raise CorruptSnapshotError(f"invalid device {self.serialized_value[:80]!r}: {error}") from error
 
 
 class SizeEntry(Scalar, tag="Size"):
@@ -182,7 +181,7 @@ LONG = 16 << 10
 
 
 def make_scalar_entry(value: Any) -> Scalar | None:
-    """Return the entry of a value that is stored in the manifest itself; None for any other."""
+    """Return the entry of a value that is stored in the manifest itself; None for other values."""
     kind = type(value)
     if kind is str:
         if len(value) > LONG:

@@ -1,7 +1,7 @@
 """Values of the standard library, stored in the manifest as texts: dates, paths, exact numbers, Enum members.
 
-Each text is the type's own, in one canonical form: a text that does not round-trip is refused. None is longer than
-`LONG`; a longer one is stored as any other object.
+Each text is the type's own, in one canonical form: a text that does not round-trip is refused. Texts longer than `LONG`
+are not stored here, but like other objects.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ class Typed(Scalar):
 
     def value(self) -> Any:
         if len(self.serialized_value) > LONG:
-            kind = self.type
-            raise CorruptSnapshotError(f"a value of type {kind} has {len(self.serialized_value):,} characters")
+            raise CorruptSnapshotError(
+                f"{self.type} values must have at most {LONG:,} characters, got {len(self.serialized_value):,}"
+            )
         return super().value()
 
 
 def _expect_same_text(made: Any, text: str, write: Callable[[Any], str]) -> Any:
-    """Return a value that was read, if its text is canonical."""
+    """Return a decoded value, if its text is canonical."""
     if write(made) != text:
-        raise ValueError(f"{text[:80]!r} is not the canonical text of {made!r}")
+        raise ValueError(f"text must be canonical for {made!r}, got {text[:80]!r}")
     return made
 
 
@@ -86,12 +87,12 @@ class ZoneInfoEntry(Typed, tag="ZoneInfo"):
     @staticmethod
     def read(text: str) -> Any:
         if not _ZONE.fullmatch(text):
-            raise ValueError(f"{text[:80]!r} is not the key of a time zone")
+            raise ValueError(f"invalid key of a time zone: {text[:80]!r}")
         try:
             return zoneinfo.ZoneInfo(text)
         except (KeyError, OSError) as error:
             raise UnsupportedFormatError(
-                f"the time zone {text!r} is not known to this machine: {error}; pip install tzdata"
+                f"unknown time zone {text!r} on this machine: {error}; pip install tzdata"
             ) from error
 
 
@@ -136,14 +137,14 @@ class DatetimeEntry(Typed, tag="datetime"):
 
 
 class TimeEntry(Typed, tag="time"):
-    """A datetime.time, as `datetime`."""
+    """A datetime.time, in the form of `datetime`."""
 
     write = staticmethod(_write_moment)
     read = staticmethod(lambda text: _read_moment(time, text))
 
 
 class DateEntry(Typed, tag="date"):
-    """A datetime.date, as ISO 8601 has it."""
+    """A datetime.date in ISO 8601."""
 
     write = staticmethod(lambda value: value.isoformat())
     read = staticmethod(lambda text: _expect_same_text(date.fromisoformat(text), text, date.isoformat))
@@ -187,7 +188,7 @@ class UUIDEntry(Typed, tag="UUID"):
 
 
 class DecimalEntry(Typed, tag="Decimal"):
-    """A decimal.Decimal: its digits and its exponent, as it prints itself."""
+    """A decimal.Decimal, as its `str`: digits and exponent."""
 
     read = staticmethod(lambda text: _expect_same_text(Decimal(text), text, str))
 
@@ -220,13 +221,15 @@ class RangeEntry(Typed, tag="range"):
 
 
 LONGEST_NAME = 1000
-"""The maximum length of a class name."""
+"""Maximum length of a class name."""
 
 
 def check_class_name(name: str) -> None:
     """Raise CorruptSnapshotError for a text that is too long for a class name."""
     if len(name) > LONGEST_NAME:
-        raise CorruptSnapshotError(f"{name[:80]!r}... ({len(name):,} characters) is not the name of a class")
+        raise CorruptSnapshotError(
+            f"class name too long ({len(name):,} of {LONGEST_NAME:,} characters): {name[:80]!r}..."
+        )
 
 
 class EnumEntry(Scalar, tag="Enum"):
@@ -236,7 +239,7 @@ class EnumEntry(Scalar, tag="Enum"):
     name: str | None = None
     """None for a flag without a name."""
     held: str | None = None
-    """The type of the value, whose text is `serialized_value`; None if only the name is known."""
+    """Type of the value, whose text is `serialized_value`; None if only the name is known."""
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -247,11 +250,11 @@ class EnumEntry(Scalar, tag="Enum"):
         check_class_name(self.obj_type)
         known = _ENUM_VALUES.get(self.held or "")
         if known is None or len(self.serialized_value) > LONG:
-            raise CorruptSnapshotError(f"{self.obj_type[:80]}: {str(self.held)[:80]!r} is not the type of a value")
+            raise CorruptSnapshotError(f"{self.obj_type[:80]}: unknown type of an Enum value: {str(self.held)[:80]!r}")
         return known(self.serialized_value).value()
 
     def to_scalar(self) -> Scalar:
-        """Return the value as a plain scalar; the name if only that is known."""
+        """Return the value as a plain scalar, or the name if the value is unknown."""
         if self.held is None:
             return StrEntry(str(self.name), replicated=self.replicated)
         self.member_value()
@@ -271,7 +274,7 @@ _ENUM_VALUES: dict[str, type[Scalar]] = {
 
 
 def make_enum_entry(value: Any) -> EnumEntry | None:
-    """Return the entry of an Enum member, or of a member that was read.
+    """Return the entry of an Enum member, or of a decoded member.
 
     Return None if neither its name nor its value can be recorded.
     """
@@ -303,19 +306,19 @@ def resolve_member(kind: type[Enum], entry: EnumEntry) -> Enum:
     saved = f"{entry.obj_type}.{entry.name}"
     if entry.held is None:
         if named is None:
-            raise LookupError(f"the snapshot has {saved}, and {kind.__qualname__} has no such member")
+            raise LookupError(f"the snapshot has {saved}, but {kind.__qualname__} has no such member")
         return named
     value = entry.member_value()
     found = _find_by_value(kind, value)
     if found is None:
-        raise LookupError(f"the snapshot has {saved} = {value!r}, and {kind.__qualname__} has no member of this value")
+        raise LookupError(f"the snapshot has {saved} = {value!r}, but {kind.__qualname__} has no member of this value")
     if named is not None and named is not found and named != found:
-        raise LookupError(f"the snapshot has {saved} = {value!r}, and {kind.__qualname__} has {found!r} and {named!r}")
+        raise LookupError(f"the snapshot has {saved} = {value!r}, but {kind.__qualname__} has {found!r} and {named!r}")
     return found
 
 
 def _find_by_name(kind: type[Enum], name: str | None) -> Enum | None:
-    """Return the member of a name, or the combination of flags that `|` joins."""
+    """Return the member with a name, or a combination of flags joined by `|`."""
     parts = [kind.__members__.get(each) for each in (name or "").split("|")]
     if not all(isinstance(each, kind) for each in parts):
         return None
@@ -355,7 +358,7 @@ TYPED: dict[type, type[Typed]] = {
 
 
 def make_typed_entry(value: Any) -> Typed | None:
-    """Return the entry of a value of one of these types; None if it has no text, or a long one."""
+    """Return the entry of a value of these types; None if it has no text, or a long one."""
     kind = type(value)
     if kind in (datetime, time) and _write_zone(value.tzinfo) is None:
         return None
@@ -369,5 +372,5 @@ def make_typed_entry(value: Any) -> Typed | None:
 
 
 def make_plain_entry(value: Any) -> Scalar | None:
-    """Return the entry of a value that is stored in the manifest itself, of any type; None for any other."""
+    """Return the entry of a value of any type that is stored in the manifest itself; None for other values."""
     return make_typed_entry(value) if type(value) in TYPED else make_scalar_entry(value)

@@ -1,4 +1,4 @@
-"""Validation of entries before a byte is fetched or a buffer is allocated.
+"""Validation of entries before a byte is read or a buffer is allocated.
 
 Lengths, ranges and boxes must agree with each other. A hostile or damaged manifest is refused here.
 """
@@ -38,7 +38,7 @@ _HASHABLE = (Scalar, TupleEntry, SliceEntry, FrozensetEntry, Compound, *TENSORS,
 
 
 def check_tree(path: str, entries: Mapping[str, Any]) -> None:
-    """Raise unless the entries at and beneath a path form one tree that matches the containers' children."""
+    """Raise unless the entries at and below a path form one tree that matches the containers' children."""
     expected = 1
     for below, entry in entries.items():
         if isinstance(entry, Container):
@@ -51,10 +51,10 @@ def check_tree(path: str, entries: Mapping[str, Any]) -> None:
             while isinstance(holder, (TupleEntry, SliceEntry)) and above:
                 holder = entries.get(above := above.rpartition("/")[0])
             if isinstance(holder, (SetEntry, FrozensetEntry)):
-                raise CorruptSnapshotError(f"{above}: no set can hold {below}")
+                raise CorruptSnapshotError(f"{above}: a set cannot contain {below}")
     if path not in entries or expected != len(entries):
         raise CorruptSnapshotError(
-            f"{path}: its containers name {counted(expected, 'entry', 'entries')}, and there are {len(entries)}"
+            f"{path}: its containers must have {counted(expected, 'entry', 'entries')}, got {len(entries)}"
         )
 
 
@@ -71,17 +71,17 @@ def check_tensor(path: str, entry: AnyTensor, files: Files, *, partial: bool = F
     for box, stored in pieces:
         if stored.dtype != entry.dtype or stored.shape != box.sizes or not is_inside(box, entry.shape):
             raise CorruptSnapshotError(
-                f"{path}: its part at {list(box.offsets)} does not fit {entry.dtype}{list(entry.shape)}"
+                f"{path}: the part at {list(box.offsets)} does not fit {entry.dtype}{list(entry.shape)}"
             )
         check_stored(path, stored, files)
     if sum(box.numel for box, _ in pieces) != math.prod(entry.shape) and not partial:
-        raise CorruptSnapshotError(f"{path}: its parts do not fill {list(entry.shape)}")
+        raise CorruptSnapshotError(f"{path}: the parts do not fill {list(entry.shape)}")
     try:
         overlapping = boxes_overlap([box for box, _ in pieces])
     except ValueError as error:
         raise CorruptSnapshotError(f"{path}: {error}") from error
     if overlapping:
-        raise CorruptSnapshotError(f"{path}: its parts overlap")
+        raise CorruptSnapshotError(f"{path}: the parts overlap")
     _check_layout(path, entry)
 
 
@@ -95,16 +95,14 @@ def check_stored(path: str, entry: TensorEntry, files: Files) -> None:
         raise UnsupportedFormatError(f"{path}: unknown serializer ({entry.serializer})")
     itemsize = ITEMSIZE.get(entry.dtype)
     if itemsize is None:
-        raise UnsupportedFormatError(
-            f"{path}: has the dtype {entry.dtype!r}, which this version of torch does not know"
-        )
+        raise UnsupportedFormatError(f"{path}: unknown dtype {entry.dtype!r} in this version of torch")
     _check_shape(path, entry)
     begin, end = entry.byte_range
     lengths_differ = end - begin != math.prod(entry.shape) * itemsize and not packed
     if lengths_differ or (entry.shape and min(entry.shape) < 0):
         raise CorruptSnapshotError(
-            f"{path}: {entry.dtype}{list(entry.shape)} does not take the {counted(end - begin, 'byte')} that its "
-            "entry names"
+            f"{path}: the size of {entry.dtype}{list(entry.shape)} does not match its range of "
+            f"{counted(end - begin, 'byte')}"
         )
     check_range(path, entry, files)
     if extra is not None:
@@ -112,9 +110,9 @@ def check_stored(path: str, entry: TensorEntry, files: Files) -> None:
 
 
 def _check_shape(path: str, entry: AnyTensor) -> None:
-    """Raise for a shape that torch cannot have, also if one of its sizes is 0."""
+    """Raise for a shape that torch does not support, even if one of its sizes is 0."""
     if math.prod(max(1, size) for size in entry.shape) >= 1 << 60:
-        raise CorruptSnapshotError(f"{path}: {entry.dtype}{list(entry.shape)} is not a valid shape")
+        raise CorruptSnapshotError(f"{path}: invalid shape {list(entry.shape)} of {entry.dtype}")
 
 
 def check_range(path: str, entry: TensorEntry | ObjectEntry, files: Files) -> None:
@@ -129,7 +127,7 @@ def check_range(path: str, entry: TensorEntry | ObjectEntry, files: Files) -> No
     count = count_blocks(end - begin)
     if count and entry.digest is not None:
         if entry.blocks is None:
-            raise CorruptSnapshotError(f"{path}: has no table of digests")
+            raise CorruptSnapshotError(f"{path}: the table of digests is missing")
         location, begin, end = entry.blocks
         table = files.get(location)
         if table is None or not 0 <= table.header <= begin <= end <= table.size or end - begin != count * SIZE:
@@ -139,11 +137,11 @@ def check_range(path: str, entry: TensorEntry | ObjectEntry, files: Files) -> No
 def _check_layout(path: str, entry: AnyTensor) -> None:
     order = None if entry.extra is None else entry.extra.stride_order
     if order is not None and sorted(order) != list(range(len(entry.shape))):
-        raise CorruptSnapshotError(f"{path}: {order} is not an order of {counted(len(entry.shape), 'dimension')}")
+        raise CorruptSnapshotError(f"{path}: invalid order {order} of {counted(len(entry.shape), 'dimension')}")
 
 
 def _outside_error(path: str, location: str, begin: int, end: int) -> CorruptSnapshotError:
-    return CorruptSnapshotError(f"{path}: the range {begin}-{end} does not lie in the data of {location[:200]}")
+    return CorruptSnapshotError(f"{path}: the range {begin}-{end} is outside the data of {location[:200]}")
 
 
 def find_locations(entries: Mapping[str, Any], files: Files) -> set[str]:

@@ -1,4 +1,4 @@
-"""Planning of reads: wanted ranges that are close together are merged, and long ones are cut.
+"""Planning of reads: wanted ranges that are close together are merged, and long ones are split.
 
 Nothing here depends on the purpose of the bytes. A part is one request that serves several ranges of a file.
 """
@@ -14,7 +14,7 @@ from snapshot.tensors.digest import BLOCK
 
 
 class ByteRange(Protocol):
-    """A range of a file that is to be read."""
+    """A range of a file to read."""
 
     location: str
     begin: int
@@ -41,7 +41,7 @@ class ReadPart(msgspec.Struct, gc=False):
 def plan_reads(ranges: Sequence[ByteRange], part_bytes: int, gap: int) -> list[ReadPart]:
     """Return the requests that read every wanted range once, in storage order.
 
-    Long ranges are cut at multiples of the digest block size, counted from their begin.
+    Long ranges are split at multiples of the digest block size, counted from their begin.
     """
     step = max(BLOCK, part_bytes // BLOCK * BLOCK)
     parts: list[ReadPart] = []

@@ -1,6 +1,6 @@
 """Messages that the ranks exchange before they write, and the leader's replies.
 
-Each rank sends a small record of digests. Where those agree, each rank can plan alone, since it knows the state of the
+Each rank sends a small record of digests. If those agree, each rank can plan alone, since it knows the state of the
 others. Only if they differ are details requested, once for each different rank.
 """
 
@@ -26,25 +26,25 @@ _MODULUS = 1 << 128
 
 
 class RankRecord(msgspec.Struct, array_like=True):
-    """A summary of a rank's state: 200 bytes, for any amount of data."""
+    """Summary of a rank's state: 200 bytes, for any amount of data."""
 
     structure: str
-    """A digest of its names, dtypes, shapes and layouts."""
+    """Digest of its names, dtypes, shapes and layouts."""
     basis: str
-    """The basis of sharing: FIRST, ASKED, or the structure of a known plan."""
+    """Basis of sharing: FIRST, ASKED, or the structure of a known plan."""
     agreed: str
-    """A digest of the items shared on that basis."""
+    """Digest of the items shared on that basis."""
     candidates: str
-    """A digest of all items that may be shared."""
+    """Digest of all items that may be shared."""
     have: bytes
-    """The sum of the layouts' digests of its sharded tensors."""
+    """Sum of the layouts' digests of its sharded tensors."""
     expected: bytes
-    """The same sum over all holders, from the first holder of each tensor."""
+    """Sum of the same digests over all holders, from the first holder of each tensor."""
     load: int
     """Bytes that only this rank can write."""
     entries: int
     boxes: bool
-    """True if it holds boxes without knowing the other holders."""
+    """True if it has boxes without knowing the other holders."""
     left: bytes = b""
     """Digests of some items that were not shared on its basis, and may be now."""
 
@@ -53,18 +53,18 @@ class ConsensusReply(msgspec.Struct, array_like=True):
     """The leader's reply to the records."""
 
     structure: str
-    """A digest of all ranks' structures."""
+    """Digest of all ranks' structures."""
     settled: bool
     loads: list[int]
     """Bytes that only each rank can write; empty if nothing is settled."""
     cut: bool
     """True if each rank's own entries remain in a part of a large manifest."""
     speakers: list[int]
-    """The ranks that send the items they could share: one of each kind."""
+    """Ranks that send the items they could share: one of each kind."""
     boxes: bool
     """True if all ranks must send their boxes."""
     layouts: bool
-    """True if layouts contradict each other, and all ranks must send theirs."""
+    """True if layouts contradict each other, and all ranks must send their layouts."""
 
 
 def compare_records(records: Sequence[RankRecord]) -> ConsensusReply:
@@ -94,7 +94,7 @@ def compare_records(records: Sequence[RankRecord]) -> ConsensusReply:
 
 
 def digest_layout(path: str, layout: str) -> int:
-    """Return a sharded tensor's part in the sums."""
+    """Return a sharded tensor's term in the sums."""
     return int(digest_range(f"{path}\0{layout}".encode()).removeprefix("xxh3:"), 16)
 
 
@@ -109,7 +109,7 @@ def add_sums(sums: Iterable[bytes]) -> bytes:
 
 
 class ShardBoxes(msgspec.Struct, array_like=True):
-    """The boxes of one tensor that a rank holds, if it does not know the other holders."""
+    """Boxes of one tensor on a rank that does not know the other holders."""
 
     path: str
     dtype: str
@@ -125,7 +125,7 @@ class Details(msgspec.Struct, array_like=True):
     """Concatenated digests of the items that it could share."""
     boxes: list[ShardBoxes] = msgspec.field(default_factory=list)
     layouts: dict[str, tuple[str, list[int]]] = msgspec.field(default_factory=dict)
-    """Path -> layout and the ranks that hold it."""
+    """Path -> layout and the ranks with parts of the tensor."""
 
 
 class Settlement(msgspec.Struct, array_like=True):
@@ -157,14 +157,14 @@ def _check_layouts(details: Sequence[Details]) -> None:
         absent = [rank for rank in ranks if rank not in layouts]
         if absent:
             faults.append(
-                f"{path}: rank {min(layouts)} holds a part of it, and rank {absent[0]}, which holds another, "
-                "has no such tensor, or another layout of it"
+                f"{path}: rank {min(layouts)} has a part of it, but rank {absent[0]}, which has another, "
+                "lacks the tensor, or has another layout of it"
             )
         elif len(set(layouts.values())) > 1:
             other = next(rank for rank in layouts if layouts[rank] != layouts[min(layouts)])
             faults.append(f"{path}: {layouts[min(layouts)]} on rank {min(layouts)}, {layouts[other]} on rank {other}")
     if faults:
-        raise SnapshotError(f"ranks disagree about the tensors that they share parts of:{listed(faults)}")
+        raise SnapshotError(f"all ranks must agree on the tensors that they share:{listed(faults)}")
 
 
 def _find_spare_boxes(details: Sequence[Details]) -> list[tuple[int, str, int]]:
@@ -206,13 +206,13 @@ def _find_spare_boxes(details: Sequence[Details]) -> list[tuple[int, str, int]]:
 def _describe_fault(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
     outside = [box for box in boxes if not is_inside(box, shape)]
     if outside:
-        return f"the part [{outside[0]}] does not lie in {list(shape)}"
+        return f"the part [{outside[0]}] is outside shape {list(shape)}"
     if boxes_overlap(boxes):
-        return "its parts overlap"
+        return "the parts overlap"
     filled = sum(box.numel for box in boxes)
     if filled != math.prod(shape):
         return (
-            f"the parts that are replica 0 on some rank hold {filled:,} of its {math.prod(shape):,} elements; "
-            "if others hold them, give those replica=0"
+            f"the parts with replica=0 have {filled:,} of {math.prod(shape):,} elements; "
+            "if other parts have the rest, set replica=0 on those"
         )
     return None

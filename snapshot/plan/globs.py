@@ -1,6 +1,6 @@
 """Globs over logical paths.
 
-`*` matches inside one component, and `**` crosses them. A match of a container covers everything beneath it.
+`*` matches within one component, and `**` crosses components. A match of a container covers everything below it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 def compile_glob(glob: str) -> re.Pattern[str]:
-    """Return the regular expression of a glob; it matches a path, or any path beneath one it matches.
+    """Return the regular expression of a glob; it matches a path, or any path below one it matches.
 
     >>> bool(compile_glob("model/*").match("model/layer.0.weight")), bool(compile_glob("*").match("model/w"))
     (True, True)
@@ -21,7 +21,7 @@ def compile_glob(glob: str) -> re.Pattern[str]:
 
 
 def compile_capturing_glob(glob: str) -> re.Pattern[str]:
-    """Return the expression of a glob with a group for each wildcard, and one for the path beneath the match.
+    """Return the expression of a glob with a group for each wildcard, and one for the path below the match.
 
     >>> compile_capturing_glob("model/*.w").match("model/a.w").groups()
     ('a', '')
@@ -30,7 +30,7 @@ def compile_capturing_glob(glob: str) -> re.Pattern[str]:
 
 
 WILDCARDS = re.compile(r"\*\*/|\*\*|\*")
-"""The wildcards that a glob's groups capture."""
+"""Wildcards that a glob's groups capture."""
 
 
 def _translate_glob(glob: str, group: str) -> str:
@@ -55,7 +55,7 @@ def _translate_glob(glob: str, group: str) -> str:
 
 
 def expect_globs(name: str, globs: Sequence[str]) -> None:
-    """Raise `TypeError` if one string was given instead of a list of globs."""
+    """Raise TypeError if one string was passed instead of a list of globs."""
     if isinstance(globs, str):
         raise TypeError(f"{name} must be a list of globs, got one string; write [{globs!r}]")
 

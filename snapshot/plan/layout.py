@@ -1,4 +1,4 @@
-"""The layout of data files: leaves are dealt out to files, and files are cut into parts.
+"""Layout of data files: leaves are distributed over files, and files are split into parts.
 
 Each data file is a valid safetensors file. A plan is a value: it names no snapshot and no rank, so it can be printed,
 compared, and reused.
@@ -26,32 +26,32 @@ PAGE = 4096
 LARGEST_FILE = 4 << 30
 LARGEST_HEADER = 16 * MiB
 CUT = 128 * MiB
-"""Below this a tensor is never cut for the sake of balance."""
+"""Minimum size of a tensor that is split to balance loads."""
 SHORTEST_PART = MiB // 4
-"""A lower bound for any budget: with parts of a few bytes a take would never end."""
+"""Lower bound for parts under any budget: with parts of a few bytes a take would never end."""
 WORTH_A_FILE = 16 * MiB
-"""Below this many bytes a file of its own costs more than it gains."""
+"""Minimum bytes of a separate file: a shorter one costs more than it gains."""
 
 
 class PlannedLeaf(Protocol):
-    """The properties of a tensor that a plan needs."""
+    """Properties of a tensor that a plan needs."""
 
     path: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     origin: tuple[int, ...] | None
-    """Offsets in the tensor that it is a box of, if it is one."""
+    """Offsets of the box in its tensor, if the leaf is a box."""
 
 
 class Extent(msgspec.Struct, gc=False):
-    """A range of a data file that holds a tensor, or (`box`) a part of one that is one range of its flat bytes."""
+    """A range of a data file with a tensor, or (`box`) with a part that is one range of the tensor's flat bytes."""
 
     leaf: int
     begin: int
     end: int
     start: int = 0
-    """The begin in the tensor's flat bytes."""
+    """Begin in the tensor's flat bytes."""
     box: Box | None = None
 
 
@@ -75,25 +75,25 @@ class FilePart(msgspec.Struct, gc=False, frozen=True):
     begin: int
     end: int
     first: int
-    """The extents that it touches, by position in the file: [first, last)."""
+    """Extents in the part, by position in the file: [first, last)."""
     last: int
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The files and ranges that a take writes. Created by `Snapshot.plan`; equal for equal structures."""
+    """Files and ranges that a take writes. Created by `Snapshot.plan`; equal for equal structures."""
 
     files: tuple[FilePlan, ...]
     blob_bytes: int
-    """Bytes that are not tensors: other objects', and the tables of digests."""
+    """Bytes that are not tensors: those of other objects, and the tables of digests."""
     structure: str
-    """A digest of all names, dtypes, shapes and locations."""
+    """Digest of all names, dtypes, shapes and locations."""
     staged_bytes: int
-    """The maximum host memory that the take uses at once."""
+    """Maximum host memory that the take uses at once."""
     loads: tuple[int, ...] = ()
     """Bytes of tensors that each rank writes, if there are several."""
     late: int = 0
-    """The number of files, at the end, with tensors that may be staged late."""
+    """Number of files, at the end, with tensors that may be staged late."""
 
     @cached_property
     def total_bytes(self) -> int:
@@ -102,7 +102,7 @@ class SavePlan:
 
     @property
     def bytes_per_rank(self) -> list[int]:
-        """Bytes that each rank writes; of several ranks, without their files' headers."""
+        """Bytes that each rank writes; with several ranks, without the headers of their files."""
         return list(self.loads) or [self.total_bytes]
 
     def __str__(self) -> str:
@@ -142,9 +142,9 @@ def make_plan(
     loads: tuple[int, ...] = (),
     late: bytes = b"",
 ) -> SavePlan:
-    """Deal leaves out to files: balanced over lanes, no file too long, the largest elements first in each.
+    """Distribute leaves over files: balanced over lanes, no file too long, the largest elements first in each.
 
-    `late` has a byte for each leaf, or is empty. Leaves whose byte is not 0 are in files of their own.
+    `late` has a byte for each leaf, or is empty. Leaves whose byte is not 0 are in separate files.
     """
     sizes = [leaf.nbytes for leaf in leaves]
     total = sum(sizes)
@@ -170,7 +170,7 @@ _Piece = tuple[int, int, int, Box | None]
 
 
 def _cut_leaves(leaves: Sequence[PlannedLeaf], sizes: list[int], total: int, lanes: int) -> list[_Piece]:
-    """Cut leaves that are too long for one file, or for one lane's share."""
+    """Split leaves that are too long for one file, or for one lane's share."""
     share = max(CUT, -(-total // lanes)) if lanes > 1 else LARGEST_FILE
     most = min(LARGEST_FILE, share + share // 8)
     if max(sizes, default=0) <= most:
@@ -192,7 +192,7 @@ def _cut_leaves(leaves: Sequence[PlannedLeaf], sizes: list[int], total: int, lan
 
 
 def _deal_pieces(pieces: list[_Piece], most: int) -> list[list[_Piece]]:
-    """Deal pieces out to lanes, longest first; short pieces that follow each other remain together."""
+    """Distribute pieces over lanes, longest first. Consecutive short pieces remain together."""
     total = sum(piece[2] for piece in pieces)
     lanes = max(1, min(most, total // WORTH_A_FILE))
     if lanes == 1:
@@ -219,7 +219,7 @@ def _deal_pieces(pieces: list[_Piece], most: int) -> list[list[_Piece]]:
 
 
 def _fill_files(pieces: list[_Piece], leaves: Sequence[PlannedLeaf]) -> Iterable[list[_Piece]]:
-    """Distribute one lane's pieces over files, so that neither data nor header grows too long."""
+    """Distribute one lane's pieces over files, so that neither data nor header is too long."""
     names = sum(len(leaves[piece[0]].path) for piece in pieces)
     if sum(piece[2] for piece in pieces) <= LARGEST_FILE and 6 * names + 300 * len(pieces) <= LARGEST_HEADER:
         if pieces:
@@ -287,14 +287,14 @@ _encode = msgspec.json.Encoder().encode
 def _header_name(path: str) -> str:
     """Return the header's name of a leaf.
 
-    No user's path can contain `%[`: it marks a part of a composite tensor.
+    A user's path cannot contain `%[`: it marks a part of a composite tensor.
     """
     owner, _, part = path.partition("%[")
     return f"{quote_path(owner)}[{part}" if part else quote_path(path)
 
 
 def cut_file(file: FilePlan, part_bytes: int) -> list[FilePart]:
-    """Cut a file into parts of equal length, the last one shorter."""
+    """Split a file into parts of equal length, the last one shorter."""
     parts: list[FilePart] = []
     extents = file.extents
     count, at = len(extents), 0
@@ -312,8 +312,8 @@ def cut_file(file: FilePlan, part_bytes: int) -> list[FilePart]:
 def choose_part_size(limits: Limits, budget: int, file_size: int, wanted: int = 0) -> int:
     """Return the length of parts: the storage's preference, limited by the budget and the number of parts."""
     size = wanted or limits.preferred_part
-    share = max(SHORTEST_PART, budget // max(2, min(limits.parallel_parts, 8)))  # fewer at once than ever smaller ones
+    share = max(SHORTEST_PART, budget // max(2, min(limits.parallel_parts, 8)))  # rather fewer than ever smaller parts
     size = min(size, limits.largest_part, max(limits.smallest_part, share))
     size = max(size, limits.smallest_part, -(-file_size // limits.most_parts))
-    multiple = math.lcm(limits.multiple, PAGE)  # so that no element is cut in two
+    multiple = math.lcm(limits.multiple, PAGE)  # so that no element is split
     return max(multiple, -(-size // multiple) * multiple)

@@ -1,4 +1,4 @@
-"""Assignment of data that several ranks hold alike to writers, with equal loads.
+"""Assignment of writers to data that several ranks have, with equal loads.
 
 It is a pure function of data that all ranks know, so each rank finds its own share without communication.
 """
@@ -13,24 +13,24 @@ from typing import NamedTuple
 from snapshot.tensors.geometry import Box, Shape, split_shape
 
 SHORTEST = 256 << 10
-"""Nothing shorter is cut: a digest's block."""
+"""Maximum length of pieces that are never split: one digest block."""
 FINEST = 8
-"""A tensor is cut into pieces of this fraction of a rank's share."""
+"""Pieces per rank's share, if a tensor is split."""
 MOST_PIECES = 4096
-"""The approximate number of pieces, for any number of ranks."""
+"""Approximate number of pieces, for any number of ranks."""
 
 
 class PartitionItem(NamedTuple):
-    """A tensor, or a box of one, that several ranks hold."""
+    """A tensor, or a box of one, that several ranks have."""
 
     shape: Shape
     itemsize: int
     splits: bool = True
-    """True if it may be cut."""
+    """True if the item may be split."""
 
     @property
     def nbytes(self) -> int:
-        """Its length in bytes."""
+        """Length in bytes."""
         return math.prod(self.shape) * self.itemsize
 
 
@@ -44,7 +44,7 @@ class Assignment(NamedTuple):
 def partition_items(items: Sequence[PartitionItem], loads: Sequence[int]) -> list[list[Assignment]]:
     """Return each rank's share, in the order of the items, given the bytes that each writes anyway.
 
-    The longest pieces are assigned first, each to the rank with the smallest load. Long items are cut before.
+    The longest pieces are assigned first, each to the rank with the smallest load. Long items are split before.
 
     >>> pieces = [PartitionItem((4,), 1), PartitionItem((2,), 1), PartitionItem((2,), 1)]
     >>> partition_items(pieces, [0, 0])

@@ -1,4 +1,4 @@
-"""A cache of plans: a take of the same structure is not planned twice."""
+"""Cache of plans, so that takes of the same structure are planned once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from snapshot.plan.layout import FilePart, FilePlan, PlannedLeaf, SavePlan, cut_
 from snapshot.storage import Limits
 
 KEPT = 8
-"""The number of cached plans, for takes that alternate."""
+"""Number of cached plans, for takes that alternate."""
 _paths, _dtypes, _shapes, _origins = map(attrgetter, ("path", "dtype", "shape", "origin"))
 
 
 @dataclass(frozen=True, slots=True)
 class _CachedPlan:
-    """A plan, and the arguments and leaves that it was made for."""
+    """A plan, with its arguments and leaves."""
 
     asked: tuple[Any, ...]
     leaves: tuple[list[Any], ...]
@@ -43,7 +43,7 @@ def find_parts(file: FilePlan, part_bytes: int) -> list[FilePart]:
 
 
 class PlanCache:
-    """A cache of the last plans."""
+    """Cache of the latest plans."""
 
     def __init__(self) -> None:
         self._made: deque[_CachedPlan] = deque(maxlen=KEPT)
@@ -66,7 +66,7 @@ class PlanCache:
             if made.asked == asked and made.leaves == described:
                 return replace(made.plan, blob_bytes=blob_bytes + made.tables, staged_bytes=staged_bytes, loads=loads)
         plan = make_plan(leaves, blob_bytes, limits, lanes, staged_bytes=staged_bytes, loads=loads, late=late)
-        if plan.late:  # in whatever files things stand, the structure is the same
+        if plan.late:  # the structure does not depend on the choice of files
             usual = self.plan(leaves, blob_bytes, limits, lanes, staged_bytes=staged_bytes, loads=loads)
             plan = replace(plan, structure=usual.structure)
         self._made.append(_CachedPlan(asked, described, plan, plan.blob_bytes - blob_bytes))

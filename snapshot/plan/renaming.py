@@ -17,8 +17,8 @@ Change = Callable[[str], str]
 def compile_rename(rename: Rename, known: Collection[str]) -> tuple[Change, list[str]]:
     """Return the function that renames a path, and the names in `rename` that match none of the `known` paths.
 
-    A key of the dict is the path of an entry, which moves with all beneath it; else a prefix that ends at a dot, such
-    as a submodule's name; else a glob, whose wildcards stand for the same text in the new name.
+    A key of the dict is the path of an entry, which is renamed with everything below it. Or it is a prefix that ends at
+    a dot, such as a submodule's name. Or it is a glob, whose wildcards stand for the same text in the new name.
 
     >>> known = ["model", "model/a.weight", "model/layers.0.attn.q"]
     >>> change, unmatched = compile_rename({"model/a": "model/enc", "model/layers.*.attn.*": "model/h.*.att.*"}, known)
@@ -86,13 +86,13 @@ def _rename_by_mapping(
             if new is None and path[end] == "/":
                 new = exact.get(prefix)
             if new is not None and prefix in dotted and new.count("/") < prefix.count("/"):
-                return f"{new}/{path[end + 1 :]}"  # what is left is a name of its own
+                return f"{new}/{path[end + 1 :]}"  # the rest is a separate name
             if new is not None:
                 return new + path[end:]
         for found, texts in globs:
             match = found.match(path)
             if match is not None:
-                return "".join(map("".join, zip(texts, match.groups(), strict=True)))  # the last is what is beneath
+                return "".join(map("".join, zip(texts, match.groups(), strict=True)))  # last: the path below
         return path
 
     return change

@@ -7,20 +7,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""What DistributedDataParallel, DataParallel and AveragedModel, torch.compile, FSDP1, and activation checkpointing put
-in front of the names of what they wrap."""
+"""Prefixes that wrappers add to names: DistributedDataParallel, DataParallel and AveragedModel, torch.compile, FSDP1,
+and activation checkpointing."""
 OWN = {"module": "n_averaged"}
-"""A wrapper -> the name of its own that stands beside what it wraps: AveragedModel's count."""
+"""Wrapper -> name of its own entry next to the wrapped module: AveragedModel's count."""
 
 
 @dataclass(frozen=True)
 class MatchedNames:
-    """The mapping from names of a snapshot to names of an application."""
+    """Mapping from names of a snapshot to names of an application."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     """Saved name -> the application's name, for each name that differs."""
     wrappers: tuple[str, ...] = ()
-    """The wrappers whose names differ."""
+    """Wrappers whose names differ."""
     ambiguous: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
     """Names of the application with their saved candidates, if the match is not one to one."""
     left_out: tuple[str, ...] = ()

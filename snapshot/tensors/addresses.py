@@ -1,8 +1,8 @@
-"""Tensors' memory as buffers, without copying it.
+"""Tensors' memory as buffers, without a copy.
 
-`ctypes` arrays over an address are the cheapest buffer that Python can create for any tensor, whatever its dtype. They
-take half the time of `tensor.numpy()`, and support bfloat16 and `requires_grad`. They keep nothing alive: the caller
-must hold the tensor.
+`ctypes` arrays over an address are the cheapest buffer that Python can create for tensors of any dtype. They take half
+the time of `tensor.numpy()`, and support bfloat16 and `requires_grad`. They keep no reference: the caller must keep
+the tensor alive.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ copy_memory_short.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 copy_memory_short.restype = None
 
 SHORT = 32 << 10
-"""The length up to which `copy_memory_short` is faster."""
+"""Length up to which `copy_memory_short` is faster."""
 
 
 _POPULATE_WRITE = 23
@@ -84,7 +84,7 @@ def populate_pages(address: int, nbytes: int) -> bool:
     if _noisy.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_WRITE) == 0:
         return True
     if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
-        raise MemoryError(f"no memory for {counted(nbytes, 'byte')} more: {os.strerror(ctypes.get_errno())}")
+        raise MemoryError(f"out of memory for {counted(nbytes, 'byte')}: {os.strerror(ctypes.get_errno())}")
     return False  # before Linux 5.14
 
 

@@ -1,4 +1,4 @@
-"""Tensors with more than their bytes: memory order, subclasses, sparse layouts, quantisation."""
+"""Tensors with more state than their bytes: memory order, subclasses, sparse layouts, quantisation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def allocate_tensor(
     order: tuple[int, ...] | None = None,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Return a new tensor whose dimensions are in memory in the given order."""
+    """Return a new tensor with its dimensions in memory in the given order."""
     if order is None:
         return torch.empty(shape, dtype=dtype, device=device)
     made = torch.empty([shape[axis] for axis in order], dtype=dtype, device=device)
@@ -94,14 +94,14 @@ def restore_class(path: str, tensor: torch.Tensor, subclass: str | None, require
         return torch.nn.Parameter(tensor, requires_grad)
     if subclass is not None:
         module, _, name = subclass.rpartition(".")
-        # what a module makes only when it is asked for it, it is not asked for
+        # read `__dict__`, since `getattr` could run a module's code
         kind = getattr(sys.modules.get(module), "__dict__", {}).get(name)
         if isinstance(kind, type) and issubclass(kind, torch.Tensor) and _is_plain(kind):
             with torch.no_grad():
                 tensor = tensor.as_subclass(kind)
         else:
             warnings.warn(
-                f"{path}: was a {subclass}, which is not imported here; it comes back as a plain tensor",
+                f"{path}: saved as {subclass}, which is not imported here; restored as a plain tensor",
                 stacklevel=2,
             )
     return tensor.requires_grad_() if requires_grad else tensor
@@ -115,7 +115,7 @@ Decomposed = tuple[str, dict[str, torch.Tensor], dict[str, Any]]
 
 
 def decompose_tensor(tensor: torch.Tensor) -> Decomposed | None:
-    """Return (kind, parts, parameters) of a tensor made of tensors; None for an unknown one."""
+    """Return (kind, parts, parameters) of a tensor composed of tensors; None for an unknown one."""
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         parts = {"indices": tensor._indices(), "values": tensor._values()}
@@ -131,7 +131,7 @@ def decompose_tensor(tensor: torch.Tensor) -> Decomposed | None:
 
 def _decompose_quantised(tensor: torch.Tensor) -> Decomposed | None:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in _INTEGERS:  # several values in a byte
+    if dtype not in _INTEGERS:  # several values per byte
         return None
     scheme, order = tensor.qscheme(), find_stride_order(tensor)
     if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
@@ -154,14 +154,14 @@ Parts = Mapping[str, torch.Tensor]
 
 
 def compose_tensor(path: str, kind: str, parts: Parts, params: Mapping[str, Any]) -> torch.Tensor:
-    """Return the tensor that `decompose_tensor` has taken apart."""
+    """Return the tensor that `decompose_tensor` has decomposed."""
     build = _BUILDERS.get(kind)
     if build is None:
         raise CorruptSnapshotError(f"{path}: unknown kind of tensor {kind!r}")
     try:
         with torch.no_grad():
             made = build(parts, params)
-    except Exception as error:  # torch raises many kinds at what it cannot make
+    except Exception as error:  # torch raises many kinds of errors for invalid parts
         raise CorruptSnapshotError(f"{path}: cannot build a {kind} tensor from its parts: {error}") from error
     return restore_class(path, made, params.get("subclass"), bool(params.get("requires_grad")))
 
@@ -197,7 +197,7 @@ def _order_integers(integers: torch.Tensor, params: Mapping[str, Any]) -> tuple[
     """Return the integers in their memory order, and the order of the dimensions."""
     order = params.get("order") or list(range(integers.dim()))
     if sorted(order) != list(range(integers.dim())):
-        raise ValueError(f"{order} is not an order of {counted(integers.dim(), 'dimension')}")
+        raise ValueError(f"invalid order {order} of {counted(integers.dim(), 'dimension')}")
     return integers.permute(order).contiguous(), order
 
 

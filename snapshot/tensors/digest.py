@@ -1,7 +1,7 @@
-"""Digests: xxh3 of 128 bits over a range, by blocks of 256 KiB for longer ranges.
+"""Digests: 128-bit xxh3 over a range, by blocks of 256 KiB for longer ranges.
 
-Blocks are digested in any order, by any thread, while they are in cache. A partial read verifies only the blocks that
-it touches. The digests protect against accidents, not against attackers.
+Blocks are digested in any order, by any thread, while they are in the CPU cache. A partial read verifies only the
+blocks that it touches. The digests protect against accidents, not against attackers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from snapshot.storage import Buffer
 
 BLOCK = 256 << 10
 SIZE = 16
-"""Bytes of one digest."""
+"""Length of one digest in bytes."""
 
 block_digest = xxhash.xxh3_128_digest
 _hex = xxhash.xxh3_128_hexdigest
@@ -53,7 +53,7 @@ def count_blocks(nbytes: int) -> int:
 
 
 class RunningDigest:
-    """The digest of one range whose bytes arrive in order, in pieces of any length."""
+    """Digest of one range whose bytes arrive in order, in pieces of any length."""
 
     __slots__ = ("_open", "_open_bytes", "_table")
 

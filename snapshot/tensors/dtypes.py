@@ -1,11 +1,11 @@
-"""The names of dtypes, in this library's manifest and in safetensors headers."""
+"""Names of dtypes, in this library's manifest and in safetensors headers."""
 
 from __future__ import annotations
 
 import torch
 
 _UNSTORABLE = {"qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
-"""Quantised tensors are stored in parts: their integers are plain tensors."""
+"""Dtypes of quantised tensors, which are stored in parts: their integers are plain tensors."""
 
 BY_NAME: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
@@ -32,4 +32,4 @@ SAFETENSORS: dict[str, str] = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""This library's name -> safetensors' name, for dtypes that each of its releases reads; others are stored as bytes."""
+"""This library's name -> safetensors' name, for dtypes that all its releases read; others are stored as bytes."""

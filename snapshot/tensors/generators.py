@@ -1,4 +1,4 @@
-"""torch's random number generators: their states, as tensors of bytes."""
+"""States of torch's random number generators, as tensors of bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from snapshot.errors import CorruptSnapshotError
 from snapshot.saved import SavedObject
 
 KIND = "Generator"
-"""The `kind` of their entries."""
+"""`kind` of their entries."""
 
 
 def read_device(path: str, params: Mapping[str, Any]) -> torch.device:
@@ -22,7 +22,7 @@ def read_device(path: str, params: Mapping[str, Any]) -> torch.device:
             return torch.device(name)
     except RuntimeError:
         pass
-    raise CorruptSnapshotError(f"{path}: {str(name)[:80]!r} is not the device of a generator")
+    raise CorruptSnapshotError(f"{path}: invalid device of a generator: {str(name)[:80]!r}")
 
 
 def make_generator(path: str, params: Mapping[str, Any], state: torch.Tensor) -> Any:
@@ -40,5 +40,5 @@ def fill_generator(path: str, generator: torch.Generator, state: torch.Tensor) -
     try:
         generator.set_state(state.cpu())
     except (RuntimeError, TypeError) as error:
-        raise CorruptSnapshotError(f"{path}: is not a state of a generator on {generator.device}: {error}") from error
+        raise CorruptSnapshotError(f"{path}: invalid state of a generator on {generator.device}: {error}") from error
     return generator

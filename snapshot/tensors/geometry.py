@@ -22,7 +22,7 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
     def slices(self) -> tuple[slice, ...]:
@@ -79,7 +79,7 @@ def boxes_overlap(boxes: list[Box]) -> bool:
         group = groups.pop()
         patience -= len(group)
         if patience < 0:
-            raise ValueError(f"its {counted(len(boxes), 'part')} form no known layout")
+            raise ValueError(f"the {counted(len(boxes), 'part')} form no known layout")
         if len(group) < 2:
             continue
         for axis in range(len(group[0].sizes)):
@@ -112,7 +112,7 @@ def _sweep_pairs(boxes: list[Box], patience: int) -> bool:
     for box in sorted(boxes, key=lambda box: box.offsets[axis]):
         patience -= len(active)
         if patience < 0:
-            raise ValueError(f"its {counted(len(boxes), 'part')} form no known layout")
+            raise ValueError(f"the {counted(len(boxes), 'part')} form no known layout")
         active = [other for other in active if other.offsets[axis] + other.sizes[axis] > box.offsets[axis]]
         if any(intersect(box, other) for other in active):
             return True
@@ -131,7 +131,7 @@ def is_flat_range(shape: Shape, box: Box) -> bool:
 
 
 def split_shape(shape: Shape, most: int) -> list[Box]:
-    """Cut a tensor into boxes of at most `most` elements, each of them one flat range, in order.
+    """Split a tensor into boxes of at most `most` elements, each of them one flat range, in order.
 
     >>> [str(box) for box in split_shape((2, 3), 2)]
     ['0:1,0:2', '0:1,2:3', '1:2,0:2', '1:2,2:3']
@@ -150,9 +150,9 @@ def split_shape(shape: Shape, most: int) -> list[Box]:
 
 
 def boxes_of_range(shape: Shape, begin: int, end: int) -> Iterator[tuple[int, Box]]:
-    """Cut the flat range [begin, end) of a tensor into boxes, in order: (where the box begins in the flat tensor, box).
+    """Split the flat range [begin, end) of a tensor into boxes, and yield (begin in the flat tensor, box) in order.
 
-    At most two boxes a dimension: a ragged head, whole rows, a ragged tail.
+    There are at most two boxes per dimension: a ragged head, whole rows, a ragged tail.
 
     >>> [(at, str(box)) for at, box in boxes_of_range((4, 3), 2, 10)]
     [(2, '0:1,2:3'), (3, '1:3,0:3'), (9, '3:4,0:1')]

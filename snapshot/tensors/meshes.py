@@ -1,6 +1,6 @@
-"""The boxes that each rank of a mesh holds of a tensor, computed from integers alone.
+"""Boxes of a tensor on each rank of a mesh, computed from integers alone.
 
-Plans and tests need neither processes nor torch, and no box depends on the torch version.
+Plans and tests need neither processes nor torch, and the boxes do not depend on the torch version.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 from snapshot.tensors.geometry import Box, Shape
 
 Interval = tuple[int, int]
-"""The begin and end of a run of indices."""
+"""Begin and end of a run of indices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Along this dimension of the mesh, all ranks hold the same."""
+    """Placement along a dimension of the mesh: all ranks have the same data."""
 
     def __str__(self) -> str:
         return "R"
@@ -28,10 +28,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Along this dimension of the mesh, ranks share a dimension of the tensor, as `torch.chunk` would cut it.
+    """Placement along a dimension of the mesh: ranks share a dimension of the tensor, split like `torch.chunk`.
 
-    With `strides`, the dimension is cut into that many equal ranges first, and each rank gets its share of every one of
-    them: so another dimension of the mesh can hand out whole ranges.
+    With `strides`, the dimension is first split into that many equal ranges, and each rank gets its share of every
+    range. So another dimension of the mesh can distribute whole ranges.
     """
 
     dim: int
@@ -46,12 +46,12 @@ Placements = tuple[Placement, ...]
 
 
 class HeldShards(NamedTuple):
-    """The boxes of a tensor that a rank holds."""
+    """Boxes of a tensor on one rank."""
 
     shape: Shape
-    """The shape of its local tensor."""
+    """Shape of its local tensor."""
     boxes: tuple[tuple[Box, Box], ...]
-    """The box of each part in the whole tensor, and in the local one. No part is empty."""
+    """Box of each part in the whole tensor, and in the local one. No part is empty."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -62,10 +62,10 @@ def find_held_shards(
     coordinate: Shape,
     order: tuple[int, ...] | None = None,
 ) -> HeldShards:
-    """Return the boxes that the rank at a coordinate of the mesh holds.
+    """Return the boxes of the rank at a coordinate of the mesh.
 
-    The dimensions of the mesh cut from left to right, each the remainder of those before it. With an `order` of the
-    mesh's dimensions (see `find_nesting`), they cut in that order instead, and all without strides.
+    The dimensions of the mesh split from left to right, each the remainder of the previous ones. With an `order` of the
+    mesh's dimensions (see `find_nesting`), they split in that order instead, and all without strides.
 
     >>> shape, boxes = find_held_shards((6,), (2,), (Split(0, strides=2),), (0,))
     >>> shape, [f"{box} is {local}" for box, local in boxes]
@@ -100,9 +100,9 @@ def iterate_shards(
 def find_peers(
     mesh_ranks: Sequence[int], mesh_shape: Shape, placements: Placements, coordinate: Shape
 ) -> tuple[int, ...]:
-    """Return the ranks that hold the same boxes as the one at a coordinate, itself included.
+    """Return the ranks with the same boxes as the one at a coordinate, including itself.
 
-    `mesh_ranks` holds all ranks of the mesh, flat. The result is in the mesh's order.
+    `mesh_ranks` has all ranks of the mesh, flat. The result is in the mesh's order.
 
     >>> find_peers([0, 1, 2, 3], (2, 2), (Copy(), Split(0)), (0, 1))
     (1, 3)
@@ -118,10 +118,10 @@ def find_peers(
 
 
 def find_nesting(mesh_shape: Shape, placements: Placements) -> tuple[int, ...] | None:
-    """Return the order in which the mesh's dimensions cut, if strides encode one; None otherwise.
+    """Return the order in which the mesh's dimensions split, if strides encode one; None otherwise.
 
-    FSDP uses such strides for a tensor that is parallel already: dimensions further right have cut it before. If all
-    sizes divide evenly, cutting in this order is equal to cutting from left to right.
+    FSDP uses such strides for a tensor that is already parallel: dimensions further right have split it before. If all
+    sizes divide evenly, splitting in this order is equal to splitting from left to right.
 
     >>> find_nesting((4, 2), (Split(0, strides=2), Split(0)))
     (1, 0)
@@ -173,7 +173,7 @@ def _take_share(axis: list[Interval], strides: int, parts: int, index: int) -> l
 
 
 def _chunk_interval(length: int, parts: int, index: int) -> Interval:
-    """Return the interval of a chunk: all are as long as the first, except for the last ones, which may be shorter."""
+    """Return the interval of a chunk. Chunks are as long as the first, except the last ones, which may be shorter."""
     step = -(-length // parts)
     return min(length, step * index), min(length, step * (index + 1))
 
@@ -191,7 +191,7 @@ def _select_range(axis: list[Interval], begin: int, end: int) -> Iterator[Interv
 def _locate_runs(axis: list[Interval]) -> list[tuple[int, int, int]]:
     """Return (begin in the tensor, begin in the local one, length) of each run of indices.
 
-    Runs that follow each other are joined.
+    Adjacent runs are joined.
     """
     runs: list[tuple[int, int, int]] = []
     at = 0

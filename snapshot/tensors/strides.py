@@ -1,4 +1,4 @@
-"""Views into a storage, and whether a view is a box in a tensor of C order.
+"""Views into a storage, and the test if a view is a box in a tensor of C order.
 
 All counts are in elements. Nearly every saved view is one: a slice, a transposition, or both.
 """
@@ -39,11 +39,11 @@ class EnclosingTensor(NamedTuple):
     order: Shape
     """The view's dimensions by decreasing stride: its permutation."""
     sizes: Shape
-    """The shape of the tensor around it; one dimension more than the view has if its last steps are longer than 1."""
+    """Shape of the enclosing tensor. It has one more dimension than the view if the view's last stride exceeds 1."""
 
     @property
     def padded(self) -> bool:
-        """True if there is one dimension more, and the view has its first element only."""
+        """True if there is one more dimension, in which the view has only the first element."""
         return len(self.sizes) > len(self.order)
 
 
@@ -67,7 +67,7 @@ def find_enclosing_tensor(shape: Shape, strides: Shape) -> EnclosingTensor | Non
             continue
         if stride <= 0:
             return None
-        if step:  # so many of these steps make one of those of the dimension before
+        if step:  # the previous stride must be a multiple of this one
             count, rest = divmod(step, stride)
             if rest or count < size:
                 return None

@@ -1,6 +1,6 @@
-"""For tests of plugins and of applications: the storage contract as tests, and storages and HTTP that fail on purpose.
+"""Test tools for plugins and applications: the storage contract as tests, and storages and HTTP with injected faults.
 
-Needs pytest, as its users do.
+Requires pytest.
 """
 
 import pytest
@@ -9,7 +9,7 @@ pytest.register_assert_rewrite(
     "snapshot.testing.bulk", "snapshot.testing.conformance", "snapshot.testing.opened", "snapshot.testing.small"
 )
 
-from snapshot.testing.conformance import StorageTests  # noqa: E402 - its asserts are rewritten as it is imported
+from snapshot.testing.conformance import StorageTests  # noqa: E402 - its asserts are rewritten on import
 from snapshot.testing.proxy import FaultProxy  # noqa: E402
 from snapshot.testing.storages import TappedStorage, faulty, recording, stalling, tapped  # noqa: E402
 from snapshot.testing.taps import Damage, Fault, Log, Operation, Stall, Tap  # noqa: E402

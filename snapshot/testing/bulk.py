@@ -1,4 +1,4 @@
-"""The contract's half about bulk bytes: files written in parts, and ranges read back."""
+"""Contract tests for bulk data: files written in parts, and ranged reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MiB = 1 << 20
 
 
 class BulkFileTests(OpenedStorage):
-    """`create` and what its writer does, and `read_into`."""
+    """Tests of `create` and its writer, and of `read_into`."""
 
     @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 3 * MiB])
     @on_loop("write")

@@ -1,11 +1,11 @@
-"""The storage contract as tests: what every plugin must pass, and all that its author has to write is where to store.
+"""The storage contract as tests: every plugin must pass them, and its author only provides a URL.
 
     class TestMine(StorageTests):
         @pytest.fixture
         def url(self):
             return f"mine://bucket/{secrets.token_hex(8)}"
 
-What the plugin's `capabilities` declare is tested; what they do not declare must raise `StorageError`.
+Declared `capabilities` of the plugin are tested. Undeclared ones must raise StorageError.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MiB = 1 << 20
 
 
 class StorageTests(BulkFileTests, SmallFileTests):
-    """Subclass it and say `url`; `options` and `context` where the plugin needs them."""
+    """Base class of a plugin's tests: provide `url`, and `options` and `context` if needed."""
 
     @on_loop("write", "delete", "list")
     async def test_a_commit_puts_the_file_and_takes_the_claim_away(self, storage: Storage) -> None:
@@ -135,11 +135,11 @@ class StorageTests(BulkFileTests, SmallFileTests):
                 await (await storage.create("data/aborted", 5 * MiB)).abort()
             await storage.close()
 
-        asyncio.run(use())  # what is made once and kept is made here
+        asyncio.run(use())  # create here everything that is created once and kept
         before = os.listdir("/proc/self/fd")
         for _ in range(3):
             asyncio.run(use())
         deadline = time.monotonic() + 5
         while len(os.listdir("/proc/self/fd")) > len(before) and time.monotonic() < deadline:
-            time.sleep(0.05)  # clients with threads of their own close connections a little later
+            time.sleep(0.05)  # clients with their own threads close connections a little later
         assert len(os.listdir("/proc/self/fd")) <= len(before)

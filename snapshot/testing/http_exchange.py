@@ -1,4 +1,4 @@
-"""One request on its way through a proxy, and its answer on its way back: passed on as they are, or with a fault."""
+"""One request through a proxy and its response: both are passed on unchanged, or with a fault."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from snapshot.testing.traffic import HTTPFault, Passed, Traffic
 from snapshot.testing.wire import Body, Channel, Gone, Head
 
 GRACE = 1.0
-"""How many seconds a client may go on sending a body whose request has been answered."""
+"""Seconds that a client may go on sending a body after the response."""
 
 
 @dataclass(slots=True)
 class Way:
-    """A body on its way from one side to the other."""
+    """A body that is passed from one side to the other."""
 
     body: Body
     to: Channel | None
-    """None: it is thrown away."""
+    """Receiver; None to discard the body."""
     mark: int | None = None
-    """In front of this byte something happens."""
+    """Offset of the byte before which the fault happens."""
     flip: int | None = None
-    """This bit is turned over."""
+    """Index of the bit to flip."""
     upto: int | None = None
-    """The rest is thrown away."""
+    """Offset from which the rest is discarded."""
     passed: int = 0
 
     def spoil(self, data: memoryview) -> memoryview:
-        """Return the next bytes, with the bit turned over if it is in them."""
+        """Return the next bytes, with the bit flipped if it is in them."""
         bit = self.flip
         if bit is None:
             return data
@@ -47,9 +47,9 @@ class Way:
 
 
 class HTTPExchange:
-    """Carries one request and its answer. `ask` opens the connection to the target, or gives the one that is open.
+    """Passes on one request and its response. `ask` returns the connection to the target, and opens it if needed.
 
-    What ends the connections is raised: `Gone` ends them in good order, any other `OSError` resets them.
+    Errors end the connections: `Gone` closes them orderly, any other `OSError` resets them.
     """
 
     def __init__(self, traffic: Traffic, client: Channel, head: Head, ask: Callable[[], Awaitable[Channel]]) -> None:
@@ -70,7 +70,7 @@ class HTTPExchange:
         self._began = time.monotonic()
 
     async def run(self) -> bool:
-        """Do all of it, and say whether another request may follow on the connection."""
+        """Handle the request. Return True if another request may follow on the connection."""
         self.entered = self.traffic.enter()
         try:
             await asyncio.sleep(self.traffic.latency)
@@ -89,7 +89,7 @@ class HTTPExchange:
         return self._value("flip") if self.fault is not None and self.fault.side == side else None
 
     async def _before(self, fault: HTTPFault) -> Coroutine[None, None, bool] | None:
-        """Return what a fault does before the target is asked; and who answers instead, if it is not to be asked."""
+        """Apply a fault before the target is asked. Return the response in its place, if the target is not asked."""
         self.what = fault.what
         match fault.what:
             case "reset_before":
@@ -117,7 +117,7 @@ class HTTPExchange:
         return await self._both_ways(self._answer(target), target)
 
     async def _both_ways(self, answer: Coroutine[None, None, bool], target: Channel | None = None) -> bool:
-        """Pass on the request's body, and meanwhile answer; a client that leaves ends it."""
+        """Pass on the request's body, and respond meanwhile. A client that disconnects ends the exchange."""
         self.upload = asyncio.create_task(self._upload(target))
         answering = asyncio.create_task(answer)
         leaving: asyncio.Task[None] | None = None
@@ -154,7 +154,7 @@ class HTTPExchange:
             await self.upload
 
     async def _reply(self, status: int, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bool:
-        """Answer in the target's place, when the request has been read."""
+        """Respond in the target's place, after reading the request."""
         await self._uploaded()
         if self.what == "status":
             self._strike()
@@ -176,7 +176,7 @@ class HTTPExchange:
         raise Gone("released")
 
     async def _answer(self, target: Channel) -> bool:
-        """Pass on what the target answers."""
+        """Pass on the target's response."""
         while True:
             head = await target.read_head()
             if head is None:
@@ -186,7 +186,7 @@ class HTTPExchange:
             self.continued = True
             await self.client.send(head.raw)
         if self.what == "reset_upload_at":
-            await self._uploaded()  # a target may answer before it has all: that is not to save the client
+            await self._uploaded()  # a target may respond early, which must not spare the client
         body = Body.of_answer(target, head, self._request.method)
         if self.what == "lose_answer":
             await self._pass(Way(body, None))
@@ -214,7 +214,7 @@ class HTTPExchange:
         raise ConnectionResetError("lose_answer")
 
     async def _pass(self, way: Way) -> None:
-        """Pass a body on, piece by piece, with what is to happen to it."""
+        """Pass a body on, piece by piece, with its faults."""
         if way.mark == 0:
             await self._at_mark(way)
         while (piece := await way.body.read()) is not None:
@@ -228,11 +228,11 @@ class HTTPExchange:
                     data = await self._upto_mark(way, data)
                 way.passed += len(data)
             if way is self.down and (piece.last or way.passed == way.upto):
-                self._note()  # now: when the client has the last byte, its test may look
+                self._note()  # now: a test may check as soon as the client has the last byte
             await self._send(way, data)
 
     async def _upto_mark(self, way: Way, data: memoryview) -> memoryview:
-        """Send what lies before the mark, let happen what happens there, and give back the rest."""
+        """Send the bytes before the mark, apply the fault, and return the rest."""
         assert way.mark is not None
         before = way.mark - way.passed
         way.passed = way.mark
@@ -262,7 +262,7 @@ class HTTPExchange:
             except ConnectionError:
                 if way.to is self.client:
                     raise
-                way.to = None  # the target wants no more of it; its answer may say why
+                way.to = None  # the target accepts no more; its response may say why
 
     async def _released(self) -> None:
         if self.fault is not None:
@@ -273,7 +273,7 @@ class HTTPExchange:
             self.fault.strike()
 
     def _note(self) -> None:
-        """Write down what happened, once."""
+        """Record the request, once."""
         if self._noted:
             return
         self._noted = True

@@ -1,4 +1,4 @@
-"""A storage for one test: opened, used and closed on an event loop of the test's own."""
+"""A storage for one test: opened, used and closed on the test's own event loop."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from snapshot.storage import URL, Context, Storage
 from snapshot.testing.parts import store
 
 DEADLINE = 60.0
-"""Seconds that one test may take."""
+"""Timeout of one test in seconds."""
 
 Test = Callable[..., Coroutine[Any, Any, None]]
 
 
 def on_loop(*needed: str) -> Callable[[Test], Callable[..., None]]:
-    """Run an asynchronous test on an event loop of its own, on which its storage is closed, too.
+    """Run an asynchronous test on its own event loop, on which its storage is closed, too.
 
-    `needed` are the capabilities without which there is nothing to test.
+    Skip the test if the storage lacks a capability in `needed`.
     """
 
     def wrap(test: Test) -> Callable[..., None]:
@@ -46,38 +46,38 @@ def on_loop(*needed: str) -> Callable[[Test], Callable[..., None]]:
 
 
 def names(error: pytest.ExceptionInfo[BaseException], storage: Storage, path: str) -> None:
-    """Assert that an error says which file it is about."""
+    """Assert that an error names its file."""
     assert str(storage.url.join(path)) in str(error.value)
 
 
 class OpenedStorage:
-    """The fixtures of the conformance kit: a plugin's tests say `url`, and the others where it needs them."""
+    """Fixtures of the conformance tests: a plugin's tests override `url`, and others if needed."""
 
     @pytest.fixture
     def url(self) -> str:
-        """Return a fresh, empty place for each test."""
-        raise NotImplementedError("the tests of a storage have a fixture `url`")
+        """Return a new, empty place for each test."""
+        raise NotImplementedError("the tests of a storage must define a fixture `url`")
 
     @pytest.fixture
     def options(self) -> Mapping[str, Any]:
-        """Return the `storage_options` to open it with."""
+        """Return the `storage_options` for opening."""
         return {}
 
     @pytest.fixture
     def context(self) -> Context:
-        """Return what the operation tells the storage."""
+        """Return the context of the operation."""
         return Context()
 
     @pytest.fixture
     def reopen(self, url: str, options: Mapping[str, Any], context: Context) -> Callable[[], Storage]:
-        """Return what opens the same place once more, as another process would."""
+        """Return a function that opens the same place again, as another process would."""
         return lambda: open_storage(URL.parse(url), options, context)
 
     @pytest.fixture
     def storage(self, reopen: Callable[[], Storage]) -> Storage:
-        """Return the storage under test; nothing is connected yet."""
+        """Return the storage under test, not connected yet."""
         return reopen()
 
     async def place(self, storage: Storage, path: str, data: bytes) -> None:
-        """Put a file there to be read. A plugin that can't write overrides this."""
+        """Write a file to be read. A plugin that cannot write overrides this."""
         await store(storage, path, data)

@@ -1,4 +1,4 @@
-"""Whole files through a storage, in parts as its limits ask for them: as much of a write engine as tests need."""
+"""Whole files through a storage, in parts within its limits: a minimal write engine for tests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from snapshot.storage import Limits, Storage
 
 
 def pattern(size: int, seed: int = 0) -> bytes:
-    """Bytes in which any shift, swap or loss shows."""
+    """Return bytes in which any shift, swap or loss is detected."""
     return random.Random(seed).randbytes(size)  # noqa: S311 - a pattern, not a secret
 
 
 def aligned(data: bytes, alignment: int = mmap.PAGESIZE) -> memoryview:
     """Return a copy of the bytes at an address that is a multiple of `alignment`, in whole pages of memory."""
     if mmap.PAGESIZE % alignment:
-        raise ValueError(f"cannot align to {alignment} bytes: pages have {mmap.PAGESIZE}")
+        raise ValueError(f"alignment must divide the page size of {mmap.PAGESIZE}, got {alignment}")
     if not data:
         return memoryview(b"")
     view = memoryview(mmap.mmap(-1, len(data)))
@@ -27,7 +27,7 @@ def aligned(data: bytes, alignment: int = mmap.PAGESIZE) -> memoryview:
 
 
 def part_length(limits: Limits, wanted: int) -> int:
-    """Return the length of a part near `wanted` that the limits allow."""
+    """Return a part length near `wanted` within the limits."""
     length = max(limits.smallest_part, min(wanted, limits.largest_part))
     length += -length % limits.multiple
     if length > limits.largest_part:
@@ -36,14 +36,14 @@ def part_length(limits: Limits, wanted: int) -> int:
 
 
 def cut(size: int, length: int) -> list[tuple[int, int]]:
-    """Offset and length of the parts of a file; only the last one is shorter."""
+    """Return offset and length of each part of a file; only the last one is shorter."""
     return [(offset, min(length, size - offset)) for offset in range(0, size, length)]
 
 
 async def store(storage: Storage, path: str, data: bytes, *, part: int = 1 << 20, seed: int | None = None) -> None:
-    """Write a file: parts side by side as far as the limits allow, in an order that the seed shuffles.
+    """Write a file: parts concurrently as far as the limits allow, in an order that the seed shuffles.
 
-    What fails is aborted, as the write engine would.
+    Abort the file on a failure, as the write engine would.
     """
     limits = storage.limits
     parts = cut(len(data), part_length(limits, part))
@@ -67,7 +67,7 @@ async def store(storage: Storage, path: str, data: bytes, *, part: int = 1 << 20
 
 
 async def fetch(storage: Storage, path: str, offset: int, lengths: Sequence[int], *, token: str | None = None) -> bytes:
-    """Read a range into buffers of the given lengths; what they hold, one after the other."""
+    """Read a range into buffers of the given lengths, and return their joined contents."""
     buffers = [memoryview(bytearray(b"\xee" * length)) for length in lengths]
     await storage.read_into(path, offset, buffers, token=token)
     return b"".join(buffers)

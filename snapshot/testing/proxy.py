@@ -1,8 +1,8 @@
-"""A proxy between a client and an HTTP server that lets things go wrong: at this request, at that byte, on purpose.
+"""Proxy between a client and an HTTP server that injects faults at chosen requests and bytes.
 
-A plugin for an object store is only as good as what it does when connections break, answers get lost and servers ask
-for less; and no server does so when a test asks for it. What is not to go wrong passes unchanged, byte for byte: the
-heads too, since signatures cover them.
+A plugin for an object store must handle broken connections, lost responses and throttling, which no server produces on
+request. Everything without a fault passes unchanged, byte for byte. That includes the heads, since signatures cover
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from snapshot.testing.wire import Channel, Gone
 
 
 class FaultProxy(Traffic):
-    """Passes on to `target` (`http://host:port`) what is sent to `url`; open from when it is made until `close()`.
+    """Forwards requests to `url` to `target` (`http://host:port`), from its creation until `close()`.
 
     Use it as a context::
 
@@ -30,17 +30,17 @@ class FaultProxy(Traffic):
             ...  # use proxy.url
             assert fault.hits == 1
 
-    At the end of the context every fault must have happened: see `check()`. Bodies stream, and are never held whole.
+    At the end of the context every fault must have happened: see `check()`. Bodies stream, and are never stored whole.
     """
 
     def __init__(self, target: str) -> None:
         super().__init__()
         parts = urlsplit(target)
         if parts.scheme != "http" or parts.hostname is None or parts.path not in ("", "/"):
-            raise ValueError(f"the target of a proxy is http://host:port, not {target!r}")
+            raise ValueError(f"target must be http://host:port, got {target!r}")
         self.target = target
         self.connections = 0
-        """How many connections have been accepted so far."""
+        """Number of connections accepted so far."""
         self._addresses = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self._listener.setblocking(False)
@@ -55,21 +55,21 @@ class FaultProxy(Traffic):
 
     @property
     def open_connections(self) -> int:
-        """How many connections of clients are open."""
+        """Number of open connections of clients."""
         return len(self._open)
 
     def check(self) -> None:
-        """Raise `AssertionError` if a fault never happened, also one that was healed: such a test would show nothing.
+        """Raise AssertionError if a fault never happened, also after `heal()`: such a test would prove nothing.
 
-        Raises what a callable that chooses requests has raised, too.
+        Also raises the errors of callables that choose requests.
         """
         for error in self._errors:
             raise error
         super().check()
 
     def close(self) -> None:
-        """End it, and all that hangs in it; connections that are open are reset."""
-        with suppress(RuntimeError):  # it is closed already
+        """Stop the proxy with all pending requests. Open connections are reset."""
+        with suppress(RuntimeError):  # already closed
             self.loop.call_soon_threadsafe(self._closing.set)
         self._thread.join()
 
@@ -103,7 +103,7 @@ class FaultProxy(Traffic):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             for channel in channels:
-                channel.close(reset=True)  # a task that was cancelled before it began has not done it
+                channel.close(reset=True)  # a task that was cancelled before its start did not close it
 
     def _accept(self) -> None:
         try:
@@ -122,7 +122,7 @@ class FaultProxy(Traffic):
             self._errors.append(error)
 
     async def _connection(self, client: Channel) -> None:
-        """Serve a client's connection, with one to the target for it."""
+        """Serve a client's connection, with its own connection to the target."""
         target: Channel | None = None
 
         async def ask() -> Channel:
@@ -142,7 +142,7 @@ class FaultProxy(Traffic):
         except Gone:
             reset = False
         except OSError:
-            pass  # as it happened to one side, it happens to the other
+            pass  # the error is passed on to the other side
         finally:
             if target is not None:
                 target.close(reset=reset)

@@ -1,4 +1,4 @@
-"""The contract's half about small files and names: atomic, compared and swapped, listed and deleted."""
+"""Contract tests for small files and names: atomic puts, compare-and-swap, list and delete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BAD_PATHS = ["", "/absolute", "a//b", "a/", ".", "..", "../up", "a/../b", "./a",
 
 
 class SmallFileTests(OpenedStorage):
-    """`put`, `get`, `stat`, `list` and `delete`."""
+    """Tests of `put`, `get`, `stat`, `list` and `delete`."""
 
     @pytest.mark.parametrize("size", [0, 1, 100_000])
     @on_loop("write")

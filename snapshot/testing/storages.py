@@ -1,10 +1,10 @@
-"""Storages that note, fail, corrupt or wait: any storage, with taps on what goes through it.
+"""Storages that record, fail, corrupt or stall: any storage, with taps on its operations.
 
     with recording() as log, faulty(on="write", path="data/*", nth=2, error=OSError(28, "No space left on device")):
         Snapshot.take("recording+faulty+file:///tmp/run", app_state)
 
-A name before a `+` in a URL's scheme is a tap; what follows it is opened as if it stood alone.
-`TappedStorage(storage, tap)` does the same to a storage that is at hand.
+A name before a `+` in a URL's scheme is a tap; the rest of the URL is opened as usual.
+`TappedStorage(storage, tap)` taps an existing storage.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from snapshot.testing.taps import Damage, Fault, Log, Operation, Stall, Tap
 
 
 class TappedStorage(Storage):
-    """Another storage, whose every operation meets the taps before it is done.
+    """Wrapper of another storage that passes every operation to taps before it runs.
 
-    An exception that a tap raises is translated as a plugin would: an `OSError` arrives as `StorageError`.
+    An exception raised by a tap is translated as in a plugin: an `OSError` becomes a StorageError.
     """
 
     def __init__(self, inner: Storage, *taps: Tap) -> None:
@@ -46,27 +46,27 @@ class TappedStorage(Storage):
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        """The inner storage's, but that a tap may wait for a loop."""
+        """Capabilities of the inner storage, except that a tap may wait for a loop."""
         return replace(self.inner.capabilities, blocking=False)
 
     @property
     def limits(self) -> Limits:  # type: ignore[override]
-        """The inner storage's."""
+        """Limits of the inner storage."""
         return self.inner.limits
 
     async def tap(self, name: str, path: str, offset: int = 0, nbytes: int = 0) -> list[Damage]:
-        """Show an operation to the taps; what is to happen to its bytes."""
+        """Pass an operation to the taps, and return the damage to its bytes."""
         operation = Operation(name, path, offset, nbytes)
         with map_exceptions(self.url.join(path)):
             return [damage for tap in self.taps if (damage := await tap.before(operation))]
 
     async def create(self, path: str, size: int) -> FileWriter:
-        """Return the writer is tapped, too."""
+        """Return a writer that is tapped, too."""
         await self.tap("create", path, 0, size)
         return _TappedWriter(self, path, await self.inner.create(path, size))
 
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
-        """Damage what was read in its place."""
+        """Read from the inner storage, and damage the result in place."""
         damages = await self.tap("read_into", path, offset, _nbytes(buffers))
         await self.inner.read_into(path, offset, buffers, token=token)
         if damages:
@@ -93,7 +93,7 @@ class TappedStorage(Storage):
         return await self.inner.list(prefix, recursive=recursive)
 
     async def delete(self, paths: Sequence[str]) -> None:
-        """One operation a path; all of them before the first file is deleted."""
+        """Report one operation for each path, all of them before the first file is deleted."""
         for path in paths:
             await self.tap("delete", path)
         await self.inner.delete(paths)
@@ -122,7 +122,7 @@ class TappedStorage(Storage):
         return await self.inner.sweep(prefix, older_than)
 
     async def close(self) -> None:
-        """Close the inner storage even if a tap fails here: a test for that leaks nothing."""
+        """Close the inner storage even if a tap fails here, so that a test of that leaks nothing."""
         try:
             await self.tap("close", "")
         finally:
@@ -142,7 +142,7 @@ class _TappedWriter(FileWriter):
         await self._inner.write(offset, buffers)
 
     async def finish(self) -> None:
-        """Write a file that is to be damaged as a whole anew, behind the writer's back."""
+        """Finish the file. To damage the whole file, rewrite it through the inner storage."""
         damages = await self._storage.tap("finish", self._path)
         await self._inner.finish()
         if damages:
@@ -169,10 +169,10 @@ def _spoil(data: bytes, damages: Sequence[Damage]) -> bytes:
 
 @contextmanager
 def tapped(scheme: str, *taps: Tap) -> Iterator[None]:
-    """Inside, `scheme+any://...` opens `any://...` with these taps on it."""
+    """Open `scheme+any://...` as `any://...` with these taps, within the context."""
 
     class Tapped(TappedStorage):
-        """Opened by its URL, as a plugin is."""
+        """Storage that is opened by its URL, like a plugin."""
 
         def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
             inner = URL.parse(url.reveal().partition("+")[2])
@@ -187,7 +187,7 @@ def tapped(scheme: str, *taps: Tap) -> Iterator[None]:
 
 @contextmanager
 def recording(scheme: str = "recording") -> Iterator[Log]:
-    """Log what all storages opened as `recording+...` are asked for."""
+    """Log the operations of all storages opened as `recording+...`."""
     log = Log()
     with tapped(scheme, log):
         yield log
@@ -195,9 +195,9 @@ def recording(scheme: str = "recording") -> Iterator[Log]:
 
 @contextmanager
 def faulty(scheme: str = "faulty", *, must_happen: bool = True, **fault: Any) -> Iterator[Fault]:
-    """`Fault(**fault)` in all storages opened as `faulty+...`.
+    """Inject `Fault(**fault)` into all storages opened as `faulty+...`.
 
-    A fault that never happens fails the test, unless `must_happen` is false: such a test would show nothing.
+    A fault that never happens fails the test, unless `must_happen` is false: such a test would prove nothing.
     """
     tap = Fault(**fault)
     with tapped(scheme, tap):
@@ -208,7 +208,7 @@ def faulty(scheme: str = "faulty", *, must_happen: bool = True, **fault: Any) ->
 
 @contextmanager
 def stalling(scheme: str = "stalling", **stall: Any) -> Iterator[Stall]:
-    """`Stall(**stall)` in all storages opened as `stalling+...`; released at the end, so that no test hangs."""
+    """Inject `Stall(**stall)` into all storages opened as `stalling+...`; release it at the end, so no test hangs."""
     tap = Stall(**stall)
     with tapped(scheme, tap):
         try:

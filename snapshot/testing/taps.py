@@ -1,4 +1,4 @@
-"""What taps see of a storage's operations, and what they do about them: note, fail, damage, wait."""
+"""Taps on the operations of a storage: record, fail, damage or stall."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from fnmatch import fnmatchcase
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One call of a storage or a writer, before it is done."""
+    """One call of a storage or a writer, before it runs."""
 
     name: str
     """`create`, and its writer's `write`, `finish` and `abort`; `read_into`, `put`, `get`, `stat`, `list`, `delete`,
     `commit`, `copy`, `sweep`, `close`."""
     path: str
-    """Of the file; the prefix for `list` and `sweep`, the target for `commit` and `copy`."""
+    """Path of the file; the prefix for `list` and `sweep`, the target for `commit` and `copy`."""
     offset: int = 0
     nbytes: int = 0
-    """How many bytes it is about: of a `create`, the size that was declared."""
+    """Number of bytes; for `create` the declared size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What happens to the bytes of an operation."""
+    """Damage to the bytes of an operation."""
 
     flip: int | None = None
-    """This bit is turned over, counted from the first byte on, and around the end."""
+    """Index of the bit to flip, from the first byte, modulo the length."""
     zero: int = 0
-    """So many bytes at the end are zeros: they never reached the disk."""
+    """Number of bytes at the end set to zero, as if they never reached the disk."""
     truncate: int = 0
-    """So many bytes at the end are gone."""
+    """Number of bytes cut off the end."""
 
     def of(self, data: bytes) -> bytes:
         """Return the damaged bytes."""
@@ -47,21 +47,21 @@ class Damage:
 
 
 class Tap(ABC):
-    """Meets every operation of the storages that it is on; may be on several, and called from any loop."""
+    """Receiver of every operation of its storages. It may be on several storages, and is called from any loop."""
 
     @abstractmethod
     async def before(self, operation: Operation) -> Damage | None:
-        """Act before an operation is done: wait, raise, or say how the bytes are to be damaged."""
+        """Act before an operation runs: wait, raise, or return the damage to its bytes."""
 
 
 class Log(Tap):
-    """Notes what was asked for, in its order, whether it succeeded or not."""
+    """Records operations in order, whether they succeed or not."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
 
     async def before(self, operation: Operation) -> None:
-        """Note it."""
+        """Record the operation."""
         self.operations.append(operation)
 
     def of(self, name: str = "*", path: str = "*") -> list[Operation]:
@@ -69,11 +69,11 @@ class Log(Tap):
         return [each for each in list(self.operations) if _matches(each, name, path)]
 
     def nbytes(self, name: str, path: str = "*") -> int:
-        """How many bytes those operations were about."""
+        """Return the number of bytes of those operations."""
         return sum(each.nbytes for each in self.of(name, path))
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Forget all operations."""
         self.operations.clear()
 
     def __repr__(self) -> str:
@@ -81,7 +81,7 @@ class Log(Tap):
 
 
 class _Chosen(Tap):
-    """Counts the operations that match, and chooses some of them."""
+    """Counts the matching operations, and chooses some of them."""
 
     def __init__(self, on: str = "*", path: str = "*", nth: int = 1, times: int | None = 1) -> None:
         self.on = on
@@ -89,17 +89,17 @@ class _Chosen(Tap):
         self.nth = nth
         self.times = times
         self.met = 0
-        """How many operations matched so far."""
+        """Number of matching operations so far."""
         self._counting = threading.Lock()
 
     @property
     def hits(self) -> int:
-        """How many of them were chosen."""
+        """Number of chosen operations so far."""
         after = max(0, self.met - self.nth + 1)
         return after if self.times is None else min(after, self.times)
 
     def chooses(self, operation: Operation) -> bool:
-        """Count an operation, and say whether it is one of the chosen."""
+        """Count an operation, and return True if it is chosen."""
         if not _matches(operation, self.on, self.path):
             return False
         with self._counting:
@@ -112,10 +112,10 @@ class _Chosen(Tap):
 
 
 class Fault(_Chosen):
-    """Lets the `nth` matching operation fail, and those after it: `times` in all, or all of them (None).
+    """Makes the `nth` matching operation fail, and those after it: `times` in all, or all of them (None).
 
-    `on` and `path` are globs (`*` crosses `/`). Either `error` is raised, or the bytes are damaged: see `Damage`. What
-    a write, a put or a commit damages is stored so, `finish` damages the whole file, and a read what it hands out.
+    `on` and `path` are globs (`*` crosses `/`). Either `error` is raised, or bytes are damaged: see `Damage`. Damage to
+    a write, a put or a commit is stored, `finish` damages the whole file, and a read returns damaged bytes.
     """
 
     def __init__(
@@ -134,12 +134,12 @@ class Fault(_Chosen):
         self.error = error
         self.damage = Damage(flip, zero, truncate)
         if (error is None) == (self.damage == Damage()):
-            raise ValueError("a fault is either an error or a damage")
+            raise ValueError("a fault must have either an error or damage")
         if truncate and on not in ("finish", "put", "get", "commit"):
-            raise ValueError(f"{on!r} has no end that can be cut off: truncate on finish, put, get or commit")
+            raise ValueError(f"truncate needs on='finish', 'put', 'get' or 'commit', got {on!r}")
 
     async def before(self, operation: Operation) -> Damage | None:
-        """Raise or damage, if it is its turn."""
+        """Raise or damage, if the operation is chosen."""
         if not self.chooses(operation):
             return None
         if self.error is not None:
@@ -148,9 +148,9 @@ class Fault(_Chosen):
 
 
 class Stall(_Chosen):
-    """Lets the chosen operations wait until `release()` is called, or (with `seconds`) for so long.
+    """Makes the chosen operations wait until `release()` is called, or for `seconds`.
 
-    A test waits for `wait_reached()`, looks at what there is to see, and releases. Once released, nothing waits.
+    A test calls `wait_reached()`, checks the state, and releases. After that nothing waits.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Stall(_Chosen):
         self._lock = threading.Lock()
 
     async def before(self, operation: Operation) -> None:
-        """Wait, if it is its turn."""
+        """Wait, if the operation is chosen."""
         if not self.chooses(operation):
             return
         here = (asyncio.get_running_loop(), asyncio.Event())
@@ -182,17 +182,17 @@ class Stall(_Chosen):
                 self._waiting.discard(here)
 
     def wait_reached(self, timeout: float = 30.0) -> None:
-        """Wait until an operation waits here; a `TimeoutError` if none comes."""
+        """Wait until an operation waits here; raise TimeoutError if none does in time."""
         if not self.reached.wait(timeout):
             raise TimeoutError(f"{self} was not reached in {timeout} seconds")
 
     @property
     def waiting(self) -> int:
-        """How many operations wait right now."""
+        """Number of operations that wait now."""
         return len(self._waiting)
 
     def release(self) -> None:
-        """Let all go on that wait here, and all that come later."""
+        """Resume all operations that wait here, and let later ones pass."""
         with self._lock:
             self._released = True
             for loop, event in self._waiting:

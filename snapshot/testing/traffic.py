@@ -1,4 +1,4 @@
-"""What passes a proxy, for its user: what went through, what is to go wrong, and how much may pass."""
+"""Traffic of a proxy, for its user: the requests, the faults, and the limits."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from typing import Any, Literal, Self, TypedDict, Unpack
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A request and what became of it. To a callable that chooses requests, only the first three are known."""
+    """A request and its result. A callable that chooses requests only sees the first three fields."""
 
     method: str
     path: str
-    """As it was sent, with the query."""
+    """Path as sent, with the query."""
     headers: Mapping[str, str]
-    """Names in lower case; several of one name joined by commas."""
+    """Headers by name in lower case; repeated ones joined by commas."""
     status: int = 0
-    """As the target answered, or the proxy in its place; 0 if there was no answer."""
+    """Status of the target's response, or of the proxy's; 0 if there was no response."""
     request_bytes: int = 0
-    """Of the body that arrived; without what frames its chunks."""
+    """Received bytes of the body, without chunk framing."""
     response_bytes: int = 0
-    """Of the body that was sent to the client; without what frames its chunks."""
+    """Bytes of the body sent to the client, without chunk framing."""
     seconds: float = 0.0
     fault: str | None = None
-    """The `repr` of the fault that had chosen it."""
+    """The `repr` of the fault that chose it."""
 
 
 Choice = str | Callable[[Passed], bool]
@@ -38,51 +38,51 @@ Choice = str | Callable[[Passed], bool]
 
 
 class Mishap(TypedDict, total=False):
-    """What goes wrong with a request: exactly one of these, and what goes with it."""
+    """A fault of a request: exactly one of these, with its options."""
 
     status: int
-    """The proxy answers with this status. The request's body is read and thrown away; the target is not asked."""
+    """The proxy responds with this status. It reads and discards the request's body, and does not ask the target."""
     body: bytes
-    """With `status`."""
+    """Body of the response, with `status`."""
     headers: Mapping[str, str]
-    """With `status`: those beside `Content-Length`."""
+    """Headers in addition to `Content-Length`, with `status`."""
     reset_before: bool
-    """The connection is reset when the request's head is there. The target is not asked."""
+    """The connection is reset after the request's head. The target is not asked."""
     reset_upload_at: int
-    """After so many bytes of the request's body both connections are reset, the client's and the target's."""
+    """The connections of the client and the target are reset after this number of bytes of the request's body."""
     reset_at: int
-    """After so many bytes of the answer's body have reached the client, the connection is reset; 0: after the head."""
+    """The connection is reset after this number of bytes of the response's body; 0: after the head."""
     close_at: int
-    """The same, but it is ended in good order."""
+    """The connection is closed orderly after this number of bytes of the response's body."""
     hang_at: int
-    """The same, but it is held open, and nothing comes any more. It goes on when the fault is released."""
+    """The response stalls after this number of bytes of its body, until the fault is released."""
     hang: bool
-    """The request is read, the target is not asked, and no answer comes. Released, the connection ends."""
+    """The request is read, but the target is not asked, and there is no response. On release the connection ends."""
     lose_answer: Literal[True, "hang"]
-    """The target does what it was asked to, but of its answer no byte arrives: the connection is reset, or held open
-    until the fault is released."""
+    """The target handles the request, but its response is lost: the connection is reset, or hangs until the fault is
+    released."""
     flip: int
-    """This bit of the body is turned over; around the end, if the length is known."""
+    """This bit of the body is flipped, modulo the length if that is known."""
     side: Literal["request", "response"]
-    """With `flip`: whose body it is. The answer's, if it is not said."""
+    """Body to flip the bit in, with `flip`. Default: the response."""
     delay: float
-    """So many seconds go by before the target is asked."""
+    """Seconds to wait before the target is asked."""
     ignore_range: bool
     """The target is asked without the `Range` header."""
     truncate: int
-    """The answer is so many bytes shorter, and says so: only of an answer with a `Content-Length`."""
+    """The response is this number of bytes shorter, and so is its `Content-Length`, which it must have."""
 
 
 _WITH = {"body": "status", "headers": "status", "side": "flip"}
 
 
 class HTTPFault:
-    """Lets one thing go wrong with the `nth` matching request and those after it: `times` in all, or all (None).
+    """A fault of the `nth` matching request and of those after it: `times` in all, or all (None).
 
-    Made by `FaultProxy.fault`. As a context it is over at the end, and must have happened, as `check()` has it.
+    Created by `FaultProxy.fault`. As a context it ends with the context, and must have happened: see `check()`.
     """
 
-    def __init__(  # noqa: PLR0917 - made in one place
+    def __init__(  # noqa: PLR0917 - created in one place
         self,
         traffic: Traffic,
         method: str,
@@ -98,25 +98,25 @@ class HTTPFault:
         whats = given.keys() - _WITH.keys()
         if len(whats) != 1 or not given.keys() <= Mishap.__annotations__.keys():
             kinds = [name for name in Mishap.__annotations__ if name not in _WITH]
-            raise ValueError(f"a fault is exactly one of {', '.join(kinds)}, not {mishap}")
+            raise ValueError(f"a fault must be exactly one of {', '.join(kinds)}, got {mishap}")
         self.what: str = whats.pop()
         self.value = given[self.what]
         if stray := [name for name, what in _WITH.items() if name in given and what != self.what]:
-            raise ValueError(f"{', '.join(stray)} says nothing about {self.what}")
+            raise ValueError(f"{', '.join(stray)} cannot be combined with {self.what}")
         self.body: bytes = given.get("body", b"")
         self.headers: Mapping[str, str] = given.get("headers", {})
         self.side: str = given.get("side", "response")
         if self.side not in ("request", "response"):
-            raise ValueError(f"a body is of the request or of the response, not of {self.side!r}")
+            raise ValueError(f"side must be 'request' or 'response', got {self.side!r}")
         self.method = method
         self.path = path
         self.nth = nth
         self.times = times
         self.must_happen = must_happen
         self.met = 0
-        """How many requests matched so far."""
+        """Number of matching requests so far."""
         self.hits = 0
-        """To how many it has happened: of those that it chose, one may have been too short for it."""
+        """Number of requests that were hit. A chosen request may be too short for its fault."""
         self.over = asyncio.Event()
         self._chosen = 0
         self._reached = threading.Event()
@@ -124,7 +124,7 @@ class HTTPFault:
         self._traffic = traffic
 
     def chooses(self, request: Passed, taken: bool) -> bool:
-        """Count a request, and say whether it is one of the chosen, if no other fault has taken it."""
+        """Count a request, and return True if it is chosen, and no other fault has taken it."""
         if not matches(request, self.method, self.path):
             return False
         self.met += 1
@@ -134,23 +134,23 @@ class HTTPFault:
         return True
 
     def strike(self) -> None:
-        """Count a hit: before anyone else can see it."""
+        """Count a hit, before its effect can be seen."""
         self.hits += 1
         self._reached.set()
 
     def wait_reached(self, timeout: float = 30.0) -> None:
-        """Wait until it has happened; a `TimeoutError` if it does not."""
+        """Wait until the fault has happened; raise TimeoutError if it does not in time."""
         if not self._reached.wait(timeout):
             raise TimeoutError(f"{self} was not reached in {timeout} seconds")
 
     def release(self) -> None:
-        """Let all end or go on that hang here, and choose none any more."""
+        """End or resume all requests that hang here, and choose no more."""
         self._released = True
-        with suppress(RuntimeError):  # the proxy is closed, and nothing hangs
+        with suppress(RuntimeError):  # the proxy is closed, so nothing hangs
             self._traffic.loop.call_soon_threadsafe(self.over.set)
 
     def check(self) -> None:
-        """Raise `AssertionError` if it never happened, unless it was made with `must_happen=False`."""
+        """Raise AssertionError if the fault never happened, unless `must_happen` is False."""
         if self.must_happen and not self.hits:
             raise AssertionError(f"{self} never happened: {self.met} requests matched, {self._chosen} were chosen")
 
@@ -169,27 +169,27 @@ class HTTPFault:
 
 
 class Traffic:
-    """The limits, the faults and the counters of a proxy; all of it from any thread, at any time."""
+    """Limits, faults and counters of a proxy, usable from any thread at any time."""
 
     loop: asyncio.AbstractEventLoop
 
     def __init__(self) -> None:
         self.bandwidth: float | None = None
-        """How many bytes of bodies pass in a second, both directions together; None: as many as may be."""
+        """Bytes of bodies per second, both directions together; None for no limit."""
         self.concurrency: int | None = None
-        """How many requests may be under way at once: more are answered with status 503, and counted as `refused`."""
+        """Maximum concurrent requests. Further ones get status 503, and count as `refused`."""
         self.latency = 0.0
-        """How many seconds go by before a request is looked at."""
+        """Delay of each request in seconds."""
         self.under_way = 0
-        """How many requests are under way; those that were refused are not."""
+        """Number of current requests, without refused ones."""
         self.peak = 0
-        """The most that were."""
+        """Maximum of `under_way`."""
         self.refused = 0
         self._requests: list[Passed] = []
         self._faults: list[HTTPFault] = []
         self._healed: list[HTTPFault] = []
         self._free_at = 0.0
-        self._lock = threading.RLock()  # a callable that chooses may ask what has passed
+        self._lock = threading.RLock()  # a callable that chooses may read the requests
 
     def fault(
         self,
@@ -201,9 +201,9 @@ class Traffic:
         must_happen: bool = True,
         **mishap: Unpack[Mishap],
     ) -> HTTPFault:
-        """Let something go wrong from now on: see `Mishap` and `HTTPFault`.
+        """Inject a fault from now on: see `Mishap` and `HTTPFault`.
 
-        A request that several faults would choose goes to the one that was made first; the others take the next.
+        A request that several faults would choose is taken by the first one; the others take the next request.
         """
         fault = HTTPFault(self, method, path, nth, times, must_happen, **mishap)
         with self._lock:
@@ -216,14 +216,13 @@ class Traffic:
             self._faults = [each for each in self._faults if each is not fault]
 
     def heal(self) -> None:
-        """Let nothing go wrong any more. What hangs goes on hanging, until its fault is released."""
+        """End all faults. Hanging requests hang until their fault is released."""
         with self._lock:
             self._healed += self._faults
             self._faults = []
 
     def check(self) -> None:
-        """Raise `AssertionError` if a fault never happened, also one that was healed: such a test would show
-        nothing."""
+        """Raise AssertionError if a fault never happened, also after `heal()`: such a test would prove nothing."""
         with self._lock:
             faults = self._healed + self._faults
         for fault in faults:
@@ -231,23 +230,23 @@ class Traffic:
 
     @property
     def requests(self) -> list[Passed]:
-        """All that is over, in the order in which it ended: a request is here before its answer is whole."""
+        """All finished requests, in order of their end. A request is added before its response is complete."""
         with self._lock:
             return list(self._requests)
 
     def count(self, method: str = "*", path: Choice = "*") -> int:
-        """How many of them match."""
+        """Return the number of matching requests."""
         return sum(matches(each, method, path) for each in self.requests)
 
     def clear(self) -> None:
-        """Forget what has passed, the peak, and how many were refused."""
+        """Forget the requests, the peak, and the number of refused ones."""
         with self._lock:
             self._requests.clear()
             self.peak = self.under_way
             self.refused = 0
 
     def enter(self) -> bool:
-        """Return a request comes: whether there is room for it."""
+        """Count a new request. Return False if it is refused."""
         with self._lock:
             if self.concurrency is not None and self.under_way >= self.concurrency:
                 self.refused += 1
@@ -257,13 +256,13 @@ class Traffic:
             return True
 
     def leave(self, passed: Passed, entered: bool) -> None:
-        """End a request."""
+        """Record the end of a request."""
         with self._lock:
             self.under_way -= entered
             self._requests.append(passed)
 
     def choose(self, request: Passed) -> HTTPFault | None:
-        """Return the fault that takes this request, if any does."""
+        """Return the fault that takes this request, if any."""
         chosen: HTTPFault | None = None
         with self._lock:
             for fault in self._faults:
@@ -272,21 +271,21 @@ class Traffic:
         return chosen
 
     def portion(self) -> int | None:
-        """How many bytes are to be sent at once: few, if the bandwidth is small."""
+        """Return the number of bytes to send at once, which depends on the bandwidth."""
         return None if self.bandwidth is None else max(1024, int(self.bandwidth / 50))
 
     async def pace(self, nbytes: int) -> None:
-        """Return when so many bytes may pass; and let others have a turn in any case."""
+        """Wait until `nbytes` bytes may pass. Always let other tasks run."""
         wait = 0.0
         if self.bandwidth is not None:
             now = time.monotonic()
-            self._free_at = max(now - 0.05, self._free_at) + nbytes / self.bandwidth  # a late turn is made up for
+            self._free_at = max(now - 0.05, self._free_at) + nbytes / self.bandwidth  # compensates for a late turn
             wait = max(0.0, self._free_at - now)
         await asyncio.sleep(wait)
 
 
 def matches(request: Passed, method: str, path: Choice) -> bool:
-    """Whether a request is of this method (a glob) and path."""
+    """Return True if a request matches the method (a glob) and the path."""
     if not fnmatchcase(request.method, method):
         return False
     return fnmatchcase(request.path, path) if isinstance(path, str) else path(request)

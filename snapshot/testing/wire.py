@@ -1,6 +1,6 @@
-"""HTTP/1.1 as it lies on the wire: heads, and bodies in pieces that can be passed on with all that frames them.
+"""HTTP/1.1 on the wire: heads, and bodies in pieces that include their chunk framing.
 
-No library of clients or servers shows the bytes, and a proxy that must change nothing needs them.
+HTTP libraries hide the raw bytes, and a proxy that must change nothing needs them.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 CHUNK = 1 << 19
-"""How many bytes are read at once, at most."""
+"""Maximum number of bytes read at once."""
 
 LONGEST = 1 << 16
-"""How many bytes a head may have."""
+"""Maximum size of a head in bytes."""
 
 LINGER = 1.0
-"""How many seconds a connection that was ended in good order is listened to, so that the end is not a reset."""
+"""Seconds to keep reading from a connection that was closed orderly, so that the close is not a reset."""
 
 
 class Gone(ConnectionError):
-    """Raised when the other side has ended the connection, in good order but in the middle of something."""
+    """The peer closed the connection orderly, but in the middle of a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The head of a request or of an answer."""
+    """Head of a request or a response."""
 
     raw: bytes
-    """With the empty line at its end."""
+    """Raw bytes, with the empty line at the end."""
     start: tuple[str, str, str]
     """The three parts of the first line."""
     headers: Mapping[str, str]
-    """By name, in lower case; of several of one name the values are joined by commas."""
+    """Values by name in lower case; repeated headers are joined by commas."""
 
     @classmethod
     def parse(cls, raw: bytes) -> Head:
-        """Return the parts of a head; a `ConnectionAbortedError` if it is none."""
+        """Return the parsed head; raise ConnectionAbortedError if it is invalid."""
         first, *lines = raw[:-4].decode("latin-1").split("\r\n")
         one, two, three = [*first.split(" ", 2), "", ""][:3]
         if "HTTP/" not in first:
-            raise ConnectionAbortedError(f"this is not HTTP: {first[:80]!r}")
+            raise ConnectionAbortedError(f"invalid HTTP head: {first[:80]!r}")
         headers: dict[str, str] = {}
         for line in lines:
             name, _, value = line.partition(":")
@@ -55,7 +55,7 @@ class Head:
         return cls(raw, (one, two, three), headers)
 
     def changed(self, name: str, value: str | None) -> Head:
-        """Return the head with another value for a header, or without it; all else as it was."""
+        """Return the head with one header changed or removed."""
         lines = self.raw.split(b"\r\n")
         found = [line.partition(b":")[0].strip().lower() == name.lower().encode() for line in lines]
         new = [] if value is None else [f"{name}: {value}".encode("latin-1")]
@@ -64,28 +64,28 @@ class Head:
 
     @property
     def status(self) -> int:
-        """Of an answer."""
+        """Status of a response."""
         return _number(self.start[1])
 
     @property
     def stays(self) -> bool:
-        """Whether the connection is to be used again, as far as this side is concerned."""
+        """True if this side wants to keep the connection open."""
         connection = self.headers.get("connection", "").lower()
         return "keep-alive" in connection if "HTTP/1.0" in self.start else "close" not in connection
 
 
 class Piece(NamedTuple):
-    """Some bytes of a body on the wire. A view is good until the next piece is read."""
+    """Bytes of a body on the wire. The view is valid until the next piece is read."""
 
     data: memoryview
     payload: bool
-    """Whether it is of the body itself, and not of what frames it."""
+    """True for bytes of the body, False for its framing."""
     last: bool
-    """Whether the message is known to end with it."""
+    """True if the message is known to end with this piece."""
 
 
 class Channel:
-    """A connected socket, read through one buffer: so heads are found, and bodies stream, without a copy."""
+    """A connected socket, read through one buffer, so that heads are parsed and bodies stream without a copy."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
@@ -97,7 +97,7 @@ class Channel:
         self._end = 0
 
     async def read_some(self, most: int) -> memoryview:
-        """Return what has come, up to so many bytes, or the next that come; empty at the end of the connection."""
+        """Return up to `most` bytes that were received, or wait for the next; empty at the end of the connection."""
         if self._begin == self._end:
             self._begin = 0
             self._end = await asyncio.get_running_loop().sock_recv_into(self.socket, self._buffer)
@@ -106,12 +106,12 @@ class Channel:
         return self._buffer[begin : self._begin]
 
     async def read_until(self, mark: bytes) -> bytes:
-        """All up to a mark, and the mark; empty if the connection ends before the first byte."""
+        """Return the bytes up to and including a mark; empty if the connection ends before the first byte."""
         while (found := self._bytes.find(mark, self._begin, self._end)) < 0:
             looked_at = self._end - self._begin
             if looked_at > LONGEST:
-                raise ConnectionAbortedError(f"this is not HTTP: {bytes(self._buffer[:80])!r}")
-            self._buffer[:looked_at] = self._buffer[self._begin : self._end]  # to the front, to have room behind it
+                raise ConnectionAbortedError(f"invalid HTTP: line or head too long: {bytes(self._buffer[:80])!r}")
+            self._buffer[:looked_at] = self._buffer[self._begin : self._end]  # move to the front, to free space
             self._begin, self._end = 0, looked_at
             came = await asyncio.get_running_loop().sock_recv_into(self.socket, self._buffer[looked_at:])
             self._end += came
@@ -123,24 +123,24 @@ class Channel:
         return bytes(self._buffer[begin : self._begin])
 
     async def read_head(self) -> Head | None:
-        """Return the next head, or None if there will be none."""
+        """Return the next head, or None at the end of the connection."""
         raw = await self.read_until(b"\r\n\r\n")
         return Head.parse(raw) if raw else None
 
     async def send(self, data: bytes | memoryview) -> None:
-        """Send all of it."""
+        """Send all bytes."""
         await asyncio.get_running_loop().sock_sendall(self.socket, data)
 
     async def flushed(self) -> None:
-        """Return when the other side's kernel has all that was sent: a reset throws away what it has not."""
+        """Return when the peer's kernel has received all bytes: a reset discards the rest."""
         unsent = struct.pack("i", 0)
         while struct.unpack("i", fcntl.ioctl(self.socket, termios.TIOCOUTQ, unsent))[0]:
-            await asyncio.sleep(0.001)  # nothing tells of it: the kernel has to be asked
+            await asyncio.sleep(0.001)  # there is no event for this, so poll the kernel
 
     async def left(self) -> None:
-        """Raise when the other side ends the connection; return if it sends something, which is not read.
+        """Raise when the peer ends the connection; return if it sends data, which is not read.
 
-        A client that ends its own half only, and still listens, counts as one that has left: servers see it so, too.
+        A client that only closes its sending half counts as disconnected, as servers treat it, too.
         """
         if self._begin < self._end:
             return
@@ -155,7 +155,7 @@ class Channel:
             raise Gone("the client has left")
 
     def ended(self) -> bool:
-        """Whether the other side has ended the connection by now."""
+        """Return True if the peer has ended the connection."""
         try:
             return not self.socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -164,7 +164,7 @@ class Channel:
             return True
 
     async def finish(self) -> None:
-        """End the connection in good order: what comes in unread would turn the end into a reset."""
+        """Close the connection orderly. Unread input is drained, since it would turn the close into a reset."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
             async with asyncio.timeout(LINGER):
@@ -180,11 +180,11 @@ class Channel:
 
 
 class Body:
-    """A body, in pieces as they come."""
+    """A body, in pieces as they are received."""
 
     def __init__(self, channel: Channel, length: int | None, *, chunked: bool = False) -> None:
         self.length = length
-        """If it is known; if it is not, and the body is not chunked, it lasts as long as the connection."""
+        """Length if known. A body without a length that is not chunked ends with the connection."""
         self.chunked = chunked
         self._channel = channel
         self._left = length or 0
@@ -193,14 +193,14 @@ class Body:
 
     @classmethod
     def of_request(cls, channel: Channel, head: Head) -> Body:
-        """Return the body that follows the head of a request."""
+        """Return the body that follows a request's head."""
         if "chunked" in head.headers.get("transfer-encoding", "").lower():
             return cls(channel, None, chunked=True)
         return cls(channel, _number(head.headers.get("content-length", "0")))
 
     @classmethod
     def of_answer(cls, channel: Channel, head: Head, method: str) -> Body:
-        """Return the body that follows the head of the answer to a request of this method."""
+        """Return the body that follows the head of the response to a request of this method."""
         if method == "HEAD" or head.status in (204, 304):
             return cls(channel, 0)
         if "content-length" in head.headers or "transfer-encoding" in head.headers:
@@ -226,17 +226,17 @@ class Body:
 
     @property
     def endless(self) -> bool:
-        """Whether it lasts as long as the connection."""
+        """True if the body ends with the connection."""
         return self.length is None and not self.chunked
 
     async def _frame(self) -> Piece:
-        """Return what lies between two chunks, or behind the last."""
+        """Return the framing between two chunks, or after the last."""
         frame = await self._line() if self._begun else b""
         line = await self._line()
         frame += line
         self._begun = True
         self._left = _number(line.partition(b";")[0].decode("latin-1"), 16)
-        while not self._left and line != b"\r\n":  # the trailers, and the empty line behind them
+        while not self._left and line != b"\r\n":  # the trailers, and the empty line after them
             line = await self._line()
             frame += line
         self._over = not self._left
@@ -253,4 +253,4 @@ def _number(text: str, base: int = 10) -> int:
     try:
         return int(text, base)
     except ValueError:
-        raise ConnectionAbortedError(f"this is not HTTP: {text[:80]!r} is no number") from None
+        raise ConnectionAbortedError(f"invalid number in HTTP: {text[:80]!r}") from None

@@ -124,7 +124,7 @@ class Checked(FileDigests):
     def _compare(self, each: CheckedRange, actual: str) -> None:
         if actual != each.digest:
             where = f"{self._passed.location}[{each.begin}:{each.end}]"
-            line = f"{each.name}: {where}: digest is {actual}, but {each.digest} was written"
+            line = f"{each.name}: {where}: digest must be {each.digest}, got {actual}"
             raise CorruptSnapshotError(line, faults=[line])
 
 

@@ -221,7 +221,7 @@ class Verification:
             return [f"{name}{where}: {each}" for each in _damage_text(error)]
         if found == request.stored.digest:
             return []
-        return [f"{name}{where}: digest is {found}, but {request.stored.digest} was written"]
+        return [f"{name}{where}: digest must be {request.stored.digest}, got {found}"]
 
     async def _data_faults(
         self, requests: Sequence[ReadRequest], progress: Callable[[int], None]

@@ -86,8 +86,8 @@ def test_each_way_is_measured_alone_and_beside_training_traced_and_drawn(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--case", "train,large"], "no case 'large'"),
-        (["--scale", "1e9"], "free; give a smaller --scale"),
+        (["--case", "train,large"], "unknown case 'large'"),
+        (["--scale", "1e9"], "free; pass a smaller --scale"),
         (["--figure", "no/such/folder.svg"], "no/such/folder.svg"),
     ],
 )

@@ -118,11 +118,11 @@ def _command_line(process: psutil.Process) -> list[str]:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--case", "medium"], "no case 'medium'"),
-        (["--peers", "pickle"], "no peer 'pickle'"),
-        (["--scale", "0"], "0 is not above 0"),
-        (["--rounds", "-1"], "-1 is not above 0"),
-        (["--scale", "1e9"], "free; give a smaller --scale"),
+        (["--case", "medium"], "unknown case 'medium'"),
+        (["--peers", "pickle"], "unknown peer 'pickle'"),
+        (["--scale", "0"], "must be above 0, got 0"),
+        (["--rounds", "-1"], "must be above 0, got -1"),
+        (["--scale", "1e9"], "free; pass a smaller --scale"),
         (["--case", "keys", "--only", "async"], "nothing to measure"),
         (["nowhere://at/all"], "no storage plugin for the scheme 'nowhere'"),
     ],

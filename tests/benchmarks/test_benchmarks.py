@@ -124,7 +124,7 @@ def _command_line(process: psutil.Process) -> list[str]:
     ("arguments", "reason"),
     [
         (["ranks", "--world", "1"], "1 is not above 1"),
-        (["ranks", "--scale", "1e9"], "free; give a smaller --scale"),
+        (["ranks", "--scale", "1e9"], "free; pass a smaller --scale"),
         (["ranks", "--world", "100000", "--scale", "0.1"], "of memory; give a smaller --scale"),
         (["ranks", "memory://bench"], "ranks need a storage that all of them see"),
         (["planning", "--worlds", "2,few"], "invalid _worlds value"),

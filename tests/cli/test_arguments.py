@@ -79,7 +79,7 @@ def test_text_below_a_value_takes_its_place():
 
 @pytest.mark.parametrize("text", ["0", "-1", "1x", "MiB", "", "1 2", "nan", "1e3", "0.0001"])
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="no size"):
+    with pytest.raises(argparse.ArgumentTypeError, match="invalid size"):
         size(text)
 
 

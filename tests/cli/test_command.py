@@ -154,7 +154,7 @@ def test_of_what_is_not_there_it_says_what_is(root, tmp_path, capsys, monkeypatc
         root / "step-10": "did you mean",
         tmp_path / "empty": "this folder is empty",
         tmp_path / "none" / "at" / "all": "there is no snapshot here",
-        tmp_path / "folder": "there are a.txt",
+        tmp_path / "folder": "found a.txt",
         tmp_path / "half": "interrupted",
         "s4://bucket/x": "no storage plugin for the scheme 's4'",
         tmp_path / "file.txt": "",
@@ -169,7 +169,7 @@ def test_of_what_is_not_there_it_says_what_is(root, tmp_path, capsys, monkeypatc
         assert out == ""
     if verb[0] not in ("ls", "verify"):
         assert asked(verb, root) == 2
-        assert "a folder of 3: model.pt, step-9, step-100; name one of them" in capsys.readouterr().err
+        assert "a folder of 3 snapshots: model.pt, step-9, step-100; name one of them" in capsys.readouterr().err
 
 
 def test_what_it_does_not_know_is_named_without_its_value(capsys):
@@ -185,8 +185,8 @@ def test_a_server_that_is_not_there_is_given_up_soon(capsys, monkeypatch):
     for verb in (["ls"], ["show", "x"]):
         assert asked(verb, "http://127.0.0.1:1/x") == 2
         err = capsys.readouterr().err.splitlines()
-        assert "given up after" in err[-1]
-        assert all(line.startswith(("snapshot: trying again: ", "snapshot: error: ")) for line in err)
+        assert "failed after" in err[-1]
+        assert all(line.startswith(("snapshot: retry: ", "snapshot: error: ")) for line in err)
 
 
 def test_a_fault_of_the_command_is_no_difference_that_it_found(capsys, monkeypatch):

@@ -48,7 +48,11 @@ def test_each_of_two_storages_has_its_options(taken, capsys):
 
 @pytest.mark.parametrize(
     ("target", "said"),
-    [("{run}/step-1", "the destination is the source"), ("{run}/step-1/x", "is inside the source"), ("http://127.0.0.1:9/x", "")],
+    [
+        ("{run}/step-1", "the destination is the source"),
+        ("{run}/step-1/x", "is inside the source"),
+        ("http://127.0.0.1:9/x", ""),
+    ],
 )
 def test_what_is_not_meant_is_status_2(taken, tmp_path, capsys, target, said):
     assert main(["cp", taken.path, target.format(run=tmp_path / "run")]) == 2
@@ -61,7 +65,7 @@ def test_what_is_not_meant_is_status_2(taken, tmp_path, capsys, target, said):
 def test_a_folder_of_snapshots_is_told_from_one(taken, tmp_path, capsys):
     taken.copy(tmp_path / "run" / "step-2")
     assert main(["cp", str(tmp_path / "run"), str(tmp_path / "all")]) == 2
-    assert "a folder of 2: step-1, step-2; name one of them" in capsys.readouterr().err
+    assert "a folder of 2 snapshots: step-1, step-2; name one of them" in capsys.readouterr().err
 
 
 def test_damage_is_named_and_nothing_is_left(capsys, tmp_path):
@@ -92,7 +96,10 @@ def test_how_a_storage_is_used_makes_no_other_place_of_it(taken, tmp_path):
     for other in ({"endpoint_url": "http://a"}, {"client_kwargs": {"endpoint_url": "http://a"}}, {"profile": "x"}):
         assert copy._server_options({**KEYS, **other}) not in ({}, copy._server_options({"account_name": "x"}))
     taken.copy("memory://cp/apart", overwrite=True)
-    for target, said in (("memory://cp/apart", "destination is the source"), ("memory://cp/apart/x", "is inside the source")):
+    for target, said in (
+        ("memory://cp/apart", "destination is the source"),
+        ("memory://cp/apart/x", "is inside the source"),
+    ):
         with pytest.raises(ValueError, match=said):
             Snapshot("memory://cp/apart").copy(target, storage_options=KEYS, overwrite=True)
 

@@ -69,7 +69,7 @@ def test_a_terminal_has_colours_and_no_more_than_a_few_screens(terminal, tmp_pat
     lines = shown.text().splitlines()
     assert lines[0] == "\x1b[33m~ m/k0: int 1 -> int 2\x1b[0m"
     assert len(lines) == 202
-    assert "100 more: --all" in lines[-2]
+    assert "100 more: show them with --all" in lines[-2]
     whole = terminal(80)
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--all"]) == 1
     assert len(whole.text().splitlines()) == 301
@@ -79,10 +79,10 @@ def test_a_terminal_has_colours_and_no_more_than_a_few_screens(terminal, tmp_pat
     ("arguments", "said"),
     [
         (["{a}", "{a}x"], "did you mean"),
-        (["{root}", "{a}"], "a folder of 2: a, b; name one of them"),
+        (["{root}", "{a}"], "a folder of 2 snapshots: a, b; name one of them"),
         (["{a}", "{b}", "--select", "x/**"], "matches nothing"),
         (["{a}", "{b}", "--rename", "x=y"], "is not in the checkpoint"),
-        (["{a}", "{b}", "--rename", "xy"], "is not OLD=NEW"),
+        (["{a}", "{b}", "--rename", "xy"], "must be OLD=NEW"),
         (["{a}"], "required: B"),
     ],
 )

@@ -124,7 +124,7 @@ def test_what_does_not_agree_yet_is_measured_again(tmp_path, capsys, measured):
     made = measured(lambda name, turn: ([90.0, 200.0, 50.0, 195.0][turn] if name == "1 always" else 200.0, 50.0))
     told = speeds(capsys, tmp_path)
     assert {name: len(turns) for name, turns in made.items() if len(turns) != 2} == {"1 always": 4}
-    assert told["settings"] == ["none: nothing that was tried is clearly better than the defaults"]
+    assert told["settings"] == ["none: no tried setting is clearly better than the defaults"]
 
 
 def test_a_machine_that_is_too_noisy_gets_no_advice(tmp_path, capsys, measured):
@@ -132,7 +132,7 @@ def test_a_machine_that_is_too_noisy_gets_no_advice(tmp_path, capsys, measured):
     told = speeds(capsys, tmp_path)
     assert lengths(made) == {doctor_speed.MOST}
     (said,) = told["settings"]
-    assert said.startswith("none: this machine is too noisy to advise: the best of 8 measurements of the defaults ")
+    assert said.startswith("none: this machine is too noisy: the best of 8 measurements of the defaults ")
     assert not any(each["agrees"] for each in told["speeds"])
 
 
@@ -142,7 +142,7 @@ def test_what_was_measured_once_is_no_advice(tmp_path, capsys, measured, monkeyp
     made = measured(lambda name, turn: (100.0, 50.0))
     told = speeds(capsys, tmp_path)
     assert len(made["the defaults"]) == 1
-    assert told["settings"] == ["none: there was no time to measure twice; give more --seconds"]
+    assert told["settings"] == ["none: no time to measure twice; pass more --seconds"]
 
 
 def test_a_place_far_away_goes_by_its_reads_too():

@@ -52,17 +52,17 @@ def test_a_dry_run_shows_what_would_go_and_why_the_rest_stays(run, capsys):
     assert prune(run, "--keep-latest", 1, "--keep-best", "loss", "--dry-run") == 0
     out = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line for line in out if line.startswith("step-")}
-    assert "goes" in rows["step-10"]
+    assert "remove" in rows["step-10"]
     assert "no policy keeps it" in rows["step-10"]
-    assert "stays  best by loss" in rows["step-20"]
+    assert "keep    best by loss" in rows["step-20"]
     assert "loss 0.1" in rows["step-20"]
-    assert "goes" in rows["step-30"]
-    assert "stays  latest" in rows["step-40"]
-    assert "goes   a take that was cut off: 2 files" in rows["step-5"]
-    assert "stays  a take may be running there" in rows["step-50"]
-    assert "stays  not a snapshot of ours" in rows["step-7"]
-    assert out[-1].startswith("2 snapshots and leftovers in 1 folder to go, ")
-    assert out[-1].endswith("; 2 snapshots to stay")
+    assert "remove" in rows["step-30"]
+    assert "keep    latest" in rows["step-40"]
+    assert "remove  an interrupted take: 2 files" in rows["step-5"]
+    assert "keep    a take may be running there" in rows["step-50"]
+    assert "keep    not a snapshot of this library" in rows["step-7"]
+    assert out[-1].startswith("to remove: 2 snapshots and leftovers in 1 folder, ")
+    assert out[-1].endswith("; to keep: 2 snapshots")
     assert there(run) == [5, 7, 10, 20, 30, 40, 50]
 
 
@@ -75,7 +75,7 @@ def test_with_yes_it_removes_just_that(run, capsys):
     assert (run / "notes").exists()
     assert all(Snapshot(run / f"step-{step}").verify() for step in (20, 40))
     assert prune(run, "--keep-latest", 1, "--keep-best", "loss", "--yes") == 0
-    assert "nothing to go" in capsys.readouterr().out
+    assert "to remove: nothing" in capsys.readouterr().out
 
 
 def test_without_a_policy_only_leftovers_go(run, capsys):
@@ -122,7 +122,7 @@ def test_what_is_none_of_ours_neither_counts_nor_goes(run):
 def test_a_metric_that_no_step_has_is_an_error_that_names_those_there_are(run, capsys):
     before = there(run)
     assert prune(run, "--keep-best", "los", "--yes") == 2
-    assert "no snapshot has the metric 'los'; there are loss" in capsys.readouterr().err
+    assert "no snapshot has the metric 'los'; known metrics: loss" in capsys.readouterr().err
     assert there(run) == before
 
 
@@ -150,7 +150,7 @@ def test_pinned_ones_and_those_of_each_policy_stay(run, capsys):
 def test_without_a_terminal_and_without_yes_it_refuses(run, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert prune(run, "--keep-latest", 1) == 2
-    assert "or --yes" in capsys.readouterr().err
+    assert "pass --yes" in capsys.readouterr().err
     assert there(run) == [5, 7, 10, 20, 30, 40, 50]
 
 
@@ -170,19 +170,19 @@ def test_what_cannot_be_removed_is_said_and_is_status_1(run, capsys):
     with faulty(on="delete", path=".snapshot_metadata", times=1, error=PermissionError(13, "Permission denied")):
         assert prune(url, "--keep-latest", 2, "--yes") == 1
     out, err = capsys.readouterr()
-    assert "could not be removed" in err
+    assert "removal failed" in err
     assert "Permission denied" in err
     assert "removed 1 snapshot and leftovers in 1 folder" in out
 
 
 def test_a_root_without_steps_is_an_error_that_says_what_is_there(run, tmp_path, capsys):
     assert prune(tmp_path, "--keep-latest", 1) == 2
-    assert "there are run/" in capsys.readouterr().err
+    assert "found run/" in capsys.readouterr().err
     assert prune(run / "step-20", "--keep-latest", 1) == 2
-    assert f"is a snapshot itself; name the folder that it lies in: {run}" in capsys.readouterr().err
+    assert f"not a folder of steps but a snapshot; name the folder above it: {run}" in capsys.readouterr().err
     (tmp_path / "file").write_text("x")
     assert prune(tmp_path / "file", "--keep-latest", 1) == 2
-    assert "is a file" in capsys.readouterr().err
+    assert "but a file" in capsys.readouterr().err
     assert prune(tmp_path / "none", "--keep-latest", 1) == 2
 
 

@@ -62,7 +62,7 @@ def test_without_a_terminal_it_refuses_and_at_one_it_asks(taken, capsys, monkeyp
 def test_a_pinned_one_stays_unless_that_is_said(taken, capsys):
     SnapshotManager(taken.parent, signals=()).pin(1)
     assert rm(taken, "--yes") == 2
-    assert "is pinned by a manager" in capsys.readouterr().err
+    assert "pinned by a manager" in capsys.readouterr().err
     assert rm(taken, "--yes", "--pinned") == 0
     assert not taken.exists()
 
@@ -72,7 +72,7 @@ def test_leftovers_of_an_interrupted_take_go_when_they_are_old_enough(taken, cap
     save_id = next((taken / "data").iterdir()).name[:12]
     (taken / f".take-{save_id}").touch()
     assert rm(taken, "--yes") == 2
-    assert "a take is running here, or was interrupted not long ago" in capsys.readouterr().err
+    assert "a take is running here, or was interrupted recently" in capsys.readouterr().err
     assert rm(taken, "--yes", "--older-than", "0") == 0
     assert "leftovers" in capsys.readouterr().out
     assert not taken.exists()
@@ -91,9 +91,9 @@ def test_what_is_no_snapshot_of_ours_is_left_alone_and_so_is_all_beside_it(taken
     other.mkdir()
     (other / ".snapshot_metadata").write_text("version: 0.1.0\nworld_size: 1\nmanifest: {}\n")
     for path, message in (
-        (tmp_path / "model.pt", "was written by another library"),
+        (tmp_path / "model.pt", "written by another library"),
         (other, "another library"),
-        (taken.parent, "a folder of 1: step-1; name one of them"),
+        (taken.parent, "a folder of 1 snapshot: step-1; name one of them"),
         (tmp_path / "none", "there is no snapshot here"),
     ):
         assert rm(taken, path, "--yes") == 2
@@ -106,5 +106,5 @@ def test_what_is_no_snapshot_of_ours_is_left_alone_and_so_is_all_beside_it(taken
 def test_what_cannot_be_removed_is_said_and_is_status_1(taken, capsys):
     with faulty(on="delete", times=None, error=PermissionError(13, "Permission denied")):
         assert rm(f"faulty+file://{taken}", "--yes") == 1
-    assert "could not be removed" in capsys.readouterr().err
+    assert "removal failed" in capsys.readouterr().err
     assert Snapshot(taken).verify()

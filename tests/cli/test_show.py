@@ -110,13 +110,13 @@ def test_a_long_tensor_is_read_part_by_part(held, capsys, monkeypatch):
     ("argv", "message"),
     [
         (["s/bgi"], "did you mean 's/big'"),
-        (["s/big", "--rank", "3"], "holds no '3/s/big'"),
-        (["s/big", "--box", "a"], "no box"),
+        (["s/big", "--rank", "3"], "'3/s/big' not found"),
+        (["s/big", "--box", "a"], "invalid box"),
         (["s/big", "--box", "0:1,0:1,0:1"], "box"),
         (["s/big", "--box", "5000"], ""),
         (["s/one", "--box", "0"], "box"),
-        (["s/words", "--box", "0"], "has no box"),
-        (["s/huge", "--box", "0"], "has no box"),
+        (["s/words", "--box", "0"], "a container has no box"),
+        (["s/huge", "--box", "0"], "only a tensor has a box"),
         (["s/array", "--box", "0"], "box"),
         (["s/sparse", "--box", "0"], "box"),
     ],
@@ -172,7 +172,7 @@ def test_what_torch_cannot_compute_with_is_shown_as_its_bits_and_has_no_statisti
     assert len(names) > 3
     for name in names:
         shown = show(capsys, path, f"s/{name}", "--box", "2:4,1:3")
-        assert "no statistics of this dtype" in shown, name
+        assert "no statistics for this dtype" in shown, name
         kind = torch.uint16 if name == "bits16" else torch.uint8
         assert f"values[2:4, 1:3], as {str(kind)[6:]}:\n{raw.view(kind)[2:4, 1:3]!r}\n" in shown, name
         found = told(capsys, path, f"s/{name}", "--box", "2:4,1:3")
@@ -196,7 +196,7 @@ def test_a_box_beyond_the_tensor_is_an_error_and_one_that_is_partly_within_says_
         assert main(["show", str(path), "s/big", "--no-stats", "--box", box]) == 2
         out, err = capsys.readouterr()
         assert out == ""
-        assert "holds nothing of the shape [1000, 300]" in err
+        assert "is empty within shape [1000, 300]" in err
     shown = show(capsys, path, "s/big", "--no-stats", "--box", "998:2000,-2:")
     assert f"values[998:1000, 298:300]:\n{state['big'][998:, 298:]!r}\n" in shown
     assert "values[0:0" in show(capsys, path, "s/none", "--no-stats", "--box", ":")

@@ -70,4 +70,4 @@ def test_names_and_sizes_are_there_at_any_width(run, terminal, monkeypatch, colu
     screen = terminal(columns)
     assert main(["prune", ".", "--keep-latest", "1", "--dry-run"]) == 0
     assert [line.split()[0] for line in screen.text().splitlines()[1:4]] == ["step-1", "step-2", "step-3"]
-    assert " goes " in screen.text()
+    assert " remove " in screen.text()

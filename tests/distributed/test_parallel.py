@@ -214,7 +214,7 @@ def _wrong(path, kind):
 
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [("overlap", "overlap"), ("hole", "12 of its 15"), ("shape", r"\[5, 3\] on rank 1"), ("replica", "6 of its 12")],
+    [("overlap", "overlap"), ("hole", "12 of 15"), ("shape", r"\[5, 3\] on rank 1"), ("replica", "6 of 12")],
 )
 def test_boxes_that_do_not_make_a_tensor_are_an_error_before_anything_is_written(two, folder, kind, text):
     for error in two.outcomes(_wrong, f"{folder}/s", kind):

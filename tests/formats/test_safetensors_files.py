@@ -59,7 +59,7 @@ def test_several_files_with_an_index_are_one_checkpoint(tmp_path):
         Snapshot(tmp_path).restore({"model": nn.Sequential(nn.Linear(6, 5))})
     assert Snapshot(tmp_path).restore({"model": nn.Sequential(nn.Linear(6, 5))}, strict=False).unexpected
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CorruptSnapshotError, match=r"names model-00002.* which is missing"):
+    with pytest.raises(CorruptSnapshotError, match=r"refers to model-00002.* which is missing"):
         Snapshot(tmp_path).get_manifest()
 
 

@@ -81,7 +81,7 @@ def test_only_names_as_we_make_them_are_names_of_data_files(name):
         "format": "snapshot/1", "version": "", "save_id": "a", "world_size": 1, "created": "", "structure": "",
         "metadata": {}, "files": {f"data/{name}": {"size": 1}}, "parts": [], "manifest": {},
     }  # fmt: skip
-    with pytest.raises(CorruptSnapshotError, match="not the name of a data file"):
+    with pytest.raises(CorruptSnapshotError, match="invalid name of a data file"):
         decode_document(sign(msgspec.json.encode(body)), "here")
 
 

@@ -148,7 +148,7 @@ def test_a_checkpoint_of_the_trainer_itself_is_read_as_before(tmp_path, whole):
 def test_a_checkpoint_without_the_optimizers_state_is_an_error_not_a_fresh_optimizer(tmp_path):
     example.train(tmp_path, stop_at=3)
     Snapshot(tmp_path / "checkpoint-2" / FOLDER).delete()
-    with pytest.raises(SnapshotNotFoundError, match="checkpoint-2: holds neither 'trainer_snapshot' nor"):
+    with pytest.raises(SnapshotNotFoundError, match="checkpoint-2: has neither 'trainer_snapshot' nor"):
         example.train(tmp_path, resume=True)
 
 
@@ -176,7 +176,7 @@ def test_what_saves_in_a_way_of_its_own_is_refused(tmp_path):
             self.is_fsdp_enabled = True
             super()._save_optimizer_and_scheduler(output_dir)
 
-    with pytest.raises(SnapshotError, match="training uses FSDP, which saves its state in a way of its own"):
+    with pytest.raises(SnapshotError, match="training uses FSDP, which has its own checkpoint format"):
         example.train(tmp_path, stop_at=3, kind=Sharded)
 
 
@@ -194,5 +194,5 @@ def test_bases_in_the_wrong_order_and_trainers_of_other_versions_are_told(tmp_pa
     class OfOld(SnapshotTrainerMixin, Old):
         pass
 
-    with pytest.raises(SnapshotError, match="has no method _save_scaler that takes a folder"):
+    with pytest.raises(SnapshotError, match="has no method _save_scaler with a folder argument"):
         OfOld()

@@ -85,7 +85,7 @@ def test_the_next_save_takes_the_place_of_one_that_may_have_ended(tmp_path):
             SnapshotWriter(folder),
             planner=Between(lambda: replace("dcp.save", folder, None)),
         )
-    assert "the claim of this save is gone" in str(raised.value.failures[0][0])
+    assert "the claim of this save is missing" in str(raised.value.failures[0][0])
     expect_one(folder, 1)
     assert not pending_saves()
     assert not snapshot_writer._newest.get()

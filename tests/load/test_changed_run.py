@@ -313,9 +313,7 @@ def test_views_of_one_memory_that_come_back_apart_are_in_the_report():
     whole = torch.arange(10.0)
     snapshot = take({"s": StateDict(t=whole, view=whole[1:], tied=whole)})
     report = snapshot.restore({"s": (fresh := StateDict())})
-    assert [str(line) for line in report.changed] == [
-        "changed    s/view: shared memory with s/t, now has its own"
-    ]
+    assert [str(line) for line in report.changed] == ["changed    s/view: shared memory with s/t, now has its own"]
     assert fresh["tied"].data_ptr() == fresh["t"].data_ptr()
     assert torch.equal(fresh["view"], whole[1:])
     live = torch.zeros(10)

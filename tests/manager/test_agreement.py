@@ -212,6 +212,6 @@ def test_a_store_that_is_gone_or_silent_is_an_error_and_no_hang():
 
     silent = threading.Event()
     store = Store(turn=lambda: silent.wait(60))
-    with pytest.raises(RankError, match=r"answers nothing for 0\.05 s"):
+    with pytest.raises(RankError, match=r"has not responded for 0\.05 s"):
         StepVote(store, "q", 1, 2, 0.05).ask(False)
     silent.set()

@@ -128,7 +128,7 @@ def test_long_files_go_up_and_come_down_in_parts(url, proxy, given):
 def test_what_passes_is_borne(url, proxy, given, method, path, fault):
     async def work(storage):
         if fault.get("times", 1) is None:
-            with pytest.raises(StorageError, match=r"HTTP 500.*given up after"):
+            with pytest.raises(StorageError, match=r"HTTP 500.*failed after"):
                 await store(storage, "data/file", data, part=MiB)
             return
         await store(storage, "data/file", data, part=MiB)
@@ -259,7 +259,7 @@ def test_a_copy_is_waited_for(url, proxy, given):
             proxy.fault("HEAD", status=200, headers={"x-ms-copy-status": status})
         await storage.copy("file", "copy")
         proxy.fault("PUT", status=409, headers={"x-ms-error-code": "PendingCopyOperation"})
-        with pytest.raises(StorageError, match="was not copied"):
+        with pytest.raises(StorageError, match="copy failed"):
             await storage.copy("file", "copy")
 
     use(url, given, work)
@@ -376,7 +376,7 @@ def test_a_url_may_name_the_account():
     assert storage._given["account_host"] == "account.blob.core.windows.net"
     elsewhere = opened("abfss://container@account.dfs.core.chinacloudapi.cn/run", account_name="account")
     assert elsewhere._given["account_host"] == "account.blob.core.chinacloudapi.cn"
-    with pytest.raises(ValueError, match="another account"):
+    with pytest.raises(ValueError, match="account must be"):
         opened("abfss://container@account.dfs.core.windows.net/run", account_name="other")
     with pytest.raises(ValueError, match="abfss://container@account"):
         opened("abfss://container@localhost/run")

@@ -217,7 +217,7 @@ def test_a_server_that_never_answers_ends_within_the_deadline(silent, scheme):
     text = f"sftp://127.0.0.1:{silent}/run" if scheme == "sftp" else "webdav://run"
     if scheme == "webdav":
         options["base_url"] = f"http://127.0.0.1:{silent}"
-    with pytest.raises(StorageError, match="given up"):
+    with pytest.raises(StorageError, match="failed after"):
         Snapshot.take(text, state(), storage_options=options)
 
 
@@ -267,7 +267,7 @@ with socket.create_server(("127.0.0.1", 0)) as server:
     except StorageError as error:
         print(error)
 """
-    assert "no answer to get" in warm.run(program)
+    assert "no response to get" in warm.run(program)
 
 
 class Careless(MemoryFileSystem):

@@ -292,7 +292,7 @@ def test_a_server_that_ends_a_file_too_early_is_an_error(url, given, gcs):
     """As the emulator does, which takes a question for the end."""
     with FaultProxy(gcs.url) as proxy:
         proxy.fault("PUT", nth=2, lose_answer=True)
-        with pytest.raises(StorageError, match=rf"the server took byte {2 * MiB} for the end"):
+        with pytest.raises(StorageError, match=rf"the server stored {2 * MiB} of"):
             use(
                 url,
                 given | {"endpoint_url": proxy.url},

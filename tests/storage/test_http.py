@@ -264,7 +264,7 @@ def test_a_redirect_is_followed(nginx, folder, place):
 
 
 def test_a_server_that_fails_is_asked_until_the_deadline(nginx, folder):
-    with pytest.raises(StorageError, match=r"HTTP 500.*given up after \d+ attempts") as caught:
+    with pytest.raises(StorageError, match=r"HTTP 500.*failed after \d+ attempts") as caught:
         use(f"{nginx.broken}/{folder}", lambda storage: storage.get("file"), deadline=0.5)
     assert type(caught.value) is StorageError
 

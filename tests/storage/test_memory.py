@@ -83,7 +83,7 @@ def test_a_file_that_ended_takes_no_more(name, end):
     async def use():
         writer = await opened(name).create("file", 0)
         await getattr(writer, end)()
-        with pytest.raises(ValueError, match="finished or aborted already"):
+        with pytest.raises(ValueError, match="already finished or aborted"):
             await writer.write(0, [b""])
 
     asyncio.run(use())

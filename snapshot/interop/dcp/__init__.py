@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint` with our engine: a storage writer whose checkpoints are snapshots, and a reader."""
+"""`torch.distributed.checkpoint` with this library's engine: a storage writer and a storage reader for snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a DCP save ends: what all ranks tell becomes one manifest, and that is committed."""
+"""End of a DCP save: the results of all ranks are merged into one manifest, which is committed."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _part = msgspec.json.Decoder(ManifestPart)
 
 
 class WrittenItems:
-    """What a rank tells the coordinator: its entries, by item, and its files. As text where it has to travel."""
+    """Result of a rank for the coordinator: entries by item, and files. Pickled as JSON."""
 
     def __init__(self, part: ManifestPart | None = None, raw: Sequence[str] = ()) -> None:
         part = part or ManifestPart({})
         self.entries: dict[str, Any] = part.manifest
-        """By the item's name, as one component, and what lies below it."""
+        """Entries by the item's name (as one path component), and the entries below it."""
         self.files: dict[str, FileEntry] = part.files
         self.raw: list[str] = list(raw)
-        """Items whose bytes are not torch's."""
+        """Items whose bytes were not written by torch."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Size of all files in bytes."""
         return sum(file.size for file in self.files.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -61,7 +61,7 @@ def _read_told(data: bytes, raw: list[str]) -> WrittenItems:
 def join_and_commit(
     session: Session, transaction: Transaction, metadata: Metadata, told: Sequence[WrittenItems]
 ) -> int:
-    """Commit what all ranks have written, and return how many bytes that is. If it fails, nothing of it is left."""
+    """Commit the results of all ranks, and return their size in bytes. Delete everything if that fails."""
 
     async def commit() -> int:
         async with transaction:
@@ -81,7 +81,7 @@ def join_and_commit(
 
 
 async def _expect_theirs(session: Session, others: Sequence[WrittenItems]) -> None:
-    """Raise where another rank's files cannot be seen from here: what would be committed is no use to anyone."""
+    """Raise if another rank's files are not visible here: the snapshot would be unusable."""
 
     async def look(item: tuple[str, int]) -> None:
         location, size = item
@@ -89,7 +89,7 @@ async def _expect_theirs(session: Session, others: Sequence[WrittenItems]) -> No
             found = (await session.storage.stat(location)).size
         except StorageNotFoundError as error:
             raise SnapshotError(
-                f"{error}: another rank wrote it, and the coordinator does not see it; all ranks must share one storage"
+                f"{error}: another rank wrote it, but the coordinator does not see it; all ranks must share one storage"
             ) from error
         if found != size:
             raise CorruptSnapshotError(f"{session.url.join(location)}: has {found:,} of {size:,} bytes")
@@ -101,7 +101,7 @@ async def _expect_theirs(session: Session, others: Sequence[WrittenItems]) -> No
 def _join_parts(
     metadata: Metadata, told: Sequence[WrittenItems]
 ) -> tuple[dict[str, Any], dict[str, FileEntry], dict[str, Any]]:
-    """Return the manifest, its files, and what has to be noted of DCP's names."""
+    """Return the manifest, its files, and the record of DCP's names."""
     found: dict[str, Any] = dict(told[0].entries) if told else {}
     for rank, each in enumerate(told[1:], 1):
         merge(found, each.entries, f"rank {rank}")
@@ -110,7 +110,9 @@ def _join_parts(
     expected = set(metadata.state_dict_metadata)
     if set(names) != expected:
         lost = sorted(expected.symmetric_difference(names))[:5]
-        raise SnapshotError(f"the plan's items and what the ranks wrote are not the same: {', '.join(lost)} ...")
+        raise SnapshotError(
+            f"the items that the ranks wrote must be those of the plan; different items: {', '.join(lost)} ..."
+        )
     order = metadata.planner_data if isinstance(metadata.planner_data, dict) else metadata.state_dict_metadata
     ordered = [name for name in order if name in expected]
     names = ordered if len(ordered) == len(names) else list(metadata.state_dict_metadata)
@@ -138,8 +140,8 @@ def _join_parts(
         note = record_names(made, manifest)
     except Unkept:
         warn(
-            f"the planner's planner_data ({type(metadata.planner_data).__name__}) holds more than plain values, and is "
-            "not stored; loading gives None instead"
+            f"the planner's planner_data ({type(metadata.planner_data).__name__}) is not plain, so it is "
+            "not stored; loading returns None instead"
         )
         made.planner_data = None
         note = record_names(made, manifest)
@@ -147,7 +149,7 @@ def _join_parts(
 
 
 def _open(path: str, containers: Mapping[str, Any], manifest: dict[str, Any]) -> None:
-    """Put a container before what it holds, and those that hold it before that."""
+    """Insert a container's entry, after the entries of the containers above it."""
     holder = path.rpartition("/")[0]
     if holder and holder not in manifest:
         _open(holder, containers, manifest)
@@ -164,12 +166,12 @@ def _paths_below(found: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _missing(entry: e.ShardedTensorEntry) -> bool:
-    """Whether there are elements of the tensor that no rank wrote."""
+    """Return True if no rank wrote some elements of the tensor."""
     return sum(math.prod(shard.sizes) for shard in entry.shards) != math.prod(entry.shape)
 
 
 def _simplify(entry: e.ShardedTensorEntry, *, several: bool) -> Any:
-    """Return the simplest entry that says the same: of a tensor that lies in one range, or that one rank alone had."""
+    """Return the simplest equivalent entry for a tensor in one range, or with one rank only."""
     shards = entry.shards
     if len(shards) == 1 and shards[0].sizes == entry.shape:
         return shards[0].tensor
@@ -179,13 +181,13 @@ def _simplify(entry: e.ShardedTensorEntry, *, several: bool) -> Any:
 
 
 def _describe(manifest: dict[str, Any], files: dict[str, FileEntry], metadata: msgspec.Raw) -> RankManifest:
-    """All of it, as what one rank alone wrote."""
+    """Describe everything as if one rank had written it."""
     lines = (f"{path}\0{_likeness(entry)}" for path, entry in sorted(manifest.items()))
     structure = digest_range("\n".join(lines).encode("utf-8", "surrogatepass"))
     return RankManifest(manifest, {}, files, [], structure, metadata, 1, len(manifest) > d.IN_ONE, frozenset())
 
 
 def _likeness(entry: Any) -> str:
-    """Return what a structure's digest takes of an entry."""
+    """Return the part of an entry that the structure's digest covers."""
     kind = type(entry).__name__
     return f"{kind} {entry.dtype}{list(entry.shape)}" if isinstance(entry, e.TENSORS) else kind

@@ -1,4 +1,4 @@
-"""What one rank writes of a DCP plan: its items become leaves of our own flattening, and those data files."""
+"""Write of one rank's share of a DCP plan: its items become flattened leaves, and those data files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _OWN = ("resolve_data", "lookup_object", "transform_object")
 
 
 def write_items(session: Session, save_id: str, rank: int, plan: SavePlan, planner: SavePlanner) -> WrittenItems:
-    """Write what a plan names, and tell of it."""
+    """Write the items of a plan, and return the entries and files."""
     told = WrittenItems()
     names = list(dict.fromkeys(item.index.fqn for item in plan.items))
     paths = nested_paths(names, plan.planner_data)
@@ -53,11 +53,11 @@ def write_items(session: Session, save_id: str, rank: int, plan: SavePlan, plann
     number = 0
     for items in _cut_rounds(plan.items, planner, session.budget.limit):
         round_ = _Round(flat_paths(names) if paths is None else paths, keys, planner)
-        with gc_paused():  # but not while files are written: in the background, that may take minutes
+        with gc_paused():  # not during writes, which may take minutes in the background
             round_.add(items)
         written = run(round_.write(session, save_id, rank, number))
         number = written.next_number
-        merge(told.entries, round_.entries(written.described), f"rank {rank}")  # shards of one tensor come together
+        merge(told.entries, round_.entries(written.described), f"rank {rank}")  # joins the shards of one tensor
         told.files.update(written.described.files)
         told.raw += round_.raw
         pickled += round_.flat.pickled
@@ -67,7 +67,7 @@ def write_items(session: Session, save_id: str, rank: int, plan: SavePlan, plann
 
 
 def is_plain(planner: SavePlanner) -> bool:
-    """Whether a planner hands out what is in the state dict, as torch's own does: making nothing new."""
+    """Return True if a planner passes objects of the state dict unchanged, as torch's default planner does."""
     kind = type(planner)
     return isinstance(planner, DefaultSavePlanner) and all(
         getattr(kind, name) is getattr(DefaultSavePlanner, name) for name in _OWN
@@ -75,8 +75,7 @@ def is_plain(planner: SavePlanner) -> bool:
 
 
 def _cut_rounds(items: Sequence[WriteItem], planner: SavePlanner, budget: int) -> Iterator[Sequence[WriteItem]]:
-    """All items; or, since a planner of somebody else's may make each tensor only when it is asked for it, so many at a
-    time as the budget allows."""
+    """Yield all items, or portions within the budget if the planner may create a tensor for each request."""
     if is_plain(planner):
         yield items
         return
@@ -104,7 +103,7 @@ class _Written:
 
 
 class _Round:
-    """Some items of a plan, which are written together."""
+    """Items of a plan that are written together."""
 
     def __init__(self, paths: dict[str, str], keys: dict[str, Keys] | None, planner: SavePlanner) -> None:
         self._paths = paths
@@ -117,7 +116,7 @@ class _Round:
         self.raw: list[str] = []
 
     def add(self, items: Iterable[WriteItem]) -> None:
-        """Ask for each item's value, and flatten it."""
+        """Request each item's value from the planner, and flatten it."""
         state: dict[str, Any] = {}
         holders: dict[Keys, dict[str, Any]] = {(): state}
         every = self._keys
@@ -147,7 +146,7 @@ class _Round:
             else:
                 state[name] = value
         for key in [key for key, value in state.items() if type(value) is dict]:
-            self.flat.add(encode_component(key), state.pop(key))  # which remembers what it made of the last one
+            self.flat.add(encode_component(key), state.pop(key))  # `add` reuses the schema of the previous one
         self.flat.add_named("", state, 0)
         for name, data in blobs:
             self._blob(name, data)
@@ -157,22 +156,26 @@ class _Round:
     def _tensor(self, item: WriteItem) -> torch.Tensor:
         value = self._planner.resolve_data(item)
         if not isinstance(value, torch.Tensor):
-            raise SnapshotError(f"{item.index.fqn}: the planner gave {with_article(type(value).__name__)} for a tensor")
+            raise SnapshotError(
+                f"{item.index.fqn}: the planner must return a tensor, got {with_article(type(value).__name__)}"
+            )
         return value
 
     def _value(self, item: WriteItem) -> tuple[bool, Any]:
-        """Return the value itself; or (False) the bytes of which nothing else is known."""
-        if self._plain:  # the very object: that it need not be pickled first is most of what small values cost
+        """Return (True, the value), or (False, its bytes) if they cannot be decoded."""
+        if self._plain:  # the object itself: pickling would dominate the cost of small values
             return True, self._planner.lookup_object(item.index)  # type: ignore[attr-defined]
         data = self._planner.resolve_data(item)
         if not isinstance(data, io.BytesIO):
-            raise SnapshotError(f"{item.index.fqn}: the planner gave {with_article(type(data).__name__)} for bytes")
+            raise SnapshotError(
+                f"{item.index.fqn}: the planner must return a BytesIO, got {with_article(type(data).__name__)}"
+            )
         held = data.getvalue()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return True, torch.load(io.BytesIO(held), map_location="cpu", weights_only=True)
-        except Exception:  # noqa: BLE001 - a pickle of somebody else's may raise anything; it is stored as it is
+        except Exception:  # noqa: BLE001 - a foreign pickle may raise anything; its bytes are stored
             return False, held
 
     def _blob(self, name: str, data: bytes) -> None:
@@ -186,11 +189,11 @@ class _Round:
             self.raw.append(name)
 
     def _sharded(self, name: str, boxes: list[tuple[WriteItem, torch.Tensor]]) -> None:
-        """Add some boxes of a tensor. What other ranks hold of it nobody here knows, nor need know."""
+        """Add this rank's boxes of a tensor. The boxes of other ranks are not needed here."""
         path, pieces = self._paths[name], []
         data = boxes[0][0].tensor_data
         if data is None:
-            raise SnapshotError(f"{name}: the planner does not say of which tensor it is a shard")
+            raise SnapshotError(f"{name}: the planner must set `tensor_data` of a shard, got None")
         shape, dtype = tuple(data.size), boxes[0][1].dtype
         for item, tensor in boxes:
             assert item.tensor_data is not None
@@ -198,7 +201,7 @@ class _Round:
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             if tuple(tensor.shape) != box.sizes or tensor.dtype != dtype:
                 raise SnapshotError(
-                    f"{name}: the planner gave {tensor.dtype}{list(tensor.shape)} for the part of {dtype} at {box}"
+                    f"{name}: part at {box} must be {dtype}{list(box.sizes)}, got {tensor.dtype}{list(tensor.shape)}"
                 )
             if box.numel:
                 pieces.append(LocalPiece(box, tensor.detach(), None))
@@ -209,7 +212,7 @@ class _Round:
     # Write
 
     async def write(self, session: Session, save_id: str, rank: int, number: int) -> _Written:
-        """Write the data files, from this number on."""
+        """Write the data files, numbered from `number` on."""
         self._tie_shards()
         share = RankShare(solo_exchange(VERB), self.flat, _NOTHING_SHARED)
         plan = plan_writes(share, session, staged=False)
@@ -227,7 +230,7 @@ class _Round:
         return _Written(described, last + 1)
 
     def _tie_shards(self) -> None:
-        """Sharded tensors that are the very same memory are stored once, as others are."""
+        """Store sharded tensors that share the same memory once, like other tied tensors."""
         owners: dict[Any, str] = {}
         for path, shards in self.flat.shards.items():
             places = tuple(
@@ -240,9 +243,8 @@ class _Round:
                     self.flat.ties[path] = owner
 
     def entries(self, described: RankManifest) -> dict[str, Any]:
-        """Return the items' entries by name (as a component); under longer paths what is below those that are
-        containers."""
-        made = {path[2:]: entry for path, entry in described.own.items()}  # all are of rank 0, as there is one
+        """Return the items' entries by name (as a component), and the entries below containers by longer paths."""
+        made = {path[2:]: entry for path, entry in described.own.items()}  # drop the rank, which is always 0
         found: dict[str, Any] = {}
         holders: dict[str, str] = {}
         for name in self._names:
@@ -263,7 +265,7 @@ _NOTHING_SHARED = Replication("", frozenset(), ())
 
 
 def _holder(holders: dict[Keys, dict[str, Any]], keys: Keys) -> dict[str, Any]:
-    """Return the dict at some keys, and those above it."""
+    """Return the dict at some keys; create it, and those above it, if missing."""
     held = holders.get(keys)
     if held is None:
         held = holders[keys] = _holder(holders, keys[:-1])[str(keys[-1])] = {}

@@ -1,8 +1,8 @@
-"""DCP's names and a manifest's paths: which entry is which item of `torch.distributed.checkpoint`.
+"""DCP's item names and a manifest's paths: the mapping between entries and `torch.distributed.checkpoint` items.
 
-DCP knows a flat dictionary of items, and beside it, as `planner_data`, where each stood in the nested state. Here an
-item stands at the path of that place. Where the nesting says no more than the paths do, nothing else is recorded; so
-what `Snapshot.take` wrote has names for DCP, too: those that its `flatten_state_dict` would give the same state.
+DCP has a flat dictionary of items and, in `planner_data`, the place of each in the nested state. An item's path in the
+manifest is that place. If the nesting can be derived from the paths, nothing else is recorded. So snapshots written by
+`Snapshot.take` have DCP names, too: those that `flatten_state_dict` would give the same state.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from snapshot.tensors.geometry import Box
 
 Keys = tuple[str | int, ...]
 KEY = "torch.distributed.checkpoint"
-"""Under which name a record stands in the snapshot's metadata."""
+"""Key of the record in the snapshot's metadata."""
 _VALUE = "planner_data"
 
 
 class Partial(msgspec.Struct, forbid_unknown_fields=True):
-    """A tensor of which only some boxes were saved: each stands as a tensor below the item's path."""
+    """A tensor with only some boxes saved, each as a tensor below the item's path."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -39,18 +39,18 @@ class Partial(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class DcpRecord(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """What is kept of DCP's names where the paths alone do not say it. Strings are escaped as components are."""
+    """Information about DCP's names that the paths do not give. Strings are escaped like path components."""
 
     top: bool = False
-    """Whether each entry without a container is one item, whatever it holds."""
+    """True if each top-level entry is one item, even if it is a container."""
     items: dict[str, str] | None = None
-    """Name -> path, where neither that nor the nesting tells."""
+    """Name -> path, if neither `top` nor the nesting gives it."""
     planner_data: dict[str, Any] | None = None
-    """`{"keys": {name: path}}`, or `{"entries": ...}` for other plain values; None where there was none."""
+    """`{"keys": {name: path}}`, or `{"entries": ...}` for other plain values; None if there was none."""
     derived: bool = False
-    """Whether the planner's data are what the nesting says."""
+    """True if the planner's data can be derived from the nesting."""
     raw: list[str] = []
-    """Items whose bytes are not torch's: they are handed back as they are."""
+    """Items whose bytes were not written by torch, and are returned unchanged."""
     partial: dict[str, Partial] = {}
 
 
@@ -66,17 +66,17 @@ class DcpNames:
 
 
 def path_of(keys: Keys) -> str:
-    """Return the manifest's path of an item that stood at these keys."""
+    """Return the manifest's path of an item at these keys."""
     return "/".join([encode_component(key) if type(key) is str else str(key) for key in keys])
 
 
 def flat_paths(names: Iterable[str]) -> dict[str, str]:
-    """Each name as one component of its own."""
+    """Return each name mapped to a single path component."""
     return {name: encode_component(name) for name in names}
 
 
 def nested_paths(names: Iterable[str], planner_data: Any) -> dict[str, str] | None:
-    """Name -> path by the saved nesting; None where that is none, or two items would stand in one place."""
+    """Return name -> path from the saved nesting, or None if there is none or two items would have one path."""
     if not isinstance(planner_data, dict):
         return None
     paths: dict[str, str] = {}
@@ -104,7 +104,7 @@ def nested_paths(names: Iterable[str], planner_data: Any) -> dict[str, str] | No
 
 
 def _note(keys: Any, above: dict[Keys, str]) -> bool:
-    """Note the places that hold others, with what the paths below begin with; whether these are places at all."""
+    """Add the containers above `keys` with their path prefixes. Return False if `keys` is not a valid path."""
     if not _is_path(keys):
         return False
     while keys not in above:
@@ -122,8 +122,7 @@ def _is_path(keys: Any) -> TypeGuard[Keys]:
 
 
 def containers(every: Iterable[Keys]) -> dict[str, Entry]:
-    """Return the entries that hold items which stood at these keys: lists where the numbers leave no gap, else
-    dicts."""
+    """Return the container entries for items at these keys: lists if the numbers have no gap, else dicts."""
     children: dict[Keys, dict[str | int, None]] = {}
     for keys in every:
         at = keys
@@ -149,8 +148,11 @@ def _container(keys: list[str | int]) -> Entry:
 
 
 def derive_names(entries: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Keys]]:
-    """Name -> path, and name -> keys, of entries whose paths have no rank, as DCP would flatten what they hold: dicts
-    are taken apart, and lists that hold a tensor or a dict somewhere. Two items of one name are none."""
+    """Return name -> path, and name -> keys, as DCP would flatten the entries.
+
+    Paths have no rank. Dicts are flattened, and so are lists that contain a tensor or a dict. Two items with one name
+    are both left out.
+    """
     walk = _Walk(entries)
     for path, entry in entries.items():
         if "/" not in path:
@@ -184,7 +186,7 @@ class _Walk:
 
     def _below(self, keys: Keys, path: str) -> None:
         entry = self._entries.get(path)
-        if entry is not None:  # of a rank's view some may be missing
+        if entry is not None:  # a rank's view may lack some
             self.visit(keys, path, entry)
 
     def _terminal(self, path: str, entry: e.ListEntry) -> bool:
@@ -192,7 +194,7 @@ class _Walk:
             below = f"{path}/{index}"
             child = self._entries.get(below)
             if type(child) is e.RecordEntry:
-                continue  # which DCP does not look into
+                continue  # DCP does not flatten it
             if isinstance(child, (*e.TENSORS, e.TensorPartsEntry, e.DictEntry)):
                 return False
             if type(child) is e.ListEntry and not self._terminal(below, child):
@@ -201,8 +203,7 @@ class _Walk:
 
 
 def record_names(names: DcpNames, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what has to stand in the metadata for `recall` to give the same names; nothing where the paths say it
-    all."""
+    """Return the metadata from which `recall_names` gets the same names; empty if the paths are enough."""
     paths, keys = derive_names(entries)
     derived = names.planner_data == keys and type(names.planner_data) is dict
     if derived and paths == names.paths and not names.raw and not names.partial:
@@ -218,7 +219,7 @@ def record_names(names: DcpNames, entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Unkept(Exception):
-    """Raised where a planner's data are more than plain values."""
+    """Planner data contain values that are not plain."""
 
 
 def _encoded(data: Any) -> dict[str, Any] | None:
@@ -241,7 +242,7 @@ _entries = msgspec.json.Decoder(dict[str, e.AnyEntry])
 
 
 def recall_names(metadata: msgspec.Raw, entries: Mapping[str, Any], where: object) -> DcpNames:
-    """Return the items of a snapshot, from its entries (under paths without a rank) and what was recorded of names."""
+    """Return the items of a snapshot, from its entries (under paths without a rank) and the record of names."""
     try:
         told = msgspec.json.decode(metadata, type=dict[str, msgspec.Raw]) if len(metadata) else {}
         made = msgspec.json.decode(told[KEY], type=DcpRecord) if KEY in told else DcpRecord(derived=True)
@@ -254,7 +255,7 @@ def recall_names(metadata: msgspec.Raw, entries: Mapping[str, Any], where: objec
         raw = frozenset(map(decode_component, made.raw))
         return DcpNames(paths, keys if made.derived else _decoded(made.planner_data), raw, partial)
     except (msgspec.MsgspecError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptSnapshotError(f"{where}: what its metadata say of {KEY} cannot be read: {error}") from error
+        raise CorruptSnapshotError(f"{where}: the metadata under {KEY} cannot be decoded: {error}") from error
 
 
 def _decoded(data: dict[str, Any] | None) -> Any:
@@ -272,13 +273,13 @@ def _unescaped(key: Any) -> Any:
 
 
 def partial_entry(path: str, partial: Partial, entries: Mapping[str, Any]) -> e.ShardedTensorEntry:
-    """Return the entry of a tensor that is not whole, from those of its boxes."""
+    """Return the entry of a partial tensor, assembled from the entries of its boxes."""
     shards = [e.Shard(offsets, sizes, entries[f"{path}/{name}"]) for name, (offsets, sizes) in partial.boxes.items()]
     return e.ShardedTensorEntry(partial.dtype, partial.shape, shards)
 
 
 def taken_apart(path: str, entry: e.ShardedTensorEntry) -> tuple[Partial, dict[str, Entry]]:
-    """Return the other way round: what is recorded of a tensor that is not whole, and the entries of its boxes."""
+    """Return the record of a partial tensor and the entries of its boxes: the inverse of `partial_entry`."""
     boxes, made = {}, {}
     for shard in entry.shards:
         name = str(Box(shard.offsets, shard.sizes)) or "all"

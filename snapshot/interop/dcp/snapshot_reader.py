@@ -1,7 +1,7 @@
-"""`dcp.load` through our read engine: ranges of a snapshot straight into the tensors that the planner names, verified.
+"""`dcp.load` with this library's read engine: verified reads directly into the tensors that the planner names.
 
-Each tensor is told to DCP as one chunk, whatever boxes it was stored in: which of them a rank needs, our own reader
-knows better, and what is planned stays small however many ranks have written.
+DCP sees each tensor as one chunk, regardless of its stored boxes. This library's reader selects the boxes better, and
+the plan stays small for any number of writing ranks.
 """
 
 from __future__ import annotations
@@ -62,25 +62,25 @@ class _Opened:
     url: URL
     document: Document
     entries: dict[str, Any]
-    """Under paths without a rank."""
+    """Entries under paths without a rank."""
     names: DcpNames
     tensors: dict[str, Any]
-    """The entries of the items that are tensors, by name."""
+    """Entries of the tensor items, by name."""
 
 
 class SnapshotReader(StorageReader):
-    """Gives `torch.distributed.checkpoint` what a snapshot holds: one that `SnapshotWriter` wrote, or `Snapshot.take`.
+    """Storage reader for `torch.distributed.checkpoint`: reads what `SnapshotWriter` or `Snapshot.take` wrote.
 
-    What `Snapshot.take` wrote has the names that DCP gives the same nested state dicts, as far as the calling rank has
-    them. It is plain configuration, and may be pickled.
+    A snapshot of `Snapshot.take` has the names that DCP gives the same nested state dicts, limited to the entries that
+    the calling rank has. The reader is plain configuration, and can be pickled.
 
     Args:
-        path: A URL, or a path of the file system; may be left out where each load gives a `checkpoint_id`.
-        storage_options: What the storage plugin should know.
+        path: A URL, or a path of the file system. Optional if each load passes a `checkpoint_id`.
+        storage_options: Options for the storage plugin.
         verify: Compare every byte with its digest.
         allow_pickle: Read objects that were stored as pickles and that torch's `weights_only` refuses. A pickle can run
-            any code: only for snapshots from whom you trust.
-        memory_budget_bytes: Host memory for what cannot be read in place, as for `Snapshot.restore`.
+            any code: use it only for snapshots from a trusted source.
+        memory_budget_bytes: Host memory for data that cannot be read in place, as for `Snapshot.restore`.
     """
 
     def __init__(
@@ -99,22 +99,22 @@ class SnapshotReader(StorageReader):
         self.allow_pickle = allow_pickle
         self.memory_budget_bytes = memory_budget_bytes
         self.load_id = str(uuid.uuid4())
-        """Of the load that comes next, is under way, or was the last."""
+        """Id of the next, current or last load."""
         self._opened: _Opened | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_opened": None}
 
-    # What DCP calls, in this order
+    # Methods that DCP calls, in this order
 
     @property
     def checkpoint_id(self) -> str | None:
-        """Where the next load reads, without passwords."""
+        """Path of the next load, without passwords."""
         return hide_secrets(self.path)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether there is a storage for this URL or path."""
+        """Return True if there is a storage plugin for this URL or path."""
         return storage_knows(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -125,7 +125,7 @@ class SnapshotReader(StorageReader):
             self.path = os.fspath(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what is in the snapshot. With `rank`, of what that rank saved without collectives."""
+        """Return DCP's metadata of the snapshot; with `rank`, of the one that this rank saved without collectives."""
         rank = kwargs.get("rank")
         url = self._url() if rank is None else self._url().join(rank_folder(rank))
         session = self._session(url)
@@ -139,7 +139,7 @@ class SnapshotReader(StorageReader):
             run(session.close())
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if self._opened is None:  # the metadata are another reader's
+        if self._opened is None:  # another reader read the metadata
             self.read_metadata()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -147,14 +147,14 @@ class SnapshotReader(StorageReader):
         return dataclasses.replace(plan, storage_data=(str(opened.url), opened.document.save_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator: all ranks must have opened the same snapshot, unless each has one of its own."""
+        """Raise if the ranks opened different snapshots at one path. Called on the coordinator."""
         found = {plan.storage_data for plan in plans if isinstance(plan.storage_data, tuple)}
         if len({where for where, _ in found}) < len(found):
-            raise SnapshotError(f"{self._url()}: was replaced while the ranks opened it; load again")
+            raise SnapshotError(f"{self._url()}: replaced while the ranks opened it; load again")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """On each rank: objects first, then tensors."""
+        """Read objects first, then tensors. Called on each rank."""
         opened = self._known()
         session = self._session(opened.url)
         meter = Meter(VERB, None)
@@ -173,11 +173,11 @@ class SnapshotReader(StorageReader):
         done.set_result(None)
         return done
 
-    # How
+    # Implementation
 
     def _url(self) -> URL:
         if self.path is None:
-            raise ValueError("no path: give it to SnapshotReader, or a checkpoint_id to dcp.load")
+            raise ValueError("no path; pass one to SnapshotReader, or a checkpoint_id to dcp.load")
         return URL.parse(self.path)
 
     def _session(self, url: URL) -> Session:
@@ -185,7 +185,7 @@ class SnapshotReader(StorageReader):
 
     def _known(self) -> _Opened:
         if self._opened is None:
-            raise SnapshotError("no snapshot was opened: DCP calls read_metadata first")
+            raise SnapshotError("no snapshot is open; read_metadata must be called first")
         return self._opened
 
     def __repr__(self) -> str:
@@ -193,7 +193,7 @@ class SnapshotReader(StorageReader):
 
 
 def _opened(url: URL, document: Document) -> _Opened:
-    """Return what the calling rank sees: its own, and what is for all."""
+    """Return the calling rank's view: its own entries and those of all ranks."""
     ranks = ranks_of(None)
     view = make_rank_view(document.manifest, ranks.rank, document.world_size, ranks.world)
     entries = {**view.entries, **view.elsewhere}
@@ -208,12 +208,12 @@ def _opened(url: URL, document: Document) -> _Opened:
         elif isinstance(entries.get(path), e.TENSORS):
             tensors[name] = entries[path]
         elif path not in entries:
-            raise CorruptSnapshotError(f"{url}: holds no {path!r}, which its metadata name {name!r}")
+            raise CorruptSnapshotError(f"{url}: the metadata map {name!r} to {path!r}, which is missing")
     return _Opened(url, document, entries, names, tensors)
 
 
 def _described(opened: _Opened) -> dict[str, Any]:
-    """Return what DCP's planners know of the items."""
+    """Return DCP's description of the items, for its planners."""
     found: dict[str, Any] = {}
     origins: dict[int, torch.Size] = {}
     document = opened.document
@@ -225,11 +225,11 @@ def _described(opened: _Opened) -> dict[str, Any]:
             continue
         dtype = BY_NAME.get(entry.dtype)
         if dtype is None:
-            raise SnapshotError(f"{name}: has the dtype {entry.dtype!r}, which this version of torch does not know")
+            raise SnapshotError(f"{name}: unknown dtype {entry.dtype!r} in this version of torch")
         size = torch.Size(entry.shape)
         held = most is None or name in opened.names.partial or math.prod(size) * dtype.itemsize <= most
-        if min(size, default=0) < 0 or not held:  # some planners make tensors of what they are told
-            raise CorruptSnapshotError(f"{name}: {entry.dtype}{list(size)} is more than the files hold")
+        if min(size, default=0) < 0 or not held:  # some planners allocate tensors of the described shape
+            raise CorruptSnapshotError(f"{name}: {entry.dtype}{list(size)} is larger than the stored files")
         if name in opened.names.partial:
             chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in entry.pieces()]
         else:
@@ -240,7 +240,7 @@ def _described(opened: _Opened) -> dict[str, Any]:
 
 
 class _Load:
-    """One rank's reads."""
+    """Reads of one rank."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ class _Load:
         self.bytes_read = 0
 
     def read(self, items: Sequence[ReadItem]) -> None:
-        """Read all items. Whatever cannot be there is found out before a tensor is touched."""
+        """Read all items. Raise for missing items and files before any tensor is written to."""
         objects = [item for item in items if item.type is LoadItemType.BYTE_IO]
         tensors = [item for item in items if item.type is not LoadItemType.BYTE_IO]
         self._expect_files(items)
@@ -277,11 +277,11 @@ class _Load:
         path = self._opened.names.paths.get(name)
         if path is None:
             known = self._opened.names.paths
-            raise RestoreError(f"{self._opened.url}: holds no item {name!r}; {suggest_names(name, known)}", [name])
+            raise RestoreError(f"{self._opened.url}: no item {name!r}; {suggest_names(name, known)}", [name])
         return path
 
     def _expect_files(self, items: Iterable[ReadItem]) -> None:
-        """All files that are needed must be there, as long as they were."""
+        """Raise if a required file is missing or short."""
         entries: dict[str, Any] = {}
         for item in items:
             path = self._path(item)
@@ -298,14 +298,14 @@ class _Load:
             for name in entry.components():
                 below = f"{path}/{name}"
                 if below not in every:
-                    raise CorruptSnapshotError(f"{self._opened.url}: {path} names {name}, which is not there")
+                    raise CorruptSnapshotError(f"{self._opened.url}: {path} refers to {name}, which is missing")
                 found |= self._tree(below)
         return found
 
     # Objects
 
     def _objects(self, items: Sequence[ReadItem]) -> list[tuple[ReadItem, io.BytesIO]]:
-        """Each object, as torch writes it: what was stored typed is made anew for that."""
+        """Return each object as bytes that `torch.load` reads. Objects that were stored typed are pickled for that."""
         read_plan = ReadPlan(self._opened.document.files, allow_pickle=self._allow_pickle)
         trees = {}
         for item in items:
@@ -313,7 +313,7 @@ class _Load:
             if path not in trees:
                 trees[path] = tree = self._tree(path)
                 check_tree(path, tree)
-                Binding({}, {}, RestoreIssues(), exact=False).bind(tree)  # to the classes that were allowed
+                Binding({}, {}, RestoreIssues(), exact=False).bind(tree)  # to the allowed classes
                 for below, entry in tree.items():
                     if not isinstance(entry, e.Container):
                         read_plan.new(below, entry)
@@ -333,8 +333,10 @@ class _Load:
     # Tensors
 
     def _portions(self, items: Sequence[ReadItem]) -> Iterator[list[tuple[ReadItem, torch.Tensor]]]:
-        """All tensors; or, since a planner of somebody else's may make each when it is asked for it, so many at a time
-        as the budget allows. Nothing is read twice into one place at a time: what comes later stays, as with torch."""
+        """Yield all tensors at once, or portions within the budget if the planner may create them on request.
+
+        A portion has at most one read into the same memory, so that the later one wins, as with torch.
+        """
         plain = _is_plain(self._planner)
         budget = self._session.budget.limit
         chosen: list[tuple[ReadItem, torch.Tensor]] = []
@@ -366,10 +368,10 @@ class _Load:
             name = item.storage_index.fqn
             path, entry = self._path(item), opened.tensors.get(name)
             if entry is None:
-                raise RestoreError(f"{path}: is no tensor in the snapshot, and the application has one", [path])
+                raise RestoreError(f"{path}: not a tensor in the snapshot, but one in the application", [path])
             offsets, sizes = tuple(item.storage_offsets), tuple(item.lengths)
             if tuple(target.shape) != sizes:
-                raise RestoreError(f"{path}: {list(sizes)} of it were to be read into {list(target.shape)}", [path])
+                raise RestoreError(f"{path}: target must have shape {list(sizes)}, got {list(target.shape)}", [path])
             if type(entry) is e.TensorEntry and sizes == entry.shape and read_plan.in_place(path, entry, target, True):
                 continue
             partial = name in opened.names.partial
@@ -378,7 +380,7 @@ class _Load:
                 self._checked.add(path)
             box = _box(item.storage_index, offsets, sizes, partial=partial)
             if not is_inside(box, entry.shape):
-                raise RestoreError(f"{path}: {box} does not lie in {list(entry.shape)}", [path])
+                raise RestoreError(f"{path}: {box} is not within shape {list(entry.shape)}", [path])
             if sizes == entry.shape:
                 read_plan.into(path, entry, target, live=True)
             else:
@@ -387,13 +389,13 @@ class _Load:
 
 
 def _box(index: MetadataIndex, offsets: tuple[int, ...], sizes: tuple[int, ...], *, partial: bool) -> Box:
-    """Return what of the whole tensor is wanted: a chunk's offsets are those of `partial` tensors' boxes, else 0."""
+    """Return the requested box of the whole tensor. Only chunks of `partial` tensors have offsets other than 0."""
     begin = index.offset if partial and index.offset is not None else (0,) * len(offsets)
     return Box(tuple(a + b for a, b in zip(begin, offsets, strict=True)), sizes)
 
 
 def _is_plain(planner: LoadPlanner) -> bool:
-    """Whether a planner hands out parts of what is in the state dict, as torch's own does: making nothing new."""
+    """Return True if a planner reads into parts of the state dict itself, as torch's default planner does."""
     kind = type(planner)
     return isinstance(planner, DefaultLoadPlanner) and all(
         getattr(kind, name) is getattr(DefaultLoadPlanner, name)

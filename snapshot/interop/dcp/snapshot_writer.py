@@ -1,8 +1,8 @@
-"""`dcp.save` through our write engine: what lands is a snapshot.
+"""`dcp.save` with this library's write engine: the result is a snapshot.
 
-The coordinator claims the path while it plans, and commits in `finish`; in between every rank writes data files of its
-own, and tells the coordinator of them in its results. DCP calls nobody when another rank has failed, so whoever fails
-takes the claim away: from then on nothing can be committed, and each rank that finds it gone removes what it wrote.
+The coordinator claims the path during planning, and commits in `finish`. In between, every rank writes its data files
+and reports them to the coordinator in its results. DCP notifies no rank if another one has failed. So a rank that fails
+deletes the claim: then no commit is possible, and each rank that misses the claim deletes its files.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from snapshot.url import URL
 
 
 class Ticket:
-    """What the coordinator sends each rank with its plan.
+    """Message of the coordinator to each rank, sent with its plan.
 
-    A planner that keeps its plans hands out an old one, with the ticket of the save that it was made for. The new one
-    has arrived with the plan that was thrown away for it: so each is noted where it is unpickled, in that thread.
+    A planner that caches plans returns an old plan, with the ticket of the save that it was created for. The new ticket
+    arrived with the plan that was discarded. So each ticket is recorded when it is unpickled, for that thread.
     """
 
     __slots__ = ("arrived", "rank", "save_id", "where")
@@ -60,7 +60,7 @@ class Ticket:
 
 
 class _Where:
-    """What each rank says in its plan of where it was told to save; an old plan says what held for an old save."""
+    """A rank's save path, sent in its plan. A cached plan has the path of an earlier save."""
 
     __slots__ = ("arrived", "text")
 
@@ -82,11 +82,11 @@ def _make_ticket(save_id: str, rank: int, where: str) -> Ticket:
 
 
 _newest: PerProcess[dict[str, Transaction]] = PerProcess(dict, dict.copy)
-"""Of each place, the save of this process that began there last and is not over."""
+"""The last unfinished save of this process for each path."""
 
 
 class _Save:
-    """A save that this process coordinates, from its claim until it is committed or given up."""
+    """A save that this process coordinates, from its claim until it is committed or aborted."""
 
     def __init__(self, session: Session, save_id: str, where: str) -> None:
         self.session = session
@@ -94,21 +94,21 @@ class _Save:
         self.where = where
         self.began = time.perf_counter()
         self._given_up = weakref.finalize(self, _give_up_later, session, self.transaction, where)
-        self._given_up.atexit = False  # what the interpreter's exit leaves, the next save removes
+        self._given_up.atexit = False  # the next save removes what is left at exit
 
     def over(self) -> None:
-        """End a save that is committed, or taken back."""
+        """Release a save that is committed or aborted."""
         self._given_up.detach()
         run(_end(self.session, self.transaction, self.where))
 
     def give_up(self) -> None:
-        """Take back a save that was never finished."""
+        """Abort a save that was never finished."""
         run(self.transaction.abort())
         self.over()
 
 
 def _give_up_later(session: Session, transaction: Transaction, where: str) -> None:
-    """Do what `_Save.give_up` does, without waiting for it."""
+    """Do the same as `_Save.give_up` in the background."""
 
     async def end() -> None:
         await transaction.abort()
@@ -125,30 +125,30 @@ async def _end(session: Session, transaction: Transaction, where: str) -> None:
 
 
 async def _take_back(session: Session, save_id: str) -> None:
-    """Delete the claim, so that nothing can be committed any more, and then what any rank has written."""
+    """Delete the claim, so that nothing can be committed any more, and then the files of all ranks."""
     with contextlib.suppress(SnapshotError, TimeoutError):
         async with cleanup.time_limit(session.storage):
             await cleanup.delete_save(session.storage, save_id)
 
 
 class SnapshotWriter(StorageWriter):
-    """Saves what `torch.distributed.checkpoint` is given as a snapshot: atomic, verified, tensors without pickles.
+    """Storage writer for `torch.distributed.checkpoint`: saves an atomic, verified snapshot, tensors without pickles.
 
-    It is plain configuration, and may be pickled; nothing is opened before a save begins. It serves one save after the
-    other, each to `path`, or to the `checkpoint_id` that the save is given. A save that begins before the last one has
-    ended takes that back, which then fails.
+    The writer is plain configuration, and can be pickled; nothing is opened before a save begins. It runs one save at a
+    time, each to `path` or to the `checkpoint_id` of the save. A save that begins before the previous one has ended
+    aborts that one, which then fails.
 
     Args:
-        path: A URL, or a path of the file system; may be left out where each save gives a `checkpoint_id`.
-        sync_files: Commit only what survives a loss of power, as `durable` says.
-        storage_options: What the storage plugin should know.
-        overwrite: Replace a snapshot that is there: it stays whole until the new one is. Else that is an error.
-        durable: Commit only what survives a loss of power; by default what `sync_files` says.
-        memory_budget_bytes: Host memory for what cannot be written from where it is, as for `Snapshot.take`; tensors
-            that a planner of your own makes are asked of it in portions of that size.
+        path: A URL, or a path of the file system. Optional if each save passes a `checkpoint_id`.
+        sync_files: Default of `durable`.
+        storage_options: Options for the storage plugin.
+        overwrite: Replace an existing snapshot, which stays intact until the new one is committed. Otherwise raise.
+        durable: Flush all files to disk before the commit, to survive a power loss. Default: `sync_files`.
+        memory_budget_bytes: Host memory for data that cannot be written in place, as for `Snapshot.take`. Tensors that
+            a custom planner creates are requested in portions of this size.
 
-    The other arguments are those of torch's `FileSystemWriter`, in its order. They choose how its files are written,
-    mean nothing here, and are named in the log once if they are given.
+    The other arguments are those of torch's `FileSystemWriter`, in its order. They only apply to its files. They are
+    ignored here, and logged once if passed.
 
     >>> import torch.distributed.checkpoint as dcp, torch, warnings
     >>> from snapshot import Snapshot
@@ -181,7 +181,7 @@ class SnapshotWriter(StorageWriter):
         self.overwrite = overwrite
         self.durable = sync_files if durable is None else durable
         self.save_id = secrets.token_hex(6)
-        """Of the save that comes next, is under way, or was the last."""
+        """Id of the next, current or last save."""
         _log_unused(
             single_file_per_rank=not single_file_per_rank,
             thread_count=thread_count != 1,
@@ -193,24 +193,24 @@ class SnapshotWriter(StorageWriter):
         self.memory_budget_bytes = memory_budget_bytes
         self._rank = 0
         self._alone = False
-        """Whether each rank saves for itself (`use_collectives=False`)."""
+        """True if each rank saves for itself (`use_collectives=False`)."""
         self._since = 0
-        """What arrived before this is of an earlier save."""
+        """Messages that arrived before this number belong to an earlier save."""
         self._save: _Save | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_save": None}
 
-    # What DCP calls, in this order
+    # Methods that DCP calls, in this order
 
     @property
     def checkpoint_id(self) -> str | None:
-        """Where the next save goes; torch writes it to its log, so passwords are hidden."""
+        """Path of the next save. Torch logs it, so passwords are hidden."""
         return hide_secrets(self.path)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether there is a storage for this URL or path."""
+        """Return True if there is a storage plugin for this URL or path."""
         return storage_knows(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -225,7 +225,7 @@ class SnapshotWriter(StorageWriter):
         )
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Told on each rank what it is; torch passes `rank` only where a parameter has this very name, `kwargs`."""
+        """Set this rank's role. Torch passes `rank` only if a parameter is named exactly `kwargs`."""
         self._drop()
         self.save_id = secrets.token_hex(6)
         self._rank = kwargs.get("rank") or 0
@@ -236,12 +236,12 @@ class SnapshotWriter(StorageWriter):
         return dataclasses.replace(plan, storage_data=_Where(str(self._url())))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: claim the path. The save's id goes to all ranks with their plans."""
+        """Claim the path, and send the save's id to all ranks with their plans. Called on the coordinator."""
         url = self._url()
         for rank, plan in enumerate(plans):
             told = plan.storage_data
             if isinstance(told, _Where) and told.arrived > self._since and told.text != str(url) and not self._alone:
-                raise SnapshotError(f"rank {rank} was told to save to {told.text}, and the coordinator to {url}")
+                raise SnapshotError(f"rank {rank}: must save to {url} like the coordinator, got {told.text}")
         session = self._open(url)
         save = _Save(session, self.save_id, str(url))
         try:
@@ -257,8 +257,8 @@ class SnapshotWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """On each rank: write its data files."""
-        save, ticket = self._save, self._ticket(plan)  # of another path there is nothing to take back
+        """Write the data files of this rank."""
+        save, ticket = self._save, self._ticket(plan)  # raises for another path, where nothing needs an abort
         session = save.session if save is not None else self._open(self._url())
         self.save_id = ticket.save_id
         try:
@@ -268,7 +268,7 @@ class SnapshotWriter(StorageWriter):
             run(_take_back(session, ticket.save_id))
             if save is not None:
                 self._failed(save, error)
-                if self._save is save:  # else the next save has taken it back already
+                if self._save is save:  # else the next save has already aborted it
                     self._save = None
                     save.over()
             raise
@@ -280,10 +280,12 @@ class SnapshotWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: make all results one manifest, and commit it."""
+        """Merge all results into one manifest, and commit it. Called on the coordinator."""
         save, self._save = self._save, None
         if save is None:
-            raise SnapshotError("finish() was called, and no save was begun; a SnapshotWriter serves one at a time")
+            raise SnapshotError(
+                "finish() was called without a save in progress; a SnapshotWriter runs one save at a time"
+            )
         told = [
             result.storage_data for rank in results for result in rank if isinstance(result.storage_data, WrittenItems)
         ]
@@ -301,11 +303,11 @@ class SnapshotWriter(StorageWriter):
         seconds = round(time.perf_counter() - save.began, 3)
         emit("committed", VERB, save.where, bytes=nbytes, seconds=seconds)
 
-    # How
+    # Implementation
 
     def _url(self) -> URL:
         if self.path is None:
-            raise ValueError("no path: give it to SnapshotWriter, or a checkpoint_id to dcp.save")
+            raise ValueError("no path; pass one to SnapshotWriter, or a checkpoint_id to dcp.save")
         url = URL.parse(self.path)
         return url.join(rank_folder(self._rank)) if self._alone else url
 
@@ -313,8 +315,11 @@ class SnapshotWriter(StorageWriter):
         return Session(url, self.storage_options, durable=self.durable, budget=self.memory_budget_bytes)
 
     async def _claim(self, save: _Save) -> None:
-        """Claim the path. Takes and copies of this process spare the claim, until the save is over or given up; the
-        next save through DCP's API does not: an error of another rank may have ended this one without a word."""
+        """Claim the path.
+
+        Takes and copies of this process respect the claim until this save ends. The next save through DCP's API does
+        not: this one may have ended without notice, by an error of another rank.
+        """
         transaction = save.transaction
         transaction.expect(await expect_at_path(save.session, overwrite=self.overwrite))
         if self._alone:
@@ -330,7 +335,7 @@ class SnapshotWriter(StorageWriter):
         transaction.will_write(())  # from here on any rank may
 
     async def _refuse_shadow(self) -> None:
-        """Raise where a snapshot of all ranks stands: it would be read in the place of what each rank saves now."""
+        """Raise if there is a snapshot of all ranks: a load would read it instead of what each rank saves now."""
         session = self._open(URL.parse(self.path or ""))
         try:
             await session.storage.stat(METADATA)
@@ -339,38 +344,38 @@ class SnapshotWriter(StorageWriter):
         finally:
             await session.close()
         raise SnapshotExistsError(
-            f"{session.url}: holds a snapshot of all ranks, which would be read in place of what ranks save without "
+            f"{session.url}: has a snapshot of all ranks, which a load would prefer to those of ranks without "
             "collectives; delete it first, or save to another path"
         )
 
     def _ticket(self, plan: SavePlan) -> Ticket:
-        """Return the ticket of this save: see `Ticket`."""
+        """Return the ticket of the current save: see `Ticket`."""
         given, newest = plan.storage_data, getattr(_here, "ticket", None)
         if self._save is not None:
             rank = given.rank if isinstance(given, Ticket) else self._rank
             return Ticket(self._save.transaction.save_id, rank, self._save.where)
         if not isinstance(given, Ticket):
-            raise SnapshotError("the plan did not come from SnapshotWriter.prepare_global_plan; was it replaced?")
+            raise SnapshotError("the plan must come from SnapshotWriter.prepare_global_plan; another one replaced it")
         ticket = newest if newest is not None and newest.arrived > given.arrived else given
         where = str(self._url())
-        if ticket.where != where:  # a planner that keeps its plans has kept this from the coordinator
-            raise SnapshotError(f"this rank was told to save to {where}, and the coordinator to {ticket.where}")
+        if ticket.where != where:  # a planner that caches plans hid this from the coordinator
+            raise SnapshotError(f"this rank must save to {ticket.where} like the coordinator, got {where}")
         return ticket
 
     async def _written(self, session: Session, ticket: Ticket, *, coordinates: bool) -> None:
-        """Make what was written as durable as it has to be, and raise if another rank has given up meanwhile."""
+        """Flush the written files as far as configured, and raise if another rank has failed meanwhile."""
         if not coordinates:
             await session.storage.settle()
         try:
             await session.storage.stat(claim_path(ticket.save_id))
         except StorageNotFoundError as error:
             raise SnapshotError(
-                f"{session.url}: the claim of this save is gone: another rank has failed, another save was faster, "
-                "or not all ranks see one storage"
+                f"{session.url}: the claim of this save is missing: another rank has failed, another save replaced it, "
+                "or the ranks do not share one storage"
             ) from error
 
     def _drop(self) -> None:
-        """Take back a save that was begun and never finished: another rank failed before it wrote."""
+        """Abort a save that was begun and never finished, because another rank failed before its write."""
         save, self._save = self._save, None
         if save is not None:
             save.give_up()
@@ -386,26 +391,26 @@ _logged: PerProcess[set[str]] = PerProcess(set)
 
 
 def _log_unused(**given: bool) -> None:
-    """Say once which arguments of FileSystemWriter mean nothing here."""
+    """Log once which arguments of FileSystemWriter are ignored."""
     names = [name for name, is_given in given.items() if is_given and name not in _logged.get()]
     _logged.get().update(names)
     if names:
-        log.info("SnapshotWriter: means nothing for a snapshot, and is ignored: %s", ", ".join(names))
+        log.info("SnapshotWriter: arguments ignored, since they do not apply to snapshots: %s", ", ".join(names))
 
 
 def rank_folder(rank: int) -> str:
-    """Where a rank's own snapshot lies, of those that ranks saved without collectives."""
+    """Return the folder of a rank's own snapshot, when ranks save without collectives."""
     return f"rank-{rank}"
 
 
 def hide_secrets(path: str | None) -> str | None:
-    """Return a path as it was given; of a URL, what may be seen of it."""
+    """Return a path unchanged, and a URL without its secrets."""
     url = None if path is None else URL.parse(path)
     return path if url is None or url.scheme == "file" else str(url)
 
 
 def storage_knows(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Whether there is a storage for a URL or path."""
+    """Return True if there is a storage plugin for a URL or path."""
     try:
         plugin_for(URL.parse(os.fspath(checkpoint_id)))
     except (SnapshotError, ValueError, TypeError):

@@ -1,8 +1,7 @@
-"""Megatron-core's sharded state dicts as one stateful, so that they are saved and restored like everything else.
+"""Megatron-core's sharded state dicts as one stateful.
 
-Megatron says of each tensor where it lies in a global one, of each object which position it has, and leaves the rest to
-rank 0. That is all that a snapshot has to know of them: nothing of Megatron is imported here, called to plan, or asked
-to write.
+Megatron describes each tensor's place in a global tensor and each object's position, and leaves the rest to rank 0. A
+snapshot needs no more than that. Nothing of Megatron is imported here, or called to plan or write.
 """
 
 from __future__ import annotations
@@ -28,12 +27,15 @@ if TYPE_CHECKING:
 
 ShardedStateDict = dict[str, Any]
 _SHARD = "%2Fshard_"
-"""What the path of an object has in it, and of nothing else."""
+"""Substring that only the paths of objects have."""
 
 
 class _MegatronKind(Kind):
-    """Tensors are filled in place, box by box, and must be there; objects are those of the positions that are asked
-    for, whichever rank had them; the common state comes back as it was."""
+    """Restore of a `MegatronState`.
+
+    Tensors are filled in place, box by box, and must exist. Objects are those of the requested positions, from any
+    rank. The common state is restored as stored.
+    """
 
     exact = True
     unfolds = False
@@ -48,12 +50,12 @@ class _MegatronKind(Kind):
         self._stored: dict[str, tuple[int, ...]] = {}
         self._left: list[str] = []
         self._theirs = False
-        """Whether it is laid out as Megatron's own directories are: in one of them, or in what one was converted to."""
+        """True for the layout of Megatron's own directories: in one of them, or converted from one."""
         self._listed: set[str] = set()
-        """Names of objects as Megatron stores them, each in a list of one."""
+        """Names of objects that Megatron stored, each in a list of one."""
 
     def find_adopted(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
-        """Return what other ranks had of these names; of an object, all that it is made of."""
+        """Return the paths of missing names that other ranks have; for an object, all of its paths."""
         if f"{self.key}/{COMMON}" not in entries and f"{self.key}/{COMMON}" not in elsewhere:
             self._gather_common(entries)
         missing = {path for path in self.live if path not in entries}
@@ -62,8 +64,10 @@ class _MegatronKind(Kind):
         return sorted(path for path in elsewhere if "/".join(path.split("/", 2)[:2]) in missing)
 
     def _gather_common(self, entries: Mapping[str, Any]) -> None:
-        """In Megatron's own directories the common state stands beside the tensors and objects, not in a container of
-        its own: bring it into one."""
+        """Move the common state into one container.
+
+        In Megatron's own directories it is stored next to the tensors and objects.
+        """
         assert isinstance(entries, dict)
         top = entries[self.key]
         names = top.components() if isinstance(top, DictEntry) else []
@@ -83,28 +87,30 @@ class _MegatronKind(Kind):
         entries[self.key] = replace(rest, keys=[*rest.keys, COMMON])
 
     def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
-        """Names that are not there; and tensors whose length may differ are cut to what is stored of them."""
+        """Return the mismatches. Tensors whose length may differ are cut to the stored length."""
         common = f"{self.key}/{COMMON}"
         found = [
-            f"{path}: is in the application, not in the snapshot"
+            f"{path}: in the application, but not in the snapshot"
             for path in self.live
             if path not in entries and (path != common or self.state[COMMON])
         ]
         for path, held in self.live.items():
             entry = entries.get(path)
-            if isinstance(entry, ObjectEntry) or (self._theirs and path != common):  # no list of ours is a pickle
+            if isinstance(entry, ObjectEntry) or (
+                self._theirs and path != common
+            ):  # this library stores no list as a pickle
                 self._listed.add(decode_component(path.partition("/")[2]))
             if not isinstance(held, MegatronBoxes) or entry is None:
                 continue
             if not isinstance(entry, TENSORS):
-                found.append(f"{path}: the snapshot holds no tensor under this name")
+                found.append(f"{path}: not a tensor in the snapshot")
             elif held.flexible and tuple(entry.shape) != held.shape and len(entry.shape) == len(held.shape):
                 self._stored[path] = tuple(entry.shape)
                 self.live[path] = held.within(self._stored[path])
         return found
 
     def find_unexpected(self, entries: Mapping[str, Any]) -> list[str]:
-        """Tensors that have no place here. Objects of other positions are no mistake: they are left where they are."""
+        """Return the tensors that the application lacks. Objects of other positions are skipped without an error."""
         assert isinstance(entries, dict)
         top = entries[self.key]
         names = {f"{self.key}/{name}" for name in top.components()} if isinstance(top, DictEntry) else set()
@@ -118,38 +124,38 @@ class _MegatronKind(Kind):
         return sorted(unknown - objects)
 
     def load_state(self, state: Any, strict: bool) -> list[str]:
-        """Where what was stored is shorter than what is here, the rest is zero."""
+        """Load the state. Elements of live tensors beyond a shorter stored tensor are set to zero."""
         with torch.no_grad():
             for path, shape in self._stored.items():
                 self.live[path].clear_outside(shape)
         for name in self._listed & state.keys():
-            if state[name] is not self.state[name]:  # else it was not asked for, and is what was here
+            if state[name] is not self.state[name]:  # else it was not requested, and is the live object
                 state[name] = _only(state[name])
         self.stateful.load_state_dict(state)
         return self._left
 
 
 def _only(held: Any) -> Any:
-    """Return an object as Megatron stores it, among others of its position, which are equal."""
+    """Return an object without the list of equal objects that Megatron stores it in."""
     return held[0] if type(held) is list and held else held
 
 
 class MegatronState:
-    """A sharded state dict of Megatron-core, as a stateful.
+    """Stateful for a sharded state dict of Megatron-core.
 
-    Each `ShardedTensor` is stored under its key, as the global tensor that it is a part of, and can be restored into
-    any other split of it; each `ShardedObject` under its unique key, by the rank that has its main replica; what is not
-    wrapped is `common_state`, of which rank 0's is stored. `ShardedTensorFactory`s build what is stored, and merge what
-    is restored; a `LocalNonpersistentObject` is not stored, and the one that is there is given back.
+    Each `ShardedTensor` is stored under its key, as part of its global tensor, and can be restored into any other
+    split. Each `ShardedObject` is stored under its unique key, by the rank with its main replica. Values that are not
+    wrapped are stored as `common_state`, from rank 0. `ShardedTensorFactory`s build the stored tensors, and merge the
+    restored ones. A `LocalNonpersistentObject` is not stored; a restore returns the live one.
 
     Args:
-        sharded_state_dict: The state dict, or a function that makes it: it is called for each take and each restore.
-        load: Called by a restore with the state dict that Megatron's own `load` would return. It is to be found in
-            `loaded`, too.
-        pg: The process group of those who take part, if not all do.
+        sharded_state_dict: The state dict, or a function that creates it, called for each take and each restore.
+        load: Function that a restore calls with the state dict that Megatron's own `load` would return. `loaded` has
+            the same state dict.
+        pg: Process group of the participating ranks, if not all.
 
-    Tensors are restored in place, into the `data` of the `ShardedTensor`s; those without data get new memory on the
-    host. Keys that the snapshot lacks are an error, whatever `strict` says.
+    Tensors are restored in place, into the `data` of the `ShardedTensor`s; those without data get new host memory. Keys
+    that are missing in the snapshot are an error, regardless of `strict`.
 
     >>> from snapshot import Snapshot
     >>> from snapshot.interop.megatron import MegatronState
@@ -170,14 +176,14 @@ class MegatronState:
         pg: ProcessGroup | None = None,
     ) -> None:
         self.loaded: dict[str, Any] | None = None
-        """What the last restore brought."""
+        """State dict of the last restore."""
         self._given = sharded_state_dict
         self._load = load
         self._pg = pg
         self._tree: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is stored: tensors and objects by their keys, and on rank 0 the common state."""
+        """Return the state to store: tensors and objects by key, and on rank 0 the common state."""
         parts = Parts(self._made())
         state: dict[str, Any] = dict(parts.tensors)
         state |= {name: FromOneRank(each.data) for name, each in parts.objects.items() if is_main(each.replica_id)}
@@ -186,7 +192,7 @@ class MegatronState:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Put the common state and the objects into the places of this rank, among the tensors that are filled."""
+        """Insert the common state and the objects into this rank's state dict, next to the restored tensors."""
         tree = self._made() if self._tree is None else self._tree
         self._tree = None
         loaded = filled(tree, state_dict.get(COMMON, NOTHING), dict(state_dict))
@@ -198,12 +204,12 @@ class MegatronState:
         given = self._given() if callable(self._given) else self._given
         if not isinstance(given, dict):
             raise SnapshotError(
-                f"MegatronState: a sharded state dict is a dict, and not {with_article(type(given).__qualname__)}"
+                f"MegatronState: sharded_state_dict must be a dict, got {with_article(type(given).__qualname__)}"
             )
         return built(given)
 
     def find_places(self) -> dict[str, Any]:
-        """Return what a restore is to fill, and what is there in the places of all else."""
+        """Return the targets of a restore, with the live values."""
         self._tree = self._made()
         parts = Parts(self._tree)
         for boxes in parts.tensors.values():

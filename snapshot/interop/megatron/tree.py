@@ -1,7 +1,7 @@
-"""Megatron-core's sharded state dicts, taken apart: what in them is a tensor's box, an object at a position, or common
-to all ranks; and put together again, as Megatron's own `load` gives them back.
+"""Decomposition of Megatron-core's sharded state dicts into tensor boxes, objects and common state, and the reverse.
 
-Nothing here imports Megatron: who has its objects has imported it already.
+Reassembly returns what Megatron's own `load` would return. Nothing here imports Megatron: an application that has its
+objects has already imported it.
 """
 
 from __future__ import annotations
@@ -21,59 +21,59 @@ from snapshot.text import with_article
 
 MAPPING = "megatron.core.dist_checkpointing.mapping"
 COMMON = "common_state"
-"""The name under which what is not sharded stands beside the tensors and objects, as in Megatron's own directories."""
+"""Key of the state that is not sharded, next to the tensors and objects, as in Megatron's own directories."""
 NOTHING: Any = object()
-"""Stands where nothing is common."""
+"""Placeholder if there is no common state."""
 
 
 def is_of(value: Any, name: str) -> bool:
-    """Whether a value is of a class of Megatron's mapping."""
+    """Return True if a value is an instance of this class of Megatron's mapping module."""
     kind = getattr(sys.modules.get(MAPPING), name, None)
     return isinstance(kind, type) and isinstance(value, kind)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Built:
-    """What a factory made of its tensor, in the tensor's place."""
+    """Output of a factory, in place of its tensor."""
 
     merge: Callable[[Any], Any]
     tree: Any
 
 
 class MegatronBoxes:
-    """All that this rank holds of one tensor: the `ShardedTensor`s of one key."""
+    """All boxes of one tensor on this rank: the `ShardedTensor`s with one key."""
 
     def __init__(self, key: str) -> None:
         self.key = key
         self.parts: list[Any] = []
         self.shape: Shape = ()
         self.flexible = False
-        """Whether the stored tensor may be longer or shorter: a padded vocabulary."""
+        """True if the stored tensor may be longer or shorter, such as a padded vocabulary."""
 
     def add(self, part: Any) -> None:
-        """Add a `ShardedTensor`, which must describe the same whole as those before."""
+        """Add a `ShardedTensor`, which must describe the same global tensor as the previous ones."""
         if getattr(part, "flattened_range", None) is not None:
-            raise SnapshotError(f"{self.key}: has a flattened range, which Megatron-core itself no longer takes")
+            raise SnapshotError(f"{self.key}: flattened ranges are not supported, as in current Megatron-core")
         shape = tuple(map(int, part.global_shape))
         if self.parts and (shape, part.dtype) != (self.shape, self.parts[0].dtype):
             raise SnapshotError(
-                f"{self.key}: is {self.parts[0].dtype}{list(self.shape)}, and in the same state dict also "
-                f"{part.dtype}{list(shape)}"
+                f"{self.key}: all parts must have one dtype and shape, got {self.parts[0].dtype}{list(self.shape)} "
+                f"and {part.dtype}{list(shape)}"
             )
         if not is_inside(box_of(part), shape):
-            raise SnapshotError(f"{self.key}: the part [{box_of(part)}] is not within a tensor of shape {list(shape)}")
+            raise SnapshotError(f"{self.key}: part [{box_of(part)}] is not within shape {list(shape)}")
         self.shape = shape
         self.flexible = self.flexible or bool(part.allow_shape_mismatch)
         self.parts.append(part)
 
     def within(self, shape: Shape) -> MegatronBoxes:
-        """Return the same boxes, as far as they lie in a stored tensor of another shape."""
+        """Return the same boxes, limited to a stored tensor of another shape."""
         made = MegatronBoxes(self.key)
         made.parts, made.shape = self.parts, shape
         return made
 
     def clear_outside(self, shape: Shape) -> None:
-        """Zero what no stored element reaches, as Megatron does."""
+        """Set elements beyond the stored shape to zero, as Megatron does."""
         for part in self.parts:
             box, held = box_of(part), data_of(part)
             common = _common(box, shape)
@@ -93,7 +93,7 @@ class MegatronBoxes:
             held = data_of(part)
             if composite.plain_subclass_name(held) is None or held.layout is not torch.strided:
                 raise SnapshotError(
-                    f"{path}: is {with_article(type(held).__qualname__)} of layout {held.layout}, not a plain tensor"
+                    f"{path} must be plain, got {with_article(type(held).__qualname__)} of layout {held.layout}"
                 )
             view = held.as_subclass(torch.Tensor)[tuple(slice(0, size) for size in box.sizes)]
             pieces.append(LocalPiece(box, view, None, 0 if is_main(part.replica_id) else 1))
@@ -105,21 +105,21 @@ class MegatronBoxes:
 
 
 def box_of(part: Any) -> Box:
-    """Where a `ShardedTensor` lies in the whole: the axes that were put before its own are of length 1."""
+    """Return the box of a `ShardedTensor` in the global tensor. Prepended axes have length 1."""
     sizes = (1,) * part.prepend_axis_num + tuple(map(int, part.local_shape))
     return Box(tuple(map(int, part.global_offset)), sizes)
 
 
 def data_of(part: Any) -> torch.Tensor:
-    """Its memory, with as many dimensions as the whole has."""
+    """Return the part's memory, with as many dimensions as the global tensor."""
     if part.data is None:
-        raise SnapshotError(f"{part.key}: is a ShardedTensor without data, so there is nothing to save")
+        raise SnapshotError(f"{part.key}: cannot save a ShardedTensor without data")
     held: torch.Tensor = part.data.detach()
     return held[(None,) * part.prepend_axis_num]
 
 
 def is_main(replica: Any) -> bool:
-    """Whether this is the copy that is to be stored."""
+    """Return True for the replica that is stored."""
     return replica == 0 if isinstance(replica, int) else all(number == 0 for number in replica)
 
 
@@ -129,8 +129,7 @@ def _common(box: Box, shape: Shape) -> Box | None:
 
 
 def built(value: Any) -> Any:
-    """Return a copy of the containers, in which factories have built what they stand for. Dicts and lists are looked
-    into, as Megatron does."""
+    """Return a copy of the containers in which factories have built their values. Only dicts and lists are searched."""
     if isinstance(value, dict):
         return {key: built(child) for key, child in value.items()}
     if isinstance(value, list):
@@ -141,18 +140,18 @@ def built(value: Any) -> Any:
 
 
 class Parts:
-    """What a state dict holds, by kind, in order."""
+    """Contents of a state dict, by kind, in order."""
 
     def __init__(self, tree: Any) -> None:
         self.tensors: dict[str, MegatronBoxes] = {}
         self.objects: dict[str, Any] = {}
-        """By their unique keys: objects of several ranks share a key, and not that."""
+        """Objects by unique key. Objects of several ranks share a key, but not the unique key."""
         self._add(tree)
         common = _common_of(tree)
         self.common: Any = {} if common is NOTHING else common
         taken = self.tensors.keys() & (self.objects.keys() | {COMMON}) or self.objects.keys() & {COMMON}
         if taken:
-            raise SnapshotError(f"{sorted(taken)[0]}: is the name of several things in one sharded state dict")
+            raise SnapshotError(f"{sorted(taken)[0]}: several values have this name in one sharded state dict")
 
     def _add(self, tree: Any) -> None:
         if isinstance(tree, dict):
@@ -170,12 +169,11 @@ class Parts:
             if not is_main(held.replica_id):
                 self.objects[tree.unique_key] = tree
         elif is_of(tree, "ShardedBase"):
-            raise SnapshotError(f"{with_article(type(tree).__qualname__)} is of a kind that is not known here")
+            raise SnapshotError(f"unknown kind of sharded value: {with_article(type(tree).__qualname__)}")
 
 
 def _common_of(tree: Any) -> Any:
-    """Return what is neither sharded nor local: containers with nothing of it are left out, but for those that were
-    empty."""
+    """Return the state that is neither sharded nor local, without containers that become empty by that."""
     if isinstance(tree, dict):
         held = {key: _common_of(child) for key, child in tree.items()}
         kept = {key: child for key, child in held.items() if child is not NOTHING}
@@ -184,15 +182,18 @@ def _common_of(tree: Any) -> Any:
         items = [_common_of(child) for child in tree]
         if tree and all(item is NOTHING for item in items):
             return NOTHING
-        return [None if item is NOTHING else item for item in items]  # a place for what is sharded
+        return [None if item is NOTHING else item for item in items]  # a placeholder for sharded values
     if isinstance(tree, Built) or is_of(tree, "ShardedBase") or is_of(tree, "LocalNonpersistentObject"):
         return NOTHING
     return tree
 
 
 def filled(tree: Any, common: Any, objects: dict[str, Any], path: str = "") -> Any:
-    """Return the state dict that Megatron's `load` would give: the snapshot's common state, and in its places the
-    tensors, objects, and local values of this rank. What only the application has as common state is not in it."""
+    """Return the state dict that Megatron's `load` would return.
+
+    It has the snapshot's common state, and this rank's tensors, objects and local values in their places. Common state
+    that only the application has is left out.
+    """
     if not _has_places(tree):
         return common
     if isinstance(tree, dict):
@@ -219,7 +220,7 @@ def _held(leaf: Any) -> Any:
 
 
 def _has_places(tree: Any) -> bool:
-    """Whether anything beneath is given back in a place of its own."""
+    """Return True if the tree contains a sharded or local value."""
     if isinstance(tree, dict):
         return any(map(_has_places, tree.values()))
     if isinstance(tree, list):
@@ -231,7 +232,7 @@ def _no_place(path: str, tree: Any, held: Any) -> RestoreError:
     length = f" of {len(held)}" if isinstance(held, list) else ""
     wanted = f"{type(tree).__name__} of {len(tree)}"
     return RestoreError(
-        f"{COMMON}{path}: the snapshot has {with_article(type(held).__name__)}{length} here, and the sharded state "
+        f"{COMMON}{path}: the snapshot has {with_article(type(held).__name__)}{length} here, but the sharded state "
         f"dict {with_article(wanted)} with tensors or objects in it",
         [f"{COMMON}{path}"],
     )
