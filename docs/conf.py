@@ -16,11 +16,14 @@ default_role = "code"  # docstrings mark code with single backticks, as Markdown
 
 html_theme = "furo"
 html_title = "snapshot"
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
+autodoc_typehints = "both"
+autodoc_typehints_description_target = "documented"
 autodoc_default_options = {"members": True, "undoc-members": False}
 python_maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
@@ -29,7 +32,7 @@ COLON = "\ue000"
 
 
 def hide_colons(app, what, name, obj, options, lines):
-    """Napoleon takes what stands before a colon in an attribute's docstring for its type. Ours are plain sentences."""
+    """Hide colons from Napoleon, which takes the text before a colon in an attribute's docstring for its type."""
     if what in ("attribute", "data", "property"):
         lines[:] = [line.replace(":", COLON) for line in lines]
 

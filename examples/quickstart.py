@@ -84,7 +84,7 @@ def train(folder: Path, dies_at: int | None) -> None:
         progress["losses"].append(loss.item())
 
         if progress["step"] == dies_at:
-            print(f"   step {dies_at}: loss {loss.item():.4f}, and now the power goes", flush=True)
+            print(f"   step {dies_at}: loss {loss.item():.4f}, then killed by SIGKILL", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         if progress["step"] % SAVE_EVERY == 0:
             Snapshot.take(folder / f"step-{progress['step']}", app_state)
