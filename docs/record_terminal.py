@@ -39,7 +39,7 @@ def output(command: str, folder: Path) -> list[str]:
     else:
         words = [sys.executable, str(ROOT / "examples" / words[1])]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": str(COLUMNS)}
-    done = subprocess.run(
+    done = subprocess.run(  # noqa: S603 - the commands above
         words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False
     )
     return done.stdout.replace(f"{folder}/", "").rstrip("\n").split("\n")
@@ -49,7 +49,7 @@ def record(folder: Path) -> list[tuple[str, str, float]]:
     """Return each line with its style and the second when it appears."""
     page = (ROOT / "docs" / "cli" / "index.md").read_text()
     (script,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    subprocess.run(
+    subprocess.run(  # noqa: S603 - the script of a page
         [sys.executable, "-W", "ignore", "-c", script],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -132,7 +132,9 @@ def test_the_exceptions_of_every_method_are_in_the_reference(name: str) -> None:
 def test_troubleshooting_names_every_error() -> None:
     text = (DOCS / "troubleshooting.md").read_text()
     errors = importlib.import_module("snapshot.errors")
-    names = [name for name, value in vars(errors).items() if inspect.isclass(value) and value.__module__ == errors.__name__]
+    names = [
+        name for name, value in vars(errors).items() if inspect.isclass(value) and value.__module__ == errors.__name__
+    ]
     assert "RankError" in names
     assert [name for name in names if f"`{name}`" not in text] == []
 
