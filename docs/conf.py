@@ -41,6 +41,14 @@ def show_colons(app, what, name, obj, options, lines):
     lines[:] = [line.replace(COLON, ":") for line in lines]
 
 
+def hide_constructors(app, what, name, obj, options, signature, returned):
+    """Show no constructor of a class that only the library creates."""
+    if name in ("snapshot.PendingSnapshot", "snapshot.plan.layout.SavePlan", "snapshot.metadata.SnapshotMetadata"):
+        return "", None
+    return None
+
+
 def setup(app):
+    app.connect("autodoc-process-signature", hide_constructors)
     app.connect("autodoc-process-docstring", hide_colons, priority=400)  # napoleon is at 500
     app.connect("autodoc-process-docstring", show_colons, priority=600)
