@@ -114,6 +114,12 @@ def test_every_setting_and_error_is_in_the_reference() -> None:
     assert [name for name in names if f"`{name}`" not in overview] == []
 
 
+def test_every_page_of_the_reference_lists_exceptions() -> None:
+    pages = [page for page in (DOCS / "reference").glob("*.md") if "{eval-rst}" in page.read_text()]
+    without = {page.stem for page in pages if "\n## Exceptions\n" not in page.read_text()}
+    assert without == {"errors", "options"}
+
+
 @pytest.mark.parametrize("name", ["Snapshot", "PendingSnapshot", "SnapshotManager"])
 def test_the_exceptions_of_every_method_are_in_the_reference(name: str) -> None:
     page = re.sub(r"(?<!^)([A-Z])", r"-\1", name).lower()
