@@ -3,7 +3,9 @@
 import doctest
 import importlib
 import inspect
+import json
 import re
+import runpy
 import textwrap
 from pathlib import Path
 
@@ -143,6 +145,12 @@ def test_troubleshooting_names_every_error() -> None:
     ]
     assert "RankError" in names
     assert [name for name in names if f"`{name}`" not in text] == []
+
+
+def test_the_figure_shows_the_result_that_is_stored_next_to_it() -> None:
+    draw = runpy.run_path(str(DOCS / "draw_benchmark.py"))["draw"]
+    result = json.loads((DOCS / "_static/benchmark.json").read_text())
+    assert (DOCS / "_static/benchmark.svg").read_text() == draw(result, "train")
 
 
 def test_code_fits_on_a_page() -> None:
