@@ -16,11 +16,14 @@ default_role = "code"  # docstrings mark code with single backticks, as Markdown
 
 html_theme = "furo"
 html_title = "snapshot"
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
+autodoc_typehints = "both"
+autodoc_typehints_description_target = "documented"
 autodoc_default_options = {"members": True, "undoc-members": False}
 python_maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
@@ -29,7 +32,7 @@ COLON = "\ue000"
 
 
 def hide_colons(app, what, name, obj, options, lines):
-    """Napoleon takes what stands before a colon in an attribute's docstring for its type. Ours are plain sentences."""
+    """Hide colons from Napoleon, which takes the text before a colon in an attribute's docstring for its type."""
     if what in ("attribute", "data", "property"):
         lines[:] = [line.replace(":", COLON) for line in lines]
 
@@ -38,6 +41,14 @@ def show_colons(app, what, name, obj, options, lines):
     lines[:] = [line.replace(COLON, ":") for line in lines]
 
 
+def hide_constructors(app, what, name, obj, options, signature, returned):
+    """Show no constructor of a class that only the library creates."""
+    if name in ("snapshot.PendingSnapshot", "snapshot.plan.layout.SavePlan", "snapshot.metadata.SnapshotMetadata"):
+        return "", None
+    return None
+
+
 def setup(app):
+    app.connect("autodoc-process-signature", hide_constructors)
     app.connect("autodoc-process-docstring", hide_colons, priority=400)  # napoleon is at 500
     app.connect("autodoc-process-docstring", show_colons, priority=600)

@@ -1,9 +1,9 @@
-"""Train with Hugging Face's accelerate on any number of processes, be interrupted, and go on to the very same bits.
+"""Train with Hugging Face's accelerate on any number of processes, interrupt it, and resume to the same bits.
 
     python examples/accelerate_loop.py
     accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py FOLDER
 
-Nothing is to be registered, and there are no folders of several files: what `prepare` gives goes into the app state.
+No object needs to be registered: add the objects that `prepare` returns to the app state.
 """
 
 import argparse
@@ -22,13 +22,13 @@ SAVE_EVERY = 5
 
 
 def newest_snapshot(folder: Path) -> Snapshot | None:
-    """The last one that was committed. What was cut off in the middle of a save does not exist, for `exists`."""
+    """Return the newest committed snapshot. An interrupted save is not committed."""
     folders = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
     return next((snapshot for snapshot in map(Snapshot, folders) if snapshot.exists()), None)
 
 
 def train(folder: Path, steps: int) -> tuple[list[float], nn.Module]:
-    # so that an epoch's order of batches follows from its number
+    # the number of an epoch determines the order of its batches
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     torch.manual_seed(0)
     inputs = torch.randn(32, 16)
@@ -38,10 +38,10 @@ def train(folder: Path, steps: int) -> tuple[list[float], nn.Module]:
     loader = DataLoader(TensorDataset(inputs, inputs.sum(-1, keepdim=True)), batch_size=4, shuffle=True)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     progress = StateDict(step=0, epoch=0, done=0, losses=[])
-    torch.manual_seed(1 + accelerator.process_index)  # from here on, dropout is each process's own
+    torch.manual_seed(1 + accelerator.process_index)  # from here on, each process has its own dropout
 
     app_state = {
-        "train": ModelState(model, optimizer.optimizer),  # under names that no wrapping changes
+        "train": ModelState(model, optimizer.optimizer),  # names do not depend on wrappers
         "scheduler": scheduler,
         "progress": progress,
     }
@@ -53,7 +53,7 @@ def train(folder: Path, steps: int) -> tuple[list[float], nn.Module]:
     while progress["step"] < steps:
         loader.set_epoch(progress["epoch"])
         for batch, wanted in accelerator.skip_first_batches(loader, progress["done"]):
-            if snapshot:  # only now: the loader drew random numbers to begin its epoch
+            if snapshot:  # only now, because the loader drew random numbers at the start of its epoch
                 snapshot.restore(rng)
                 snapshot = None
             loss = nn.functional.mse_loss(model(batch), wanted)
@@ -80,13 +80,13 @@ def main(folder: Path) -> None:
     assert resumed == losses, "the losses differ"
     weights, others = model.state_dict(), other.state_dict()
     assert all(torch.equal(weights[name], others[name]) for name in weights), "the weights differ"
-    print("Losses and weights of the run that was interrupted are bit for bit those of the other.")
+    print("Losses and weights of the interrupted run equal those of the other run, bit for bit.")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, nargs="?")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the model is tiny: a second thread would only be waited for
+    torch.set_num_threads(1)  # the model is too small for a second thread
     with tempfile.TemporaryDirectory() as temporary:
         main(arguments.folder or Path(temporary))

@@ -1,9 +1,9 @@
-"""A training loop of one's own: saved every few steps while it goes on, resumed in the middle of an epoch.
+"""A plain training loop that saves asynchronously every few steps and resumes in the middle of an epoch.
 
     python examples/bare_loop.py
 
-What a loop knows is where it is: the epoch, and how many batches of it are done. With an order of batches that follows
-from the epoch, that is all that a dataloader needs to go on exactly.
+The loop stores its position: the epoch, and the number of finished batches. The epoch determines the order of batches.
+So this is all that a data loader needs to resume exactly.
 """
 
 import argparse
@@ -20,13 +20,13 @@ BATCH, SAVE_EVERY = 4, 5
 
 
 def newest_snapshot(folder: Path) -> Snapshot | None:
-    """The last one that was committed. What was cut off in the middle of a save does not exist, for `exists`."""
+    """Return the newest committed snapshot. An interrupted save is not committed."""
     folders = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
     return next((snapshot for snapshot in map(Snapshot, folders) if snapshot.exists()), None)
 
 
 def batches(data: TensorDataset, epoch: int, done: int) -> DataLoader:
-    """What is left of an epoch. The generator spares the global random numbers a draw for each loader."""
+    """Return the remaining batches of an epoch. With its own generator, the loader draws no global random numbers."""
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch)).tolist()
     left = [order[i : i + BATCH] for i in range(done * BATCH, len(order), BATCH)]
     return DataLoader(data, batch_sampler=left, generator=torch.Generator())
@@ -65,7 +65,7 @@ def train(folder: Path, steps: int) -> tuple[list[float], nn.Module]:
             progress["losses"].append(loss.item())
             if progress["step"] % SAVE_EVERY == 0:
                 if pending:
-                    pending.wait()  # for the one before, which has long been written; raises if it failed
+                    pending.wait()  # the previous one; raises if it failed
                 pending = Snapshot.async_take(folder / f"step-{progress['step']}", app_state)
             if progress["step"] == steps:
                 break
@@ -83,13 +83,13 @@ def main(folder: Path) -> None:
     assert resumed == losses, "the losses differ"
     weights, others = model.state_dict(), other.state_dict()
     assert all(torch.equal(weights[name], others[name]) for name in weights), "the weights differ"
-    print("Losses and weights of the run that was interrupted are bit for bit those of the other.")
+    print("Losses and weights of the interrupted run equal those of the other run, bit for bit.")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, nargs="?")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the model is tiny: a second thread would only be waited for
+    torch.set_num_threads(1)  # the model is too small for a second thread
     with tempfile.TemporaryDirectory() as temporary:
         main(arguments.folder or Path(temporary))

@@ -1,9 +1,9 @@
-"""Train with DistributedDataParallel on any number of ranks, and go on where the last run stopped.
+"""Train with DistributedDataParallel on any number of ranks, and resume where the last run stopped.
 
     torchrun --nproc-per-node 2 examples/ddp.py FOLDER
 
-Kill it whenever you like, and run the same command again. All ranks call `take` and `restore`, as they would a
-collective: the model is on every rank and is written once, with the work spread over the ranks.
+Kill it at any time, and run the same command again. All ranks call `take` and `restore`, like a collective. Every rank
+has the model; it is written once, and the ranks share the work.
 """
 
 import argparse
@@ -20,7 +20,7 @@ SAVE_EVERY = 3
 
 
 def newest_snapshot(folder: Path) -> Snapshot | None:
-    """The last one that was committed. The folder is one that all ranks see, so they all find the same."""
+    """Return the newest committed snapshot. All ranks see the folder, so all find the same one."""
     folders = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
     return next((snapshot for snapshot in map(Snapshot, folders) if snapshot.exists()), None)
 
@@ -31,10 +31,10 @@ def train(folder: Path, steps: int) -> None:
     model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     progress = StateDict(step=0)
-    torch.manual_seed(1 + rank)  # from here on, each rank draws batches of its own
+    torch.manual_seed(1 + rank)  # from here on, each rank draws its own batches
 
     app_state = {"model": model, "optimizer": optimizer, "progress": progress, "rng": RNGState()}
-    replicated = ["optimizer"]  # of the model itself it is known, since it is a DistributedDataParallel
+    replicated = ["optimizer"]  # the model is detected, because it is a DistributedDataParallel
 
     snapshot = newest_snapshot(folder)
     if snapshot:
@@ -61,7 +61,7 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=30)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the model is tiny: a second thread would only be waited for
+    torch.set_num_threads(1)  # the model is too small for a second thread
     dist.init_process_group("gloo")
     train(arguments.folder, arguments.steps)
     dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""Train a model that FSDP2 has spread over the ranks, and go on with as many ranks as there are next time.
+"""Train a model that FSDP2 shards over the ranks, and resume on any number of ranks.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py FOLDER
 
-Every rank writes the shards that it holds. Run it again with another number of ranks: each reads what it holds now.
+Every rank writes its shards. Run it again with another number of ranks: each rank reads the shards that it holds now.
 """
 
 import argparse
@@ -29,8 +29,8 @@ def train(folder: Path, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     progress = StateDict(step=0)
 
-    # Under `ModelState`, parameters and their optimizer state have the names of the model as it was before FSDP: so the
-    # snapshot fits every other parallelism, too.
+    # With `ModelState`, parameters and their optimizer state have the names of the unwrapped model. So the snapshot
+    # fits every other parallelism, too.
     app_state = {"train": ModelState(model, optimizer), "progress": progress}
 
     snapshot = Snapshot(folder / "latest")
@@ -47,7 +47,7 @@ def train(folder: Path, steps: int) -> None:
         optimizer.step()
         progress["step"] += 1
         if progress["step"] % SAVE_EVERY == 0:
-            Snapshot.take(snapshot.path, app_state, overwrite=True)  # the old one stays whole until the new one is
+            Snapshot.take(snapshot.path, app_state, overwrite=True)  # the old one stays intact until the commit
             if rank == 0:
                 print(f"step {progress['step']}: loss {loss.item():.4f}, saved", flush=True)
 
@@ -57,7 +57,7 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=30)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the model is tiny: a second thread would only be waited for
+    torch.set_num_threads(1)  # the model is too small for a second thread
     dist.init_process_group("gloo")
     train(arguments.folder, arguments.steps)
     dist.destroy_process_group()

@@ -1,9 +1,9 @@
-"""Train with Hugging Face's Trainer, be interrupted, and go on to the very same bits.
+"""Train with Hugging Face's Trainer, interrupt it, and resume to the same bits.
 
     python examples/huggingface_trainer.py
 
-All that differs from any other use of the Trainer is the class: the mixin keeps the optimizer, the scheduler and the
-random numbers in a snapshot, in the Trainer's own checkpoint folder.
+Only the class differs from other uses of the Trainer. The mixin stores the optimizer, the scheduler and the random
+numbers in a snapshot, in the Trainer's own checkpoint folder.
 """
 
 import argparse
@@ -22,7 +22,7 @@ class SnapshotTrainer(SnapshotTrainerMixin, Trainer):
 
 
 class Interrupt(TrainerCallback):
-    """Ends training at a step, as somebody who needs the machine would."""
+    """Interrupt training at a step."""
 
     def __init__(self, step: int | None) -> None:
         self.step = step
@@ -35,7 +35,7 @@ class Interrupt(TrainerCallback):
 def train(
     folder: Path, stop_at: int | None = None, resume: bool = False, kind: type[Trainer] = SnapshotTrainer
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Six steps over a text that nobody wrote, or fewer; the losses, and the weights that came of it."""
+    """Train six steps or fewer on a random text, and return the losses and the weights."""
     torch.manual_seed(0)
     texts = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 64, (16, 16))]
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))  # with dropout
@@ -64,14 +64,14 @@ def main(folder: Path) -> None:
     resumed, others = train(folder / "broken", resume=True)
     assert resumed[-4:] == whole[-4:], "the losses differ"
     assert all(torch.equal(weights[name], others[name]) for name in weights), "the weights differ"
-    print("Losses and weights of the run that was interrupted are bit for bit those of the other.")
+    print("Losses and weights of the interrupted run equal those of the other run, bit for bit.")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, nargs="?")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the model is tiny: a second thread would only be waited for
+    torch.set_num_threads(1)  # the model is too small for a second thread
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as temporary:
         main(arguments.folder or Path(temporary))

@@ -1,8 +1,8 @@
-"""Train with Lightning, be interrupted in the middle of an epoch, and go on to the very same bits.
+"""Train with Lightning, interrupt it in the middle of an epoch, and resume to the same bits.
 
     python examples/lightning_trainer.py
 
-The callback saves every few steps while training goes on, with the random numbers, and the plugin reads that back.
+The callback saves every few steps during training, with the random numbers. The plugin reads the snapshots.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from snapshot.interop.lightning import SnapshotCallback, SnapshotCheckpointIO
 
 
 class RandomBatches(torch.utils.data.Dataset):
-    """Each draws a batch: where an epoch was interrupted does not matter, since no two are alike."""
+    """Each item is a new random batch, so the position in an epoch does not matter."""
 
     def __len__(self) -> int:
         return 8
@@ -50,7 +50,7 @@ class Model(pl.LightningModule):
 
 
 def train(folder: Path, steps: int, **options: object) -> Model:
-    """Train until so many steps were made, from the newest snapshot if there is one. `options` are the Trainer's."""
+    """Train up to `steps`, from the newest snapshot if there is one. The Trainer gets the `options`."""
     torch.manual_seed(0)
     model = Model()
     callback = SnapshotCallback(folder, every_n_steps=5, keep=2)
@@ -77,14 +77,14 @@ def main(folder: Path) -> None:
     assert resumed.losses == whole.losses[-10:], "the losses differ"
     weights, others = whole.state_dict(), resumed.state_dict()
     assert all(torch.equal(weights[name], others[name]) for name in weights), "the weights differ"
-    print("Losses and weights of the run that was interrupted are bit for bit those of the other.")
+    print("Losses and weights of the interrupted run equal those of the other run, bit for bit.")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, nargs="?")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the model is tiny: a second thread would only be waited for
+    torch.set_num_threads(1)  # the model is too small for a second thread
     warnings.filterwarnings("ignore", "The 'train_dataloader' does not have many workers")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as temporary:

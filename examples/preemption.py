@@ -1,9 +1,9 @@
-"""A job that is told to stop saves, ends, and goes on later as if nothing had happened.
+"""A job that receives SIGTERM saves, exits, and resumes later to the same bits.
 
     python examples/preemption.py
 
-Schedulers, Kubernetes and spot instances send SIGTERM some time before they kill a job. Here the script trains in a
-process of its own, sends it that signal, starts it again, and compares the end with that of a run nobody disturbed.
+Schedulers, Kubernetes and spot instances send SIGTERM some time before they kill a job. This script trains in another
+process, sends that signal, and starts it again. Then it compares the result with an undisturbed run.
 """
 
 import argparse
@@ -20,13 +20,13 @@ from torch import nn
 from snapshot import KeepLatest, RNGState, SnapshotManager, StateDict
 
 STEPS, SAVE_EVERY, TOLD_AT = 60, 20, 33
-# Forks spare this example the imports; a job's own processes are started as usual.
+# A fork saves the time of the imports. A real job starts its processes as usual.
 context = multiprocessing.get_context("fork")
 
 
 def train(folder: Path, at_step: Callable[[int], object] = lambda step: None) -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # the model is tiny: a second thread would only be waited for
+    torch.set_num_threads(1)  # the model is too small for a second thread
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     progress = StateDict(step=0, losses=[])
@@ -47,7 +47,7 @@ def train(folder: Path, at_step: Callable[[int], object] = lambda step: None) ->
             progress["losses"].append(loss.item())
             at_step(progress["step"])
 
-            if manager.should_stop():  # with several ranks: at the same step on all of them
+            if manager.should_stop():  # on all ranks at the same step
                 manager.take(progress["step"], app_state)
                 print(f"told to stop: saved step {progress['step']}", flush=True)
                 return
@@ -56,7 +56,7 @@ def train(folder: Path, at_step: Callable[[int], object] = lambda step: None) ->
 
 
 def tell_to_stop(folder: Path) -> int:
-    """Train in a process of its own, and send it SIGTERM in the middle; its exit status."""
+    """Train in another process, send it SIGTERM in the middle, and return its exit status."""
     reached, sent = context.Event(), context.Event()
 
     def at_step(step: int) -> None:
@@ -91,7 +91,7 @@ def main(folder: Path) -> None:
     assert losses == others, "the losses differ"
     weights, other = (snapshot.get_state_dict_for_key("model") for snapshot in ends)
     assert all(torch.equal(weights[name], other[name]) for name in weights), "the weights differ"
-    print(f"Losses and weights of the run that was told to stop at step {TOLD_AT} are bit for bit those of the other.")
+    print(f"Losses and weights of the run that stopped at step {TOLD_AT} equal those of the other run, bit for bit.")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Train, be killed, resume, and end up with the very same bits as a run that nobody killed.
+"""Train, get killed, resume, and end with the same bits as an undisturbed run.
 
     python examples/quickstart.py
 
-The whole of checkpointing is in `train`: an `app_state` that names what there is to save, `Snapshot.take` every few
-steps, and `Snapshot.restore` at the start. The rest of this file kills a process and compares what came of it.
+`train` contains all code for checkpoints: an `app_state` with the objects to save, `Snapshot.take` every few steps, and
+`Snapshot.restore` at the start. The rest of this file kills a process and compares the results.
 """
 
 import argparse
@@ -25,7 +25,7 @@ DIES_AT = 37
 
 
 class TinyTransformer(nn.Module):
-    """Reads 16 tokens and says which of them comes next; its dropout draws random numbers in every step."""
+    """Predict the token after 16 tokens. Its dropout draws random numbers in every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,27 +39,27 @@ class TinyTransformer(nn.Module):
 
 
 def random_batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Counting up from a random token: the next one is the last plus one."""
+    """Return sequences that count up from a random token, and the token that follows each."""
     first = torch.randint(0, 32, (16, 1))
     tokens = (first + torch.arange(17)) % 32
     return tokens[:, :-1], tokens[:, -1]
 
 
 def newest_snapshot(folder: Path) -> Snapshot | None:
-    """The last snapshot that was committed. What was cut off in the middle of a save does not exist, for `exists`."""
+    """Return the newest committed snapshot. An interrupted save is not committed."""
     folders = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
     return next((snapshot for snapshot in map(Snapshot, folders) if snapshot.exists()), None)
 
 
 def train(folder: Path, dies_at: int | None) -> None:
-    torch.set_num_threads(1)  # the model is tiny: a second thread would only be waited for
+    torch.set_num_threads(1)  # the model is too small for a second thread
     torch.manual_seed(0)
     model = TinyTransformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
     progress = StateDict(step=0, losses=[])
 
-    # All that the next step depends on. Forget the scheduler or the random numbers, and the resumed run is another run.
+    # Everything that the next step depends on. Without the scheduler or random numbers, the resumed run would differ.
     app_state = {
         "model": model,
         "optimizer": optimizer,
@@ -84,7 +84,7 @@ def train(folder: Path, dies_at: int | None) -> None:
         progress["losses"].append(loss.item())
 
         if progress["step"] == dies_at:
-            print(f"   step {dies_at}: loss {loss.item():.4f}, and now the power goes", flush=True)
+            print(f"   step {dies_at}: loss {loss.item():.4f}, then killed by SIGKILL", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         if progress["step"] % SAVE_EVERY == 0:
             Snapshot.take(folder / f"step-{progress['step']}", app_state)
@@ -93,7 +93,7 @@ def train(folder: Path, dies_at: int | None) -> None:
 
 
 def run_in_its_own_process(folder: Path, dies_at: int | None = None) -> int:
-    """Train in a fresh process, as a job that is started again would; how it ended."""
+    """Train in a new process, and return its exit status."""
     command = [sys.executable, __file__, "--train", str(folder)]
     if dies_at:
         command += ["--dies-at", str(dies_at)]
@@ -101,7 +101,7 @@ def run_in_its_own_process(folder: Path, dies_at: int | None = None) -> int:
 
 
 def differences(a: Path, b: Path) -> list[str]:
-    """What differs between two finished runs: nothing may, not one bit."""
+    """Return the names of everything that differs between two finished runs, even by one bit."""
     one, other = Snapshot(a / f"step-{STEPS}"), Snapshot(b / f"step-{STEPS}")
     found = []
     if one.read_object("0/progress/losses") != other.read_object("0/progress/losses"):
@@ -117,15 +117,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         whole, broken = Path(temporary) / "whole", Path(temporary) / "broken"
 
-        print(f"1. {STEPS} steps without a break")
+        print(f"1. Train {STEPS} steps without an interruption")
         if run_in_its_own_process(whole) != 0:
             return 1
 
-        print(f"2. The same again, with a snapshot every {SAVE_EVERY} steps, killed in step {DIES_AT}")
+        print(f"2. Train again with a snapshot every {SAVE_EVERY} steps, and kill it in step {DIES_AT}")
         if run_in_its_own_process(broken, dies_at=DIES_AT) != -signal.SIGKILL:
             return 1
 
-        print("3. The same command once more")
+        print("3. Run the same command once more")
         if run_in_its_own_process(broken) != 0:
             return 1
 

@@ -1,4 +1,4 @@
-"""Save a sharded tensor with some number of ranks, and restore it with any other.
+"""Save a sharded tensor on some number of ranks, and restore it on another number.
 
 torchrun --nproc-per-node 4 examples/reshard.py FOLDER     the first time, it saves: every rank its rows
 torchrun --nproc-per-node 2 examples/reshard.py FOLDER     then it restores: every rank its columns
@@ -30,7 +30,7 @@ def save(snapshot: Snapshot) -> None:
 
 def restore(snapshot: Snapshot) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    weight = zeros(WHOLE.shape, device_mesh=mesh, placements=[Shard(1)])  # columns now, and they were rows
+    weight = zeros(WHOLE.shape, device_mesh=mesh, placements=[Shard(1)])  # columns; it was saved in rows
     state = StateDict(weight=weight, step=0)
     report = snapshot.restore({"state": state})
     assert state["step"] == 7
@@ -40,9 +40,9 @@ def restore(snapshot: Snapshot) -> None:
 
 
 def look(snapshot: Snapshot) -> None:
-    """No process group, and no rank but this one: the whole tensor, or any part of it."""
+    """Read the whole tensor, or any part of it, in one process without a process group."""
     weight = snapshot.read_object("0/state/weight")
-    row = snapshot.read_object("0/state/weight", box=[4321])  # reads that row, and a little around it
+    row = snapshot.read_object("0/state/weight", box=[4321])  # reads that row and little more
     assert torch.equal(weight, WHOLE)
     assert torch.equal(row, WHOLE[4321])
     print(f"read {tuple(weight.shape)}, and row 4321 of it: {row[0]:.0f} to {row[-1]:.0f}")

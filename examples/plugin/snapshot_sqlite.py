@@ -1,6 +1,6 @@
-"""Snapshots in a SQLite database, `sqlite:///folder/name.db/run/step-1`: a storage plugin, all of it.
+"""Snapshots in a SQLite database, `sqlite:///folder/name.db/run/step-1`: a complete storage plugin.
 
-A file is a row, its bytes are rows of parts. Every promise of the contract is kept by a transaction.
+A file is a row, its bytes are rows of parts. A transaction provides each guarantee of the contract.
 """
 
 import asyncio
@@ -38,33 +38,33 @@ SCHEMA = [
 class SqliteStorage(Storage):
     """`sqlite:///folder/name.db/prefix`. `storage_options`: `timeout`, seconds to wait for another writer (30)."""
 
-    # What can be promised. The conformance kit tests all of it, and that the rest raises.
+    # The guarantees. The conformance tests check each, and that all others raise.
     capabilities = Capabilities(durable=True, guarded_commit=True)
-    # What is wanted of parts: short ones, since a part is held in memory by SQLite as well.
+    # The preferred parts: short ones, because SQLite holds a part in memory as well.
     limits = Limits(largest_part=1 << 20, preferred_part=1 << 20, parallel_parts=4, parallel_files=1)
 
     def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
         super().__init__(url, options, context)
-        if unknown := options.keys() - {"timeout"}:  # a typing error must not be an option that does nothing
+        if unknown := options.keys() - {"timeout"}:  # a misspelt option must not be ignored
             raise ValueError(f"{url}: unknown storage_options {', '.join(map(repr, sorted(unknown)))}")
         file, dot, prefix = url.location.partition(".db")
         if not dot or url.query:
             raise ValueError(f"{url}: names no database, as in sqlite:///folder/name.db/run/step-1")
         self._file = file + dot
         self._root = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-        # One thread: a connection is of one thread only. Made here, connected on first use.
+        # A connection belongs to one thread. The thread is created here, the connection on first use.
         self._thread = ThreadPoolExecutor(1, "sqlite")
         self._connection: sqlite3.Connection | None = None
 
     async def run(self, path: str, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Do work in one transaction, off the event loop; its errors become ours, and name the URL."""
+        """Run work in one transaction in a thread. Its errors become `StorageError`s with the URL."""
 
         def transaction() -> T:
             if self._connection is None:
                 timeout = float(self.options.get("timeout", 30))
                 self._connection = sqlite3.connect(self._file, timeout=timeout, isolation_level=None)
                 self._connection.execute("PRAGMA synchronous = FULL")
-            self._connection.execute("BEGIN IMMEDIATE")  # waits for its turn, where two that only read would clash
+            self._connection.execute("BEGIN IMMEDIATE")  # waits for its turn; two readers that upgrade would conflict
             try:
                 for table in SCHEMA:
                     self._connection.execute(table)
@@ -81,28 +81,28 @@ class SqliteStorage(Storage):
             try:
                 return await asyncio.shield(future)
             except asyncio.CancelledError:
-                await asyncio.wait([future])  # the thread uses the caller's buffers: they must not be given back before
+                await asyncio.wait([future])  # the thread still uses the caller's buffers
                 raise
 
     def find(self, connection: sqlite3.Connection, path: str) -> FileStat:
-        """The row of a file."""
+        """Return the row of a file."""
         row = connection.execute("SELECT size, mtime, token FROM files WHERE path = ?", [self.key(path)]).fetchone()
         if row is None:
             raise StorageNotFoundError(f"{self.url.join(path)}: there is no such file")
         return FileStat(*row)
 
     def key(self, path: str) -> str:
-        """What a path is called in the database: `check_path` refuses those that leave the root."""
+        """Return the name of a path in the database. `check_path` refuses paths outside of the root."""
         return self._root + check_path(path)
 
-    # Bulk bytes
+    # Bulk data
 
     async def create(self, path: str, size: int) -> FileWriter:
-        """Parts are written under a token that no file has yet: so nothing is visible before `finish`."""
+        """Create a file. Its parts get a token that no file has yet, so they are invisible before `finish`."""
         return SqliteWriter(self, path, self.key(path), size)
 
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
-        """Copied from the parts that touch the range."""
+        """Copy from the parts that overlap the range."""
         views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
         end = offset + sum(map(len, views))
 
@@ -131,11 +131,11 @@ class SqliteStorage(Storage):
     # Small files
 
     async def put(self, path: str, data: bytes, *, expect: Expect = ANYTHING) -> str:
-        """Compared and replaced in one transaction."""
+        """Compare and replace in one transaction."""
         return await self.run(path, lambda connection: self.replace(connection, path, bytes(data), expect))
 
     def replace(self, connection: sqlite3.Connection, path: str, data: bytes, expect: Expect) -> str:
-        """Make `data` the content of a file, if what stands there is what is expected."""
+        """Replace the content of a file if its token is the expected one."""
         if expect is not ANYTHING:
             try:
                 stands: Expect = self.find(connection, path).token
@@ -149,12 +149,12 @@ class SqliteStorage(Storage):
         return token
 
     def show(self, connection: sqlite3.Connection, key: str, token: str, size: int) -> None:
-        """From now on the file is what was written under the token."""
+        """Let the file have the parts with this token."""
         connection.execute("DELETE FROM parts WHERE token = (SELECT token FROM files WHERE path = ?)", [key])
         connection.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?)", [key, token, size, time.time()])
 
     async def commit(self, claim: str, path: str, data: bytes, *, expect: Expect = ABSENT) -> str:
-        """The claim becomes the file: that is what `guarded_commit` promises."""
+        """Put the file only if the claim exists, as `guarded_commit` guarantees."""
 
         def work(connection: sqlite3.Connection) -> str:
             self.find(connection, claim)
@@ -165,7 +165,7 @@ class SqliteStorage(Storage):
         return await self.run(path, work)
 
     async def get(self, path: str, *, limit: int | None = None) -> bytes:
-        """Refused before it is read, if it is too long."""
+        """Return the content. A file that is too long is refused before it is read."""
         size = (await self.stat(path)).size
         if limit is not None and size > limit:
             raise StorageError(f"{self.url.join(path)}: has {size:,} bytes, more than the {limit:,} allowed")
@@ -174,13 +174,13 @@ class SqliteStorage(Storage):
         return bytes(data)
 
     async def stat(self, path: str) -> FileStat:
-        """Size, time and token."""
+        """Return size, time and token."""
         return await self.run(path, lambda connection: self.find(connection, path))
 
     # Names
 
     async def list(self, prefix: str = "", *, recursive: bool = True) -> list[str]:
-        """There are no folders: what is shown as one is what paths have in common."""
+        """List the files. There are no folders, only common prefixes of paths."""
         if folder := prefix.rpartition("/")[0]:
             check_path(folder)
         start = self._root + prefix
@@ -191,13 +191,13 @@ class SqliteStorage(Storage):
         return sorted(prefix + rest for rest in rests)
 
     async def delete(self, paths: Sequence[str]) -> None:
-        """All of them or none."""
+        """Delete all of the files or none."""
         for path in paths:
             check_path(path)
         await self.run("", lambda connection: self.remove(connection, paths))
 
     def remove(self, connection: sqlite3.Connection, paths: Sequence[str]) -> None:
-        """Files, and their bytes."""
+        """Delete files and their parts."""
         for path in paths:
             connection.execute(
                 "DELETE FROM parts WHERE token = (SELECT token FROM files WHERE path = ?)", [self.key(path)]
@@ -205,20 +205,20 @@ class SqliteStorage(Storage):
             connection.execute("DELETE FROM files WHERE path = ?", [self.key(path)])
 
     async def sweep(self, prefix: str, older_than: float) -> Sequence[str]:
-        """Parts of no file, which a killed process left; they do not say which file they were to be."""
+        """Delete old parts of unfinished files, which a killed process left."""
 
         def work(connection: sqlite3.Connection) -> list[str]:
-            # the text is this module's own, what users gave is passed beside it
+            # the SQL text is constant; values of the user are parameters
             old = "token NOT IN (SELECT token FROM files) AND began < ?"
             before = [time.time() - older_than]
-            found = connection.execute(f"SELECT DISTINCT token FROM parts WHERE {old}", before).fetchall()  # noqa: S608 - ours
-            connection.execute(f"DELETE FROM parts WHERE {old}", before)  # noqa: S608 - ours
+            found = connection.execute(f"SELECT DISTINCT token FROM parts WHERE {old}", before).fetchall()  # noqa: S608 - constant
+            connection.execute(f"DELETE FROM parts WHERE {old}", before)  # noqa: S608 - constant
             return sorted(token for (token,) in found)
 
         return await self.run(prefix, work)
 
     async def close(self) -> None:
-        """Close the connection, in the thread that it is of."""
+        """Close the connection in its own thread."""
         if self._connection is not None:
             connection, self._connection = self._connection, None
             await asyncio.get_running_loop().run_in_executor(self._thread, connection.close)
@@ -226,7 +226,7 @@ class SqliteStorage(Storage):
 
 
 class SqliteWriter(FileWriter):
-    """Parts under a token of their own; `finish` gives them to the file."""
+    """Writes parts with a new token; `finish` assigns them to the file."""
 
     def __init__(self, storage: SqliteStorage, path: str, key: str, size: int) -> None:
         self._storage = storage
@@ -236,7 +236,7 @@ class SqliteWriter(FileWriter):
         self._token = uuid.uuid4().hex
 
     async def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        """A row."""
+        """Insert a row."""
         data = b"".join(buffers)
         if offset < 0 or offset + len(data) > self._size:
             raise StorageError(f"{self._storage.url.join(self._path)}: the bytes do not fit a file of {self._size}")
@@ -244,7 +244,7 @@ class SqliteWriter(FileWriter):
         await self._storage.run(self._path, lambda c: c.execute("INSERT INTO parts VALUES (?, ?, ?, ?)", row))
 
     async def finish(self) -> None:
-        """Show the file, if all of it is there."""
+        """Make the file visible, if it is complete."""
 
         def work(connection: sqlite3.Connection) -> None:
             total = "SELECT coalesce(sum(length(data)), 0) FROM parts WHERE token = ?"
@@ -256,6 +256,6 @@ class SqliteWriter(FileWriter):
         await self._storage.run(self._path, work)
 
     async def abort(self) -> None:
-        """Drop what no file has."""
+        """Delete the parts."""
         unused = "DELETE FROM parts WHERE token = ? AND token NOT IN (SELECT token FROM files)"
         await self._storage.run(self._path, lambda c: c.execute(unused, [self._token]))

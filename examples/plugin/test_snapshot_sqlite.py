@@ -1,4 +1,4 @@
-"""The plugin keeps the contract, and a snapshot goes there and back: `pip install . && pytest`."""
+"""Test the contract of the plugin, and save and restore a snapshot: `pip install . && pytest`."""
 
 import pytest
 import torch
