@@ -149,7 +149,7 @@ def test_a_flipped_bit_anywhere_stops_the_copy_and_is_named(tmp_path):
         file.write_bytes(good)
     assert met > 6
     file.write_bytes(good[:-1])
-    with pytest.raises(CorruptSnapshotError, match="must have .* bytes, got"):
+    with pytest.raises(CorruptSnapshotError, match=r"must have .* bytes, got"):
         snapshot.copy(tmp_path / "b")
     file.unlink()
     with pytest.raises(CorruptSnapshotError, match="is missing"):
