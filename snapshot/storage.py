@@ -314,7 +314,7 @@ def check_path(path: str) -> str:
 
 @contextmanager
 def map_exceptions(url: URL, kinds: Mapping[type[BaseException], type[StorageError]] | None = None) -> Iterator[None]:
-    """Convert a backend's exceptions to `StorageError`s that name the URL and keep the cause.
+    """Convert a backend's exceptions to a `StorageError` that names the URL and keeps the cause.
 
     Errors of this library pass unchanged. `kinds` maps more exceptions, the most specific first, in addition to
     `FileNotFoundError` and `OSError`.

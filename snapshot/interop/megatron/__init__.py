@@ -145,8 +145,8 @@ class MegatronState:
 
     Each `ShardedTensor` is stored under its key, as part of its global tensor, and can be restored into any other
     split. Each `ShardedObject` is stored under its unique key, by the rank with its main replica. Values that are not
-    wrapped are stored as `common_state`, from rank 0. `ShardedTensorFactory`s build the stored tensors, and merge the
-    restored ones. A `LocalNonpersistentObject` is not stored; a restore returns the live one.
+    wrapped are stored as `common_state`, from rank 0. `ShardedTensorFactory` objects build the stored tensors, and merge
+    the restored ones. A `LocalNonpersistentObject` is not stored; a restore returns the live one.
 
     Args:
         sharded_state_dict: The state dict, or a function that creates it, called for each take and each restore.
@@ -154,7 +154,7 @@ class MegatronState:
             the same state dict.
         pg: Process group of the participating ranks, if not all.
 
-    Tensors are restored in place, into the `data` of the `ShardedTensor`s; those without data get new host memory. Keys
+    Tensors are restored in place, into the `data` of each `ShardedTensor`; those without data get new host memory. Keys
     that are missing in the snapshot are an error, regardless of `strict`.
 
     >>> from snapshot import Snapshot
