@@ -145,7 +145,7 @@ class MegatronState:
 
     Each `ShardedTensor` is stored under its key, as part of its global tensor, and can be restored into any other
     split. Each `ShardedObject` is stored under its unique key, by the rank with its main replica. Values that are not
-    wrapped are stored as `common_state`, from rank 0. `ShardedTensorFactory` objects build the stored tensors, and merge
+    wrapped are stored as `common_state`, from rank 0. `ShardedTensorFactory` objects build the stored tensors and merge
     the restored ones. A `LocalNonpersistentObject` is not stored; a restore returns the live one.
 
     Args:
