@@ -222,7 +222,7 @@ def test_a_key_that_the_snapshot_lacks_is_left_alone_on_all_ranks(two, folder):
     assert two.run(_lacking, f"{folder}/s", "key") == [["missing    ema"]] * 2
     for error in two.outcomes(_lacking, f"{folder}/s", "nothing"):
         assert isinstance(error, RestoreError)
-        assert "nothing that the application asks for is in the snapshot" in str(error)
+        assert "the snapshot has nothing that the application requests" in str(error)
 
 
 def _wrapped(path, take):

@@ -216,7 +216,7 @@ def test_ranks_that_come_back_after_a_death_take_at_the_same_path(fresh_pool, fo
     works(pool, path)
     before = save_id(path)
     outcomes = pool.outcomes(_overwrite_and_die, 1, path)
-    others_name(outcomes, 1, "no sign of life")
+    others_name(outcomes, 1, "no heartbeat")
     assert save_id(path) == before
     assert Snapshot(path).verify().ok
     pool.restart()
@@ -235,7 +235,7 @@ def test_ranks_of_which_one_was_stopped_take_again(two, folder, which, point):
     two.start(ranks.take_and_act, which, point, "stop", verb, path, SHORT)
     outcomes = [None, None]
     [outcomes[1 - which]] = two.finish(30, ranks=[1 - which])
-    others_name(outcomes, which, "did not call" if point == "calling" else "no sign of life")
+    others_name(outcomes, which, "did not call" if point == "calling" else "no heartbeat")
     two.cont(which)
     [late] = two.finish(30, ranks=[which])
     assert isinstance(late, RankError), repr(late)
@@ -396,7 +396,7 @@ def test_a_take_that_was_overtaken_is_told_so_on_all_ranks(two, taken, folder, v
     path, manifest = f"{folder}/other", Path(taken, ".snapshot_metadata").read_bytes()
     outcomes = two.outcomes(ranks.overtaken, verb, path, manifest)
     assert [type(outcome) for outcome in outcomes] == [SnapshotExistsError] * 2
-    assert all("faster" in str(outcome) for outcome in outcomes)
+    assert all("committed first" in str(outcome) for outcome in outcomes)
     assert files(path) == [".snapshot_metadata"]
     assert Path(path, ".snapshot_metadata").read_bytes() == manifest
 
@@ -452,7 +452,7 @@ def test_who_is_no_member_of_the_group_is_told_so(four, folder):
     path = f"{folder}/s"
     outcomes = four.outcomes(ranks.everyone_calls, (1, 2, 3), path)
     assert isinstance(outcomes[0], SnapshotError)
-    assert "no member" in str(outcomes[0])
+    assert "not a member" in str(outcomes[0])
     assert outcomes[1:] == [None] * 3
     assert Snapshot(path).metadata.world_size == 3
 

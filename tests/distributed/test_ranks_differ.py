@@ -137,7 +137,7 @@ def test_check_replicated_looks_at_ties_and_at_boxes_that_several_hold(two, fold
     for error in two.outcomes(_check, f"{folder}/s", kind):
         assert isinstance(error, SnapshotError)
         assert "s/b" in str(error)
-        assert "rank 1 has other values" in str(error)
+        assert "rank 1 and rank 0 have different values" in str(error)
 
 
 def _for_all(path, arguments, take):

@@ -21,7 +21,7 @@ from tests.faults.shared_folder import Place, fresh
 
 SOURCE = Path(__file__).parent / "failing_calls.c"
 FAIL, PART, AFTER, NOTHING = range(4)
-COMMITTED = "committed all the same"
+COMMITTED = "committed nevertheless"
 
 SPACE = (errno.ENOSPC, errno.EDQUOT)
 FAILURES = {

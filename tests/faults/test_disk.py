@@ -204,6 +204,6 @@ def test_what_is_removed_before_its_commit_is_not_committed(writer_process, tmp_
         await expect_claim(transaction)
 
     monkeypatch.setattr(Transaction, "_expect_claim", gone)
-    with pytest.raises(SnapshotExistsError, match="cleaned away"):
+    with pytest.raises(SnapshotExistsError, match="deleted"):
         Snapshot.async_take(tmp_path / "s", {"s": StateDict(x=torch.ones(1000))}, worker=worker).wait()
     assert not [path for path in (tmp_path / "s").rglob("*") if path.is_file()]

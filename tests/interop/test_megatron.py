@@ -265,7 +265,7 @@ def _other_plan(path):
 
 def test_a_plan_for_another_dtype_says_so(two, tmp_path):
     outcomes = two.outcomes(_other_plan, str(tmp_path / "s"))
-    assert any("the plan was made for other names, shapes or dtypes" in str(error) for error in outcomes)
+    assert any("the plan must be for the same names, shapes, dtypes" in str(error) for error in outcomes)
     assert all(isinstance(error, ValueError | RankError) for error in outcomes)
     assert list(tmp_path.glob("s/*")) == []
 
@@ -321,7 +321,7 @@ def _names_differ(path):
 
 def test_names_that_are_missing_are_all_named_and_may_be_renamed(two, tmp_path):
     for rank, lines in enumerate(two.run(_names_differ, str(tmp_path / "s"))):
-        assert any(f"m/rng%2Fshard_{rank}_3: has no place here" in line for line in lines), lines
+        assert any(f"m/rng%2Fshard_{rank}_3: the application has no such name" in line for line in lines), lines
 
 
 def _odd_structures(path):

@@ -65,7 +65,7 @@ def notes(error):
 
 
 def told_committed(error):
-    return error is not None and "committed all the same" in f"{error} {notes(error)}"
+    return error is not None and "committed nevertheless" in f"{error} {notes(error)}"
 
 
 def expected(path):

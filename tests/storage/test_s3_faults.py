@@ -234,7 +234,7 @@ def test_a_commit_without_an_answer_is_unknown_and_keeps_its_data(one_engine, mo
     def take(patience):
         Snapshot.take(url, state(), storage_options=options | patience, overwrite=overwrite)
 
-    with proxy.fault(path=manifest, times=None, **fault) as made, pytest.raises(CommitUnknown, match="look again"):
+    with proxy.fault(path=manifest, times=None, **fault) as made, pytest.raises(CommitUnknown, match="check again"):
         impatiently(made, take)
     assert Snapshot(url, storage_options=clean(moto, options)).exists() == overwrite
     assert sum("data/" in path for path in left(moto, place)[0]) == 2 * (1 + overwrite)
