@@ -218,9 +218,15 @@ class RestoreIssues:
 
     lines: list[Line] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
+    names: bool = False
+    """True if a mismatch is about a name."""
 
     def add(self, kind: str, path: str, detail: str = "") -> None:
         self.lines.append(Line(kind, path, detail))
+
+    def add_wrong_name(self, mismatch: str) -> None:
+        self.mismatches.append(mismatch)
+        self.names = True
 
 
 @dataclass(frozen=True, slots=True)

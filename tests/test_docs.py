@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import snapshot
+from tests.helpers.links import broken_links
 from tests.helpers.servers import S3
 
 ROOT = Path(__file__).parents[1]
@@ -166,3 +167,11 @@ def test_code_fits_on_a_page() -> None:
         for number, line in enumerate(block.splitlines(), 1)
         if len(line) > WIDEST
     ] == []
+
+
+def test_a_link_without_a_page_or_an_anchor_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text(
+        '<p id="here"></p><a href="b.html#there">b</a><a href="#here">a</a><img src="c.svg">'
+    )
+    (tmp_path / "b.html").write_text('<a href="https://example.com/x">elsewhere</a>')
+    assert broken_links(tmp_path) == ["a.html: b.html#there has no such anchor", "a.html: c.svg does not exist"]

@@ -101,17 +101,26 @@ def in_order(name: str) -> list[tuple[int, str]]:
 def _instead(url: URL, options: Mapping[str, Any] | None) -> str:
     try:
         names = list_names(url, options)
-        if any(save_id_of(name) for name in names) or (
-            "data/" in names and any(save_id_of(f"data/{name}") for name in list_names(url.join("data"), options))
-        ):
+        if _holds_save_files(url, options, names):
             return ": an interrupted or running take left files here; `snapshot rm` removes them"
         if below := snapshots_below(url, options, names):
             return f", but a folder of {counted(len(below), 'snapshot')}: {_few(below)}; name one of them"
+        folders = [name.rstrip("/") for name in sorted(names, key=in_order) if name.endswith("/")][-AT_ONCE:]
+        held = work_concurrently(lambda name: _holds_save_files(url.join(name), options), folders)
+        if unfinished := [name for name, holds in zip(folders, held, strict=True) if holds]:
+            return f", only interrupted or running takes: {_few(unfinished)}"
         if names:
             return f", nor a checkpoint of another library; found {_few(names)}"
         return _beside(url, options)
     except (SnapshotError, ValueError):  # the storage cannot list
         return ""
+
+
+def _holds_save_files(url: URL, options: Mapping[str, Any] | None, names: Sequence[str] | None = None) -> bool:
+    """Return True if a take has left files directly at a URL."""
+    names = list_names(url, options) if names is None else names
+    data = list_names(url.join("data"), options) if "data/" in names else []
+    return any(save_id_of(name) for name in [*names, *(f"data/{name}" for name in data)])
 
 
 def _beside(url: URL, options: Mapping[str, Any] | None) -> str:

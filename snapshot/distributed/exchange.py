@@ -314,8 +314,8 @@ class Exchange:
         if self.posted:
             raise Undecided(f"the store of the process group {what}")
         raise RankError(
-            f"rank {LEADER}: the store of the process group {what}: the process that serves it, most likely this rank, "
-            "has stopped or exited",
+            f"rank {LEADER}: the store of the process group {what}: the process that serves it "
+            "(this rank, or torchrun's agent) has stopped or exited",
             rank=LEADER,
         )
 

@@ -90,7 +90,7 @@ class Chooser:
         if key in view.withheld:
             self._notes.mismatches.append(f"{key}: {view.withheld[key]}")
         elif self._options.strict:
-            self._notes.mismatches.append(f"{key}: the snapshot has no such key; {suggest_names(key, grouped)}")
+            self._notes.add_wrong_name(f"{key}: the snapshot has no such key; {suggest_names(key, grouped)}")
         else:
             self._chosen.lacking = True
             self._notes.add("missing", key, "the snapshot has no such key; left unchanged")

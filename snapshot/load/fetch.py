@@ -28,13 +28,16 @@ def fetch_requests(
     return result
 
 
+TOUCHED = "\nlive tensors that were written, and may hold wrong data now:"
+
+
 def raise_faults(session: Session, result: ReadResult) -> None:
     """Raise if any range failed verification."""
     if result.faults:
         touched = sorted(result.touched)
         raise CorruptSnapshotError(
             f"{session.url}: {len(result.faults)} damaged:{listed(result.faults)}"
-            + (f"\nlive tensors that were written, and may hold wrong data now:{listed(touched)}" if touched else ""),
+            + (f"{TOUCHED}{listed(touched)}" if touched else ""),
             faults=result.faults,
             touched=touched,
         )

@@ -154,7 +154,7 @@ class Matcher:
         for path in filter(self._wanted, kind.find_missing(entries)):
             if self._strict:
                 why = self._withheld.get(path, "is in the application, not in the snapshot")
-                self._notes.mismatches.append(f"{path}: {why}")
+                self._notes.add_wrong_name(f"{path}: {why}")
             else:
                 self._notes.add("missing", path, "left unchanged")
         for path in kind.find_unexpected(entries):
@@ -165,7 +165,7 @@ class Matcher:
                 self.matched.unexpected[path] = None
                 remove_entry(entries, path)
             else:
-                self._notes.mismatches.append(f"{path}: is in the snapshot, not in the application")
+                self._notes.add_wrong_name(f"{path}: is in the snapshot, not in the application")
 
     def _match_kept(self, kind: Kind, entries: Mapping[str, Any]) -> None:
         """Keep keys that the snapshot lacks, or remove them if requested. Entries of another rank are neither."""
@@ -223,12 +223,11 @@ class Matcher:
             self.matched.unexpected |= dict.fromkeys(path for path in of_use if path not in self.matched.skipped)
         if self._strict:
             lacks = "is in the application, not in the snapshot"
-            self._notes.mismatches += [f"{path}: {self._withheld.get(path, lacks)}" for path in missing]
-            self._notes.mismatches += [
-                f"{path}: is in the snapshot, not in the application"
-                for path in unexpected
-                if path not in self.matched.skipped and path not in self.matched.unexpected
-            ]
+            for path in missing:
+                self._notes.add_wrong_name(f"{path}: {self._withheld.get(path, lacks)}")
+            for path in unexpected:
+                if path not in self.matched.skipped and path not in self.matched.unexpected:
+                    self._notes.add_wrong_name(f"{path}: is in the snapshot, not in the application")
         for path in missing if not self._strict else ():
             self._notes.add("missing", path, "left unchanged")
         for path in unexpected:

@@ -30,7 +30,8 @@ from snapshot.state.optimizer_kinds import OptimizerKind
 from snapshot.state.stateful_kinds import Kind
 from snapshot.text import listed
 
-SKIP_SHAPES = "\n(to leave tensors of another shape unchanged: strict=False, mismatched='skip')"
+MATCH_NAMES = "\n(to match other names: rename={...}; to restore only what matches: strict=False)"
+SKIP_SHAPES = "\n(to leave tensors of another shape unchanged: mismatched='skip')"
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,7 @@ class _Planner:
             issues=self._issues,
         )
         keys = [key for key, _ in in_restore_order(app_state) if key in grouped]
-        for key in sorted(
-            keys, key=lambda key: isinstance(kinds[key], OptimizerKind)
-        ):  # optimizers follow their models
+        for key in sorted(keys, key=lambda key: isinstance(kinds[key], OptimizerKind)):  # models come first
             if not matcher.add(kinds[key], grouped[key], reads):
                 del grouped[key]
         return matcher.matched
@@ -166,7 +165,8 @@ class _Planner:
             more = "more " if self._written else ""
             raise RestoreError(
                 f"{url}: does not fit the application, and nothing {more}was touched:"
-                f"{listed(mismatches, 100)}{SKIP_SHAPES if matched.shapes else ''}",
+                f"{listed(mismatches, 100)}{MATCH_NAMES if self._issues.names else ''}"
+                f"{SKIP_SHAPES if matched.shapes else ''}",
                 mismatches,
             )
 

@@ -137,7 +137,7 @@ class StepVote:
         except RuntimeError as error:
             what = f"cannot be reached any more ({error})"
         raise RankError(
-            f"rank 0: the store of the process group {what}: the process that serves it, probably this rank, has "
-            "stopped or exited",
+            f"rank 0: the store of the process group {what}: the process that serves it (this rank, or "
+            "torchrun's agent) has stopped or exited",
             rank=0,
         )

@@ -10,6 +10,7 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.errors import CorruptSnapshotError, RankError, SnapshotNotFoundError, StorageError, StorageNotFoundError
 from snapshot.events import emit, log
 from snapshot.formats.detect import UnknownFormatError
+from snapshot.load.fetch import TOUCHED
 from snapshot.load.restore_options import RestoreOptions
 from snapshot.manager.root import Root
 from snapshot.runtime.loop import run
@@ -142,7 +143,8 @@ class Fallback:
             if not isinstance(error, DAMAGE) and not (isinstance(error, RankError) and error.kind in _KINDS):
                 return Tried(), error
             self._notes += getattr(error, "__notes__", ())
-            return Tried(str(error) or type(error).__name__), None
+            fault = str(error).partition(TOUCHED)[0]  # the next step may restore those tensors
+            return Tried(fault or type(error).__name__), None
         return Tried(), None
 
     def _outcome(self, chosen: ChosenStep, rank: int) -> tuple[int | None, list[int]]:
@@ -150,7 +152,7 @@ class Fallback:
         lines = [f"step-{step}: {why}" for step, why, _ in chosen.passed]
         if chosen.step is None and lines:
             touched = sorted(self._touched)
-            also = f"; live tensors that have been written to: {', '.join(touched)}" if touched else ""
+            also = f"; live tensors that were written: {', '.join(touched)}" if touched else ""
             error = CorruptSnapshotError(
                 f"{self._root.url}: no step can be restored: {'; '.join(lines)}{also}", faults=lines, touched=touched
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-from snapshot.durations import Duration, seconds_of
+from snapshot.durations import Duration, parse_duration, seconds_of
 
 Every = int | timedelta | str
 """A number of steps; a `timedelta` or a text such as `"10m"`; `"continuous"`."""
@@ -27,6 +27,8 @@ class Schedule:
                 raise ValueError(f"every must be at least 1 step, got {every}")
             self.steps = every
         elif every is not None and not self.continuous:
+            if isinstance(every, str) and parse_duration(every) is None:
+                raise ValueError(f"every must be steps, a duration such as '10m', or 'continuous', got {every!r}")
             duration: Duration = every
             self.seconds = seconds_of(duration, "every")
         self.last = 0

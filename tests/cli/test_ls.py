@@ -269,3 +269,12 @@ def test_all_verbs_count_entries_files_and_bytes_alike(root, tmp_path, capsys):
     assert {*sizes, told("rm", step, "--dry-run", "--json")["bytes"]} == {snapshot.metadata.nbytes}
     assert main(["report", str(step), "-o", str(tmp_path / "r.html")]) == 0
     assert f"{listed['entries']} entries of" in capsys.readouterr().out
+
+
+def test_a_folder_of_interrupted_takes_alone_says_so(tmp_path, capsys):
+    for step, name in ((5, ".take-0123456789ab"), (10, "data/0123456789ab-0-0.safetensors")):
+        place = tmp_path / "run" / f"step-{step}" / name
+        place.parent.mkdir(parents=True)
+        place.touch()
+    assert main(["ls", str(tmp_path / "run")]) == 2
+    assert "only interrupted or running takes: step-5, step-10" in capsys.readouterr().err

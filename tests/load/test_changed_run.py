@@ -80,11 +80,14 @@ def test_names_are_listed_in_full_up_to_ten():
     take({f"key{i}": StateDict() for i in range(10)})
     with pytest.raises(RestoreError) as caught:
         Snapshot(URL).restore({"zzz": StateDict()})
-    assert str(caught.value).endswith(", ".join(f"key{i}" for i in range(10)))
+    assert caught.value.mismatches[0].endswith(", ".join(f"key{i}" for i in range(10)))
+    assert str(caught.value).endswith(
+        "(to match other names: rename={...}; to restore only what matches: strict=False)"
+    )
     take({f"key{i:02}": StateDict() for i in range(11)})
     with pytest.raises(RestoreError) as caught:
         Snapshot(URL).restore({"zzz": StateDict()})
-    assert str(caught.value).endswith("key09, …")
+    assert caught.value.mismatches[0].endswith("key09, …")
 
 
 def test_a_run_to_which_an_ema_was_added_resumes(tmp_path):
