@@ -192,8 +192,8 @@ def test_other_arguments_that_make_no_sense_are_refused(tmp_path):
     for every in (2.5, True, [1]):
         with pytest.raises(TypeError, match="every"):
             manager_of(tmp_path, every=every)
-    with pytest.raises(ValueError, match="'10m', or 'continuous', got '10 min'"):
-        manager_of(tmp_path, every="10 min")
+    with pytest.raises(ValueError, match="'10m', or 'continuous', got '10 minutes'"):
+        manager_of(tmp_path, every="10 minutes")
     for options, error in (
         ({"timeout": 0}, ValueError), ({"timeout": "10"}, TypeError), ({"signals": 15}, TypeError),
         ({"signals": "TERM"}, TypeError), ({"signals": (signal.SIGKILL,)}, ValueError),
