@@ -28,7 +28,7 @@ PARTS = "*partNumber=*"
 MANIFEST = "*.snapshot_metadata"
 DATA = "*/data/*"
 IMPATIENT = {"timeout": 0.6, "deadline": 1}
-SOON = 30
+SOON = 50
 """Seconds: an end within them was not that of `PATIENT`."""
 
 
