@@ -7,6 +7,7 @@ import json
 import re
 import runpy
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,30 @@ def blocks(page: str, kinds: str = "python") -> list[tuple[int, str]]:
     return [(text.count("\n", 0, block.start(1)), block[1]) for block in found]
 
 
-def run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the Python code of a page from top to bottom, in a folder."""
+def outputs(page: str) -> dict[int, str]:
+    """Return the output that a page shows directly below a Python block, by the line above that block."""
+    text = (ROOT / page).read_text()
+    shown = re.finditer(r"^```python\n(?:(?!```).*\n)*```\n\n```text\n((?:(?!```).*\n)*)```$", text, re.MULTILINE)
+    return {text.count("\n", 0, found.start()) + 1: found[1] for found in shown}
+
+
+def without_measures(text: str) -> str:
+    """Replace what differs between two runs or two machines: fractions, durations, rates and line breaks."""
+    return re.sub(
+        r"[\d,.]+ (?:µs|ms|s|min|h)\b|\d[\d,]*\.\d+%?|[KMG]iB/s|(?<=every )[\d,]+", "#", " ".join(text.split())
+    )
+
+
+def run_page(
+    page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, read_output: Callable[[], str] | None = None
+) -> None:
+    """Run the Python code of a page from top to bottom, in a folder. Compare its output with the page, if it is read.
+
+    "..." in the page matches any text.
+    """
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for processes that the page starts
-    found = blocks(page)
+    found, expected = blocks(page), outputs(page)
     assert found
     state = torch.get_rng_state()
     names: dict[str, object] = {"__name__": page}
@@ -56,6 +76,14 @@ def run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for line, block in found:
             code = compile("\n" * line + textwrap.dedent(block), str(ROOT / page), "exec")
             exec(code, names)
+            if read_output is None:
+                continue
+            printed = read_output().replace(str(folder), "/home/me")
+            wanted = expected.pop(line, None)
+            if wanted is not None:
+                pattern = ".*".join(map(re.escape, without_measures(wanted).split("...")))
+                assert re.fullmatch(pattern, without_measures(printed)), f"{page}:{line}: {printed}"
+        assert read_output is None or expected == {}
     finally:
         torch.set_rng_state(state)
 
@@ -64,8 +92,7 @@ def run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_code_of_a_page_runs_from_top_to_bottom(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_page(page, tmp_path, monkeypatch)
-    capsys.readouterr()
+    run_page(page, tmp_path, monkeypatch, lambda: capsys.readouterr().out)
 
 
 @pytest.mark.examples
@@ -78,8 +105,8 @@ def test_the_tutorial_runs_against_a_server(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", moto.key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", moto.secret)
     monkeypatch.setenv("AWS_DEFAULT_REGION", moto.region)
-    run_page("docs/tutorial.md", tmp_path, monkeypatch)
-    assert "resumed from step 30" in capfd.readouterr().out
+    run_page("docs/tutorial.md", tmp_path, monkeypatch, lambda: capfd.readouterr().out)
+    assert len(outputs("docs/tutorial.md")) == 5
 
 
 def test_there_are_examples_of_what_users_meet_first() -> None:
@@ -104,6 +131,12 @@ def reachable(page: Path) -> set[Path]:
 def test_every_page_is_reached_from_the_index() -> None:
     pages = {page for page in DOCS.rglob("*.md") if "_build" not in page.parts}
     assert reachable(DOCS / "index.md") | {DOCS / "index.md"} == pages
+
+
+def test_navigation_shows_the_titles_of_pages() -> None:
+    trees = [tree for page in DOCS.rglob("*.md") for _, tree in blocks(str(page.relative_to(ROOT)), r"\{toctree\}")]
+    assert trees
+    assert [line for tree in trees for line in tree.splitlines() if "<" in line] == []
 
 
 def test_every_setting_and_error_is_in_the_reference() -> None:
