@@ -72,10 +72,10 @@ class Settings:
         return made
 
     @staticmethod
-    def processes() -> int:
-        """Return the number of this job's processes on this host, as set by the launcher."""
+    def processes(default: int = 1) -> int:
+        """Return the number of this job's processes on this host, as set by the launcher, or the default."""
         text = os.environ.get("LOCAL_WORLD_SIZE", "")
-        return max(1, int(text)) if text.isdecimal() else 1
+        return max(1, int(text)) if text.isdecimal() else default
 
     def cores(self) -> int:
         """Return the number of cores that this process may use."""

@@ -278,6 +278,9 @@ class Storage(ABC):
     async def drop_caches(self, paths: Sequence[str]) -> None:  # noqa: B027 - few storages have a cache before them
         """Drop cached copies of finished files, so that the next reads come from the storage itself."""
 
+    def share_reads(self) -> None:  # noqa: B027 - few storages have a cache
+        """Use a cache of the host for reads from now on: other processes of this host read the same bytes."""
+
     async def copy(self, source: str, path: str) -> None:
         """Copy a file on the server, without transferring its bytes: see `server_side_copy`."""
         raise StorageError(f"{self.url.join(source)}: this storage has no server-side copy")

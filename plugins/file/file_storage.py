@@ -75,6 +75,7 @@ class FileStorage(Storage):
         self._readers: dict[str, OpenFile] = {}
         self._opened: list[OpenFile] = []
         self._folders = Folders(self._root, durable=context.durable)
+        self._direct_io = context.direct_io
 
     capabilities = Capabilities(guarded_commit=True, renames=True, blocking=True)
 
@@ -127,6 +128,10 @@ class FileStorage(Storage):
             durable=self.context.durable,
         )
 
+    def share_reads(self) -> None:
+        """Read through the page cache, unless the settings request O_DIRECT: the disk is then read once per host."""
+        self._direct_io = "never" if self._direct_io == "auto" else self._direct_io
+
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
         """Fill the buffers with `preadv`, or with O_DIRECT if the range is long and not cached."""
         url = self.url.join(path)
@@ -167,7 +172,7 @@ class FileStorage(Storage):
         with self._lock:
             reader = self._readers.get(path)
             if reader is None or reader.identity != (stands.st_dev, stands.st_ino):
-                reader = self._readers[path] = OpenFile(full, self.context.direct_io)
+                reader = self._readers[path] = OpenFile(full, self._direct_io)
                 self._opened.append(reader)
             return reader
 

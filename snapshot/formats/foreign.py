@@ -200,6 +200,9 @@ class ReadOnlyStorage(Storage):
             )
         self._inside.add(path)
 
+    def share_reads(self) -> None:
+        self.inner.share_reads()
+
     async def stat(self, path: str) -> FileStat:
         return FileStat(len(self._inline), 0.0, "") if path == INLINE else await self.inner.stat(path)
 

@@ -26,7 +26,7 @@ from snapshot.runtime.session import Session
 from snapshot.state import numpy_arrays
 from snapshot.state.sharded import Shards, find_shards
 from snapshot.state.state_tree import collect_leaves, inflate_tree
-from snapshot.tensors.dtypes import BY_NAME
+from snapshot.tensors.dtypes import BY_NAME, NAMES
 from snapshot.tensors.geometry import Box
 from snapshot.text import counted, listed, with_article
 
@@ -207,7 +207,9 @@ def _fill_shards(read_plan: ReadPlan, path: str, entry: e.AnyTensor, target: Sha
     """Fill this rank's shards of a tensor, reading only their ranges."""
     if target.shape != tuple(entry.shape) or target.dtype != BY_NAME.get(entry.dtype):
         raise RestoreError(
-            f"{path}: obj_out must be {entry.dtype}{list(entry.shape)}, got {target.dtype}{list(target.shape)}", [path]
+            f"{path}: obj_out must be {entry.dtype}{list(entry.shape)}, "
+            f"got {NAMES.get(target.dtype, target.dtype)}{list(target.shape)}",
+            [path],
         )
     if not all(is_writable(piece.tensor) for piece in target.pieces):
         raise RestoreError(f"{path}: obj_out must be strided, without overlapping elements", [path])
@@ -269,7 +271,10 @@ def _expect_fitting_out(path: str, shape: tuple[int, ...], dtype: str, out: torc
     if not is_writable(out):
         raise RestoreError(f"{path}: obj_out must be strided, without overlapping elements", [path])
     if tuple(out.shape) != shape or out.dtype != BY_NAME.get(dtype):
-        raise RestoreError(f"{path}: obj_out must be {dtype}{list(shape)}, got {out.dtype}{list(out.shape)}", [path])
+        raise RestoreError(
+            f"{path}: obj_out must be {dtype}{list(shape)}, got {NAMES.get(out.dtype, out.dtype)}{list(out.shape)}",
+            [path],
+        )
 
 
 def _execute(session: Session, document: Document, read_plan: ReadPlan, verify: bool) -> None:

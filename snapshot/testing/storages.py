@@ -109,6 +109,9 @@ class TappedStorage(Storage):
     async def drop_caches(self, paths: Sequence[str]) -> None:
         await self.inner.drop_caches(paths)
 
+    def share_reads(self) -> None:
+        self.inner.share_reads()
+
     async def copy(self, source: str, path: str) -> None:
         await self.tap("copy", path)
         await self.inner.copy(source, path)

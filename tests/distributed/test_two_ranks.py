@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot import Sharded, Snapshot, SnapshotError, StateDict
+from snapshot.plugins.file import direct_io
+from snapshot.plugins.file.descriptors import drop_cache
+from snapshot.plugins.file.direct_io import open_direct
 
 pytestmark = pytest.mark.smoke
 
@@ -53,3 +56,33 @@ def test_a_rank_that_fails_is_named_on_both_and_the_old_snapshot_stays(two, fold
     assert "rank 1" in str(errors[0])
     assert Snapshot(path).read_object("0/s/step") == 7
     assert Snapshot(path).verify()
+
+
+def _count_direct_reads(path, value):
+    """Return how many files a cold restore opens with O_DIRECT for reading."""
+    for file in Path(path, "data").iterdir():
+        drop_cache(str(file))
+    opened = []
+
+    def count(full, flags, **kwargs):
+        opened.append(full)
+        return open_direct(full, flags, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct_io, "open_direct", count)
+        Snapshot(path).restore({"s": value})
+    return len(opened)
+
+
+def _restore_cold(path, sharded):
+    begin = dist.get_rank() << 20
+    tensor = torch.zeros(1 << 20)
+    value = Sharded(tensor, global_shape=(2 << 20,), offsets=(begin,)) if sharded else tensor
+    Snapshot.take(path, {"s": StateDict(x=value)}, replicated=[] if sharded else ["s/x"])
+    return _count_direct_reads(path, StateDict(x=value))
+
+
+def test_ranks_of_a_host_read_what_they_share_through_the_page_cache(two, folder):
+    if sum(two.run(_restore_cold, f"{folder}/sharded", True)) == 0:
+        pytest.skip("no file here is ever cold, or O_DIRECT is not used")
+    assert two.run(_restore_cold, f"{folder}/shared", False) == [0, 0]
