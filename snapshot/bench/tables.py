@@ -111,7 +111,7 @@ class ResultTable:
                 )
         marked = (("left out", self.left_out), ("note", self.notes), ("FAILED", self.failed))
         notes = [f"  {mark}: {note}" for mark, found in marked for note in found]
-        return "\n".join([head, *(_aligned(lines) if len(lines) > 1 else ()), *notes])
+        return "\n".join([head, *(align_columns(lines) if len(lines) > 1 else ()), *notes])
 
 
 def _row_json(row: Row, nbytes: int, raw: tuple[float, float] | None) -> dict[str, Any]:
@@ -139,7 +139,8 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+def align_columns(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: the first column to the left, the others to the right."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return [
         "  "

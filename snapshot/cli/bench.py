@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from snapshot.bench.competitors import PEERS, SYSTEMS, installed
+from snapshot.bench.figure import draw_result
+from snapshot.bench.goodput import Goodput, compute_goodput
+from snapshot.bench.page import draw_page, goodput_row
 from snapshot.bench.rounds import Step, measure
-from snapshot.bench.tables import OPERATIONS, READING, ResultTable
+from snapshot.bench.tables import OPERATIONS, READING, align_columns
 from snapshot.bench.workloads import BULK, CASES, DEFAULT, Case
 from snapshot.bench.workspace import Workspace, describe, place
 from snapshot.cli.arguments import Verbs, add_storage, handed_on, options_of, verb
 from snapshot.cli.screen import say
 from snapshot.cli.status import ExitStatus
+from snapshot.durations import duration_text, parse_duration
 from snapshot.runtime.cleanup_signals import unwind_on_signals
 
 
@@ -31,6 +37,7 @@ def add(verbs: Verbs) -> None:
         [
             ("bench /scratch --scale 0.1", "everything, with a tenth of the bytes"),
             ("bench s3://bucket/x --case large --only take,restore", "one case on an object store"),
+            ("bench --report bench.html --goodput mtbf=3h", "a page with plots, and the training time lost per day"),
         ],
         run,
     )
@@ -61,6 +68,20 @@ def add(verbs: Verbs) -> None:
     parser.add_argument("--scale", type=positive, default=1.0, metavar="F", help="scale the bytes by F (default: 1)")
     parser.add_argument("--rounds", type=count, default=5, metavar="N", help="measured repetitions (default: 5)")
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
+    parser.add_argument(
+        "--report",
+        type=report_file,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="also write a report: .html (plots and tables), .svg (plots) or .json; may be repeated",
+    )
+    parser.add_argument(
+        "--goodput",
+        type=mtbf_seconds,
+        metavar="mtbf=TIME",
+        help="compute the training time lost per day if a failure happens every TIME, such as mtbf=3h",
+    )
     add_storage(parser)
 
 
@@ -89,9 +110,18 @@ def _run(arguments: argparse.Namespace) -> int:
             say("")
             if not arguments.json:
                 print(f"\n{table.as_text()}", flush=True)
+    settings = {"scale": arguments.scale, "rounds": arguments.rounds}
+    result = {"host": host, "settings": settings, "tables": [table.as_json() for table in tables]}
+    goodput = compute_goodput(result, arguments.goodput) if arguments.goodput else []
+    if goodput:
+        result["goodput"] = {"mtbf": arguments.goodput, "rows": [each.as_json() for each in goodput]}
+    for path in arguments.report:
+        path.write_text(REPORTS[path.suffix](result, goodput), encoding="utf-8")
     if arguments.json:
-        print(_json(host, arguments, tables))
+        print(json.dumps(result, indent=2))
     else:
+        if goodput:
+            print(f"\n{_goodput_text(goodput)}")
         print(f"\n{READING}")
     return ExitStatus.FOUND if any(table.failed for table in tables) else ExitStatus.OK
 
@@ -137,9 +167,36 @@ def header(host: dict[str, Any], scale: float, rounds: int) -> str:
     )
 
 
-def _json(host: dict[str, Any], arguments: argparse.Namespace, tables: list[ResultTable]) -> str:
-    settings = {"scale": arguments.scale, "rounds": arguments.rounds}
-    return json.dumps({"host": host, "settings": settings, "tables": [table.as_json() for table in tables]}, indent=2)
+def _goodput_text(goodput: list[Goodput]) -> str:
+    names = ("", "case", "save", "blocks", "complete after", "restore", "best interval", "lost per day")
+    head = f"training time lost, with a failure every {duration_text(goodput[0].mtbf)}"
+    return "\n".join([head, *align_columns([names, *map(goodput_row, goodput)])])
+
+
+REPORTS: dict[str, Callable[[dict[str, Any], list[Goodput]], str]] = {
+    ".html": draw_page,
+    ".svg": lambda result, goodput: draw_result(result),
+    ".json": lambda result, goodput: json.dumps(result, indent=2) + "\n",
+}
+
+
+def report_file(text: str) -> Path:
+    """Parse the name of a report, whose folder must exist."""
+    path = Path(text)
+    if path.suffix not in REPORTS:
+        raise argparse.ArgumentTypeError(f"a report must end in {', '.join(REPORTS)}, got {text!r}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path.parent}: no such folder")
+    return path
+
+
+def mtbf_seconds(text: str) -> float:
+    """Parse `mtbf=TIME`."""
+    name, _, value = text.partition("=")
+    seconds = parse_duration(value) if name == "mtbf" else None
+    if not seconds:
+        raise argparse.ArgumentTypeError(f"must be mtbf=TIME, such as mtbf=3h, got {text!r}")
+    return seconds
 
 
 class NameList:

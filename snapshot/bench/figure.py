@@ -1,0 +1,107 @@
+"""Drawing of benchmark results as SVG: a panel per operation, and a bar per system."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from snapshot.bench.tables import OPERATIONS
+
+WIDTH, LEFT, RIGHT = 760, 160, 150
+BAR, GAP, HEAD = 16, 6, 26
+NAMES: Mapping[str, str] = {"dcp": "DCP"}
+STYLE = """\
+.paper { fill: #ffffff } text { fill: #24292f; font: 13px system-ui, sans-serif }
+.title { font-weight: 600; font-size: 14px } .small { fill: #57606a; font-size: 11px }
+.own { fill: #1a7f37 } .peer { fill: #8c959f } .raw { fill: #d0d7de } .spread { opacity: 0.4 }
+@media (prefers-color-scheme: dark) {
+.paper { fill: #131416 } text { fill: #e6edf3 } .small { fill: #9da7b3 }
+.own { fill: #3fb950 } .peer { fill: #6e7681 } .raw { fill: #30363d }
+}"""
+
+Result = Mapping[str, Any]
+"""A result of `snapshot bench`, as `--json` prints it."""
+
+
+def draw_case(result: Result, case: str) -> str:
+    """Return the figure of one case as SVG."""
+    tables = [table for table in result["tables"] if table["case"] == case and find_bars(table)]
+    return _figure(result, tables, _describe_size(tables[0]) if tables else case)
+
+
+def draw_result(result: Result) -> str:
+    """Return one figure with all cases as SVG."""
+    return _figure(result, [table for table in result["tables"] if find_bars(table)], "All cases")
+
+
+def find_bars(table: Result) -> list[tuple[str, str, float, float]]:
+    """Return name, kind, minimum and median of each system, fastest first. Of raw rows, keep only the fastest."""
+    raw = sorted((row for row in table["rows"] if row["kind"] == "raw"), key=lambda row: row["min"])[:1]
+    chosen = sorted(default_rows(table).values(), key=lambda row: row["min"])
+    bars = [
+        (NAMES.get(str(row["system"]), str(row["system"])), row["kind"], row["min"], row["median"]) for row in chosen
+    ]
+    return [*(("raw I/O, nothing else", "raw", row["min"], row["median"]) for row in raw), *bars]
+
+
+def default_rows(table: Result) -> dict[str, Result]:
+    """Return the first row of each system, which uses its defaults."""
+    return {row["system"]: row for row in reversed(table["rows"]) if row["kind"] != "raw"}
+
+
+def describe_run(result: Result) -> str:
+    """Return the rounds, the machine and the versions in one line."""
+    host = result["host"]
+    versions = ", ".join(f"{name} {number}" for name, number in host["versions"].items())
+    return f"{result['settings']['rounds']} rounds on {host['cores']} cores, {host['file_system']}; {versions}"
+
+
+def _describe_size(table: Result) -> str:
+    return f"{table['case']}: {table['bytes'] / 2**20:,.0f} MiB in {table['tensors']:,} tensors"
+
+
+def _figure(result: Result, tables: Sequence[Result], title: str) -> str:
+    cases = {table["case"] for table in tables}
+    top, body = 72, list[str]()
+    for table in tables:
+        what = OPERATIONS[table["operation"]]
+        lines, top = _panel(find_bars(table), f"{_describe_size(table)}: {what}" if len(cases) > 1 else what, top)
+        body += lines
+    title = f"{title}: seconds, less is better"
+    about = ("Bar: minimum, and in pale the median, of each system's defaults", describe_run(result))
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" height="{top}" '
+            f'role="img" aria-label="{escape(title)}">',
+            f"<style>\n{STYLE}\n</style>",
+            f'<rect class="paper" width="{WIDTH}" height="{top}" rx="6"/>',
+            f'<text class="title" x="16" y="24">{escape(title)}</text>',
+            *(f'<text class="small" x="16" y="{42 + 15 * n}">{escape(line)}</text>' for n, line in enumerate(about)),
+            *body,
+            "</svg>\n",
+        ]
+    )
+
+
+def _panel(bars: Sequence[tuple[str, str, float, float]], title: str, top: int) -> tuple[list[str], int]:
+    """Return the lines of one panel, and the begin of the next one."""
+    most = max(max(least, middle) for _, _, least, middle in bars)
+    scale = (WIDTH - LEFT - RIGHT) / most
+    lines = [f'<text class="title" x="16" y="{top + 16}">{escape(title[:1].upper() + title[1:])}</text>']
+    y = top + HEAD
+    for name, kind, least, middle in bars:
+        style = {"ours": "own", "raw": "raw"}.get(kind, "peer")
+        lines += [
+            f'<text x="{LEFT - 10}" y="{y + 13}" text-anchor="end">{escape(name)}</text>',
+            _bar(f"{style} spread", y, middle * scale),
+            _bar(style, y, least * scale),
+            f'<text class="small" x="{LEFT + middle * scale + 7:.1f}" y="{y + 12}">'
+            f"{least:.3f} s, median {middle:.3f}</text>",
+        ]
+        y += BAR + GAP
+    return lines, y + 10
+
+
+def _bar(style: str, y: int, length: float) -> str:
+    return f'<rect class="{style}" x="{LEFT}" y="{y}" width="{max(1.0, length):.1f}" height="{BAR}" rx="2"/>'
