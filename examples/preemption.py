@@ -49,7 +49,7 @@ def train(folder: Path, at_step: Callable[[int], object] = lambda step: None) ->
 
             if manager.should_stop():  # on all ranks at the same step
                 manager.take(progress["step"], app_state)
-                print(f"told to stop: saved step {progress['step']}", flush=True)
+                print(f"stopping: saved step {progress['step']}", flush=True)
                 return
             if manager.should_take(progress["step"]):
                 manager.async_take(progress["step"], app_state, metrics={"loss": loss})

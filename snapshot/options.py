@@ -20,7 +20,7 @@ class Settings:
     """Use of direct I/O for bulk data: `auto`, `always` or `never`.
 
     `auto` uses it for durable writes, and for reads of files that are not in the page cache, if the file system
-    supports it.
+    supports it. Ranks of one host that read the same bytes read them through the page cache.
     """
     lanes: int = 0
     """Number of data files that one process writes in parallel; 0 means the number of cores, at most 4."""
@@ -72,10 +72,10 @@ class Settings:
         return made
 
     @staticmethod
-    def processes(default: int = 1) -> int:
-        """Return the number of this job's processes on this host, as set by the launcher, or the default."""
+    def processes() -> int:
+        """Return the number of this job's processes on this host, as set by the launcher."""
         text = os.environ.get("LOCAL_WORLD_SIZE", "")
-        return max(1, int(text)) if text.isdecimal() else default
+        return max(1, int(text)) if text.isdecimal() else 1
 
     def cores(self) -> int:
         """Return the number of cores that this process may use."""

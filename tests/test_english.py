@@ -22,6 +22,8 @@ PAGES = sorted(
     if "_build" not in path.parts
 )
 MOST_WORDS = 25
+NAMES = {"Lightning", "Python"}
+"""Names with which a message may begin."""
 
 WORDS = {
     r"whoever|whatever|whichever|whomever": "the actor or the thing",
@@ -106,6 +108,18 @@ def faults_of_module(path: Path) -> Iterator[str]:
         yield from (f"{path}:{line}: {fault}" for fault in (*bad_words(comment), *long_sentences(comment)))
 
 
+def faults_of_messages(path: Path) -> Iterator[str]:
+    """Faults in the form of the messages that a module raises: a capital at the beginning, a dot at the end."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            text = text_of(node.exc.args[0])
+            first = text.partition(" ")[0]
+            if " " in text and re.fullmatch(r"[A-Z][a-z]+", first) and first not in NAMES:
+                yield f"{path}:{node.lineno}: begins with a capital: {text[:40]!r}"
+            if " " in text and re.search(r"(?<!\.\.)\.$", text):
+                yield f"{path}:{node.lineno}: ends with a dot: {text[-40:]!r}"
+
+
 def comments(source: str) -> Iterator[tuple[int, str]]:
     """Comments with the line that each begins in; those of consecutive lines are one."""
     begun, last, texts = 0, -1, list[str]()
@@ -139,7 +153,7 @@ def faults_of_page(path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_module_is_in_plain_english(path: Path) -> None:
-    assert list(faults_of_module(path)) == []
+    assert [*faults_of_module(path), *faults_of_messages(path)] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=str)

@@ -58,6 +58,10 @@ class OpenFile:
                 self.around = around
         return True
 
+    def stay_in_cache(self) -> None:
+        """Read through the page cache only."""
+        self._mode = "never"
+
     def close(self) -> None:
         """Close the descriptors; errors do not matter after reading."""
         for descriptor in (self.descriptor, self.around):

@@ -63,7 +63,7 @@ class FileStorage(Storage):
     """Files below a folder: `file:///folder` or a plain path, without `storage_options`.
 
     Durable files are written with O_DIRECT if the file system allows it (`SNAPSHOT_DIRECT_IO`). Files and their folders
-    are synced. Long reads use O_DIRECT, too, unless the bytes are in the page cache.
+    are synced. Long reads use O_DIRECT, too, unless the bytes are cached, or other ranks of the host read them.
     """
 
     def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
@@ -130,7 +130,11 @@ class FileStorage(Storage):
 
     def share_reads(self) -> None:
         """Read through the page cache, unless the settings request O_DIRECT: the disk is then read once per host."""
-        self._direct_io = "never" if self._direct_io == "auto" else self._direct_io
+        if self._direct_io == "auto":
+            self._direct_io = "never"
+            with self._lock:
+                for reader in self._opened:
+                    reader.stay_in_cache()
 
     async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
         """Fill the buffers with `preadv`, or with O_DIRECT if the range is long and not cached."""
@@ -277,7 +281,7 @@ class FileStorage(Storage):
         try:
             descriptor = os.open(aside, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
-            raise StorageConflictError(f"{self.url.join(claim)}: removed by another take or delete") from None
+            raise StorageConflictError(f"{self.url.join(claim)}: removed by another save, or by `delete`") from None
         try:
             write_all(descriptor, data, durable=self.context.durable)
         finally:
@@ -287,7 +291,7 @@ class FileStorage(Storage):
             self._folders.check_finished()
             token = self._publish(aside, path, expect)
         except FileNotFoundError as error:
-            raise StorageConflictError(f"{error.filename}: removed by another take or delete") from None
+            raise StorageConflictError(f"{error.filename}: removed by another save, or by `delete`") from None
         try:
             with contextlib.suppress(FileNotFoundError):  # it was deleted since
                 self._folders.sync_changed()

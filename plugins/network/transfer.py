@@ -47,7 +47,7 @@ class ResponseSink:
         """Check that a response begins at the next byte, in a file of `total` bytes and in the same version."""
         if at != self.position:
             raise StorageError(
-                f"{self.url}: requested offset {self.position}, got offset {at}; this server ignores ranges"
+                f"{self.url}: requested offset {self.position}, got offset {at}; the server must support range requests"
             )
         if self.token is not None and token is not None and token != self.token:
             raise StorageConflictError(f"{self.url}: replaced during the read")

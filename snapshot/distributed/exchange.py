@@ -315,7 +315,7 @@ class Exchange:
             raise Undecided(f"the store of the process group {what}")
         raise RankError(
             f"rank {LEADER}: the store of the process group {what}: the process that serves it "
-            "(this rank, or torchrun's agent) has stopped or exited",
+            "(rank 0, or torchrun's agent) has stopped or exited",
             rank=LEADER,
         )
 

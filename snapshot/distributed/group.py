@@ -90,7 +90,7 @@ def ranks_of(pg: ProcessGroup | None) -> Ranks:
     """Return the ranks of a process group, or of the default one. Without a group, return a single rank."""
     if not (dist.is_available() and dist.is_initialized()):
         if pg is not None:
-            raise SnapshotError("pg must be None, since torch.distributed is not initialised")
+            raise SnapshotError("torch.distributed must be initialised before a process group is passed")
         return SOLO
     pg = dist.group.WORLD if pg is None else pg
     if not isinstance(pg, dist.ProcessGroup):

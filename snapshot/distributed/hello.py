@@ -24,7 +24,8 @@ def expect_same_verb(hellos: Sequence[Hello]) -> None:
     verbs = {hello.verb: rank for rank, hello in enumerate(hellos)}
     if len(verbs) > 1:
         raise SnapshotError(
-            f"ranks called different verbs: {', '.join(f'rank {rank} {verb}' for verb, rank in verbs.items())}"
+            "all ranks must call the same method, got "
+            f"{', '.join(f'{verb} on rank {rank}' for verb, rank in verbs.items())}"
         )
 
 

@@ -1,14 +1,15 @@
 """Shared reads: one rank reads a range that all ranks want, and broadcasts it through the process group.
 
-This is the only module that uses the group's collectives. It does so in the foreground, in one order on all ranks, and
-each collective has the call's timeout. A rank whose read fails sends its error in the message that the others wait for.
+This is the only module that uses the group's collectives. It does so in the foreground, in one order on all ranks. A
+rank whose read fails sends its error in the message that the others wait for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.errors import RestoreError, SnapshotError
 from snapshot.load.reader import Reader, ReadResult
 from snapshot.load.requests import ReadRequest
-from snapshot.load.restore_plan import RestorePlan
+from snapshot.load.restore_plan import MATCH_NAMES, RestorePlan
 from snapshot.plan.coalesce import ReadPart, plan_reads
 from snapshot.progress import Meter
 from snapshot.runtime.arena import Slot
@@ -33,6 +34,7 @@ from snapshot.runtime.session import Session
 from snapshot.tensors.addresses import copy_memory, wrap_memory
 from snapshot.tensors.digest import BLOCK, digest_range, split_digests
 from snapshot.text import listed
+from snapshot.url import URL
 
 PART = 8 << 20
 AHEAD = 2
@@ -41,6 +43,8 @@ LOOK = 0.2
 """Seconds that a rank waits for a part before it checks whether the other ranks are alive."""
 WORTH = 1 << 20
 """Ranges of fewer bytes in total are read by each rank itself."""
+LONG = 64 << 10
+"""Shorter ranges are ignored when ranks compare their reads: each rank has a few of its own, such as RNG states."""
 _digest = xxhash.xxh3_128_digest
 
 
@@ -62,7 +66,8 @@ class ReadVote(msgspec.Struct, array_like=True):
 
     once: bool
     requests: str
-    """A digest of all ranges that it wants to read."""
+    """A digest of all ranges that it wants to read; without `once`, of the long ones. Empty if there are none."""
+    host: str
     unexpected: list[str]
     """Shared names in the snapshot that this rank does not use."""
     unknown: list[str]
@@ -81,6 +86,8 @@ class ReadDecision(msgspec.Struct, array_like=True):
     """True if all ranks must send the names that they use."""
     atomic: bool = False
     """True if no rank may touch a live tensor before all have verified their bytes."""
+    same: bool = False
+    """True if all ranks read the same long ranges, and several ranks are on one host."""
 
 
 class ReadSet(msgspec.Struct, array_like=True):
@@ -91,21 +98,32 @@ class ReadSet(msgspec.Struct, array_like=True):
     unexpected: list[str] = msgspec.field(default_factory=list)
 
 
-def agree_on_reads(exchange: Exchange, plan: RestorePlan, *, once: bool, atomic: bool) -> tuple[Ranges, bool]:
-    """Wait until all ranks are ready to read, or raise on all of them before anything is written.
+@dataclass(frozen=True, slots=True)
+class ReadAgreement:
+    """The agreement of all ranks before the first byte is read."""
 
-    Return the ranges that all want, if they are to be read once. Also return True if all ranks must wait until every
-    rank has verified its bytes, because at least one is `atomic`.
-    """
+    common: Ranges = frozenset()
+    """The ranges that all ranks want, if they are to be read once."""
+    waits: bool = False
+    """True if all ranks must wait until every rank has verified its bytes, because at least one is `atomic`."""
+    same: bool = False
+    """True if all ranks read the same long ranges, each for itself, and several ranks are on one host."""
+
+
+def agree_on_reads(exchange: Exchange, plan: RestorePlan, url: URL, *, once: bool, atomic: bool) -> ReadAgreement:
+    """Wait until all ranks are ready to read, or raise on all of them before anything is written."""
     if exchange.alone:
-        return frozenset(), False
-    requests = (
-        [request for request in (*plan.reads.objects, *plan.reads.requests) if request.opens is None] if once else []
-    )
+        return ReadAgreement()
+    everything = (*plan.reads.objects, *plan.reads.requests)
+    if once:
+        requests = [request for request in everything if request.opens is None]
+    else:
+        requests = [request for request in everything if request.end - request.begin >= LONG]
     ranges = {SharedRange(request.location, request.begin, request.end) for request in requests}
     named = {_digest(repr(each).encode()): each for each in ranges}
-    ready = ReadVote(once, digest_range(b"".join(sorted(named))), list(plan.matched.unexpected), plan.unknown, atomic)
-    go = exchange.agree(ready, _decide, ReadVote, ReadDecision)
+    read_set = digest_range(b"".join(sorted(named))) if named else ""
+    ready = ReadVote(once, read_set, os.uname().nodename, list(plan.matched.unexpected), plan.unknown, atomic)
+    go = exchange.agree(ready, lambda all_: _decide(all_, url), ReadVote, ReadDecision)
     if go.names or (go.once and len(go.speakers) > 1):
         wishes = ReadSet()
         if go.once and exchange.rank in go.speakers:
@@ -113,26 +131,29 @@ def agree_on_reads(exchange: Exchange, plan: RestorePlan, *, once: bool, atomic:
         if go.names:
             wishes.names = b"".join(_digest(path.encode()) for kind in plan.kinds.values() for path in kind.live)
             wishes.unexpected = list(plan.matched.unexpected)
-        common = exchange.agree(wishes, lambda all_: _common_ranges(all_, go.speakers), ReadSet, bytes)
+        common = exchange.agree(wishes, lambda all_: _common_ranges(all_, go.speakers, url), ReadSet, bytes)
         if go.once and len(go.speakers) > 1:
             ranges = {named[key] for key in split_digests(common)}
     if not go.once or sum(each.end - each.begin for each in ranges) < WORTH:
-        return frozenset(), go.atomic
-    return frozenset(ranges), go.atomic
+        return ReadAgreement(waits=go.atomic, same=go.same)
+    return ReadAgreement(frozenset(ranges), go.atomic)
 
 
-def _decide(all_: list[ReadVote]) -> ReadDecision:
+def _decide(all_: list[ReadVote], url: URL) -> ReadDecision:
     seen: dict[str, int] = {}
     for rank, ready in enumerate(all_):
         seen.setdefault(ready.requests, rank)
     nowhere = [what for what in all_[0].unknown if all(what.partition(";")[0] in _unknown_heads(each) for each in all_)]
     if nowhere:
-        raise RestoreError(f"does not fit the snapshot, and nothing was touched:{listed(nowhere)}", nowhere)
+        raise RestoreError(f"{url}: does not fit the snapshot, and nothing was touched:{listed(nowhere)}", nowhere)
+    once = all(ready.once for ready in all_)
+    same_host = max(Counter(ready.host for ready in all_).values()) > 1
     return ReadDecision(
-        all(ready.once for ready in all_),
+        once,
         sorted(seen.values()),
         any(ready.unexpected for ready in all_),
         any(ready.atomic for ready in all_),
+        same=not once and len(seen) == 1 and bool(all_[0].requests) and same_host,
     )
 
 
@@ -140,14 +161,15 @@ def _unknown_heads(ready: ReadVote) -> set[str]:
     return {what.partition(";")[0] for what in ready.unknown}
 
 
-def _common_ranges(all_: list[ReadSet], speakers: Sequence[int]) -> bytes:
+def _common_ranges(all_: list[ReadSet], speakers: Sequence[int], url: URL) -> bytes:
     """Return the ranges that all differing ranks want. A name that no rank uses is an error, as on a single rank."""
     names = set().union(*(split_digests(wishes.names) for wishes in all_))
     left = {path: None for wishes in all_ for path in wishes.unexpected if _digest(path.encode()) not in names}
     if left:
         mismatches = [f"{path}: is in the snapshot, not in the application of any rank" for path in left]
         raise RestoreError(
-            f"does not fit the application, and nothing was touched:{listed(mismatches, 100)}", mismatches
+            f"{url}: does not fit the application, and nothing was touched:{listed(mismatches, 100)}{MATCH_NAMES}",
+            mismatches,
         )
     return b"".join(sorted(set.intersection(*({*split_digests(all_[rank].requests)} for rank in speakers))))
 

@@ -73,7 +73,7 @@ class Chooser:
                 continue
             if self._exchange.rank >= self._document.world_size:
                 if self._filtered and not any(map(self.wanted, entries)):
-                    notes.add("skipped", key, "not asked for")
+                    notes.add("skipped", key, "not requested")
                     continue
                 if not self._shared_alone(key, entries, view):
                     continue
@@ -113,19 +113,19 @@ class Chooser:
         return grouped.get(key)
 
     def _choose(self, key: str, entries: Mapping[str, Any], view: RankView) -> bool:
-        """Return True if an entry under a key is requested, from this rank or others. Others are left unchanged."""
+        """Return True if an entry under a key is requested, here or from other ranks. Keys without any are skipped."""
         choice = ChosenState(entries, self.wanted)
         if choice.is_empty and not any(path.startswith(f"{key}/") and self.wanted(path) for path in view.elsewhere):
             if self._document.parts and self.may_want(key):
                 self._chosen.incomplete = True  # it may be in a part that has not been read yet
                 return False
-            self._notes.add("skipped", key, "not asked for")
+            self._notes.add("skipped", key, "not requested")
             return False
         if choice.skipped:
             self._chosen.states[key] = choice
         self._chosen.skipped |= choice.skipped
         for path in sorted(choice.skipped):
-            self._notes.add("skipped", path, "not asked for")
+            self._notes.add("skipped", path, "not requested")
         return True
 
     def may_want(self, key: str) -> bool:

@@ -168,7 +168,7 @@ class Matcher:
                 self._notes.add_wrong_name(f"{path}: is in the snapshot, not in the application")
 
     def _match_kept(self, kind: Kind, entries: Mapping[str, Any]) -> None:
-        """Keep keys that the snapshot lacks, or remove them if requested. Entries of another rank are neither."""
+        """Keep keys that the snapshot lacks, or remove them if requested. A key of another rank only is a mismatch."""
         gone = self.matched.dropped[kind.key] = []
         for path, key in kind.find_kept(entries).items():
             if not self._wanted(path):
@@ -192,7 +192,7 @@ class Matcher:
         """Apply include and exclude globs to entries that were found with other ranks."""
         choice = self.matched.states[key] = ChosenState(entries, self._wanted)
         for path in sorted(choice.skipped - self.matched.skipped):
-            self._notes.add("skipped", path, "not asked for")
+            self._notes.add("skipped", path, "not requested")
         self.matched.skipped |= choice.skipped
 
     def _match_withheld(self, kind: Kind) -> None:

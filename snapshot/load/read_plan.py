@@ -218,7 +218,7 @@ class ReadPlan:
             self._room -= math.prod(stored.shape) * ITEMSIZE[stored.dtype]
             if self._room < 0:
                 raise CorruptSnapshotError(
-                    f"{path}: would take far more memory than its files have bytes; refusing a hostile checkpoint"
+                    f"{path}: would take far more memory than its files have bytes; restore it into an existing tensor"
                 )
             return
         if place not in self._claimed:

@@ -249,8 +249,8 @@ class Reader:
             bad = await self._read_tables(bad)
         for (location, begin, end), whose in bad.items():
             raise CorruptSnapshotError(
-                f"{whose[0].name}: the table of digests in {location}[{begin}:{end}] must have the digest "
-                f"{whose[0].stored.digest}"
+                f"{whose[0].name}: the table of digests in {location}[{begin}:{end}] does not match its "
+                f"digest {whose[0].stored.digest}"
             )
 
     async def _read_tables(

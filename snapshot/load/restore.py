@@ -21,7 +21,6 @@ from snapshot.load.restore_options import RestoreOptions
 from snapshot.load.restore_plan import RestorePlan, plan_restore
 from snapshot.load.same_snapshot import remember_plan
 from snapshot.manifest.document import Document
-from snapshot.options import Settings
 from snapshot.progress import Meter
 from snapshot.reports import RestoreReport
 from snapshot.runtime.gc_pause import gc_paused
@@ -92,10 +91,10 @@ class Restore:
             )
         with self._phase("check"):
             run(expect_files(session, document, {request.location for request in plan.reads.requests}))
-            if self._shares_reads(plan):
+            agreed = agree_on_reads(self._exchange, plan, session.url, once=self._read_once, atomic=options.atomic)
+            if agreed.same:
                 session.storage.share_reads()
-            common, waits = agree_on_reads(self._exchange, plan, once=self._read_once, atomic=options.atomic)
-        result = self._read(plan.reads, common, waits)
+        result = self._read(plan.reads, agreed.common, agreed.waits)
         self._expect_all()
         with self._phase("place"):
             plan.reads.finish()
@@ -113,15 +112,6 @@ class Restore:
         return RestoreReport(plan.matched.restored, result.bytes_read, result.requests, self._seconds, tuple(lines))
 
     # Read
-
-    def _shares_reads(self, plan: RestorePlan) -> bool:
-        """Return True if most bytes that this rank reads are also read by other ranks of this host."""
-        if self._exchange.alone or Settings.processes(default=self._exchange.world) == 1:
-            return False
-        everything = self._document.world_size == 1
-        entries = [entry for chosen in plan.grouped.values() for entry in chosen.values()]
-        shared = sum(entry.nbytes for entry in entries if everything or entry.replicated)
-        return bool(2 * shared > sum(request.end - request.begin for request in plan.reads.requests))
 
     def _read(self, reads: ReadPlan, common: Ranges, waits: bool) -> ReadResult:
         """Read objects first, then, if `atomic`, verify all bytes, then read everything into place.

@@ -137,7 +137,7 @@ class StepVote:
         except RuntimeError as error:
             what = f"cannot be reached any more ({error})"
         raise RankError(
-            f"rank 0: the store of the process group {what}: the process that serves it (this rank, or "
+            f"rank 0: the store of the process group {what}: the process that serves it (rank 0, or "
             "torchrun's agent) has stopped or exited",
             rank=0,
         )

@@ -366,7 +366,7 @@ class SnapshotManager:
                 number = self._signals.number
                 own = signal.Signals(number).name if number else "another rank's signal"
                 emit("stopping", "should_stop", str(self._url), reason=own)
-                log.info("should_stop %s: the job is to stop because of %s", self._url, own)
+                log.info("should_stop %s: stopping because of %s", self._url, own)
         return self._stopping
 
     def advice(self, mtbf: Duration) -> Advice:

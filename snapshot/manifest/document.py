@@ -119,8 +119,10 @@ def decode_document(data: bytes, where: object) -> Document:
     if len({part.location for part in document.parts}) != len(document.parts):
         raise CorruptSnapshotError(f"{where}: lists a part of the manifest twice")
     for location, file in document.files.items():
-        if not 0 <= file.header <= min(file.size, LONGEST_HEADER) or bool(file.header) != bool(file.header_digest):
+        if not 0 <= file.header <= min(file.size, LONGEST_HEADER):
             raise CorruptSnapshotError(f"{where}: {location} must not have a header of {counted(file.header, 'byte')}")
+        if bool(file.header) != bool(file.header_digest):
+            raise CorruptSnapshotError(f"{where}: {location} must have a digest of its header, and only of a header")
     if document.world_size < 1:
         raise CorruptSnapshotError(f"{where}: world size must be at least 1, got {document.world_size}")
     return document

@@ -52,7 +52,9 @@ def check_tree(path: str, entries: Mapping[str, Any]) -> None:
                 holder = entries.get(above := above.rpartition("/")[0])
             if isinstance(holder, (SetEntry, FrozensetEntry)):
                 raise CorruptSnapshotError(f"{above}: a set cannot contain {below}")
-    if path not in entries or expected != len(entries):
+    if path not in entries:
+        raise CorruptSnapshotError(f"{path}: has no entry of its own")
+    if expected != len(entries):
         raise CorruptSnapshotError(
             f"{path}: its containers must have {counted(expected, 'entry', 'entries')}, got {len(entries)}"
         )

@@ -157,8 +157,8 @@ def _check_layouts(details: Sequence[Details]) -> None:
         absent = [rank for rank in ranks if rank not in layouts]
         if absent:
             faults.append(
-                f"{path}: rank {min(layouts)} has a part of it, but rank {absent[0]}, which has another, "
-                "lacks the tensor, or has another layout of it"
+                f"{path}: all ranks with a shard must have one layout; rank {min(layouts)} has a shard, and "
+                f"rank {absent[0]} lacks the tensor, or has another layout"
             )
         elif len(set(layouts.values())) > 1:
             other = next(rank for rank in layouts if layouts[rank] != layouts[min(layouts)])

@@ -76,7 +76,7 @@ class SharedSegment:
 
     @property
     def is_unused(self) -> bool:
-        """True if no grain is used."""
+        """True if no grain is used, and no free grain keeps its pages."""
         return 1 not in self._used and 1 not in self._warm
 
     def populate(self, offset: int, nbytes: int) -> None:

@@ -106,7 +106,7 @@ async def is_younger_than(storage: Storage, claim: str, older_than: float) -> bo
 
 
 async def drop_unfinished_uploads(storage: Storage, save_ids: set[str], older_than: float = DAY) -> None:
-    """Drop unfinished uploads of these saves that are older than a day."""
+    """Drop unfinished uploads of these saves that are older than `older_than` seconds."""
     try:
         for save_id in save_ids:
             for prefix in (f"data/{save_id}-", f"data/.{save_id}-", f".{claim_path(save_id)}"):
@@ -165,7 +165,7 @@ async def find_leftovers(storage: Storage, older_than: float = DAY) -> list[str]
 
 
 async def delete_leftovers(storage: Storage, older_than: float = DAY) -> list[str]:
-    """Delete the leftovers of takes and their unfinished uploads. Return the deleted files."""
+    """Delete the leftovers of takes and their unfinished uploads. Return the leftovers that were found."""
     found = await find_leftovers(storage, older_than)
     if found:
         left = await _remove_claims(storage, found, None, older_than)

@@ -1,8 +1,8 @@
 """Optimizer barrier: `step()` waits until pending snapshots have copied the tensors that it changes.
 
-The wait is one global hook that torch calls before all others. Loading a state dict waits, too. Torch has no hook for
-that, so two methods are wrapped while an overlapped take is pending. The hook is removed with the first step after the
-last take, unless other hooks follow it. Then it stays and does nothing.
+The wait is one global hook that torch calls before the hooks of any optimizer. Loading a state dict waits, too. Torch
+has no hook for that, so two methods are wrapped while an overlapped take is pending. The hook is removed with the first
+step after the last take, if it is the only global hook. Otherwise it stays and does nothing.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PendingCopy:
         _barrier.get().add(self)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all is copied, or the take failed. Return False after a timeout. Then the tensors may change."""
+        """Wait until all is copied, or the take failed. Return True if so: then the tensors may change."""
         over = self._over.wait(timeout)
         if over:
             self.let_go()
@@ -123,14 +123,14 @@ class _Barrier:
 
     def _unwrap(self) -> None:
         for kind, (original, wrapper) in list(self._loads.items()):
-            if kind.load_state_dict is wrapper:  # wrapped again by other code: removed with the next take
+            if kind.load_state_dict is wrapper:  # otherwise other code has wrapped it again
                 kind.load_state_dict = original
                 del self._loads[kind]
 
     def _unhook(self) -> None:
         """Remove the step hook from within it.
 
-        This is safe only if it is the last hook that torch calls. Otherwise torch would iterate over a changed dict.
+        This is safe only if it is the only hook. Otherwise torch would iterate over a changed dict.
         """
         with self._lock:
             if self._hook is not None and not self.pending:

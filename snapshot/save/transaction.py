@@ -230,7 +230,7 @@ class Transaction:
             try:
                 await self._storage.stat(name)
             except StorageNotFoundError as error:
-                raise SnapshotExistsError(f"{error}: was deleted by another take or delete") from error
+                raise SnapshotExistsError(f"{error}: deleted by another save, or by `delete`") from error
 
     async def _condition(self) -> Expect:
         """Return the condition of the commit.

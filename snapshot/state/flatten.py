@@ -284,7 +284,7 @@ class Flattened(TensorLeaves):
     def _add_object(self, path: str, value: Any) -> None:
         """Pickle an object that has no other representation, and record it for a warning."""
         if isinstance(value, SavedObject):
-            raise SnapshotError(f"{path}: of {value!r} only the class is known, so there is nothing to save")
+            raise SnapshotError(f"{path}: cannot save {value!r}, whose fields are unknown; exclude it")
         if self._add_sharded(path, value):
             return
         held = io.BytesIO()

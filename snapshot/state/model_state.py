@@ -67,8 +67,8 @@ class ModelState:
 
         if options is not None and options.full_state_dict and options.cpu_offload and _has_peers():
             raise SnapshotError(
-                "ModelState: with full_state_dict and cpu_offload torch gives rank 0 the state, and all others none; "
-                "leave out both: every rank saves its own shards, and nothing has to be gathered"
+                "ModelState: full_state_dict with cpu_offload leaves all ranks but 0 without a state; unset both, and "
+                "every rank saves its own shards"
             )
         if not self.optimizers:
             return {"model": get_model_state_dict(self.model, options=options)}

@@ -13,7 +13,6 @@ import torch
 from snapshot.errors import CorruptSnapshotError
 from snapshot.tensors.addresses import view_memory
 from snapshot.tensors.dtypes import BY_NAME
-from snapshot.text import counted
 
 Array = np.ndarray[Any, Any]
 
@@ -88,7 +87,7 @@ def rebuild_array(
         return _rebuild_text(path, tensor, made, nbytes)
     expected = math.prod(shape) * made.itemsize
     if any(size < 0 for size in shape) or nbytes != expected or (scalar and shape):
-        raise CorruptSnapshotError(f"{path}: an array {made}{list(shape)} does not take {counted(nbytes, 'byte')}")
+        raise CorruptSnapshotError(f"{path}: an array {made}{list(shape)} must have {expected} bytes, got {nbytes}")
     try:
         if expected:
             array: Array = tensor.contiguous().view(-1).view(torch.uint8).numpy().view(made).reshape(shape)
@@ -107,7 +106,7 @@ def _rebuild_text(path: str, tensor: torch.Tensor, dtype: np.dtype[Any], nbytes:
     if not dtype.itemsize and nbytes == np.dtype(f"{dtype.kind}1").itemsize and not any(raw):
         raw = b""
     if len(raw) != dtype.itemsize:
-        raise CorruptSnapshotError(f"{path}: a text {dtype} does not take {counted(nbytes, 'byte')}")
+        raise CorruptSnapshotError(f"{path}: a text {dtype} must have {dtype.itemsize} bytes, got {nbytes}")
     if dtype.kind == "S":
         return np.bytes_(raw)
     try:

@@ -176,7 +176,7 @@ def _read_dtensor(path: str, value: Any) -> Shards:
         else:
             local = _expect_plain(path, local)
             if local.dtype != dtype:
-                raise SnapshotError(f"{path}: a DTensor of {dtype} whose local part is of {local.dtype}")
+                raise SnapshotError(f"{path}: the local part of a DTensor must be {dtype}, got {local.dtype}")
             coordinate = tuple(coordinate)
             held = _find_held_shards(
                 path, local, shape, mesh_shape, placements=placements, coordinate=coordinate, order=order
@@ -279,7 +279,7 @@ def _read_sharded_tensor(path: str, value: Any) -> Shards:
     _refuse_strays(path, parts, shape)
     pieces = _make_pieces(path, parts, known if told else None)
     if any(piece.tensor.dtype != properties.dtype for piece in pieces):
-        raise SnapshotError(f"{path}: a ShardedTensor of {properties.dtype} that holds shards of another dtype")
+        raise SnapshotError(f"{path}: all shards of a ShardedTensor must be {properties.dtype}")
     ranks = tuple(sorted({rank for several in known.values() for rank in several})) if told else None
     texts = sorted(f"{box}@{','.join(map(str, several))}" for box, several in known.items())
     layout = f"ShardedTensor {_dtype_name(properties.dtype)} {list(shape)} in {' '.join(texts)}" if told else ""
@@ -338,7 +338,7 @@ def _make_pieces(
     for box, part in parts:
         tensor = _expect_plain(path, part)
         if tuple(tensor.shape) != box.sizes:
-            raise SnapshotError(f"{path}: the part at {box} is of shape {tuple(tensor.shape)}")
+            raise SnapshotError(f"{path}: the part at {box} must have shape {box.sizes}, got {tuple(tensor.shape)}")
         if box.numel:
             pieces.append(LocalPiece(box, tensor, None if holders is None else holders.get(box), replica))
     return pieces
@@ -380,7 +380,7 @@ def _expect_integers(name: str, given: Iterable[Any]) -> Shape:
     try:
         values = tuple(given)
         if any(isinstance(number, bool) for number in values):
-            raise TypeError("a bool is not a number of elements")
+            raise TypeError("must be integers, got a bool")
         return tuple(operator.index(number) for number in values)
     except TypeError as error:
         raise TypeError(f"Sharded: `{name}` must be integers, got {given!r}") from error

@@ -184,7 +184,7 @@ class Server:
 
     def _answer(self, take: int, task: asyncio.Task[list[WrittenFile]]) -> None:
         del self._takes[take]
-        error = asyncio.CancelledError("it was cancelled") if task.cancelled() else task.exception()
+        error = asyncio.CancelledError("the take was cancelled") if task.cancelled() else task.exception()
         if error is None:
             self._channel.send(Finished(take, [(each.digests, each.tables) for each in task.result()]))
         else:

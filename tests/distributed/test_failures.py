@@ -409,7 +409,7 @@ def test_ranks_that_call_different_verbs_are_told_so(two, folder, verbs):
     outcomes = two.outcomes(ranks.different_verbs, verbs, path, timeout=SOON)
     for outcome in outcomes:
         assert isinstance(outcome, SnapshotError)
-        assert all(f"rank {rank} {verb}" in str(outcome) for rank, verb in enumerate(verbs))
+        assert all(f"{verb} on rank {rank}" in str(outcome) for rank, verb in enumerate(verbs))
     assert not Path(path).exists()
     works(two, path)
 

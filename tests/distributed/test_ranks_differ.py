@@ -85,7 +85,7 @@ def _gathered_on_one(path):
 
 def test_options_that_give_rank_0_alone_the_state_are_refused(two, folder):
     for error in two.outcomes(_gathered_on_one, f"{folder}/s"):
-        assert "full_state_dict and cpu_offload" in str(error)
+        assert "full_state_dict with cpu_offload" in str(error)
 
 
 def _not_strict(path, strict):

@@ -74,15 +74,21 @@ def _count_direct_reads(path, value):
     return len(opened)
 
 
-def _restore_cold(path, sharded):
+def _value(sharded):
+    if not sharded:
+        return StateDict(x=torch.zeros(2 << 20))
     begin = dist.get_rank() << 20
-    tensor = torch.zeros(1 << 20)
-    value = Sharded(tensor, global_shape=(2 << 20,), offsets=(begin,)) if sharded else tensor
-    Snapshot.take(path, {"s": StateDict(x=value)}, replicated=[] if sharded else ["s/x"])
-    return _count_direct_reads(path, StateDict(x=value))
+    return StateDict(x=Sharded(torch.zeros(1 << 20), global_shape=(2 << 20,), offsets=(begin,)))
+
+
+def _restore_cold(path, saved_sharded, restored_sharded):
+    Snapshot.take(path, {"s": _value(saved_sharded)}, replicated=[] if saved_sharded else ["s/x"])
+    return _count_direct_reads(path, _value(restored_sharded))
 
 
 def test_ranks_of_a_host_read_what_they_share_through_the_page_cache(two, folder):
-    if sum(two.run(_restore_cold, f"{folder}/sharded", True)) == 0:
+    if sum(two.run(_restore_cold, f"{folder}/sharded", True, True)) == 0:
         pytest.skip("no file here is ever cold, or O_DIRECT is not used")
-    assert two.run(_restore_cold, f"{folder}/shared", False) == [0, 0]
+    assert two.run(_restore_cold, f"{folder}/shared", False, False) == [0, 0]
+    assert two.run(_restore_cold, f"{folder}/gathered", True, False) == [0, 0], "both ranks read all shards"
+    assert sum(two.run(_restore_cold, f"{folder}/scattered", False, True)) > 0, "each rank reads another half"

@@ -101,7 +101,7 @@ def test_boxes_that_fill_a_tensor_are_good_and_copies_are_spared(most, world, da
 
 def test_layouts_that_contradict_each_other_are_named():
     mine = Details(layouts={"w": ("S(0)", [0, 1])})
-    with pytest.raises(SnapshotError, match="rank 1, which has another, lacks the tensor"):
+    with pytest.raises(SnapshotError, match="rank 1 lacks the tensor"):
         settle_details([mine, Details()], [])
     with pytest.raises(SnapshotError, match=r"w: S\(0\) on rank 0, S\(1\) on rank 1"):
         settle_details([mine, Details(layouts={"w": ("S(1)", [0, 1])})], [])
