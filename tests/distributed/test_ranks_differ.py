@@ -100,6 +100,8 @@ def test_names_that_no_rank_has_a_use_for_are_an_error_or_reported(two, folder):
     for error in two.outcomes(_not_strict, f"{folder}/s", True):
         assert isinstance(error, RestoreError)
         assert "m/1.weight" in str(error)
+        assert f"{folder}/s" in str(error)
+        assert str(error).endswith("strict=False)")
 
 
 def _comes_and_goes(path):
