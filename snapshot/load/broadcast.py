@@ -86,8 +86,8 @@ class ReadDecision(msgspec.Struct, array_like=True):
     """True if all ranks must send the names that they use."""
     atomic: bool = False
     """True if no rank may touch a live tensor before all have verified their bytes."""
-    same: bool = False
-    """True if all ranks read the same long ranges, and several ranks are on one host."""
+    same: list[str] = msgspec.field(default_factory=list)
+    """Digests of the read sets that several ranks of one host have, each for itself."""
 
 
 class ReadSet(msgspec.Struct, array_like=True):
@@ -107,7 +107,7 @@ class ReadAgreement:
     waits: bool = False
     """True if all ranks must wait until every rank has verified its bytes, because at least one is `atomic`."""
     same: bool = False
-    """True if all ranks read the same long ranges, each for itself, and several ranks are on one host."""
+    """True if another rank of this host reads the same long ranges, each for itself."""
 
 
 def agree_on_reads(exchange: Exchange, plan: RestorePlan, url: URL, *, once: bool, atomic: bool) -> ReadAgreement:
@@ -135,7 +135,7 @@ def agree_on_reads(exchange: Exchange, plan: RestorePlan, url: URL, *, once: boo
         if go.once and len(go.speakers) > 1:
             ranges = {named[key] for key in split_digests(common)}
     if not go.once or sum(each.end - each.begin for each in ranges) < WORTH:
-        return ReadAgreement(waits=go.atomic, same=go.same)
+        return ReadAgreement(waits=go.atomic, same=read_set in go.same)
     return ReadAgreement(frozenset(ranges), go.atomic)
 
 
@@ -147,13 +147,13 @@ def _decide(all_: list[ReadVote], url: URL) -> ReadDecision:
     if nowhere:
         raise RestoreError(f"{url}: does not fit the snapshot, and nothing was touched:{listed(nowhere)}", nowhere)
     once = all(ready.once for ready in all_)
-    same_host = max(Counter(ready.host for ready in all_).values()) > 1
+    readers = Counter((ready.host, ready.requests) for ready in all_ if ready.requests and not once)
     return ReadDecision(
         once,
         sorted(seen.values()),
         any(ready.unexpected for ready in all_),
         any(ready.atomic for ready in all_),
-        same=not once and len(seen) == 1 and bool(all_[0].requests) and same_host,
+        sorted({read_set for (_, read_set), count in readers.items() if count > 1}),
     )
 
 
