@@ -86,7 +86,9 @@ def rebuild_array(
     if scalar and not shape and made.type in _TEXTS:
         return _rebuild_text(path, tensor, made, nbytes)
     expected = math.prod(shape) * made.itemsize
-    if any(size < 0 for size in shape) or nbytes != expected or (scalar and shape):
+    if any(size < 0 for size in shape) or (scalar and shape):
+        raise CorruptSnapshotError(f"{path}: invalid shape {list(shape)} of {'a scalar' if scalar else 'an array'}")
+    if nbytes != expected:
         raise CorruptSnapshotError(f"{path}: an array {made}{list(shape)} must have {expected} bytes, got {nbytes}")
     try:
         if expected:
