@@ -110,7 +110,9 @@ class MemoryStorage(Storage):
         targets = _arrays(buffers)
         end = offset + sum(map(len, targets))
         if offset < 0 or end > len(file.content):
-            raise CorruptSnapshotError(f"{url}: ends at byte {len(file.content)}, within bytes {offset}-{end}")
+            raise CorruptSnapshotError(
+                f"{url}: ends at byte {len(file.content)}, but bytes {offset}-{end} were requested"
+            )
         await _copy([(target, file.content[begin : begin + len(target)]) for begin, target in _placed(offset, targets)])
 
     async def put(self, path: str, data: bytes, *, expect: Expect = ANYTHING) -> str:

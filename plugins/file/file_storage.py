@@ -150,7 +150,7 @@ class FileStorage(Storage):
                     got = await in_thread(self._read_rest, path, offset, buffers, total, got)
         if got < total:
             raise CorruptSnapshotError(
-                f"{url}: ends at byte {offset + got}, within the requested bytes {offset}-{offset + total}"
+                f"{url}: ends at byte {offset + got}, but bytes {offset}-{offset + total} were requested"
             )
 
     def _read(self, path: str, offset: int, buffers: Sequence[Buffer], total: int, token: str | None) -> int | None:

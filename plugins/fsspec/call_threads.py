@@ -69,7 +69,7 @@ class Lane(Generic[S]):
     async def call(self, work: Callable[[S], T], attempt: Attempt | None = None) -> T:
         """Call the file system in one of the threads. A cancellation during the call retires the lane."""
         if not self.usable:
-            raise TransientError("the connection was abandoned after a cancelled call", refused=True)
+            raise TransientError("the connection was abandoned", refused=True)
         job = _Job(work, attempt)
         self._jobs[job] = None
         if self._started < self._threads:
@@ -126,7 +126,7 @@ class Lane(Generic[S]):
         self._closing = closing = _Job(lambda _: None, None)
         for job in self._jobs:
             if job.turn.acquire(blocking=False):
-                job.end(None, TransientError("the connection was abandoned after a cancelled call", refused=True))
+                job.end(None, TransientError("the connection was abandoned", refused=True))
         self._queue.put(closing)
         for _ in range(self._started):
             self._queue.put(None)

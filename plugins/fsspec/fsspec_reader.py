@@ -43,7 +43,9 @@ class FsspecReader:
         sink = self._sink
         size = (await self._call(lambda chain: chain.inner.info(chain.full(self._path)))).get("size")
         if size is not None and sink.end is not None and size < sink.end:
-            raise CorruptSnapshotError(f"{sink.url}: ends at byte {size}, within bytes {sink.position}-{sink.end}")
+            raise CorruptSnapshotError(
+                f"{sink.url}: ends at byte {size}, but bytes {sink.position}-{sink.end} were requested"
+            )
         return int(size or 0)
 
     def _next(self) -> int:

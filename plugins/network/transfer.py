@@ -52,7 +52,7 @@ class ResponseSink:
         if self.token is not None and token is not None and token != self.token:
             raise StorageConflictError(f"{self.url}: replaced during the read")
         if total is not None and self.end is not None and total < self.end:
-            raise CorruptSnapshotError(f"{self.url}: ends at byte {total}, within bytes {at}-{self.end}")
+            raise CorruptSnapshotError(f"{self.url}: ends at byte {total}, but bytes {at}-{self.end} were requested")
         self.token = self.token or token
 
     def take(self, chunk: Buffer) -> None:

@@ -32,7 +32,9 @@ def draw_case(result: Result, case: str) -> str:
 
 def draw_result(result: Result) -> str:
     """Return one figure with all cases as SVG."""
-    return _figure(result, [table for table in result["tables"] if find_bars(table)], "All cases")
+    tables = [table for table in result["tables"] if find_bars(table)]
+    one = len({table["case"] for table in tables}) == 1
+    return _figure(result, tables, _describe_size(tables[0]) if one else "All cases")
 
 
 def find_bars(table: Result) -> list[tuple[str, str, float, float]]:
@@ -46,8 +48,8 @@ def find_bars(table: Result) -> list[tuple[str, str, float, float]]:
 
 
 def default_rows(table: Result) -> dict[str, Result]:
-    """Return the first row of each system, which uses its defaults."""
-    return {row["system"]: row for row in reversed(table["rows"]) if row["kind"] != "raw"}
+    """Return the row of each system that uses its defaults: it has the system's name."""
+    return {row["system"]: row for row in table["rows"] if row["name"] == row["system"]}
 
 
 def describe_run(result: Result) -> str:
@@ -86,7 +88,7 @@ def _figure(result: Result, tables: Sequence[Result], title: str) -> str:
 
 def _panel(bars: Sequence[tuple[str, str, float, float]], title: str, top: int) -> tuple[list[str], int]:
     """Return the lines of one panel, and the begin of the next one."""
-    most = max(max(least, middle) for _, _, least, middle in bars)
+    most = max(1e-9, *(max(least, middle) for _, _, least, middle in bars))
     scale = (WIDTH - LEFT - RIGHT) / most
     lines = [f'<text class="title" x="16" y="{top + 16}">{escape(title[:1].upper() + title[1:])}</text>']
     y = top + HEAD

@@ -2,6 +2,7 @@
 
 The model is Young's and Daly's. A save blocks training for `blocked` seconds, and is complete after `lag` more seconds.
 A failure happens once in `mtbf` seconds on average. It repeats the work since the last complete save, after a restore.
+The lag of an asynchronous save is not measured: it is estimated as the time of a durable save.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Goodput:
     @property
     def interval(self) -> float:
         """The seconds between saves with the least loss, never less than a save takes to complete."""
-        return max(math.sqrt(2 * self.blocked * self.mtbf), self.blocked + self.lag)
+        return max(math.sqrt(2 * self.blocked * self.mtbf), self.blocked + self.lag, 1e-9)
 
     @property
     def lost(self) -> float:

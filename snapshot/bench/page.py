@@ -57,14 +57,15 @@ def _table_of(table: Result) -> Iterable[str]:
             f"{row['min']:.4f}",
             f"{row['median']:.4f}",
             f"{max(row['seconds']):.4f}",
-            f"{row['gb_per_second']:.2f}",
+            f"{row['gb_per_second']:.2f}" if table["operation"] != "open" else "-",
+            "-" if row["ratio"] is None else f"{row['ratio']:.2f}",
             "-" if row["ratio_median"] is None else f"{row['ratio_median']:.2f}",
             f"{row['cpu_seconds']:.3f}",
             "?" if row["peak_extra_bytes"] is None else f"{row['peak_extra_bytes'] / 2**20:,.0f}",
         )
         for row in table["rows"]
     ]
-    names = ("", "min s", "median s", "max s", "GB/s", "x raw (medians)", "CPU s", "peak MiB")
+    names = ("", "min s", "median s", "max s", "GB/s", "x raw", "x raw med", "CPU s", "peak MiB")
     yield _html_table(names, rows)
     marked = (("left out", table["left_out"]), ("note", table["notes"]), ("failed", table["failed"]))
     for mark, notes in marked:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,9 @@ def _run(arguments: argparse.Namespace) -> int:
         steps = _steps(arguments, where, cold)
         if not steps:
             raise ValueError("nothing to measure: no requested case has a requested operation here")
+        measured = {step.operation for step in steps}
+        if arguments.goodput and not (measured & {"take", "durable"} and measured & {"restore", "cold"}):
+            raise ValueError("--goodput needs a save and a restore: --only must include durable and restore")
         for step in steps:
             where.check_room(step.room(arguments.scale), f"{step.case.name}: {OPERATIONS[step.operation]}")
         if not arguments.json:
@@ -115,14 +119,14 @@ def _run(arguments: argparse.Namespace) -> int:
     goodput = compute_goodput(result, arguments.goodput) if arguments.goodput else []
     if goodput:
         result["goodput"] = {"mtbf": arguments.goodput, "rows": [each.as_json() for each in goodput]}
-    for path in arguments.report:
-        path.write_text(REPORTS[path.suffix](result, goodput), encoding="utf-8")
     if arguments.json:
         print(json.dumps(result, indent=2))
     else:
         if goodput:
             print(f"\n{_goodput_text(goodput)}")
-        print(f"\n{READING}")
+        print(f"\n{READING}", flush=True)
+    for path in arguments.report:  # after the results are printed, since writing may fail
+        path.write_text(REPORTS[path.suffix](result, goodput), encoding="utf-8")
     return ExitStatus.FOUND if any(table.failed for table in tables) else ExitStatus.OK
 
 
@@ -187,6 +191,8 @@ def report_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"a report must end in {', '.join(REPORTS)}, got {text!r}")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{path.parent}: no such folder")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path}: cannot be written")
     return path
 
 

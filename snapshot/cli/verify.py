@@ -23,8 +23,8 @@ def add(verbs: Verbs) -> None:
         verbs,
         "verify",
         "Read every byte, and compare it with its digest; each fault names the entry, the file and the range. Nothing "
-        "is unpickled or changed. Exit status: 0 if every digest matches, 1 if one does not, 2 if the command could "
-        "not run.",
+        "is unpickled or changed. Exit status: 0 if everything is intact, 1 if not, 2 if that could not be "
+        "determined.",
         [
             ("verify run/step-100", "every byte"),
             ("verify run/step-*", "several"),

@@ -156,7 +156,7 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint. If another is being written, wait for its commit first."""
+        """Remove a checkpoint. While one is being written, defer the removal until that is committed."""
         if self._pending is not None:
             self._doomed.append(os.fspath(path))
         else:

@@ -40,7 +40,7 @@ class Signals:
             return
         if threading.current_thread() is not threading.main_thread():
             log.warning(
-                "%s ignored: a SnapshotManager created outside the main thread cannot handle signals",
+                "%s will not be noticed: a SnapshotManager created outside the main thread cannot handle signals",
                 ", ".join(each.name for each in wanted),
             )
             return

@@ -99,3 +99,20 @@ def test_a_bar_is_of_the_defaults_and_not_of_a_faster_variant():
     variants = {row["name"]: row["min"] for row in table["rows"] if row["system"] == "snapshot"}
     assert variants["snapshot, verify=False"] < variants["snapshot"]
     assert {bar[0]: bar[2] for bar in find_bars(table)}["snapshot"] == variants["snapshot"]
+
+
+def test_goodput_without_a_save_or_a_restore_is_refused_before_anything_is_measured(capsys, tmp_path):
+    assert main(["bench", str(tmp_path), "--only", "durable", "--goodput", "mtbf=3h"]) == 2
+    assert "--goodput needs a save and a restore" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_refused(capsys, tmp_path):
+    (tmp_path / "x.html").mkdir()
+    assert main(["bench", "--report", str(tmp_path / "x.html")]) == 2
+    assert "x.html: cannot be written" in capsys.readouterr().err
+
+
+def test_a_default_that_failed_is_not_replaced_by_a_variant():
+    (table,) = [table for table in RESULT["tables"] if table["operation"] == "restore"]
+    rows = [row for row in table["rows"] if row["name"] != "snapshot"]
+    assert "snapshot" not in [bar[0] for bar in find_bars({**table, "rows": rows})]
