@@ -73,8 +73,10 @@ class Restore:
             with gc_paused():
                 return self._run(app_state)
         except Exception as error:
-            if self._touched and not isinstance(error, CorruptSnapshotError):
-                error.add_note(f"live tensors that were written: {', '.join(sorted(self._touched))}")
+            note = f"live tensors that were written: {', '.join(sorted(self._touched))}"
+            known = isinstance(error, CorruptSnapshotError) or note in getattr(error, "__notes__", ())
+            if self._touched and not known:
+                error.add_note(note)
             raise
 
     def _run(self, app_state: Mapping[str, Any]) -> RestoreReport:

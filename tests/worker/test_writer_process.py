@@ -171,7 +171,7 @@ def test_descriptors_and_segments_stay_few(tmp_path):
     for number in range(20):
         take(number)
     gc.collect()
-    assert descriptors() == before
+    assert descriptors() <= before  # idle clients of earlier tests may be closed meanwhile
     assert descriptors(writer_process().pid) == there
     assert repr(arena()) == segments
     assert "1 shared segment" in segments
