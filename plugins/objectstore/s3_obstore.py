@@ -67,7 +67,7 @@ class ObstoreDriver(S3Driver):
         if isinstance(error, PreconditionError):
             return StorageConflictError(what)
         if "non-partial response" in said:
-            return StorageError(f"{url}: this server ignores ranges")
+            return StorageError(f"{url}: the server must support range requests")
         if "416 Range" in said:
             return past_end_error(url)
         if isinstance(error, GenericError) and not any(f" {status} " in said for status in (400, 401, 403, 405, 501)):
