@@ -81,7 +81,7 @@ def test_outside_of_the_main_thread_it_says_that_signals_are_not_seen(tmp_path, 
         thread = threading.Thread(target=lambda: made.append(SnapshotManager(tmp_path)))
         thread.start()
         thread.join()
-    assert "SIGTERM, SIGUSR1 ignored" in caplog.text
+    assert "SIGTERM, SIGUSR1 will not be noticed" in caplog.text
     assert not made[0].should_stop()
     made[0].close()
 
