@@ -430,6 +430,7 @@ def test_a_server_that_ignores_ranges_gives_no_wrong_tensor(proxy, taken):
 
 def test_a_throttled_server_is_asked_again(proxy, taken):
     proxy.concurrency = 1
+    proxy.bandwidth = 10 * MiB  # requests take long enough to overlap, also on a busy machine
     restored(taken)
     assert proxy.refused
 
