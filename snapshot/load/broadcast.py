@@ -140,13 +140,13 @@ def agree_on_reads(exchange: Exchange, plan: RestorePlan, url: URL, *, once: boo
 
 
 def _decide(all_: list[ReadVote], url: URL) -> ReadDecision:
-    seen: dict[str, int] = {}
-    for rank, ready in enumerate(all_):
-        seen.setdefault(ready.requests, rank)
     nowhere = [what for what in all_[0].unknown if all(what.partition(";")[0] in _unknown_heads(each) for each in all_)]
     if nowhere:
         raise RestoreError(f"{url}: does not fit the snapshot, and nothing was touched:{listed(nowhere)}", nowhere)
     once = all(ready.once for ready in all_)
+    seen: dict[str, int] = {}  # without `once`, no rank sends its read set, and the message stays short
+    for rank, ready in enumerate(all_):
+        seen.setdefault(ready.requests if once else "", rank)
     readers = Counter((ready.host, ready.requests) for ready in all_ if ready.requests and not once)
     return ReadDecision(
         once,
