@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from snapshot.bench.tables import OPERATIONS
+from snapshot.text import counted, size_text
 
 WIDTH, LEFT, RIGHT = 760, 160, 150
 BAR, GAP, HEAD = 16, 6, 26
@@ -41,10 +42,9 @@ def find_bars(table: Result) -> list[tuple[str, str, float, float]]:
     """Return name, kind, minimum and median of each system, fastest first. Of raw rows, keep only the fastest."""
     raw = sorted((row for row in table["rows"] if row["kind"] == "raw"), key=lambda row: row["min"])[:1]
     chosen = sorted(default_rows(table).values(), key=lambda row: row["min"])
-    bars = [
-        (NAMES.get(str(row["system"]), str(row["system"])), row["kind"], row["min"], row["median"]) for row in chosen
-    ]
-    return [*(("raw I/O, nothing else", "raw", row["min"], row["median"]) for row in raw), *bars]
+    named = [("raw I/O, nothing else", row) for row in raw]
+    named += [(NAMES.get(system, system), row) for row in chosen for system in [str(row["system"])]]
+    return [(name, row["kind"], row["min"], row["median"]) for name, row in named]
 
 
 def default_rows(table: Result) -> dict[str, Result]:
@@ -60,7 +60,7 @@ def describe_run(result: Result) -> str:
 
 
 def _describe_size(table: Result) -> str:
-    return f"{table['case']}: {table['bytes'] / 2**20:,.0f} MiB in {table['tensors']:,} tensors"
+    return f"{table['case']}: {size_text(table['bytes'])} in {counted(table['tensors'], 'tensor')}"
 
 
 def _figure(result: Result, tables: Sequence[Result], title: str) -> str:

@@ -1,18 +1,18 @@
 """Goodput: the training time that a job loses to saves, restores and repeated work, from measured times.
 
-The model is Young's and Daly's. A save blocks training for `blocked` seconds, and is complete after `lag` more seconds.
-A failure happens once in `mtbf` seconds on average. It repeats the work since the last complete save, after a restore.
-The lag of an asynchronous save is not measured: it is estimated as the time of a durable save.
+The model is that of `manager.advice`. A save blocks training for `blocked` seconds, and is complete after `lag` more
+seconds. A failure happens once in `mtbf` seconds on average. It repeats the work since the last complete save, after a
+restore. The lag of an asynchronous save is not measured: it is estimated as the time of a durable save.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from snapshot.bench.figure import default_rows
+from snapshot.manager.advice import lost_share, young_interval
 
 DAY = 86_400.0
 
@@ -33,13 +33,13 @@ class Goodput:
     @property
     def interval(self) -> float:
         """The seconds between saves with the least loss, never less than a save takes to complete."""
-        return max(math.sqrt(2 * self.blocked * self.mtbf), self.blocked + self.lag, 1e-9)
+        return max(young_interval(self.blocked, self.mtbf), self.blocked + self.lag, 1e-9)
 
     @property
     def lost(self) -> float:
         """The seconds of training that are lost per day."""
-        repeated = self.interval / 2 + self.lag + self.restore
-        return DAY * min(1.0, self.blocked / self.interval + repeated / self.mtbf)
+        rest = self.lag + self.restore
+        return DAY * lost_share(self.interval - self.blocked, self.blocked, self.mtbf, rest)
 
     def as_json(self) -> dict[str, Any]:
         """Return the values for programs."""

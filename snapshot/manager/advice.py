@@ -66,6 +66,11 @@ class Advice:
         return "\n".join(lines)
 
 
+def young_interval(cost: float, mtbf: float) -> float:
+    """Return Young's interval between the beginnings of takes of this cost."""
+    return math.sqrt(2 * cost * mtbf)
+
+
 def daly_interval(cost: float, mtbf: float) -> float:
     """Return Daly's optimal interval between takes of this cost.
 
@@ -75,7 +80,7 @@ def daly_interval(cost: float, mtbf: float) -> float:
     if cost >= 2 * mtbf:
         return mtbf
     ratio = cost / (2 * mtbf)
-    return math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
+    return young_interval(cost, mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
 
 
 def lost_share(interval: float, cost: float, mtbf: float, rest: float) -> float:
@@ -164,7 +169,7 @@ class Measured:
             self.restore,
             step,
             takes,
-            math.sqrt(2 * blocked * mean),
+            young_interval(blocked, mean),
             interval,
             lost_share(interval, blocked, mean, rest),
             now,
