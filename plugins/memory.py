@@ -92,10 +92,10 @@ class MemoryStorage(Storage):
 
     def _expect(self, path: str, expect: Expect) -> None:
         """Raise StorageConflictError unless the file at the path is as expected. The caller holds the lock."""
-        stands = _tree.get().files.get(self._key(path))
-        if expect is ANYTHING or (stands.token if stands else ABSENT) == expect:
+        current = _tree.get().files.get(self._key(path))
+        if expect is ANYTHING or (current.token if current else ABSENT) == expect:
             return
-        found = "is missing" if stands is None else "already exists" if expect is ABSENT else "was replaced"
+        found = "is missing" if current is None else "already exists" if expect is ABSENT else "was replaced"
         raise StorageConflictError(f"{self.url.join(path)}: {found}")
 
     async def create(self, path: str, size: int) -> FileWriter:

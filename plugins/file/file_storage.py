@@ -172,10 +172,10 @@ class FileStorage(Storage):
         The old one stays open, since a thread may still read it.
         """
         full = self._path(path)
-        stands = os.stat(full)
+        current = os.stat(full)
         with self._lock:
             reader = self._readers.get(path)
-            if reader is None or reader.identity != (stands.st_dev, stands.st_ino):
+            if reader is None or reader.identity != (current.st_dev, current.st_ino):
                 reader = self._readers[path] = OpenFile(full, self._direct_io)
                 self._opened.append(reader)
             return reader
@@ -248,9 +248,11 @@ class FileStorage(Storage):
         """Compare and rename under the folder's lock, since a rename compares nothing."""
         with lock_folder(os.path.dirname(full)):
             if expect is not ANYTHING:
-                stands = self._token_at(full)
-                if stands != (None if expect is ABSENT else expect):
-                    found = "is missing" if stands is None else "already exists" if expect is ABSENT else "was replaced"
+                current = self._token_at(full)
+                if current != (None if expect is ABSENT else expect):
+                    found = (
+                        "is missing" if current is None else "already exists" if expect is ABSENT else "was replaced"
+                    )
                     raise StorageConflictError(f"{self.url.join(path)}: {found}")
             token = self._token_at(aside)
             try:

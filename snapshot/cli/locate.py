@@ -73,12 +73,12 @@ def snapshots_below(url: URL, options: Mapping[str, Any] | None, names: Sequence
     names = list_names(url, options) if names is None else names
     candidates = [name.rstrip("/") for name in names if name.endswith(("/", *ENDINGS)) and name != "data/"]
 
-    def stands(name: str) -> bool:
+    def is_checkpoint(name: str) -> bool:
         with suppress(SnapshotError, ValueError):
             return Checkpoint(url.join(name).reveal(), storage_options=options).exists()
         return False
 
-    found = [name for name, here in zip(candidates, work_concurrently(stands, candidates), strict=True) if here]
+    found = [name for name, here in zip(candidates, work_concurrently(is_checkpoint, candidates), strict=True) if here]
     return sorted(found, key=in_order)
 
 

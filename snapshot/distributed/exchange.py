@@ -313,11 +313,7 @@ class Exchange:
         self._abandoned = True
         if self.posted:
             raise Undecided(f"the store of the process group {what}")
-        raise RankError(
-            f"rank {LEADER}: the store of the process group {what}: the process that serves it "
-            "(rank 0, or torchrun's agent) has stopped or exited",
-            rank=LEADER,
-        )
+        raise lost_store_error(what)
 
     def close(self) -> None:
         """End this rank's participation."""
@@ -357,6 +353,15 @@ MOST_STEPS = 100
 
 def _decode_fault(decided: bytes) -> RankFault:
     return msgspec.json.decode(decided, type=RankFault)
+
+
+def lost_store_error(what: str) -> RankError:
+    """Return the error for a store that fails. Rank 0 serves it, or the agent that started rank 0."""
+    return RankError(
+        f"rank {LEADER}: the store of the process group {what}: the process that serves it "
+        "(rank 0, or torchrun's agent) has stopped or exited",
+        rank=LEADER,
+    )
 
 
 def solo_exchange(verb: str) -> Exchange:

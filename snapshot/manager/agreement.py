@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any, TypeVar
 
-from snapshot.errors import RankError
+from snapshot.distributed.exchange import lost_store_error
 
 T = TypeVar("T")
 LOOK = 0.5
@@ -136,8 +136,4 @@ class StepVote:
             what = f"has not responded for {self._timeout:g} s"
         except RuntimeError as error:
             what = f"cannot be reached any more ({error})"
-        raise RankError(
-            f"rank 0: the store of the process group {what}: the process that serves it (rank 0, or "
-            "torchrun's agent) has stopped or exited",
-            rank=0,
-        )
+        raise lost_store_error(what)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from snapshot.bench import page_cache, raw_io
 from snapshot.bench.workloads import CASES
 from snapshot.cli import main
+from tests.helpers.processes import command_line
 from tests.helpers.warm_interpreter import Failed, Warm
 
 TINY = ["--case", "small", "--scale", "0.001", "--rounds", "1"]
@@ -105,14 +106,7 @@ def test_an_interruption_leaves_neither_files_nor_processes(
         warm.finish(running)
     assert "Traceback" not in str(ended.value)
     assert list(tmp_path.iterdir()) == []
-    assert [child for child in psutil.process_iter() if str(tmp_path) in " ".join(_command_line(child))] == []
-
-
-def _command_line(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:  # it ended while we looked
-        return []
+    assert [child for child in psutil.process_iter() if str(tmp_path) in command_line(child)] == []
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from snapshot.bench.workloads import CASES
 from tests.benchmarks import planning_scale
 from tests.benchmarks.__main__ import main
+from tests.helpers.processes import command_line
 from tests.helpers.warm_interpreter import Warm
 
 pytestmark = pytest.mark.bench
@@ -91,7 +92,7 @@ def test_a_rank_that_ends_ends_the_measurement(tmp_path: Path) -> None:
             while len(ranks) < 2:  # of the processes that it starts, one watches over shared resources
                 assert running.poll() is None
                 children = psutil.Process(running.pid).children()
-                ranks = [child for child in children if "spawn_main" in " ".join(_command_line(child))]
+                ranks = [child for child in children if "spawn_main" in command_line(child)]
             ranks[1].kill()
             _, errors = running.communicate(timeout=60)
         finally:
@@ -111,13 +112,6 @@ def test_the_costs_of_planning_are_a_table(monkeypatch: pytest.MonkeyPatch, caps
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
     assert {row[1] for row in rows} == {"2", "4"}
     assert len(rows) == 2 * len({row[0] for row in rows})
-
-
-def _command_line(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:  # it ended while we looked
-        return []
 
 
 @pytest.mark.parametrize(

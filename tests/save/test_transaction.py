@@ -31,6 +31,13 @@ async def put(session, path, data=b"data"):
     await session.storage.put(path, data)
 
 
+async def put_and_commit(session, save, path, data=b"data"):
+    async with save:
+        await save.claim()
+        await put(session, path, data)
+        await save.commit(MANIFEST)
+
+
 def test_a_commit_leaves_the_manifest_and_its_files(tmp_path):
     session, save = transaction(tmp_path)
 
@@ -86,15 +93,9 @@ def test_a_transaction_that_never_began_deletes_nothing(tmp_path):
 
 def test_another_snapshot_at_the_path_is_a_conflict_and_stays(tmp_path):
     session, save = transaction(tmp_path)
-
-    async def work():
-        async with save:
-            await save.claim()
-            await put(session, METADATA, b'{"format":"x","save_id":"ffffffffffff"}')
-            await save.commit(MANIFEST)
-
+    other = b'{"format":"x","save_id":"ffffffffffff"}'
     with pytest.raises(SnapshotExistsError, match="another take committed first"):
-        run(work())
+        run(put_and_commit(session, save, METADATA, other))
     assert left(tmp_path) == [METADATA]
     assert save.state is State.ABORTED
 
@@ -102,15 +103,8 @@ def test_another_snapshot_at_the_path_is_a_conflict_and_stays(tmp_path):
 def test_a_refused_manifest_leaves_nothing(tmp_path):
     with faulty(on="commit", error=StorageError("refused")):
         session, save = transaction(tmp_path, "faulty+file")
-
-        async def work():
-            async with save:
-                await save.claim()
-                await put(session, DATA)
-                await save.commit(MANIFEST)
-
         with pytest.raises(StorageError, match="refused"):
-            run(work())
+            run(put_and_commit(session, save, DATA))
     assert save.state is State.ABORTED
     assert left(tmp_path) == []
 
@@ -120,15 +114,8 @@ def test_an_answer_that_was_lost_leaves_everything(tmp_path):
     lost.uncertain = True
     with faulty(on="commit", error=lost):
         session, save = transaction(tmp_path, "faulty+file")
-
-        async def work():
-            async with save:
-                await save.claim()
-                await put(session, DATA)
-                await save.commit(MANIFEST)
-
         with pytest.raises(CommitUnknown):
-            run(work())
+            run(put_and_commit(session, save, DATA))
     assert save.state is State.UNKNOWN
     assert left(tmp_path) == [claim_path(SAVE), DATA]
     assert SAVE not in pending_saves()
