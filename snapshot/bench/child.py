@@ -20,10 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from snapshot import Snapshot
-from snapshot.bench.competitors import SYSTEMS, Wait
+from snapshot.bench.competitors import OVERLAPPED, Wait, build_system
 from snapshot.bench.page_cache import StaysCached, drop
-from snapshot.bench.workloads import CASES
+from snapshot.bench.workloads import CASES, CPU
 from snapshot.storage_options import options_from_environment
 from snapshot.url import URL
 
@@ -38,6 +40,8 @@ class Task:
     operation: str
     where: str
     """Absolute path or URL below which this child may create and remove files."""
+    device: str = "cpu"
+    """Device of the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +60,11 @@ class Worker:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.local = URL.parse(task.where).scheme == "file"
-        self.payload = CASES[task.case].make(task.scale)
-        self.system = SYSTEMS[task.system](self.payload)
+        self.device = torch.device(task.device)
+        if self.device != CPU:
+            torch.accelerator.set_device_index(self.device)
+        self.payload = CASES[task.case].make(task.scale, self.device)
+        self.system = build_system(task.system, self.payload)
         self.ways = self.system.ways(task.operation)
         self.reads = task.operation in ("restore", "cold", "open")
         self.count = 0
@@ -84,10 +91,13 @@ class Worker:
         if check and self.task.operation in ("restore", "cold"):
             self.payload.wipe()
         gc.collect()
+        self._synchronize()
         before = reset_peak()
         cpu = time.process_time()
         started = time.perf_counter()
         wait = self.ways[row](where)
+        if not row.endswith(OVERLAPPED):
+            self._synchronize()
         seconds = time.perf_counter() - started
         if wait is not None:
             self._settle(wait)
@@ -98,6 +108,11 @@ class Worker:
         if not self.reads:
             self._remove(where)
         return Repetition(seconds, cpu, None if peak is None or before is None else max(0, peak - before))
+
+    def _synchronize(self) -> None:
+        """Wait for the work that is queued on the device."""
+        if self.device != CPU:
+            torch.accelerator.synchronize(self.device)
 
     def _settle(self, wait: Wait) -> None:
         """Wait for the rest of an asynchronous save: its memory and CPU count, but not its time."""

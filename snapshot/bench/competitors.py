@@ -15,19 +15,21 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from snapshot import Snapshot, StateDict
 from snapshot.bench import raw_io as raw
-from snapshot.bench.workloads import Payload
+from snapshot.bench.workloads import CPU, Payload
 from snapshot.options import Settings
 from snapshot.storage_options import options_from_environment
 
 Wait = Callable[[], object]
 Way = Callable[[str], Wait | None]
 """One way to run an operation at a place. For `async` it returns the function that waits for the end."""
+OVERLAPPED = "overlapped"
+"""Last word of a row whose call returns before the tensors are copied: what the device still does is not its time."""
 
 
 class Competitor(ABC):
@@ -41,6 +43,7 @@ class Competitor(ABC):
 
     def __init__(self, payload: Payload) -> None:
         self.payload = payload
+        self.on_device = payload.device != CPU
 
     @abstractmethod
     def save(self, where: str, durable: bool = False) -> None: ...
@@ -84,9 +87,9 @@ class Ours(Competitor):
     def load(self, where: str, verify: bool = True) -> None:
         Snapshot(where, storage_options=options_from_environment()).restore(self.app_state, verify=verify)
 
-    def start(self, where: str) -> Wait:
+    def start(self, where: str, staging: Literal["blocking", "overlapped"] = "blocking") -> Wait:
         return Snapshot.async_take(
-            where, self.app_state, storage_options=options_from_environment(), durable=False
+            where, self.app_state, storage_options=options_from_environment(), durable=False, staging=staging
         ).wait
 
     def _open(self, where: str) -> None:
@@ -98,6 +101,8 @@ class Ours(Competitor):
         found = super().ways(operation)
         if operation == "restore":
             found["snapshot, verify=False"] = partial(self.load, verify=False)
+        if operation == "async" and self.on_device:
+            found[f"snapshot, {OVERLAPPED}"] = partial(self.start, staging="overlapped")
         return found
 
 
@@ -144,13 +149,49 @@ class Raw(Competitor):
             direct = {f"{name}, O_DIRECT": partial(self.load_direct, lanes=lanes) for name, lanes in streams.items()}
             return read | direct
         if operation == "async":
-            self.copies = [tensor.detach().clone() for tensor in self.tensors]
-            copied: dict[str, Way] = {
-                name.replace("raw,", "raw copy,").replace("stream", "thread"): partial(self.copy, lanes=lanes)
-                for name, lanes in streams.items()
-            }
-            return copied | {"raw copy, torch._foreach_copy_": self.copy_foreach}
+            return self._copies(streams)
         return read if operation == "restore" else {}
+
+    def _copies(self, streams: dict[str, int]) -> dict[str, Way]:
+        self.copies = [tensor.detach().clone() for tensor in self.tensors]
+        copied: dict[str, Way] = {
+            name.replace("raw,", "raw copy,").replace("stream", "thread"): partial(self.copy, lanes=lanes)
+            for name, lanes in streams.items()
+        }
+        return copied | {"raw copy, torch._foreach_copy_": self.copy_foreach}
+
+
+class RawOnDevice(Raw):
+    """Plain copies between an accelerator and reused host buffers, pinned if possible, beside plain file calls."""
+
+    def __init__(self, payload: Payload) -> None:
+        super().__init__(payload)
+        self.lanes: list[raw.StagedLane] = []
+
+    def save(self, where: str, durable: bool = False, lanes: int = 1) -> None:
+        raw.write_staged(self.tensors, _made(where), durable, self._lanes(lanes))
+
+    def save_direct(self, where: str, durable: bool) -> None:
+        raw.write_staged(self.tensors, _made(where), durable, self._lanes(1), direct=True)
+
+    def load(self, where: str, lanes: int = 1) -> None:
+        raw.read_staged(self.tensors, Path(where) / "0.raw", self._lanes(lanes))
+
+    def load_direct(self, where: str, lanes: int) -> None:
+        raw.read_staged(self.tensors, Path(where) / "0.raw", self._lanes(lanes), direct=True)
+
+    def _lanes(self, count: int) -> list[raw.StagedLane]:
+        self.lanes += [raw.StagedLane(self.payload.device) for _ in range(count - len(self.lanes))]
+        return self.lanes[:count]
+
+    def _copies(self, streams: dict[str, int]) -> dict[str, Way]:
+        runs = [run for _, run in raw.cut_every(raw.device_views(self.tensors), raw.LINK_PIECE)]
+        self.copies = [raw.host_buffer(raw.total_bytes(run)) for run in runs]
+        source = torch.empty(max(copy.nbytes for copy in self.copies), dtype=torch.uint8, device=self.payload.device)
+        return {
+            "raw copy, each tensor": lambda _: raw.copy_staged(runs, self.copies),
+            f"raw copy, {raw.LINK_PIECE >> 20} MiB pieces": lambda _: raw.copy_link(source, self.copies),
+        }
 
 
 class Json(Ours):
@@ -175,7 +216,7 @@ class TorchSave(Competitor):
             sync_tree(where)
 
     def load(self, where: str) -> None:
-        loaded = torch.load(Path(where) / "state.pt", mmap=True, weights_only=True)
+        loaded = torch.load(Path(where) / "state.pt", map_location="cpu", mmap=True, weights_only=True)
         for key, live in self.payload.nested().items():
             _copy_nested(live, loaded[key])
 
@@ -202,13 +243,19 @@ class SafeTensors(Competitor):
 
 
 class DCP(Competitor):
-    """`torch.distributed.checkpoint` in one process. It loads into the given tensors, like this library."""
+    """`torch.distributed.checkpoint` in one process. It loads into the given tensors, like this library.
+
+    From a device, its asynchronous save copies to pinned memory that it keeps, which is its fastest way.
+    """
 
     in_background = True
 
     def __init__(self, payload: Payload) -> None:
         super().__init__(payload)
         self.library = importlib.import_module("torch.distributed.checkpoint")
+        self.staging = importlib.import_module("torch.distributed.checkpoint.staging")
+        self.stagers: dict[bool, Any] = {}
+        self.caching_writer: Any = None
 
     def save(self, where: str, durable: bool = False) -> None:
         writer = self.library.FileSystemWriter(where, sync_files=durable)
@@ -222,6 +269,44 @@ class DCP(Competitor):
         writer = self.library.FileSystemWriter(where, sync_files=False)
         future: Future[object] = self.library.async_save(self.payload.nested(), storage_writer=writer, no_dist=True)
         return future.result
+
+    def start_staged(self, where: str, overlapped: bool) -> Wait:
+        if overlapped not in self.stagers:
+            self.stagers[overlapped] = self.staging.DefaultStager(
+                self.staging.StagingOptions(
+                    use_pinned_memory=True,
+                    use_shared_memory=False,
+                    use_async_staging=overlapped,
+                    use_non_blocking_copy=True,
+                )
+            )
+        answer = self.library.async_save(
+            self.payload.nested(),
+            storage_writer=self.library.FileSystemWriter(where, sync_files=False),
+            async_stager=self.stagers[overlapped],
+            no_dist=True,
+        )
+        wait: Wait = (answer.upload_completion if overlapped else answer).result
+        return wait
+
+    def start_cached(self, where: str) -> Wait:
+        """Save as before `DefaultStager`: one writer keeps the pinned memory."""
+        if self.caching_writer is None:
+            self.caching_writer = self.library.FileSystemWriter(where, sync_files=False, cache_staged_state_dict=True)
+        future: Future[object] = self.library.async_save(
+            self.payload.nested(), checkpoint_id=where, storage_writer=self.caching_writer, no_dist=True
+        )
+        return future.result
+
+    def ways(self, operation: str) -> dict[str, Way]:
+        if operation != "async" or not self.on_device:
+            return super().ways(operation)
+        if not hasattr(self.staging, "DefaultStager"):
+            return {"dcp": self.start_cached}
+        return {
+            "dcp": partial(self.start_staged, overlapped=False),
+            f"dcp, {OVERLAPPED}": partial(self.start_staged, overlapped=True),
+        }
 
 
 class TorchSnapshot(Competitor):
@@ -262,6 +347,11 @@ SYSTEMS: dict[str, type[Competitor]] = {
     "torchsnapshot": TorchSnapshot,
 }
 PEERS = tuple(name for name, kind in SYSTEMS.items() if kind.kind == "peer")
+
+
+def build_system(name: str, payload: Payload) -> Competitor:
+    """Return a system for a payload."""
+    return RawOnDevice(payload) if name == "raw" and payload.device != CPU else SYSTEMS[name](payload)
 
 
 def installed(name: str) -> bool:

@@ -59,19 +59,35 @@ def describe_run(result: Result) -> str:
     return f"{result['settings']['rounds']} rounds on {host['cores']} cores, {host['file_system']}; {versions}"
 
 
+def name_device(result: Result) -> str:
+    """Return the accelerator with its name, such as `cuda:0 (NVIDIA H100)`; empty for results of the CPU."""
+    device = result["host"].get("device")
+    return f"{device['device']} ({device['name']})" if device else ""
+
+
+def describe_device(result: Result) -> str:
+    """Return the accelerator and the speed of its link in one line; empty for results of the CPU."""
+    device = result["host"].get("device")
+    if not device:
+        return ""
+    speeds = [f"{device[f'to_{side}_gb_per_second']:.3g} GB/s to the {side}" for side in ("host", "device")]
+    return f"{name_device(result)}, {'pinned' if device['pinned'] else 'pageable'} copies: {', '.join(speeds)}"
+
+
 def _describe_size(table: Result) -> str:
     return f"{table['case']}: {size_text(table['bytes'])} in {counted(table['tensors'], 'tensor')}"
 
 
 def _figure(result: Result, tables: Sequence[Result], title: str) -> str:
     cases = {table["case"] for table in tables}
-    top, body = 72, list[str]()
+    about = ["Bar: minimum, and in pale the median, of each system's defaults", describe_run(result)]
+    about += filter(None, [describe_device(result)])
+    top, body = 42 + 15 * len(about), list[str]()
     for table in tables:
         what = OPERATIONS[table["operation"]]
         lines, top = _panel(find_bars(table), f"{_describe_size(table)}: {what}" if len(cases) > 1 else what, top)
         body += lines
     title = f"{title}: seconds, less is better"
-    about = ("Bar: minimum, and in pale the median, of each system's defaults", describe_run(result))
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" height="{top}" '

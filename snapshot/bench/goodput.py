@@ -7,11 +7,12 @@ restore. The lag of an asynchronous save is not measured: it is estimated as the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snapshot.bench.figure import default_rows
+from snapshot.bench.figure import default_rows, name_device
+from snapshot.durations import duration_text
 from snapshot.manager.advice import lost_share, young_interval
 
 DAY = 86_400.0
@@ -63,3 +64,10 @@ def compute_goodput(result: Mapping[str, Any], mtbf: float) -> list[Goodput]:
         if "async" in held:
             found.append(Goodput(case, system, "asynchronous", held["async"], save, restore, mtbf))
     return sorted(found, key=lambda each: (each.case, each.lost))
+
+
+def goodput_title(goodput: Sequence[Goodput], result: Mapping[str, Any]) -> str:
+    """Return the title of a table of goodput. It names the accelerator, if there is one."""
+    device = name_device(result)
+    on_device = f" on {device}" if device else ""
+    return f"training time lost{on_device}, with a failure every {duration_text(goodput[0].mtbf)}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from snapshot.bench.figure import Result, describe_run, draw_case, find_bars
-from snapshot.bench.goodput import Goodput
+from snapshot.bench.figure import Result, describe_device, describe_run, draw_case, find_bars
+from snapshot.bench.goodput import Goodput, goodput_title
 from snapshot.bench.tables import OPERATIONS, READING
 from snapshot.durations import duration_text
 
@@ -29,6 +29,7 @@ def draw_page(result: Result, goodput: Sequence[Goodput] = ()) -> str:
         f"<p>{escape(describe_run(result))}. Python {escape(host['python'])}, "
         f"{host['memory_bytes'] / 2**30:.0f} GiB of memory, load {host['load']:g}, {escape(host['when'])}. "
         f"Scale {result['settings']['scale']:g}.</p>",
+        *(f"<p>{escape(line)}.</p>" for line in [describe_device(result)] if line),
     ]
     for case in cases:
         tables = [table for table in result["tables"] if table["case"] == case]
@@ -38,7 +39,7 @@ def draw_page(result: Result, goodput: Sequence[Goodput] = ()) -> str:
         for table in tables:
             body += _table_of(table)
     if goodput:
-        body += _goodput_table(goodput)
+        body += _goodput_table(goodput, goodput_title(goodput, result))
     body.append(
         f"<h2>How to read this</h2><p>{escape(' '.join(READING.split()).removeprefix('How to read this: '))}</p>"
     )
@@ -72,8 +73,8 @@ def _table_of(table: Result) -> Iterable[str]:
         yield from (f'<p class="note">{mark}: {escape(note)}</p>' for note in notes)
 
 
-def _goodput_table(goodput: Sequence[Goodput]) -> Iterable[str]:
-    yield f"<h2>Training time lost, with a failure every {escape(duration_text(goodput[0].mtbf))}</h2>"
+def _goodput_table(goodput: Sequence[Goodput], title: str) -> Iterable[str]:
+    yield f"<h2>{escape(title[:1].upper() + title[1:])}</h2>"
     names = ("system", "case", "save", "blocks", "complete after", "restore", "best interval", "lost per day")
     yield _html_table(names, [goodput_row(each) for each in goodput])
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,8 @@ import torch
 Bytes = npt.NDArray[np.uint8]
 Call = Callable[[int, Any, int], int]
 """`os.preadv` or `os.pwritev`."""
+Flat = TypeVar("Flat", Bytes, torch.Tensor)
+"""Bytes in one dimension: on the host, or on any device."""
 
 MOST_BUFFERS = 1024
 """IOV_MAX of Linux: maximum number of buffers in one vectored call."""
@@ -28,6 +31,9 @@ MOST_BYTES = 1 << 30
 """Maximum bytes per call, which must be less than 2 GiB. Longer lists of buffers are split."""
 DIRECT_BUFFER = 8 << 20
 PAGE = 4096
+LINK_PIECE = 64 << 20
+"""Bytes of one copy between a device and the host that reaches the speed of their link."""
+LINK_ROUNDS = 5
 
 
 def views(tensors: Sequence[torch.Tensor]) -> list[Bytes]:
@@ -35,11 +41,19 @@ def views(tensors: Sequence[torch.Tensor]) -> list[Bytes]:
     return [tensor.detach().numpy().reshape(-1).view(np.uint8) for tensor in tensors]
 
 
-def cut(buffers: Sequence[Bytes], lanes: int) -> list[tuple[int, list[Bytes]]]:
+def device_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return each tensor's own memory as bytes, also if the host cannot address it."""
+    return [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
+
+
+def cut(buffers: Sequence[Flat], lanes: int) -> list[tuple[int, list[Flat]]]:
     """Return the buffers in `lanes` runs of equal length, with their offsets. Long buffers are split."""
-    total = sum(buffer.nbytes for buffer in buffers)
-    share = -(-total // lanes)
-    runs: list[tuple[int, list[Bytes]]] = [(0, [])]
+    return cut_every(buffers, -(-total_bytes(buffers) // lanes))
+
+
+def cut_every(buffers: Sequence[Flat], share: int) -> list[tuple[int, list[Flat]]]:
+    """Return the buffers in runs of `share` bytes, with their offsets. The last run may be shorter."""
+    runs: list[tuple[int, list[Flat]]] = [(0, [])]
     room, at = share, 0
     for buffer in buffers:
         rest = buffer
@@ -53,6 +67,11 @@ def cut(buffers: Sequence[Bytes], lanes: int) -> list[tuple[int, list[Bytes]]]:
             room -= taken.nbytes
             rest = rest[taken.nbytes :]
     return runs
+
+
+def total_bytes(buffers: Sequence[Flat]) -> int:
+    """Return the bytes of all buffers."""
+    return sum(buffer.nbytes for buffer in buffers)
 
 
 def batches(buffers: Sequence[Bytes]) -> Iterator[list[Bytes]]:
@@ -102,7 +121,7 @@ def write_direct(tensors: Sequence[torch.Tensor], folder: Path, durable: bool) -
                     written += at
                     at = 0
         if at:
-            _transfer(os.pwritev, fd, written, [buffer[: -(-at // PAGE) * PAGE]])
+            _transfer(os.pwritev, fd, written, [buffer[: _in_pages(at)]])
             os.ftruncate(fd, written + at)
         if durable:
             os.fsync(fd)
@@ -123,7 +142,7 @@ def read_streams(tensors: Sequence[torch.Tensor], file: Path, lanes: int) -> Non
 def read_direct(file: Path, lanes: int) -> None:
     """Read past the page cache into reused aligned buffers: the device's speed, without a copy to tensors."""
     size = file.stat().st_size
-    share = -(-size // lanes // PAGE) * PAGE
+    share = _in_pages(-(-size // lanes))
 
     def lane(start: int, stop: int) -> None:
         with mmap.mmap(-1, DIRECT_BUFFER) as memory, _opened(file, os.O_RDONLY | os.O_DIRECT) as fd:
@@ -150,6 +169,125 @@ def copy_streams(tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor], 
 def copy_foreach(tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
     """Copy by torch with its own threads: fast on idle cores, slow on busy ones."""
     torch._foreach_copy_([*into], [tensor.detach() for tensor in tensors])
+
+
+def host_buffer(nbytes: int) -> torch.Tensor:
+    """Return host memory for copies of an accelerator: pinned by torch if possible, otherwise only page-aligned."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except (RuntimeError, NotImplementedError):
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+
+class StagedLane:
+    """A side stream of an accelerator, with two host buffers: one is copied while a file call uses the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.Stream(device=device)
+        self.buffers = (host_buffer(DIRECT_BUFFER), host_buffer(DIRECT_BUFFER))
+        self._copied: list[torch.Event | None] = [None, None]
+
+    def fill(self, turn: int, run: Sequence[torch.Tensor]) -> None:
+        """Begin to copy a run from the device into the buffer of this turn."""
+        self._copy(turn, split_like(self.buffers[turn % 2], run), run)
+
+    def drain(self, turn: int, run: Sequence[torch.Tensor]) -> None:
+        """Begin to copy the buffer of this turn into a run on the device."""
+        self._copy(turn, run, split_like(self.buffers[turn % 2], run))
+
+    def wait(self, turn: int) -> Bytes:
+        """Wait until the last copy of this turn's buffer is complete. Return the buffer."""
+        copied = self._copied[turn % 2]
+        if copied is not None:
+            copied.synchronize()
+        view: Bytes = self.buffers[turn % 2].numpy()
+        return view
+
+    def _copy(self, turn: int, into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
+        with self.stream:
+            torch._foreach_copy_([*into], [*source], non_blocking=True)
+        self._copied[turn % 2] = self.stream.record_event()
+
+
+def split_like(buffer: torch.Tensor, run: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the first bytes of a buffer in pieces that are as long as those of a run."""
+    return torch.split(buffer[: total_bytes(run)], [piece.nbytes for piece in run])
+
+
+def write_staged(
+    tensors: Sequence[torch.Tensor], folder: Path, durable: bool, lanes: Sequence[StagedLane], direct: bool = False
+) -> None:
+    """Copy an accelerator's tensors to host buffers, and write those. Each lane has its own file."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0)
+
+    def work(index: int, pieces: list[torch.Tensor]) -> None:
+        lane, runs = lanes[index], cut_every(pieces, DIRECT_BUFFER)
+        with _opened(folder / f"{index}.raw", flags) as fd:
+            lane.fill(0, runs[0][1])
+            for turn, (offset, run) in enumerate(runs):
+                if turn + 1 < len(runs):
+                    lane.fill(turn + 1, runs[turn + 1][1])
+                nbytes = total_bytes(run)
+                _transfer(os.pwritev, fd, offset, [lane.wait(turn)[: _in_pages(nbytes) if direct else nbytes]])
+            if direct:
+                os.ftruncate(fd, total_bytes(pieces))
+            if durable:
+                os.fsync(fd)
+
+    _each(work, [(index, run) for index, (_, run) in enumerate(cut(device_views(tensors), len(lanes)))])
+    if durable:
+        sync_folder(folder)
+
+
+def read_staged(tensors: Sequence[torch.Tensor], file: Path, lanes: Sequence[StagedLane], direct: bool = False) -> None:
+    """Read into host buffers, and copy those into an accelerator's tensors. All lanes read one file."""
+    views = device_views(tensors)
+    read: Call = os.preadv
+
+    def work(lane: StagedLane, start: int, pieces: list[torch.Tensor]) -> None:
+        with _opened(file, os.O_RDONLY | (os.O_DIRECT if direct else 0)) as fd:
+            for turn, (offset, run) in enumerate(cut_every(pieces, DIRECT_BUFFER)):
+                buffer, moved, nbytes = lane.wait(turn), 0, total_bytes(run)
+                while moved < nbytes:  # whole pages, as O_DIRECT requires; the file may end before the last one does
+                    more = read(fd, [buffer[moved : _in_pages(nbytes)]], start + offset + moved)
+                    if not more:
+                        raise OSError(f"{file} ended early")
+                    moved += more
+                lane.drain(turn, run)
+        lane.stream.synchronize()
+
+    share = _in_pages(-(-total_bytes(views) // len(lanes)))
+    _each(work, [(lane, *run) for lane, run in zip(lanes, cut_every(views, share), strict=False)])
+
+
+def copy_staged(runs: Sequence[Sequence[torch.Tensor]], into: Sequence[torch.Tensor]) -> None:
+    """Copy each run of an accelerator's tensors into its host buffer, as a plain loop over the tensors does."""
+    for run, buffer in zip(runs, into, strict=True):
+        torch._foreach_copy_([*split_like(buffer, run)], [*run], non_blocking=True)
+
+
+def copy_link(source: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+    """Fill host buffers by one copy each, from any memory of the device: the link's speed, without the tensors."""
+    for buffer in into:
+        buffer.copy_(source[: buffer.nbytes], non_blocking=True)
+
+
+def measure_link(device: torch.device) -> dict[str, Any]:
+    """Return the speed of large plain copies between a device and the host, and whether the host memory is pinned."""
+    here, there = host_buffer(LINK_PIECE), torch.empty(LINK_PIECE, dtype=torch.uint8, device=device)
+
+    def speed(target: torch.Tensor, source: torch.Tensor) -> float:
+        seconds = []
+        for _ in range(LINK_ROUNDS):
+            torch.accelerator.synchronize(device)
+            started = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.accelerator.synchronize(device)
+            seconds.append(time.perf_counter() - started)
+        return LINK_PIECE / min(seconds) / 1e9
+
+    speeds = {"to_host_gb_per_second": speed(here, there), "to_device_gb_per_second": speed(there, here)}
+    return {"pinned": here.is_pinned(), **speeds}
 
 
 def sync_folder(folder: Path) -> None:
@@ -186,6 +324,11 @@ def _transfer(call: Call, fd: int, offset: int, buffers: Sequence[Bytes]) -> Non
                 raise OSError("the file ended early, or a write wrote no bytes")
             offset += moved
             rest = _after(rest, moved)
+
+
+def _in_pages(nbytes: int) -> int:
+    """Return a length that is rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
 
 
 def _after(buffers: list[Bytes], moved: int) -> list[Bytes]:

@@ -16,11 +16,13 @@ from snapshot.bench.child import Task
 from snapshot.bench.competitors import SYSTEMS
 from snapshot.bench.tables import ResultTable, Row
 from snapshot.bench.workloads import Case
-from snapshot.bench.workspace import Workspace, available_memory
+from snapshot.bench.workspace import Workspace, available_device_memory, available_memory
 from snapshot.runtime.cleanup_signals import hold_signals
 
 LIBRARIES = 400 << 20
 """Memory of a child in addition to its payload."""
+CONTEXT = 1 << 30
+"""Device memory of a child in addition to its payload."""
 
 
 class ChildFailed(Exception):
@@ -106,15 +108,15 @@ class Seat:
     row: Row
 
 
-def measure(step: Step, where: Workspace, scale: float, rounds: int) -> ResultTable:
+def measure(step: Step, where: Workspace, scale: float, rounds: int, device: str = "cpu") -> ResultTable:
     """Measure one operation of one case with all systems, in rounds."""
     case = step.case
     table = ResultTable(case.name, case.about, step.operation, left_out=list(step.left_out))
-    groups = _groups(step.systems, case.nbytes(scale))
+    groups = _groups(step.systems, case.nbytes(scale), device)
     if len(groups) > 1:
         table.notes.append("not enough memory: systems ran in groups, each with the raw baselines")
     for group in groups:
-        tasks = [Task(system, case.name, scale, step.operation, where.text()) for system in group]
+        tasks = [Task(system, case.name, scale, step.operation, where.text(), device) for system in group]
         with _children(tasks) as children:
             seats = [seat for child in children for seat in _seats(child, table)]
             seats = [seat for seat in seats if _repeat(seat, table, where, check=True) is not None]
@@ -128,10 +130,14 @@ def measure(step: Step, where: Workspace, scale: float, rounds: int) -> ResultTa
     return table
 
 
-def _groups(systems: Sequence[str], nbytes: int) -> list[list[str]]:
+def _groups(systems: Sequence[str], nbytes: int, device: str) -> list[list[str]]:
     """Return groups of systems that fit into memory: each needs twice its payload, and its files in the page cache."""
     each = 3 * nbytes + LIBRARIES
-    fit = max(2, int(available_memory() * 0.9) // each)
+    fit = int(available_memory() * 0.9) // each
+    free = available_device_memory(device)
+    if free is not None:
+        fit = min(fit, int(free * 0.9) // (2 * nbytes + CONTEXT))
+    fit = max(2, fit)
     if len(systems) <= fit:
         return [list(systems)]
     bars = [system for system in systems if SYSTEMS[system].kind == "raw"]

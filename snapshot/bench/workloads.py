@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -13,6 +13,7 @@ from torch import nn
 
 MiB = 1 << 20
 SEED = 20_240_229
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class Payload:
         """Return the state dicts, for systems that accept those."""
         return {key: each if isinstance(each, dict) else each.state_dict() for key, each in self.app_state.items()}
 
+    @property
+    def device(self) -> torch.device:
+        """The device with the tensors. Scalars of an optimizer may be on the host nevertheless."""
+        return next((each.device for each in self.tensors.values() if each.device.type != "cpu"), CPU)
+
     def nbytes(self) -> int:
         """Return the size of the tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
@@ -37,13 +43,19 @@ class Payload:
 
         hashed = xxhash.xxh3_128()
         for tensor in self.tensors.values():
-            hashed.update(tensor.detach().reshape(-1).numpy().data)
+            hashed.update(tensor.detach().reshape(-1).cpu().numpy().data)
         return hashed.hexdigest()
 
     def wipe(self) -> None:
         """Set all tensors to zero in place, so that the state is lost but its pages stay resident."""
         for tensor in self.tensors.values():
             tensor.detach().zero_()
+
+
+class PayloadFactory(Protocol):
+    """Function that creates a payload on a device. Scalars of an optimizer stay on the host, as in training."""
+
+    def __call__(self, scale: float, device: torch.device = CPU) -> Payload: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +66,7 @@ class Case:
     about: str
     nbytes: Callable[[float], int]
     """Approximate size, to check the free space."""
-    make: Callable[[float], Payload]
+    make: PayloadFactory
     operations: tuple[str, ...]
     """Operations that are measured."""
     slow_peers: tuple[str, ...] = ()
@@ -68,34 +80,34 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(SEED)
 
 
-def _random(count: int, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+def _random(count: int, shape: tuple[int, ...], device: torch.device) -> dict[str, torch.Tensor]:
     generator = _generator()
-    return {f"t{index:05}": torch.rand(shape, generator=generator) for index in range(count)}
+    return {f"t{index:05}": torch.rand(shape, generator=generator).to(device) for index in range(count)}
 
 
 def _plain(key: str, tensors: dict[str, torch.Tensor]) -> Payload:
     return Payload({key: tensors}, {f"{key}.{name}": tensor for name, tensor in tensors.items()})
 
 
-def _large(scale: float) -> Payload:
-    return _plain("state", _random(4, (max(1, int(64 * MiB * scale)),)))
+def _large(scale: float, device: torch.device = CPU) -> Payload:
+    return _plain("state", _random(4, (max(1, int(64 * MiB * scale)),), device))
 
 
 def _count(full: int, scale: float) -> int:
     return max(1, int(full * scale))
 
 
-def _small(scale: float) -> Payload:
-    return _plain("state", _random(_count(10_000, scale), (1024,)))
+def _small(scale: float, device: torch.device = CPU) -> Payload:
+    return _plain("state", _random(_count(10_000, scale), (1024,), device))
 
 
-def _manifest(scale: float) -> Payload:
-    return _plain("state", _random(_count(99_998, scale), (1,)))  # the root and the dict are entries, too
+def _manifest(scale: float, device: torch.device = CPU) -> Payload:
+    return _plain("state", _random(_count(99_998, scale), (1,), device))  # the root and the dict are entries, too
 
 
-def _keys(scale: float) -> Payload:
+def _keys(scale: float, device: torch.device = CPU) -> Payload:
     keys = _count(100, scale)
-    tensors = _random(keys * 50, (16,))
+    tensors = _random(keys * 50, (16,), device)
     names = list(tensors)
     app_state = {f"key{k:03}": {name: tensors[name] for name in names[k * 50 : (k + 1) * 50]} for k in range(keys)}
     return Payload(app_state, tensors)
@@ -110,7 +122,7 @@ def _width(scale: float) -> int:
     return max(1, round(WIDTH * math.sqrt(scale) / 12)) * 12
 
 
-def _train(scale: float) -> Payload:
+def _train(scale: float, device: torch.device = CPU) -> Payload:
     width = _width(scale)
     with torch.device("meta"):  # skip an initialisation that is overwritten
         layer = nn.TransformerEncoderLayer(width, 12, 4 * width, batch_first=True)
@@ -118,11 +130,11 @@ def _train(scale: float) -> Payload:
         model = nn.ModuleDict(
             {"embedding": nn.Embedding(_count(VOCABULARY, math.sqrt(scale)), width), "encoder": encoder}
         )
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     generator = _generator()
     for parameter in model.parameters():
-        parameter.data.uniform_(-0.05, 0.05, generator=generator)
+        parameter.data.copy_(torch.empty(parameter.shape).uniform_(-0.05, 0.05, generator=generator))
         parameter.grad = parameter.data  # any gradient creates the moments; this one costs no memory
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

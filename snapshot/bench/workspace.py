@@ -16,6 +16,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from snapshot.bench.raw_io import measure_link
 from snapshot.errors import StorageError
 from snapshot.options import Settings
 from snapshot.registry import open_storage
@@ -124,6 +127,26 @@ def describe(where: Workspace) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
     }
+
+
+def find_devices() -> list[str]:
+    """Return the devices that torch can use: the CPU, and each accelerator of this machine."""
+    count = torch.accelerator.device_count()
+    kind = torch.accelerator.current_accelerator() if count else None
+    return ["cpu", *(f"{kind.type}:{index}" for index in range(count) if kind)]
+
+
+def measure_device(device: str) -> dict[str, Any]:
+    """Return an accelerator's name, and the measured speed of its link to the host."""
+    name_of = getattr(torch.get_device_module(device), "get_device_name", None)
+    name = name_of(device) if name_of else torch.device(device).type
+    return {"device": device, "name": name, **measure_link(torch.device(device))}
+
+
+def available_device_memory(device: str) -> int | None:
+    """Return the free memory of an accelerator in bytes; None if the device is the CPU, or does not report it."""
+    read = None if device == "cpu" else getattr(torch.get_device_module(device), "mem_get_info", None)
+    return read(device)[0] if read else None
 
 
 def available_memory() -> int:

@@ -12,18 +12,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from snapshot.bench.competitors import PEERS, SYSTEMS, installed
-from snapshot.bench.figure import draw_result
-from snapshot.bench.goodput import Goodput, compute_goodput
+from snapshot.bench.figure import describe_device, draw_result
+from snapshot.bench.goodput import Goodput, compute_goodput, goodput_title
 from snapshot.bench.page import draw_page, goodput_row
 from snapshot.bench.rounds import Step, measure
 from snapshot.bench.tables import OPERATIONS, READING, align_columns
 from snapshot.bench.workloads import BULK, CASES, DEFAULT, Case
-from snapshot.bench.workspace import Workspace, describe, place
+from snapshot.bench.workspace import Workspace, describe, find_devices, measure_device, place
 from snapshot.cli.arguments import Verbs, add_storage, handed_on, options_of, verb
 from snapshot.cli.screen import say
 from snapshot.cli.status import ExitStatus
-from snapshot.durations import duration_text, parse_duration
+from snapshot.durations import parse_duration
 from snapshot.runtime.cleanup_signals import unwind_on_signals
 
 
@@ -38,6 +40,7 @@ def add(verbs: Verbs) -> None:
         [
             ("bench /scratch --scale 0.1", "everything, with a tenth of the bytes"),
             ("bench s3://bucket/x --case large --only take,restore", "one case on an object store"),
+            ("bench /scratch --device cuda", "the same bytes on an accelerator, compared with plain pinned copies"),
             ("bench --report bench.html --goodput mtbf=3h", "a page with plots, and the training time lost per day"),
         ],
         run,
@@ -65,6 +68,13 @@ def add(verbs: Verbs) -> None:
         default=PEERS,
         metavar="LIST",
         help=f"all, none, or some of {', '.join(PEERS)} (default: all installed ones)",
+    )
+    parser.add_argument(
+        "--device",
+        type=device_name,
+        default="cpu",
+        metavar="DEVICE",
+        help="device of the tensors, such as cuda, cuda:1 or xpu (default: cpu)",
     )
     parser.add_argument("--scale", type=positive, default=1.0, metavar="F", help="scale the bytes by F (default: 1)")
     parser.add_argument("--rounds", type=count, default=5, metavar="N", help="measured repetitions (default: 5)")
@@ -104,12 +114,14 @@ def _run(arguments: argparse.Namespace) -> int:
             raise ValueError("--goodput needs a save and a restore: --only must include durable and restore")
         for step in steps:
             where.check_room(step.room(arguments.scale), f"{step.case.name}: {OPERATIONS[step.operation]}")
+        if arguments.device != "cpu":
+            host["device"] = measure_device(arguments.device)
         if not arguments.json:
             print(header(host, arguments.scale, arguments.rounds), flush=True)
         tables = []
         for number, step in enumerate(steps, 1):
             say(f"{number}/{len(steps)} {step.case.name}: {OPERATIONS[step.operation]} ...")
-            table = measure(step, where, arguments.scale, arguments.rounds)
+            table = measure(step, where, arguments.scale, arguments.rounds, arguments.device)
             tables.append(table)
             say("")
             if not arguments.json:
@@ -123,7 +135,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(json.dumps(result, indent=2))
     else:
         if goodput:
-            print(f"\n{_goodput_text(goodput)}")
+            print(f"\n{_goodput_text(goodput, goodput_title(goodput, result))}")
         print(f"\n{READING}", flush=True)
     for path in arguments.report:  # after the results are printed, since writing may fail
         path.write_text(REPORTS[path.suffix](result, goodput), encoding="utf-8")
@@ -160,21 +172,21 @@ def _step(case: Case, operation: str, peers: tuple[str, ...], where: Workspace) 
 
 
 def header(host: dict[str, Any], scale: float, rounds: int) -> str:
-    """Return the lines above the tables: settings, machine and versions."""
+    """Return the lines above the tables: settings, machine, versions, and the accelerator if there is one."""
     versions = ", ".join(f"{name} {number}" for name, number in host["versions"].items())
+    device = describe_device({"host": host})
     return (
         f"snapshot bench: {rounds} rounds at scale {scale:g}, after one warm-up round\n"
         f"on {host['where']} ({host['file_system']}), {host['cores']} cores, "
         f"{host['memory_bytes'] / 2**30:.0f} GiB of memory, load {host['load']:g}, "
         f"Linux {host['kernel']}, {host['when']}\n"
-        f"Python {host['python']}, {versions}"
+        f"Python {host['python']}, {versions}" + (f"\n{device}" if device else "")
     )
 
 
-def _goodput_text(goodput: list[Goodput]) -> str:
+def _goodput_text(goodput: list[Goodput], title: str) -> str:
     names = ("", "case", "save", "blocks", "complete after", "restore", "best interval", "lost per day")
-    head = f"training time lost, with a failure every {duration_text(goodput[0].mtbf)}"
-    return "\n".join([head, *align_columns([names, *map(goodput_row, goodput)])])
+    return "\n".join([title, *align_columns([names, *map(goodput_row, goodput)])])
 
 
 REPORTS: dict[str, Callable[[dict[str, Any], list[Goodput]], str]] = {
@@ -220,6 +232,21 @@ class NameList:
             if name not in self.known:
                 raise argparse.ArgumentTypeError(f"unknown {self.what} {name!r}; known: {', '.join(self.known)}")
         return names
+
+
+def device_name(text: str) -> str:
+    """Return the name of a device that torch can use, with its number if it is an accelerator."""
+    if text == "cpu":
+        return text
+    known = find_devices()
+    name = text if ":" in text else f"{text}:0"
+    if name not in known:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(known)}, got {text!r}")
+    try:
+        torch.empty(1, device=name)
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"{name}: cannot be used: {str(error).splitlines()[0]}") from error
+    return name
 
 
 def positive(text: str) -> float:

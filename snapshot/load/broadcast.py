@@ -26,9 +26,10 @@ from snapshot.errors import RestoreError, SnapshotError
 from snapshot.load.reader import Reader, ReadResult
 from snapshot.load.requests import ReadRequest
 from snapshot.load.restore_plan import MATCH_NAMES, RestorePlan
+from snapshot.load.unpack import Bytes
 from snapshot.plan.coalesce import ReadPart, plan_reads
 from snapshot.progress import Meter
-from snapshot.runtime.arena import Slot
+from snapshot.runtime.accelerators import await_current_streams
 from snapshot.runtime.loop import run, start
 from snapshot.runtime.session import Session
 from snapshot.tensors.addresses import copy_memory, wrap_memory
@@ -199,6 +200,7 @@ class BroadcastReader:
         verify: bool,
     ) -> None:
         """Do everything that may fail on one rank alone before other ranks depend on it."""
+        await_current_streams({request.device for request in requests})
         self._exchange = exchange
         self._storage = session.storage
         self._reader = Reader(session.storage, session.budget, verify=verify, touched=touched)
@@ -338,7 +340,7 @@ class BroadcastReader:
                 if request.address:
                     copy_memory(request.address + segment.begin - request.begin, address + at, length)
                 elif request.place is not None:
-                    source: Any = _Held(held if at % 16 == 0 else held[at : at + length].clone())
+                    source: Any = Bytes(held if at % 16 == 0 else held[at : at + length].clone())
                     request.place(
                         segment.begin - request.stored.byte_range[0], source, at if at % 16 == 0 else 0, length
                     )
@@ -350,10 +352,3 @@ def _error_of(work: Future[None]) -> Exception | None:
     if error is not None and not isinstance(error, Exception):
         raise error
     return error
-
-
-class _Held(Slot):
-    """A part's memory, as the slot that placing functions expect."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor

@@ -8,6 +8,7 @@ from snapshot.errors import CorruptSnapshotError
 from snapshot.load.reader import Reader, ReadResult
 from snapshot.load.requests import ReadRequest
 from snapshot.progress import Meter
+from snapshot.runtime.accelerators import await_current_streams
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.text import listed
@@ -20,6 +21,7 @@ def fetch_requests(
     touched = set() if touched is None else touched
     if not requests:
         return ReadResult(touched=touched)
+    await_current_streams({request.device for request in requests})
     reader = Reader(
         session.storage, session.budget, verify=verify, wanted_part=session.settings.part_bytes, touched=touched
     )

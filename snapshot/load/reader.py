@@ -28,6 +28,7 @@ from snapshot.formats.embedded_tensors import (
 )
 from snapshot.load.requests import BlockCheck, ReadRequest
 from snapshot.load.unpack import Unpack, open_packed, unpack_whole
+from snapshot.load.uploads import Uploads
 from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.coalesce import ReadPart, plan_reads
 from snapshot.progress import unmetered
@@ -97,6 +98,7 @@ class Reader:
         part = wanted_part or (HOT if self._blocking else min(limits.preferred_part, limits.largest_part))
         # Threads take their slots in turn; requests without a slot must not wait for those with one.
         self._part = max(BLOCK, min(part, budget.limit // (max(2, limits.parallel_parts) if self._blocking else 2)))
+        self._uploads = Uploads((), 0)
         self._stopped = False
         self._bad: list[ReadRequest] = []
         self.result = ReadResult(touched=set() if touched is None else touched)
@@ -138,6 +140,7 @@ class Reader:
                 requests, more = await self._opened(requests)
                 followed = iter(more)
             parts = iter(plan_reads(requests, self._part, self._gap))
+            self._uploads = Uploads(requests, self._budget.total)
             if self._verify:
                 await self.prepare_checks(requests)
             if self._blocking:
@@ -295,7 +298,8 @@ class Reader:
     async def _fetch(self, part: ReadPart, requests: Sequence[ReadRequest]) -> None:
         scratch = _slot_bytes(part, requests)
         if scratch:
-            async with self._budget.slot(scratch) as slot:
+            pinning = self._uploads.pinning(requests[segment.request] for segment in part.segments)
+            async with self._budget.slot(scratch, pinning) as slot:
                 await self._read(part, requests, slot)
         else:
             await self._read(part, requests, None)
@@ -343,20 +347,21 @@ class Reader:
     ) -> None:
         """Verify the bytes of a part, and place those that went through a slot."""
         verify, placed = self._verify, iter(places)
-        for segment, share in zip(part.segments, shares, strict=True):
-            request = requests[segment.request]
-            stored = request.stored
-            good = not verify or self.good(request, segment.begin, share)
-            if not request.address:
-                at = next(placed)
-                if request.opens is not None and slot is not None:
-                    if request.live:
-                        self.result.touched.add(request.name)
-                    unpack_whole(request, share, slot.tensor[at : at + segment.end - segment.begin])
-                elif good and request.place is not None and slot is not None:
-                    if request.live:
-                        self.result.touched.add(request.name)
-                    request.place(segment.begin - stored.byte_range[0], slot, at, segment.end - segment.begin)
+        with self._uploads.part() as uploads:
+            for segment, share in zip(part.segments, shares, strict=True):
+                request = requests[segment.request]
+                good = not verify or self.good(request, segment.begin, share)
+                if request.address or slot is None:
+                    continue
+                at, length = next(placed), segment.end - segment.begin
+                if request.opens is None and (not good or request.place is None):
+                    continue
+                if request.live:
+                    self.result.touched.add(request.name)
+                if request.opens is not None:
+                    unpack_whole(request, share, slot.tensor[at : at + length])
+                else:
+                    uploads.place(request, segment.begin - request.stored.byte_range[0], slot, at, length)
 
     def good(self, request: ReadRequest, begin: int, share: Buffer) -> bool:
         """Return True if a request's bytes from `begin` on match their digests, as far as that is known yet."""

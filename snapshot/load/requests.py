@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
+import torch
 
 from snapshot.formats.embedded_tensors import EmbeddedLayout
 from snapshot.manifest.entries import ObjectEntry, TensorEntry
@@ -29,6 +30,8 @@ class ReadRequest(msgspec.Struct, gc=False):
     live: bool = False
     """True if the destination is a tensor of the application."""
     check: BlockCheck | None = None
+    device: torch.device | None = None
+    """The accelerator of its destination, if it is on one."""
     opens: Callable[[EmbeddedLayout], list[ReadRequest]] | None = None
     """For a packed tensor: returns the requests for the file itself, once its position in the range is known."""
 

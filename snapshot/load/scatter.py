@@ -53,8 +53,10 @@ def add_requests(
         requests.append(request_all(path, stored, target.data_ptr() + first * itemsize, None, live))
         return shared.numel
     place = _make_placer(stored, piece, target, box)
+    device = None if target.device.type in ("cpu", "meta") else target.device
     if shared == piece:
         requests.append(request_all(path, stored, 0, place, live))
+        requests[-1].device = device
         return shared.numel
     begin, end = stored.byte_range
     last = -1
@@ -63,7 +65,7 @@ def add_requests(
         high = min(end, begin + -(-stop * itemsize // BLOCK) * BLOCK)
         low = max(low, last)
         if low < high:
-            requests.append(ReadRequest(path, stored, stored.location, low, high, 0, place, live))
+            requests.append(ReadRequest(path, stored, stored.location, low, high, 0, place, live, device=device))
             last = high
     return shared.numel
 
@@ -127,18 +129,17 @@ def _make_placer(stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: B
             if shared is None:
                 continue
             source = arrived[position - first : position - first + math.prod(part.sizes)].view(part.sizes)
-            copy_into(
-                target[shared.relative_to(box.offsets).slices()], source[shared.relative_to(there.offsets).slices()]
-            )
+            within = target[shared.relative_to(box.offsets).slices()]
+            copy_into(within, source[shared.relative_to(there.offsets).slices()], non_blocking=slot.pinned)
 
     return place
 
 
-def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+def copy_into(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy elements even if the target requires a gradient."""
     target, source = target.detach(), source.detach()
     bits = _BITS.get(target.dtype)
     if bits is not None and source.dtype == target.dtype:
         target, source = target.view(bits), source.view(bits)
     with torch.no_grad():
-        target.copy_(source)
+        target.copy_(source, non_blocking=non_blocking)

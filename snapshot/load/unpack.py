@@ -37,6 +37,7 @@ class Bytes:
     """A byte tensor with the interface of a slot."""
 
     __slots__ = ("tensor",)
+    pinned = False
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

@@ -1,7 +1,7 @@
 """The arena: staging memory that is kept between snapshots.
 
-Page faults on fresh memory cost more than the copy itself. Memory that a writer process must see is in a few shared
-segments. All other memory is private to this process.
+Page faults on fresh memory cost more than the copy itself. Memory that a writer process must see, and memory that is
+pinned for an accelerator, is cut from a few long segments. All other slots are mapped one by one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import mmap
 import threading
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,24 +18,31 @@ import torch
 from snapshot.errors import system_limits
 from snapshot.options import Settings
 from snapshot.per_process import PerProcess
+from snapshot.runtime.accelerators import Pinning
 from snapshot.runtime.host_memory import total_memory
-from snapshot.runtime.shared_memory import SharedSegment
+from snapshot.runtime.segment import Segment
 from snapshot.tensors.addresses import address_of, populate_pages
+from snapshot.text import counted
 
 GRAIN = 1 << 20
 """Slot sizes are multiples of this, so that parts of similar size can reuse each other's slots."""
 SEGMENT = 256 << 20
-"""The size of the first shared segment."""
+"""The size of the first shared segment, and of most pinned ones."""
+FIRST_PINNED = 64 << 20
+"""The size of the first pinned segment: the call that needs it waits until it is pinned."""
+SPARE = 64 << 20
+"""The bytes that may be pinned beyond the budget, because slots of different sizes leave gaps between them."""
 
 
 class Slot:
-    """Page-aligned host memory: private, pinned for accelerator copies, or a range of a shared segment."""
+    """Page-aligned host memory of its own, or a range of a segment."""
 
     __slots__ = ("_owner", "address", "offset", "pinned", "segment", "size", "tensor", "view")
 
-    def __init__(self, size: int, pinned: bool, segment: SharedSegment | None = None, offset: int = 0) -> None:
+    def __init__(self, size: int, segment: Segment | None = None, offset: int = 0) -> None:
         self.size = size
-        self.pinned = pinned
+        self.pinned = segment is not None and segment.pinned
+        """True if accelerators copy it without waiting for the host."""
         self.segment = segment
         self.offset = offset
         """The offset in its segment."""
@@ -42,9 +50,6 @@ class Slot:
         if segment is not None:
             self.view = segment.view[offset : offset + size]
             self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
-        elif pinned:
-            self.tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            self.view = memoryview(self.tensor.numpy().data)
         else:
             self._owner = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self.view = memoryview(self._owner)
@@ -56,96 +61,181 @@ class Slot:
         self.address = address_of(self.view)
 
     def __repr__(self) -> str:
-        where = f" at {self.offset:,} of {self.segment}" if self.segment else ", pinned" if self.pinned else ""
+        where = f" at {self.offset:,} of {self.segment}" if self.segment else ""
         return f"Slot({self.size:,} bytes{where})"
 
 
 class Arena:
-    """A cache of slots by size. The cached bytes are bounded; further slots are freed."""
+    """A cache of slots. The cached bytes are bounded; further slots are freed."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
         self._kept = self._out = 0
-        self._free: defaultdict[tuple[int, bool], list[Slot]] = defaultdict(list)
-        self._segments: list[SharedSegment] = []
+        self._free: defaultdict[int, list[Slot]] = defaultdict(list)
+        self._segments: list[Segment] = []
+        self._refused: set[torch.device] = set()
+        """Devices whose driver refused to pin memory."""
+        self._growing: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._pin_lock = threading.Lock()
+        """Held while memory is pinned, which takes long. It is acquired before the other lock."""
 
-    def take(self, nbytes: int, *, pinned: bool = False, shared: bool = False) -> Slot:
+    def take(self, nbytes: int, *, shared: bool = False, pinning: Pinning | None = None) -> Slot:
         """Return a slot of at least `nbytes` bytes, with arbitrary content.
 
-        A `shared` slot can be mapped by another process, and is never pinned.
+        A `shared` slot can be mapped by another process. With `pinning`, the slot is pinned if possible.
         """
         size = max(1, -(-nbytes // GRAIN)) * GRAIN
         with system_limits(f"cannot allocate {size:,} bytes of staging memory; use a smaller memory_budget_bytes"):
-            return self._take_shared(size) if shared else self._take_own(size, pinned)
+            if pinning is not None:
+                slot = self._take_pinned(size, shared, pinning)
+                if slot is not None:
+                    return slot
+            return self._take_shared(size) if shared else self._take_own(size)
 
-    def _take_own(self, size: int, pinned: bool) -> Slot:
+    def _take_own(self, size: int) -> Slot:
         with self._lock:
             self._out += size
-            free = self._free[size, pinned]
+            free = self._free[size]
             if free:
                 self._kept -= size
                 return free.pop()
         try:
-            return Slot(size, pinned)
+            return Slot(size)
         except BaseException:
             with self._lock:
                 self._out -= size
             raise
 
     def _take_shared(self, size: int) -> Slot:
-        count = size // GRAIN
         with self._lock:
-            segment, first = self._room(count)
-            warm = segment.take(first, count)
-            self._kept -= warm * GRAIN
-            self._out += size
-        slot = Slot(size, False, segment, first * GRAIN)
+            segments = [segment for segment in self._segments if segment.shared and not segment.pinned]
+            found = _find_room(segments, size)
+            if found is None:
+                held = sum(segment.size for segment in segments)  # each is as long as all before it, so there are few
+                found = Segment(max(SEGMENT, held, size), GRAIN, shared=True), 0
+                self._segments.append(found[0])
+            warm = self._mark(*found, size)
+        slot = Slot(size, *found)
         try:
-            if warm < count:
-                segment.populate(first * GRAIN, size)
+            if warm < size:
+                found[0].populate(slot.offset, size)
         except BaseException:
             self.give(slot)
             raise
         return slot
 
-    def _room(self, count: int) -> tuple[SharedSegment, int]:
-        """Return a segment and offset with `count` free grains, preferably with pages."""
-        for find in (SharedSegment.find_warm, SharedSegment.find):
-            for segment in self._segments:
-                if (first := find(segment, count)) >= 0:
-                    return segment, first
-        held = sum(segment.size for segment in self._segments)  # each is as long as all before it, so there are few
-        segment = SharedSegment(max(SEGMENT, held, count * GRAIN), GRAIN)
-        self._segments.append(segment)
-        return segment, 0
+    def _mark(self, segment: Segment, offset: int, size: int) -> int:
+        """Mark a range as used. Return its bytes that have pages."""
+        warm = segment.take(offset // GRAIN, size // GRAIN) * GRAIN
+        self._kept -= warm
+        self._out += size
+        return warm
+
+    # Pinned memory
+
+    def _take_pinned(self, size: int, shared: bool, pinning: Pinning) -> Slot | None:
+        slot = self._cut_pinned(size, shared, pinning)
+        if slot is None:
+            with self._pin_lock:  # another thread may pin a segment at the moment
+                slot = self._cut_pinned(size, shared, pinning)
+                if slot is None and self._add_pinned(size, shared, pinning):
+                    slot = self._cut_pinned(size, shared, pinning)
+        return slot
+
+    def _cut_pinned(self, size: int, shared: bool, pinning: Pinning) -> Slot | None:
+        with self._lock:
+            found = _find_room(self._pinned_segments(shared, pinning), size)
+            if found is None:
+                return None
+            self._mark(*found, size)
+        return Slot(size, *found)
+
+    def _pinned_segments(self, shared: bool, pinning: Pinning) -> list[Segment]:
+        kind = pinning.device.type
+        return [
+            each
+            for each in self._segments
+            if each.pinned and each.shared >= shared and each.device is not None and each.device.type == kind
+        ]
+
+    def _add_pinned(self, size: int, shared: bool, pinning: Pinning) -> bool:
+        """Pin one more segment with room for `size` bytes; return False if that is not possible."""
+        with self._lock:
+            if pinning.device in self._refused:
+                return False
+            pinned = sum(segment.size for segment in self._segments if segment.pinned)
+            if pinned + size > pinning.limit + SPARE:
+                pinned -= self._drop(lambda segment: segment.pinned)
+        most = min(SEGMENT if pinned else FIRST_PINNED, pinning.limit, pinning.limit + SPARE - pinned)
+        length = max(size, min(most, max(pinning.total - pinned, 0)) // GRAIN * GRAIN)
+        if pinned + length > pinning.limit + SPARE:
+            return False
+        segment = Segment(length, GRAIN, shared=shared, device=pinning.device)
+        with self._lock:
+            if not segment.pinned:
+                self._refused.add(pinning.device)
+                segment.close()
+                return False
+            self._segments.append(segment)
+            self._kept += segment.free
+        return True
+
+    def pin_ahead(self, shared: bool, pinning: Pinning) -> None:
+        """Pin the memory that an operation will need in the background, while it uses the first of it."""
+
+        def grow() -> None:
+            while True:
+                with self._pin_lock:
+                    with self._lock:
+                        segments = self._pinned_segments(shared, pinning)
+                        pinned = sum(segment.size for segment in segments)
+                        missing = min(pinning.total, pinning.limit) - pinned
+                    if missing < GRAIN:
+                        return
+                    try:
+                        if not self._add_pinned(GRAIN, shared, pinning):
+                            return
+                    except (MemoryError, OSError):
+                        return  # the operation raises it, if it needs the memory
+
+        with self._lock:
+            if self._growing is not None and self._growing.is_alive():
+                return
+            self._growing = threading.Thread(target=grow, name="snapshot-io-arena", daemon=True)
+        with contextlib.suppress(RuntimeError):  # without a further thread, memory is pinned when it is needed
+            self._growing.start()
+
+    # Return
 
     def give(self, slot: Slot) -> None:
         """Return a slot to the cache."""
-        if slot.segment is not None:
-            self._give_shared(slot, slot.segment)
-            return
+        segment = slot.segment
         with self._lock:
-            self._out -= slot.size
-            if self._kept + slot.size <= self._keep:
-                self._kept += slot.size
-                self._free[slot.size, slot.pinned].append(slot)
-
-    def _give_shared(self, slot: Slot, segment: SharedSegment) -> None:
-        with self._lock:
-            if segment not in self._segments:
+            if segment is not None and segment not in self._segments:
                 return  # it belongs to the parent of this fork
             self._out -= slot.size
             keep = self._kept + slot.size <= self._keep
-            self._kept += slot.size if keep else 0
-            segment.give(slot.offset // GRAIN, slot.size // GRAIN, keep=keep)
+            if segment is None:
+                if keep:
+                    self._free[slot.size].append(slot)
+            else:
+                segment.give(slot.offset // GRAIN, slot.size // GRAIN, keep=keep)
+            if keep or slot.pinned:
+                self._kept += slot.size
             if not keep:
-                self._drop_unused()
+                self._drop(lambda segment: self._kept > self._keep or not segment.pinned)
 
-    def _drop_unused(self) -> None:
-        for segment in [each for each in self._segments if each.is_unused]:
-            self._segments.remove(segment)
-            segment.close()
+    def _drop(self, wanted: Callable[[Segment], bool]) -> int:
+        """Free the unused segments that match a condition. Return their pinned bytes."""
+        dropped = 0
+        for segment in list(self._segments):
+            if segment.is_unused and wanted(segment):
+                self._segments.remove(segment)
+                dropped += segment.free
+                self._kept -= segment.free
+                segment.close()
+        return dropped
 
     @property
     def kept(self) -> int:
@@ -155,16 +245,27 @@ class Arena:
     def release(self) -> int:
         """Free the cached slots. Return their size in bytes."""
         with self._lock:
-            kept, self._kept = self._kept, 0
+            before = self._kept
+            self._refused.clear()
+            self._kept -= sum(size * len(slots) for size, slots in self._free.items())
             self._free.clear()
             for segment in self._segments:
-                segment.trim()
-            self._drop_unused()
-            return kept
+                self._kept -= segment.trim()
+            self._drop(lambda segment: True)
+            return before - self._kept
 
     def __repr__(self) -> str:
-        shared = f", {len(self._segments)} shared segments" if self._segments else ""
-        return f"Arena({self._kept:,} bytes kept, {self._out:,} in use{shared})"
+        segments = f", {counted(len(self._segments), 'segment')}" if self._segments else ""
+        return f"Arena({self._kept:,} bytes kept, {self._out:,} in use{segments})"
+
+
+def _find_room(segments: Sequence[Segment], size: int) -> tuple[Segment, int] | None:
+    """Return a segment and an offset with room for `size` bytes, preferably with pages."""
+    for find in (Segment.find_warm, Segment.find):
+        for segment in segments:
+            if (first := find(segment, size // GRAIN)) >= 0:
+                return segment, first * GRAIN
+    return None
 
 
 def _make_arena() -> Arena:
@@ -182,6 +283,8 @@ def arena() -> Arena:
 
 def release_memory() -> int:
     """Free the unused staging memory that is kept for the next snapshot. Return its size in bytes.
+
+    Pinned memory is given back to the system, too, in whole segments that no running operation uses.
 
     >>> from snapshot import release_memory
     >>> release_memory() >= 0

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from snapshot.aio import inline
+from snapshot.runtime.accelerators import Pinning
 from snapshot.runtime.arena import Slot, arena
 from snapshot.runtime.latch import Latch
 
@@ -205,11 +206,11 @@ class MemoryBudget:
             held.release(nbytes)
 
     @asynccontextmanager
-    async def slot(self, nbytes: int) -> AsyncIterator[Slot]:
+    async def slot(self, nbytes: int, pinning: Pinning | None = None) -> AsyncIterator[Slot]:
         """Yield a slot of the arena, charged to this budget."""
         await self.acquire(nbytes)
         try:
-            slot = arena().take(nbytes)
+            slot = arena().take(nbytes, pinning=pinning)
             try:
                 yield slot
             finally:

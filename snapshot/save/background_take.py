@@ -109,7 +109,10 @@ class BackgroundTake(Take):
         """Stage what must be staged in the call, and start writing: afterwards, or as soon as the budget is used up."""
         count = len(self.plan.files)
         now, later = range(count - self.plan.late), range(count - self.plan.late, count)
+        if self._sink is None:
+            self._stager.digest_ahead(self.plan.files[: now.stop], self.session.budget)
         self._prefetcher.stage(now)
+        self._stager.end_digests()
         work = self._begin()
         if later:
             self._stager.copy_alone()

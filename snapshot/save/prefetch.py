@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from snapshot.plan.layout import FilePart, FilePlan
@@ -16,6 +17,10 @@ from snapshot.runtime.arena import arena
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.save.staging import StagedPart
 from snapshot.save.writer import Writer, arena_bytes
+from snapshot.trace import span
+
+AHEAD = 2
+"""Parts that are copied from accelerators at once: the next copy is queued before the previous one ends."""
 
 
 class PartPrefetcher:
@@ -38,6 +43,10 @@ class PartPrefetcher:
         self._progress = progress
         self._shared = shared
         """True if another process must see the slots."""
+        total = sum(arena_bytes(part.end - part.begin) for parts in self.parts for part in parts)
+        self._pinning = self._source.pinning(budget, total)
+        if self._pinning is not None:
+            arena().pin_ahead(shared, self._pinning)
         self._staged: dict[tuple[int, int], StagedPart] = {}
         self._lock = threading.Lock()
         self._waiting: dict[tuple[int, int], Callable[[], object]] = {}
@@ -45,16 +54,23 @@ class PartPrefetcher:
         self._closed = False
         self._begin = begin
         """Called when writing must start so that staging can continue."""
+        self._arriving: deque[tuple[int, int, StagedPart]] = deque()
+        """The parts whose copies from accelerators run."""
 
     def stage(self, numbers: range) -> None:
         """Stage every part of some files, round-robin. Return when the last one is in host memory."""
         deepest = max((len(self.parts[number]) for number in numbers), default=0)
-        for position in range(deepest):
-            if self._closed and 2 * position >= deepest:
-                self.open()
-            for number in numbers:
-                if position < len(self.parts[number]):
-                    self._stage(number, position, self.parts[number][position])
+        try:
+            for position in range(deepest):
+                if self._closed and 2 * position >= deepest:
+                    self.open()
+                for number in numbers:
+                    if position < len(self.parts[number]):
+                        self._stage(number, position, self.parts[number][position])
+            self._deliver(0)
+        finally:
+            while self._arriving:  # after an error
+                self._arriving.pop()[2].release()
 
     def _stage(self, number: int, position: int, part: FilePart) -> None:
         size = arena_bytes(part.end - part.begin)
@@ -62,28 +78,38 @@ class PartPrefetcher:
         try:
             granted = self._budget.try_acquire(size)
             if not granted:
+                self._deliver(0)  # their memory is released once they are written
                 self._begin()
                 self.open()
                 self._budget.acquire_blocking(size)
                 granted = True
-            slot = arena().take(part.end - part.begin, pinned=self._source.pinned, shared=self._shared)
-            staged = self._source.stage(self._files[number], part, slot, self._budget)
+            slot = arena().take(part.end - part.begin, shared=self._shared, pinning=self._pinning)
+            with span("stage", bytes=part.end - part.begin, copied=True):
+                staged = self._source.begin(self._files[number], part, slot, self._budget)
         except BaseException:
             if slot is not None:
                 arena().give(slot)
             if granted:
                 self._budget.release(size)
             raise
-        with self._lock:
-            if self._error is None:
+        self._arriving.append((number, position, staged))
+        self._deliver(AHEAD if staged.events else 0)
+
+    def _deliver(self, left: int) -> None:
+        """Hand the oldest parts to the writer when they have arrived, until `left` are arriving."""
+        while len(self._arriving) > left:
+            number, position, staged = self._arriving[0]
+            part = self.parts[number][position]
+            self._source.end(self._files[number], part, staged)
+            with self._lock:
+                if self._error is not None:
+                    raise self._error
+                self._arriving.popleft()
                 self._staged[number, position] = staged
                 wake = None if self._closed else self._waiting.pop((number, position), None)
-            else:
-                staged.release()
-                raise self._error
-        if wake is not None:
-            wake()
-        self._progress(part.end - part.begin)
+            if wake is not None:
+                wake()
+            self._progress(part.end - part.begin)
 
     def close(self) -> None:
         """Hold back staged parts until half of them are staged, or `open` is called.

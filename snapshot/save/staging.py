@@ -15,24 +15,31 @@ import torch
 from snapshot.aio import in_thread
 from snapshot.errors import SnapshotError
 from snapshot.plan.layout import Extent, FilePart, FilePlan
+from snapshot.runtime.accelerators import Pinning
 from snapshot.runtime.arena import Slot, arena
 from snapshot.runtime.budget import MemoryBudget
+from snapshot.save.device_copies import DeviceCopies, PartCopies, await_host_copies
+from snapshot.save.extent_digests import ExtentDigests, Known
 from snapshot.state.leaves import Leaf
 from snapshot.storage import Buffer
 from snapshot.tensors.addresses import SHORT, copy_memory, copy_memory_short, view_memory, wrap_memory
 from snapshot.tensors.digest import BLOCK, RunningDigest, digest_range
-from snapshot.tensors.geometry import boxes_of_range
 from snapshot.trace import span
+
+ALIGNMENT = 16
+"""Copies from accelerators to a slot begin at multiples of this."""
 
 
 class StagedPart:
     """A part's bytes in host memory, and the memory to release after they are written."""
 
-    __slots__ = ("_budget", "_shares", "buffers", "slot")
+    __slots__ = ("_budget", "_shares", "buffers", "events", "slot")
 
     def __init__(
         self, buffers: list[Buffer], shares: list[Buffer] | None, slot: Slot | None, budget: MemoryBudget | None
     ) -> None:
+        self.events: Sequence[Any] = ()
+        """They occur when the bytes have arrived from accelerators."""
         self.buffers = buffers
         """The buffers to write, in order."""
         self._shares = shares
@@ -49,8 +56,15 @@ class StagedPart:
             for each in file.extents[part.first : part.last]
         ]
 
+    def arrive(self) -> None:
+        """Wait until the bytes are in host memory."""
+        events, self.events = self.events, ()
+        for event in events:
+            event.synchronize()
+
     def release(self) -> None:
         """Release the memory. Later calls do nothing."""
+        self.arrive()  # a copy may still write to the slot
         slot, self.slot = self.slot, None
         self.buffers, self._shares = [], []
         if slot is not None and self._budget is not None:
@@ -73,8 +87,10 @@ class Stager:
         self.parallel = parallel
         """True if the staging thread may copy with torch's thread pool."""
         self._watched: dict[int, tuple[torch.Tensor, int]] = {}
+        self._ahead: ExtentDigests | None = None
         self.plain = [leaf.plain for leaf in leaves]
-        self.streams = _Streams([leaf.tensor for leaf in leaves if not leaf.plain])
+        await_host_copies(leaf.tensor for leaf in leaves if leaf.address)
+        self._devices = DeviceCopies([leaf.tensor for leaf in leaves if not leaf.plain])
 
     def needs_slot(self, file: FilePlan, part: FilePart) -> int:
         """Return the slot bytes that staging a part takes; 0 if its tensors' own memory suffices."""
@@ -82,23 +98,56 @@ class Stager:
             return part.end - part.begin
         plain = self.plain
         return sum(
-            min(each.end, part.end) - max(each.begin, part.begin)
+            _aligned(min(each.end, part.end) - max(each.begin, part.begin))
             for each in file.extents[part.first : part.last]
             if not plain[each.leaf]
         )
 
+    def pinning(self, budget: MemoryBudget, total: int) -> Pinning | None:
+        """Return the pinned memory to stage in, for an operation that copies `total` bytes; None if none is useful."""
+        return self._devices.pinning(budget, total)
+
+    def digest_ahead(self, files: Sequence[FilePlan], budget: MemoryBudget) -> None:
+        """Let accelerators digest what they hold of some files, where that is faster."""
+        if self.pinning(budget, 0) is not None:
+            self._ahead = ExtentDigests(self._devices, self.leaves, files, budget)
+
+    def end_digests(self) -> None:
+        """Wait for the digests of accelerators: afterwards, the tensors may change."""
+        if self._ahead is not None:
+            self._ahead.finish()
+
     def stage(self, file: FilePlan, part: FilePart, slot: Slot | None, budget: MemoryBudget | None) -> StagedPart:
         """Bring a part into host memory. With a slot for the whole part, everything is copied."""
-        header = file.header[part.begin : part.end] if part.begin < len(file.header) else b""
         with span("stage", bytes=part.end - part.begin, copied=slot is not None):
-            if self.copies and slot is not None:
-                staged = self._copy(file, part, slot, budget, header)
-            else:
-                staged = self._borrow(file, part, slot, budget, header)
-            self.streams.synchronize()
-            if self._watched:
-                self._check(file, part)
+            staged = self.begin(file, part, slot, budget)
+            self.end(file, part, staged)
         return staged
+
+    def begin(self, file: FilePlan, part: FilePart, slot: Slot | None, budget: MemoryBudget | None) -> StagedPart:
+        """Start to stage a part. The bytes of accelerators may arrive later; until `end`, it must not be released."""
+        header = file.header[part.begin : part.end] if part.begin < len(file.header) else b""
+        if slot is None:
+            return self._borrow(file, part, header)
+        if self._watched:  # memory that was freed must not be read
+            self._check(file, part)
+        copies = PartCopies(self._devices, slot)
+        try:
+            if self.copies:
+                staged = self._copy(file, part, header, slot=slot, budget=budget, copies=copies)
+            else:
+                staged = self._borrow(file, part, header, slot=slot, budget=budget, copies=copies)
+        except BaseException:
+            copies.wait()
+            raise
+        staged.events = copies.end()
+        return staged
+
+    def end(self, file: FilePlan, part: FilePart, staged: StagedPart) -> None:
+        """Wait until a part has arrived, and check that its tensors did not change meanwhile."""
+        staged.arrive()
+        if self._watched:
+            self._check(file, part)
 
     async def fetch(self, file: FilePlan, part: FilePart, slot: Slot, budget: MemoryBudget) -> StagedPart:
         """Return a part whose bytes come from another storage."""
@@ -110,15 +159,18 @@ class Stager:
 
     def digests(self, file: FilePlan) -> FileDigests:
         """Return an object that digests a file's parts as they arrive."""
-        return FileDigests(file)
+        return FileDigests(file, self._ahead.of_file(file) if self._ahead is not None else {})
 
     def watch(self, late: bytes, owners: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
         """Require the marked leaves to be unchanged when they are staged: `owners` must still have these `versions`."""
+        for leaf in compress(self.leaves, late):
+            self._devices.keep_memory(leaf.tensor)
         watched = zip(owners, versions, strict=True)
         self._watched = dict(zip(compress(range(len(late)), late), watched, strict=True))
 
     def forget(self) -> None:
         """Release all tensors. The result of a concurrent staging thread is discarded."""
+        self.end_digests()
         self._watched = {}
         self.leaves = ()
 
@@ -139,7 +191,14 @@ class Stager:
                 )
 
     def _copy(
-        self, file: FilePlan, part: FilePart, slot: Slot, budget: MemoryBudget | None, header: bytes
+        self,
+        file: FilePlan,
+        part: FilePart,
+        header: bytes,
+        *,
+        slot: Slot,
+        budget: MemoryBudget | None,
+        copies: PartCopies,
     ) -> StagedPart:
         if header:
             slot.view[: len(header)] = header
@@ -154,11 +213,18 @@ class Stager:
                     copy_memory_short(base + begin, leaves[extent.leaf].address + extent.start, length)
                     continue
             begin, end = max(begin, part_begin), min(end, part_end)
-            self._fill(leaves[extent.leaf], extent, begin, end, slot=slot, at=begin - part_begin)
+            self._fill(leaves[extent.leaf], extent, begin, end, copies=copies, slot=slot, at=begin - part_begin)
         return StagedPart([whole[: part_end - part_begin]], None, slot, budget)
 
     def _borrow(
-        self, file: FilePlan, part: FilePart, slot: Slot | None, budget: MemoryBudget | None, header: bytes
+        self,
+        file: FilePlan,
+        part: FilePart,
+        header: bytes,
+        *,
+        slot: Slot | None = None,
+        budget: MemoryBudget | None = None,
+        copies: PartCopies | None = None,
     ) -> StagedPart:
         shares: list[Buffer] = []
         used = 0
@@ -170,91 +236,42 @@ class Stager:
                 shares.append(wrap_memory(address, end - begin))
                 continue
             assert slot is not None
-            self._fill(leaves[extent.leaf], extent, begin, end, slot=slot, at=used)
+            assert copies is not None
+            self._fill(leaves[extent.leaf], extent, begin, end, copies=copies, slot=slot, at=used)
             shares.append(slot.view[used : used + end - begin])
-            used += end - begin
+            used += _aligned(end - begin)
         return StagedPart([header, *shares] if header else list(shares), shares, slot, budget)
 
-    def _fill(self, leaf: Leaf, extent: Extent, begin: int, end: int, *, slot: Slot, at: int) -> None:
+    def _fill(
+        self, leaf: Leaf, extent: Extent, begin: int, end: int, *, copies: PartCopies, slot: Slot, at: int
+    ) -> None:
         """Copy the bytes [begin, end) of the file, which belong to one extent, to a slot."""
         if begin == end:
             return
-        tensor = leaf.tensor.detach()
         start = extent.start + begin - extent.begin
-        if self.plain[extent.leaf]:
-            source = leaf.address + start
-            if not self.parallel or end - begin < 1 << 20:
-                copy_memory(slot.address + at, source, end - begin)
-            else:  # torch copies with its thread pool
-                slot.tensor[at : at + end - begin].copy_(
-                    torch.frombuffer(view_memory(source, end - begin), dtype=torch.uint8)
-                )
+        if not self.plain[extent.leaf]:
+            copies.copy(leaf, start, end - begin, at)
             return
-        itemsize = leaf.nbytes // max(1, tensor.numel())
-        first = start // itemsize
-        length = (end - begin) // itemsize
-        if at % itemsize:  # a slot with only some leaves packs dtypes of all sizes
-            staged = torch.empty(length, dtype=leaf.tensor.dtype)
-        else:
-            staged = slot.tensor[at : at + end - begin].view(tensor.dtype)
-        with torch.no_grad(), self.streams.copying(tensor.device):
-            for position, box in boxes_of_range(leaf.shape, first, first + length):
-                target = staged[position - first : position - first + box.numel].view(box.sizes)
-                target.copy_(tensor[box.slices()], non_blocking=slot.pinned)
-        if at % itemsize:
-            self.streams.synchronize()
-            copy_memory(slot.address + at, staged.data_ptr(), end - begin)
-
-    @property
-    def pinned(self) -> bool:
-        """True if slots should be pinned, because an accelerator copies faster from pinned memory."""
-        return self.streams.pinned
+        source = leaf.address + start
+        if not self.parallel or end - begin < 1 << 20:
+            copy_memory(slot.address + at, source, end - begin)
+        else:  # torch copies with its thread pool
+            slot.tensor[at : at + end - begin].copy_(
+                torch.frombuffer(view_memory(source, end - begin), dtype=torch.uint8)
+            )
 
 
-class _Streams:
-    """Side streams for copies from accelerators, ordered after the caller's current streams."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._streams: dict[torch.device, tuple[Any, Any]] = {}
-        self._dirty = False
-        devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
-        for device in devices:
-            try:
-                current = torch.accelerator.current_stream(device)
-                side = torch.Stream(device=device)
-                side.wait_stream(current)
-            except (RuntimeError, NotImplementedError, AttributeError):
-                continue  # an accelerator without streams copies in order
-            self._streams[device] = (side, current)
-        self.pinned = bool(self._streams) and _can_pin()
-
-    def copying(self, device: torch.device) -> Any:
-        """Return the context in which tensors of a device are copied."""
-        if device not in self._streams:
-            return torch.no_grad()
-        self._dirty = True
-        return self._streams[device][0]
-
-    def synchronize(self) -> None:
-        """Wait until all copies have finished."""
-        if self._dirty:
-            for side, _ in self._streams.values():
-                side.synchronize()
-
-
-def _can_pin() -> bool:
-    try:
-        torch.empty(1, pin_memory=True)
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
+def _aligned(nbytes: int) -> int:
+    """Return a length after which a tensor of any dtype may begin."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class FileDigests:
     """The digests of a file's extents, computed as its parts arrive in order."""
 
-    def __init__(self, file: FilePlan) -> None:
+    def __init__(self, file: FilePlan, known: Known | None = None) -> None:
         self._file = file
+        self._known = known or {}
         self.digests: list[str] = [""] * len(file.extents)
         self.tables: dict[int, bytes] = {}
         self._running: RunningDigest | None = None
@@ -264,6 +281,8 @@ class FileDigests:
         """Add a part's share of each extent."""
         extents, digests, part_end = self._file.extents, self.digests, part.end
         for index, share in zip(range(part.first, part.last), shares, strict=True):
+            if index in self._known:
+                continue
             extent = extents[index]
             length = extent.end - extent.begin
             if self._running is None and length <= BLOCK and extent.begin >= part.begin and extent.end <= part_end:
@@ -279,7 +298,11 @@ class FileDigests:
                     self.tables[index] = table
 
     def finish(self) -> None:
-        """Finish the digests of empty extents, which are in no part."""
+        """Finish the digests that are known already, and those of empty extents, which are in no part."""
+        for index, (digest, table) in self._known.items():
+            self.digests[index] = digest
+            if table:
+                self.tables[index] = table
         for index, digest in enumerate(self.digests):
             if not digest:
                 self.digests[index] = digest_range(b"")

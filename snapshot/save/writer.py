@@ -16,7 +16,7 @@ from snapshot.aio import in_thread, run_inline, shielded
 from snapshot.plan.layout import FilePart, FilePlan, choose_part_size
 from snapshot.plan.plan_cache import find_parts
 from snapshot.progress import unmetered
-from snapshot.runtime.arena import GRAIN, arena
+from snapshot.runtime.arena import GRAIN, SEGMENT, arena
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import cancel_all
 from snapshot.runtime.session import Session
@@ -240,7 +240,8 @@ class Writer:
         return staged
 
     def _stage(self, file: FilePlan, part: FilePart, needed: int, digests: FileDigests) -> StagedPart:
-        slot = arena().take(needed, pinned=self.source.pinned) if needed else None
+        pinning = self.source.pinning(self._budget, SEGMENT) if needed else None
+        slot = arena().take(needed, pinning=pinning) if needed else None
         try:
             staged = self.source.stage(file, part, slot, self._budget)
             _digest_part(digests, file, part, staged)

@@ -67,12 +67,16 @@ class OverlapEligible:
 
     def _accept_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
         """Record an optimizer whose steps can be awaited; return True if its state is in torch's usual place."""
-        if not _is_hooked(optimizer):
-            for group in optimizer.param_groups:
-                self._changing += map(find_local_tensor, group["params"])
-            for state in optimizer.state.values():
-                values = state.values() if isinstance(state, Mapping) else [state]
-                self._changing += [find_local_tensor(each) for each in values if isinstance(each, torch.Tensor)]
+        hooked = _is_hooked(optimizer)
+        tensors = [each for group in optimizer.param_groups for each in group["params"]]
+        for state in optimizer.state.values():
+            values = state.values() if isinstance(state, Mapping) else [state]
+            tensors += [each for each in values if isinstance(each, torch.Tensor)]
+        # `torch._foreach_*` changes a DTensor without counting it, so a change during the copy would stay unnoticed.
+        self._changing += [
+            find_local_tensor(each) for each in tensors if not hooked or find_local_tensor(each) is not each
+        ]
+        if not hooked:
             return False
         self.optimizers.append(optimizer)
         return _has_usual_state(optimizer)

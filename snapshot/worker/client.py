@@ -33,8 +33,8 @@ from snapshot.events import emit, log
 from snapshot.per_process import PerProcess
 from snapshot.plan.layout import FilePart, FilePlan
 from snapshot.runtime.loop import cancel_all, in_own_thread
+from snapshot.runtime.segment import Segment
 from snapshot.runtime.session import Session
-from snapshot.runtime.shared_memory import SharedSegment
 from snapshot.save.staging import StagedPart
 from snapshot.save.writer import Progress, StagedParts, WrittenFile
 from snapshot.storage import Storage
@@ -121,7 +121,7 @@ class WriterProcess:
         self._channel = MessageChannel(ours, self._received, self._closed)
         self._numbers = itertools.count(1)
         self._takes: dict[int, _Take] = {}
-        self._shown: dict[int, SharedSegment] = {}
+        self._shown: dict[int, Segment] = {}
         self._end: SnapshotError | None = None
         self._burial: asyncio.Task[None] | None = None
 
@@ -210,7 +210,7 @@ class WriterProcess:
             nbytes = len(staged.buffers[0])
             self._channel.send(Give(take.number, file, position, slot.segment.number, slot.offset, nbytes))
 
-    def _show(self, segment: SharedSegment) -> None:
+    def _show(self, segment: Segment) -> None:
         """Map a segment in the writer process, and unmap closed segments."""
         for number in [number for number, each in self._shown.items() if each.closed]:
             del self._shown[number]

@@ -16,8 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapshot.bench import page_cache, raw_io
+from snapshot.bench.figure import draw_result
+from snapshot.bench.goodput import compute_goodput, goodput_title
+from snapshot.bench.page import draw_page
 from snapshot.bench.workloads import CASES
 from snapshot.cli import main
+from snapshot.cli.bench import header
 from tests.helpers.processes import command_line
 from tests.helpers.warm_interpreter import Failed, Warm
 
@@ -56,6 +60,7 @@ def test_json_holds_each_system_beside_the_raw_baselines_and_nothing_is_left(
     shown = bench(*TINY, "--only", "take,restore", "--peers", "torch.save", "--json")
     found = json.loads(shown)
     assert set(found) == {"host", "settings", "tables"}
+    assert "device" not in found["host"], "only an accelerator is described"
     assert [table["operation"] for table in found["tables"]] == ["take", "restore"]
     for table in found["tables"]:
         assert table["failed"] == []
@@ -114,6 +119,8 @@ def test_an_interruption_leaves_neither_files_nor_processes(
     [
         (["--case", "medium"], "unknown case 'medium'"),
         (["--peers", "pickle"], "unknown peer 'pickle'"),
+        (["--device", "toaster"], "argument --device: must be one of cpu"),
+        (["--device", "cpu:0"], ", got 'cpu:0'"),
         (["--scale", "0"], "must be above 0, got 0"),
         (["--rounds", "-1"], "must be above 0, got -1"),
         (["--scale", "1e9"], "free; pass a smaller --scale"),
@@ -223,3 +230,21 @@ def test_a_wiped_payload_is_told_from_what_it_was() -> None:
     made.wipe()
     assert made.digest() != before
     assert CASES["keys"].make(0.01).digest() == before
+
+
+def test_results_of_an_accelerator_say_its_name_and_the_speed_of_its_link() -> None:
+    result = json.loads((ROOT / "docs/_static/benchmark.json").read_text())
+    speeds = {"pinned": True, "to_host_gb_per_second": 55.25, "to_device_gb_per_second": 7.0}
+    device = {"device": "cuda:1", "name": "NVIDIA <X>", **speeds}
+    on_cpu = result["host"] | {"where": "/scratch", "kernel": "6.1"}
+    on_device = result | {"host": on_cpu | {"device": device}}
+    goodput = compute_goodput(on_device, 10_800)
+    text = "cuda:1 (NVIDIA <X>), pinned copies: 55.2 GB/s to the host, 7 GB/s to the device"
+    assert header(on_device["host"], 1, 5).endswith(f"\n{text}")
+    escaped = text.replace("<X>", "&lt;X&gt;")
+    page = draw_page(on_device, goodput)
+    assert f"<p>{escaped}.</p>" in page
+    assert "<h2>Training time lost on cuda:1 (NVIDIA &lt;X&gt;), with a failure every 3.0 h</h2>" in page
+    assert f">{escaped}</text>" in draw_result(on_device)
+    assert goodput_title(goodput, result) == "training time lost, with a failure every 3.0 h"
+    assert header(on_cpu, 1, 5) == header(on_device["host"], 1, 5).removesuffix(f"\n{text}")

@@ -3,6 +3,10 @@
 // - Its addresses cannot be read by the host: whoever takes a device's tensor for host memory crashes.
 // - Copies with `non_blocking` from or to pinned memory wait in their stream until it is synchronized, or a stream that
 //   waits for it: whoever forgets that reads what was there before.
+// - Memory that is freed is reused at once, with other bytes, though a copy from it may still wait in another stream than
+//   the current one; `record_stream` prevents that. A copy that waits does not hold the device's memory.
+// - A copy between host and device whose elements do not lie alike on both sides takes memory of the device.
+// - Host memory can be pinned where it is (`pin`), and must not be unpinned while a copy uses it.
 // - It counts copies and bytes, and can refuse an allocation.
 //
 // All else runs on the CPU (`cpu_fallback`), in the order in which it is called.
@@ -11,6 +15,8 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <set>
+#include <vector>
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -21,6 +27,8 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/set_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
@@ -39,8 +47,24 @@ constexpr uintptr_t kFar = uintptr_t(1) << 62;  // no address of the host has th
 
 // Never destroyed: tensors may outlive whatever ends with the process.
 auto& lock = *new std::recursive_mutex;
-using Guard = std::lock_guard<std::recursive_mutex>;
+auto& done_work = *new std::vector<std::function<void()>>;
+int depth = 0;
+
+// Work that was done is destroyed once the lock is free: to let go of host memory may take the interpreter, which may wait
+// for the lock.
+struct Guard {
+    explicit Guard(std::recursive_mutex& held) {
+        held.lock();
+        ++depth;
+    }
+    ~Guard() {
+        std::vector<std::function<void()>> dead;
+        if (--depth == 0) dead.swap(done_work);
+        lock.unlock();
+    }
+};
 auto& counts = *new std::map<std::string, int64_t>;
+bool refuse_pin = false;
 int64_t refused = 0;  // this allocation from now on fails; 0: none
 thread_local bool falling_back = false;
 thread_local DeviceIndex current_device = 0;
@@ -63,6 +87,7 @@ struct Queue {
             waiting.pop_front();
             ++done;
             work();
+            done_work.push_back(std::move(work));
         }
     }
 };
@@ -163,16 +188,35 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, GuardImpl)
 // Memory
 
 struct Held {
-    void* host;
-    int64_t nbytes;
+    char* host;
+    size_t nbytes;
+    std::map<Queue*, uint64_t> readers;  // streams that use it, and how far they must be before it is reused
 };
+
+auto& blocks = *new std::map<char*, Held*>;              // all, by address
+auto& freed = *new std::map<size_t, std::vector<Held*>>;  // by size
 
 void give_back(void* context) {
     Guard held(lock);
     auto* block = static_cast<Held*>(context);
     counts["allocated_bytes"] -= block->nbytes;
-    std::free(block->host);
-    delete block;
+    for (auto& [queue, until] : block->readers) until = queue->given;
+    freed[block->nbytes].push_back(block);
+}
+
+Held* reuse(size_t nbytes) {
+    auto& found = freed[nbytes];
+    for (size_t at = found.size(); at-- > 0;) {
+        auto* block = found[at];
+        bool ready = true;
+        for (auto& [queue, until] : block->readers) ready = ready && queue->done >= until;
+        if (!ready) continue;
+        block->readers.clear();
+        found.erase(found.begin() + at);
+        ++counts["reused"];
+        return block;
+    }
+    return nullptr;
 }
 
 struct DeviceMemory final : c10::Allocator {
@@ -181,8 +225,13 @@ struct DeviceMemory final : c10::Allocator {
         ++counts["allocations"];
         if (refused > 0 && --refused == 0)
             TORCH_CHECK_WITH(OutOfMemoryError, false, "fakedev out of memory: tried to allocate ", nbytes, " bytes");
-        auto* block = new Held{std::malloc(std::max<size_t>(nbytes, 1)), static_cast<int64_t>(nbytes)};
-        std::memset(block->host, 0xEE, nbytes);  // fresh memory is not zero
+        run_all(stream_on(current_device));  // its work comes before that of the next owner
+        auto* block = reuse(nbytes);
+        if (!block) {
+            block = new Held{static_cast<char*>(std::malloc(std::max<size_t>(nbytes, 1))), nbytes, {}};
+            blocks[block->host] = block;
+        }
+        std::memset(block->host, 0xEE, nbytes);  // fresh memory is not zero, and the next owner writes to it
         counts["allocated_bytes"] += nbytes;
         counts["peak_bytes"] = std::max(counts["peak_bytes"], counts["allocated_bytes"]);
         auto far = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(block->host) + kFar);
@@ -207,6 +256,34 @@ void unpin(void* address) {
     std::free(address);
 }
 
+auto& registered = *new std::map<char*, size_t>;
+auto& in_flight = *new std::multiset<char*>;  // host addresses that waiting copies use
+
+int64_t pin(uintptr_t address, size_t nbytes) {
+    Guard held(lock);
+    if (refuse_pin) return 2;
+    auto* first = reinterpret_cast<char*>(address);
+    if (is_pinned(first)) return 712;
+    pinned[first] = registered[first] = nbytes;
+    counts["registered_bytes"] += nbytes;
+    counts["most_registered_bytes"] = std::max(counts["most_registered_bytes"], counts["registered_bytes"]);
+    ++counts["registrations"];
+    return 0;
+}
+
+int64_t unpin_registered(uintptr_t address) {
+    Guard held(lock);
+    auto* first = reinterpret_cast<char*>(address);
+    auto found = registered.find(first);
+    if (found == registered.end()) return 713;
+    auto used = in_flight.lower_bound(first);
+    TORCH_CHECK(used == in_flight.end() || *used >= first + found->second, "unpinned while a copy uses the memory");
+    counts["registered_bytes"] -= found->second;
+    pinned.erase(first);
+    registered.erase(found);
+    return 0;
+}
+
 struct PinnedMemory final : c10::Allocator {
     c10::DataPtr allocate(size_t nbytes) override {
         Guard held(lock);
@@ -219,6 +296,10 @@ struct PinnedMemory final : c10::Allocator {
 };
 
 auto& pinned_memory = *new PinnedMemory;
+
+void* near(const void* address) {
+    return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(address) & ~kFar);
+}
 
 struct Hooks final : at::PrivateUse1HooksInterface {
     bool isBuilt() const override { return true; }
@@ -235,6 +316,14 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     }
     bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
     c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
+    void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+        c10::DeviceGuard on(storage.device());
+        auto data = device_memory.allocate(nbytes);
+        auto* to = static_cast<char*>(near(data.get()));
+        if (nbytes && storage.nbytes()) std::memcpy(to, near(storage.data()), std::min(nbytes, storage.nbytes()));
+        storage.set_data_ptr_noswap(std::move(data));
+        storage.set_nbytes(nbytes);
+    }
 };
 
 // Tensors
@@ -251,10 +340,6 @@ at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std
     return at::detail::empty_generic(size, &device_memory, kKeys, at::dtype_or_default(dtype), format);
 }
 
-void* near(const void* address) {
-    return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(address) & ~kFar);
-}
-
 at::Tensor near(const at::Tensor& tensor) {
     auto* first = static_cast<char*>(near(tensor.storage().data())) + tensor.storage_offset() * tensor.itemsize();
     auto alias = at::from_blob(first, tensor.sizes(), tensor.strides(), at::TensorOptions().dtype(tensor.dtype()));
@@ -263,32 +348,49 @@ at::Tensor near(const at::Tensor& tensor) {
     return alias;
 }
 
-at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blocking) {
+bool lie_alike(const at::Tensor& a, const at::Tensor& b) {
+    if (a.numel() <= 1 || (a.is_contiguous() && b.is_contiguous() && a.dtype() == b.dtype())) return true;
+    return a.dtype() == b.dtype() && a.strides() == b.strides() && a.is_non_overlapping_and_dense();
+}
+
+void copy_between(const at::Tensor& self, const at::Tensor& dst, bool non_blocking) {
     Guard held(lock);
     if (!falling_back) {
         std::string way = self.is_cpu() ? "to_device" : dst.is_cpu() ? "to_host" : "on_device";
         ++counts[way];
         counts[way + "_bytes"] += dst.nbytes();
     }
-    // Holds the memory, not the tensors: to let go of those may take the interpreter, which may wait for the lock.
-    auto copy = [to = near(dst), from = near(self), kept = std::pair(dst.storage(), self.storage())] {
+    if (self.is_cpu() != dst.is_cpu() && !lie_alike(self, dst)) {
+        c10::DeviceGuard on((self.is_cpu() ? dst : self).device());
+        device_memory.allocate(dst.nbytes());
+    }
+    const auto& host = self.is_cpu() ? self : dst;
+    // Holds the host's memory, not the tensors: to let go of those may take the interpreter, which may wait for the
+    // lock. The device's memory is not held: whoever frees it must know that nobody reads it.
+    auto copy = [to = near(dst), from = near(self), kept = host.storage()] {
         at::AutoDispatchBelowADInplaceOrView below;
         to.copy_(from);
     };
     auto stream = stream_on((self.is_cpu() ? dst : self).device().index());
-    const auto& host = self.is_cpu() ? self : dst;
     if (non_blocking && (!host.is_cpu() || is_pinned(host.storage().data()))) {
         auto& queue = queue_of(stream);
         ++queue.copies;
-        queue.give([&queue, copy] {
+        counts["most_waiting"] = std::max(counts["most_waiting"], queue.copies);
+        auto used = in_flight.insert(static_cast<char*>(near(host.storage().data())) + host.storage_offset());
+        queue.give([&queue, copy, used] {
             --queue.copies;
+            in_flight.erase(used);
             copy();
         });
     } else {
         run_all(stream);
         copy();
     }
-    return dst;
+}
+
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blocking) {
+    copy_between(self, dst, non_blocking);
+    return dst;  // without the lock: it may take the interpreter
 }
 
 const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef size, std::optional<at::MemoryFormat>) {
@@ -334,7 +436,12 @@ at::Tensor& set_whole(at::Tensor& self, at::Storage source) {
     return at::cpu::set_(self, std::move(source), 0, {size}, {1});
 }
 
-void record_stream(at::Tensor&, Stream) {}  // memory is given back when its last copy has run
+void record_stream(at::Tensor& self, Stream stream) {
+    Guard held(lock);
+    // What the stream will have been told by the time the memory is freed is not known yet: all of it counts.
+    auto block = blocks.upper_bound(static_cast<char*>(near(self.storage().data())));
+    if (block != blocks.begin()) std::prev(block)->second->readers[&queue_of(stream)] = 0;
+}
 
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     for (DeviceIndex index = 0; index < kDevices; ++index) run_all(stream_on(index));
@@ -354,6 +461,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("empty_strided", empty_strided);
     m.impl("as_strided", as_strided);
     m.impl("view", at::native::view);
+    m.impl("view_as_real", at::native::view_as_real);
+    m.impl("view_as_complex", at::native::view_as_complex);
     m.impl("_reshape_alias", at::native::_reshape_alias);
     m.impl("resize_", resize_);
     m.impl("set_.source_Storage", set_whole);
@@ -388,12 +497,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         auto allocated = counts["allocated_bytes"];
         counts.clear();
         counts["allocated_bytes"] = counts["peak_bytes"] = allocated;
+        for (auto& [address, nbytes] : registered) counts["registered_bytes"] += nbytes;
+        counts["most_registered_bytes"] = counts["registered_bytes"];
         refused = 0;
+        refuse_pin = false;
     });
     def("refuse_allocation", [](int64_t nth) {
         Guard held(lock);
         refused = nth;
     });
+    def("pin", pin);
+    def("unpin", unpin_registered);
+    def("refuse_pin", [] { refuse_pin = true; });
     def("waiting", [] {
         Guard held(lock);
         int64_t sum = 0;

@@ -42,7 +42,8 @@ def load() -> Any:
     """The extension; `torch.fakedev` and the device are there from now on.
 
     `counts()` says how many copies (`to_device`, `to_host`, `on_device`) and allocations there were since `reset()`,
-    and their bytes; `refuse_allocation(nth)` lets one fail; `waiting()` is how many copies wait in streams.
+    and their bytes; `refuse_allocation(nth)` lets one fail, `refuse_pin()` every registration of host memory;
+    `waiting()` is how many copies wait in streams.
     """
     from torch.utils import cpp_extension
 
@@ -84,6 +85,12 @@ def _module(extension: Any) -> types.ModuleType:
     module.set_device = extension.set_device
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
+    module.is_current_stream_capturing = lambda: False
+    # The names of CUDA's runtime: a library asks every backend for them alike.
+    module.cudart = lambda: types.SimpleNamespace(
+        cudaHostRegister=lambda address, nbytes, flags: extension.pin(address, nbytes),
+        cudaHostUnregister=extension.unpin,
+    )
     module.manual_seed_all = manual_seed_all
     module.get_rng_state = lambda device="fakedev": generators[index_of(device)].get_state()
     module.set_rng_state = lambda state, device="fakedev": generators[index_of(device)].set_state(state)

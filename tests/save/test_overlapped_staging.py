@@ -700,7 +700,7 @@ print(most[0] - before)
 
 def test_what_is_given_up_has_its_memory_back_when_the_wait_is_over(monkeypatch):
     """The part that is being copied then is copied to its end."""
-    copying, go_on, real = threading.Event(), threading.Event(), Stager.stage
+    copying, go_on, real = threading.Event(), threading.Event(), Stager.begin
 
     def slow(self, *arguments):
         if threading.current_thread().name == "snapshot-io-stage":
@@ -708,7 +708,7 @@ def test_what_is_given_up_has_its_memory_back_when_the_wait_is_over(monkeypatch)
             go_on.wait(30)
         return real(self, *arguments)
 
-    monkeypatch.setattr(Stager, "stage", slow)
+    monkeypatch.setattr(Stager, "begin", slow)
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
     pending = Snapshot.async_take("memory://given-up", app, staging="overlapped", overwrite=True)

@@ -23,7 +23,7 @@ from snapshot.runtime.arena import GRAIN, Arena, arena
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import run, start
 from snapshot.runtime.session import Session
-from snapshot.runtime.shared_memory import SharedSegment
+from snapshot.runtime.segment import Segment
 from snapshot.save.staging import Stager
 from snapshot.save.writer import Writer
 from snapshot.state.leaves import Leaf
@@ -174,7 +174,7 @@ def test_descriptors_and_segments_stay_few(tmp_path):
     assert descriptors() <= before  # idle clients of earlier tests may be closed meanwhile
     assert descriptors(writer_process().pid) == there
     assert repr(arena()) == segments
-    assert "1 shared segment" in segments
+    assert "1 segment" in segments
 
 
 def test_memory_that_went_back_is_shown_anew(tmp_path):
@@ -383,7 +383,7 @@ def test_options_of_the_main_module_are_refused(monkeypatch):
 # Shared memory
 
 
-def resident(segment: SharedSegment) -> int:
+def resident(segment: Segment) -> int:
     return os.fstat(segment.descriptor).st_blocks * 512
 
 

@@ -1,0 +1,125 @@
+"""Digests that accelerators compute from their own memory, before its bytes are copied.
+
+The host then has nothing to digest, and a restore also detects bytes that changed on their way to the host.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from snapshot.events import log
+from snapshot.plan.layout import FilePlan
+from snapshot.runtime.arena import GRAIN, Slot, arena
+from snapshot.runtime.budget import MemoryBudget
+from snapshot.save.device_copies import DeviceCopies
+from snapshot.state.leaves import Leaf
+from snapshot.tensors.device_digest import DeviceDigests, is_usable, scratch_bytes, supports
+
+WORTH = 1 << 30
+"""Bytes on one accelerator from which it digests them: the first launch of a process takes up to some seconds."""
+
+Known = dict[int, tuple[str, bytes]]
+"""The digest and the table of a file's extents, by their position."""
+
+
+@dataclass
+class _Running:
+    """The launch of one device, and the memory that it uses."""
+
+    work: DeviceDigests
+    places: Sequence[tuple[int, int]]
+    """The file's id, and the position of each extent."""
+    event: Any
+    slot: Slot
+
+
+class ExtentDigests:
+    """The digests of the planned extents of some files that are contiguous in an accelerator's memory."""
+
+    def __init__(
+        self, copies: DeviceCopies, leaves: Sequence[Leaf], files: Sequence[FilePlan], budget: MemoryBudget
+    ) -> None:
+        self._lock = threading.Lock()
+        self._budget = budget
+        self._known: defaultdict[int, Known] = defaultdict(dict)
+        self._running: list[_Running] = []
+        self._files = files
+        """Kept, since their ids are keys."""
+        addresses: defaultdict[torch.device, list[int]] = defaultdict(list)
+        lengths: defaultdict[torch.device, list[int]] = defaultdict(list)
+        places: defaultdict[torch.device, list[tuple[int, int]]] = defaultdict(list)
+        for file in files:
+            for position, extent in enumerate(file.extents):
+                leaf = leaves[extent.leaf]
+                if not copies.has_stream(leaf.tensor.device) or not _is_contiguous(leaf.tensor):
+                    continue
+                address, nbytes = leaf.tensor.data_ptr() + extent.start, extent.end - extent.begin
+                if supports(address, nbytes):
+                    addresses[leaf.tensor.device].append(address)
+                    lengths[leaf.tensor.device].append(nbytes)
+                    places[leaf.tensor.device].append((id(file), position))
+        for device, sizes in lengths.items():
+            if sum(sizes) >= WORTH:
+                self._launch(copies, device, addresses[device], sizes, places[device])
+
+    def _launch(
+        self,
+        copies: DeviceCopies,
+        device: torch.device,
+        addresses: Sequence[int],
+        lengths: Sequence[int],
+        places: Sequence[tuple[int, int]],
+    ) -> None:
+        with copies.stream(device):
+            if not is_usable(device):
+                return
+        nbytes = scratch_bytes(lengths)
+        size = -(-nbytes // GRAIN) * GRAIN
+        if not self._budget.try_acquire(size):
+            return
+        slot = arena().take(nbytes, pinning=copies.pinning(self._budget, size))
+        try:
+            if not slot.pinned:
+                raise RuntimeError("no pinned memory for the table")
+            with copies.stream(device):
+                work = DeviceDigests(addresses, lengths, slot.tensor, device)
+                work.launch()
+            (event,) = copies.mark({device})
+        except Exception as error:  # noqa: BLE001 - compilers and drivers raise errors of any class
+            log.warning("%s: the host computes the digests: %s", device, error)
+            self._release(slot)
+            return
+        self._running.append(_Running(work, places, event, slot))
+
+    def finish(self) -> None:
+        """Wait for the digests. From then on, the tensors may change."""
+        with self._lock:
+            while self._running:
+                running = self._running.pop()
+                try:
+                    running.event.synchronize()
+                    for (file, position), found in zip(running.places, running.work.finish(), strict=True):
+                        self._known[file][position] = found
+                except RuntimeError as error:
+                    log.warning("the host computes the digests: %s", error)
+                finally:
+                    self._release(running.slot)
+
+    def _release(self, slot: Slot) -> None:
+        arena().give(slot)
+        self._budget.release(slot.size)
+
+    def of_file(self, file: FilePlan) -> Known:
+        """Return the digests of one file's extents."""
+        self.finish()
+        return self._known.get(id(file), {})
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -1,0 +1,655 @@
+"""What can go wrong between an accelerator and a snapshot. `test_device.py` runs this in a process of its own.
+
+It runs on CUDA if `SNAPSHOT_TEST_DEVICE` says so, and on the fake accelerator otherwise: that one lets copies wait in
+their streams until somebody waits for them, reuses freed memory at once, and counts what is pinned.
+"""
+
+import contextlib
+import ctypes
+import gc
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from tests.device import fakedev
+
+DEVICE = os.environ.get("SNAPSHOT_TEST_DEVICE", "fakedev")
+FAKE = DEVICE == "fakedev"
+extension = fakedev.load() if FAKE else None
+
+from snapshot import Snapshot, SnapshotError, StateDict, release_memory  # noqa: E402 - the device is there before it
+from snapshot.load.reader import Reader  # noqa: E402
+from snapshot.runtime import accelerators  # noqa: E402
+from snapshot.runtime.accelerators import Pinning  # noqa: E402
+from snapshot.runtime.arena import GRAIN, SPARE, Arena, arena  # noqa: E402
+from snapshot.save import extent_digests  # noqa: E402
+from snapshot.save.staging import Stager  # noqa: E402
+from snapshot.tensors import device_digest  # noqa: E402
+from snapshot.tensors.digest import RunningDigest  # noqa: E402
+
+MiB = 1 << 20
+only_fake = pytest.mark.skipif(not FAKE, reason="the fake accelerator counts it")
+only_cuda = pytest.mark.skipif(FAKE, reason="needs CUDA")
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    """Nothing waits in the streams before and after a test, and nothing is pinned before it."""
+    torch.accelerator.synchronize()
+    release_memory()
+    if FAKE:
+        extension.reset()
+    yield
+    if FAKE:
+        assert extension.waiting() == 0
+        assert extension.counts().get("registered_bytes", 0) == pinned_bytes()
+
+
+def pinned_bytes():
+    return sum(segment.size for segment in arena()._segments if segment.pinned)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "run")
+
+
+def lag(tensor):
+    """Work in the current stream that takes long: what comes after it has not happened yet when the host goes on."""
+    if not FAKE:
+        torch.cuda._sleep(50_000_000)
+    else:
+        tensor.copy_(torch.zeros(tensor.shape, dtype=tensor.dtype).pin_memory(), non_blocking=True)
+
+
+def fill(tensor, value):
+    """Set all elements by work that waits in the current stream."""
+    lag(tensor)
+    tensor.copy_(torch.full(tensor.shape, value, dtype=tensor.dtype).pin_memory(), non_blocking=True)
+
+
+def read(path, name):
+    return Snapshot(path).read_object(f"0/state/{name}")
+
+
+# 1, 2: changes that no counter shows
+
+
+@pytest.mark.parametrize("option", [{}, {"capturable": True}])
+def test_what_a_graph_may_change_is_copied_in_the_call(path, option):
+    """SGD on a device, and any optimizer that is capturable: a replayed graph runs no hook and counts nothing."""
+    weight = torch.nn.Parameter(torch.ones(300_000, device=DEVICE))
+    kind = torch.optim.Adam if option else torch.optim.SGD
+    module = torch.nn.Module()
+    module.weight = weight
+    optimizer = kind([weight], **option)
+    pending = Snapshot.async_take(path, {"state": module, "optim": optimizer}, staging="overlapped")
+    assert pending.staged()
+    weight.data.fill_(2.0)
+    pending.wait()
+    assert set(read(path, "weight").tolist()) == {1.0}
+
+
+@only_cuda
+def test_a_replayed_graph_does_not_mix_a_snapshot(path):
+    weights = [torch.nn.Parameter(torch.zeros(1 << 22, device=DEVICE)) for _ in range(8)]
+    module = torch.nn.ParameterList(weights)
+    optimizer = torch.optim.AdamW(weights, lr=1.0, capturable=True, weight_decay=0.0)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        optimizer.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for number in range(20):
+        where = f"{path}-{number}"
+        pending = Snapshot.async_take(where, {"state": module, "optim": optimizer}, staging="overlapped")
+        graph.replay()
+        graph.replay()
+        pending.wait()
+        values = {value for name in range(8) for value in read(where, name).unique().tolist()}
+        assert len(values) == 1
+
+
+def test_a_snapshot_during_the_capture_of_a_graph_is_an_error(path, monkeypatch):
+    state = {"state": StateDict(weight=torch.ones(10, device=DEVICE))}
+    if FAKE:
+        monkeypatch.setattr(torch.fakedev, "is_current_stream_capturing", lambda: True)
+        capture = contextlib.nullcontext()
+    else:
+        capture = torch.cuda.graph(torch.cuda.CUDAGraph())
+    with capture, pytest.raises(SnapshotError, match="while a graph is captured"):
+        Snapshot.take(path, state)
+    assert not Snapshot(path).exists()
+
+
+# 3: memory that is freed and reused
+
+
+def held_up(monkeypatch):
+    """An event that lets the copies after the call begin."""
+    go_on, begin = threading.Event(), Stager.begin
+
+    def late(self, *arguments):
+        if threading.current_thread().name == "snapshot-io-stage":
+            assert go_on.wait(30)
+        return begin(self, *arguments)
+
+    monkeypatch.setattr(Stager, "begin", late)
+    return go_on
+
+
+def adam(numel):
+    """A module with one weight of ones, and its optimizer, whose state can be copied late."""
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.ones(numel, device=DEVICE))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1.0)
+    module.weight.grad = torch.ones_like(module.weight)
+    optimizer.step()
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+    return module, optimizer
+
+
+def test_memory_that_is_freed_before_its_copy_is_an_error_and_no_mixture(path, monkeypatch):
+    go_on = held_up(monkeypatch)
+    module, optimizer = adam(300_000)
+    pending = Snapshot.async_take(path, {"state": module, "optim": optimizer}, staging="overlapped")
+    assert not pending.staged()
+    nbytes = module.weight.untyped_storage().nbytes()
+    module.weight.untyped_storage().resize_(0)
+    other = torch.full((300_000,), 2.0, device=DEVICE)
+    go_on.set()
+    with pytest.raises(SnapshotError, match="changed outside"):
+        pending.wait()
+    assert not Snapshot(path).exists()
+    module.weight.untyped_storage().resize_(nbytes)
+    del other
+
+
+@only_fake
+def test_memory_that_is_freed_during_its_copy_is_not_reused(path, monkeypatch):
+    """The copies wait in their stream; the application frees the weight, and allocates as much again."""
+    begun, freed, end = threading.Event(), threading.Event(), Stager.end
+
+    def late(self, *arguments):
+        if threading.current_thread().name == "snapshot-io-stage":
+            begun.set()
+            assert freed.wait(30)
+        return end(self, *arguments)
+
+    monkeypatch.setattr(Stager, "end", late)
+    module, optimizer = adam(300_000)
+    pending = Snapshot.async_take(path, {"state": module, "optim": optimizer}, staging="overlapped")
+    assert begun.wait(30)
+    address = module.weight.data_ptr()
+    module.weight.untyped_storage().resize_(0)
+    other = torch.full((300_000,), 2.0, device=DEVICE)
+    assert other.data_ptr() != address
+    freed.set()
+    with pytest.raises(SnapshotError, match="changed outside"):
+        pending.wait()
+
+
+def test_state_that_was_offloaded_and_brought_back_is_the_new_one(tmp_path):
+    """The same names, in other memory, as an offloading trainer leaves them."""
+    state = StateDict(weight=torch.full((100_000,), 1.0, device=DEVICE))
+    Snapshot.take(str(tmp_path / "1"), {"state": state})
+    host = state["weight"].cpu()
+    del state["weight"]
+    gc.collect()
+    other = torch.full((100_000,), 9.0, device=DEVICE)
+    state["weight"] = (host + 1).to(DEVICE)
+    Snapshot.async_take(str(tmp_path / "2"), {"state": state}).wait()
+    assert set(read(str(tmp_path / "2"), "weight").tolist()) == {2.0}
+    del other
+
+
+# 4: streams
+
+
+def test_the_work_of_another_stream_counts_once_it_is_joined(path):
+    tensor = torch.zeros(200_000, device=DEVICE)
+    side = torch.Stream(device=DEVICE)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        fill(tensor, 5.0)
+    torch.accelerator.current_stream().wait_stream(side)
+    Snapshot.take(path, {"state": StateDict(tensor=tensor)})
+    assert set(read(path, "tensor").tolist()) == {5.0}
+
+
+def test_a_caller_on_a_stream_of_its_own_gets_its_own_work(path):
+    tensor = torch.zeros(200_000, device=DEVICE)
+    side = torch.Stream(device=DEVICE)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        fill(tensor, 6.0)
+        pending = Snapshot.async_take(path, {"state": StateDict(tensor=tensor)})
+        fill(tensor, 7.0)
+    pending.wait()
+    side.synchronize()
+    assert set(read(path, "tensor").tolist()) == {6.0}
+
+
+def test_no_element_is_of_another_moment(tmp_path):
+    """Each tensor is filled with the step's number; the next step begins at once."""
+    tensors = {str(i): torch.zeros(size, device=DEVICE) for i, size in enumerate([5, 1000, 300_000, 2_000_000])}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device=DEVICE))])
+    pending = []
+    for step in range(1, 13 if FAKE else 101):
+        for tensor in tensors.values():
+            fill(tensor, float(step))
+        staging = ("blocking", "overlapped")[step % 2]
+        app = {"state": StateDict(tensors), "optim": optimizer}
+        pending.append(Snapshot.async_take(str(tmp_path / f"{step}"), app, staging=staging, durable=False))
+        for tensor in tensors.values():
+            fill(tensor, -1.0)
+        if len(pending) > 2:
+            pending.pop(0).wait()
+    for each in pending:
+        each.wait()
+    torch.accelerator.synchronize()
+    for step in range(1, 13 if FAKE else 101):
+        for name in tensors:
+            assert set(read(str(tmp_path / f"{step}"), name).unique().tolist()) == {float(step)}
+
+
+# 5: pinned memory
+
+
+def many(total, seed=0):
+    """Tensors of odd sizes, small and large."""
+    sizes = np.random.default_rng(seed).integers(1, 4 * MiB, size=total // (2 * MiB))
+    return {str(i): torch.arange(size // 4 + 1, device=DEVICE, dtype=torch.int32) for i, size in enumerate(sizes)}
+
+
+@only_fake
+@pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.parametrize("budget", [16 * MiB, 64 * MiB])
+def test_what_is_pinned_stays_within_the_budget(path, budget, worker):
+    tensors = many(160 * MiB)
+    app = {"state": StateDict(tensors)}
+    Snapshot.async_take(path, app, memory_budget_bytes=budget, worker=worker, durable=False).wait()
+    restored = {"state": StateDict({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})}
+    Snapshot(path).restore(restored, memory_budget_bytes=budget)
+    for name, tensor in tensors.items():
+        assert torch.equal(restored["state"][name].cpu(), tensor.cpu())
+    counts = extension.counts()
+    assert 0 < counts["most_registered_bytes"] <= budget + SPARE
+    assert counts.get("pinned_allocations", 0) == 0
+    assert counts["registrations"] <= 12
+    assert release_memory() > 0
+    assert extension.counts()["registered_bytes"] == 0
+
+
+@only_fake
+def test_a_second_take_pins_nothing(tmp_path):
+    app = {"state": StateDict(many(32 * MiB))}
+    Snapshot.async_take(str(tmp_path / "1"), app).wait()
+    before = extension.counts()["registrations"]
+    Snapshot.async_take(str(tmp_path / "2"), app).wait()
+    assert extension.counts()["registrations"] == before
+
+
+@only_fake
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_a_driver_that_pins_nothing_only_costs_time(path, worker, caplog):
+    extension.refuse_pin()
+    tensors = many(8 * MiB)
+    Snapshot.async_take(path, {"state": StateDict(tensors)}, worker=worker).wait()
+    assert caplog.text.count("cannot pin") == 1
+    assert pinned_bytes() == 0
+    for name, tensor in tensors.items():
+        assert torch.equal(read(path, name), tensor.cpu())
+
+
+@only_fake
+def test_an_accelerator_that_registers_nothing_gets_torchs_pinned_memory(path, monkeypatch):
+    monkeypatch.delattr(torch.fakedev, "cudart")
+    tensor = torch.randn(100_000, device=DEVICE)
+    Snapshot.take(path, {"state": StateDict(tensor=tensor)})
+    assert extension.counts()["pinned_allocations"] == 1
+    assert torch.equal(read(path, "tensor"), tensor.cpu())
+    assert release_memory() >= GRAIN
+
+
+def test_a_forked_child_leaves_pinned_memory_alone(path):
+    tensor = torch.randn(100_000, device=DEVICE)
+    Snapshot.take(path, {"state": StateDict(tensor=tensor)})
+    before = pinned_bytes()
+    assert before > 0
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            release_memory()
+            gc.collect()
+            code = 0 if pinned_bytes() == 0 else 2
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert pinned_bytes() == before
+    Snapshot.take(path, {"state": StateDict(tensor=tensor)}, overwrite=True)
+    assert torch.equal(read(path, "tensor"), tensor.cpu())
+
+
+def test_pinned_slots_of_any_size_are_apart_and_come_back():
+    own = Arena(keep=1 << 40)
+    pinning = Pinning(torch.device(DEVICE, 0), 48 * MiB, 1 << 40)
+    generator = np.random.default_rng(1)
+    held = []
+    for number in range(300):
+        if held and generator.random() < 0.5:
+            slot, value = held.pop(generator.integers(len(held)))
+            assert slot.tensor.min() == slot.tensor.max() == value
+            own.give(slot)
+        if sum(slot.size for slot, _ in held) < 40 * MiB:
+            slot = own.take(int(generator.integers(1, 8 * MiB)), shared=bool(number % 2), pinning=pinning)
+            slot.tensor.fill_(number % 251)
+            held.append((slot, number % 251))
+        assert sum(segment.size for segment in own._segments if segment.pinned) <= 48 * MiB + SPARE
+    assert any(slot.pinned and slot.tensor.is_pinned() for slot, _ in held)
+    for slot, _ in held:
+        own.give(slot)
+    assert own.release() > 0
+    assert own.kept == 0
+    assert not any(segment.pinned for segment in own._segments)
+
+
+def test_memory_lies_near_the_device(tmp_path, monkeypatch):
+    class Properties:
+        pci_domain_id, pci_bus_id, pci_device_id = 0, 0x3B, 0
+
+    node = tmp_path / "0000:3b:00.0" / "numa_node"
+    node.parent.mkdir()
+    node.write_text("0\n")
+    monkeypatch.setattr(accelerators, "PCI_DEVICES", tmp_path)
+    module = torch.get_device_module(DEVICE)
+    monkeypatch.setattr(module, "get_device_properties", lambda device: Properties, raising=False)
+    assert accelerators.find_numa_node(torch.device(DEVICE, 0)) == 0
+    node.write_text("-1\n")
+    assert accelerators.find_numa_node(torch.device(DEVICE, 0)) == -1
+    monkeypatch.delattr(module, "get_device_properties")
+    assert accelerators.find_numa_node(torch.device(DEVICE, 0)) == -1
+
+
+# 6: collectives
+
+
+@only_cuda
+def test_a_take_between_collectives_under_way(path, tmp_path):
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        tensor, other = torch.ones(1 << 24, device=DEVICE), torch.ones(1 << 24, device=DEVICE)
+        work = [dist.all_reduce(other, async_op=True) for _ in range(20)]
+        pending = Snapshot.async_take(path, {"state": StateDict(tensor=tensor)})
+        work += [dist.all_reduce(other, async_op=True) for _ in range(20)]
+        pending.wait()
+        for each in work:
+            each.wait()
+    finally:
+        dist.destroy_process_group()
+    assert set(read(path, "tensor").unique().tolist()) == {1.0}
+
+
+# 7, 9: no memory on the device, whatever lies there
+
+
+def strange(seed=0):
+    """Tensors of all kinds of strides."""
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.randn(700, 300, generator=generator).to(DEVICE)
+    image = torch.randn(4, 6, 20, 30, generator=generator).to(DEVICE)
+    wide = torch.randn(60, 50, dtype=torch.complex64, generator=generator).to(DEVICE)
+    return {
+        "transposed": base.t(),
+        "rows": base[::3],
+        "columns": base[:, ::7],
+        "one column": base[:, 5],
+        "inner": base[10:600, 20:200],
+        "expanded": base[:1].expand(50, 300),
+        "both ways": base[:50, :1].expand(50, 40),
+        "channels last": image.to(memory_format=torch.channels_last),
+        "permuted": image.permute(3, 0, 2, 1),
+        "windows": base.as_strided((6990, 100), (30, 1)),
+        "conjugate": wide.conj(),
+        "conjugate transposed": wide.conj().t(),
+        "imaginary of a conjugate": wide.conj().imag,
+        "imaginary": wide.imag,
+        "half": base.half().t(),
+        "bool": (base > 0).t(),
+        "float8": base.to(torch.float8_e4m3fn).view(300, 700).t(),
+        "no dimension": base[3, 4],
+        "empty": base[:0],
+        "one": base[2:3, 3:4],
+        "large transposed": torch.arange(3_000_000, dtype=torch.int32, device=DEVICE).view(1000, 3000).t(),
+        "far columns": torch.arange(3_000_000, dtype=torch.int32, device=DEVICE).view(1000, 3000)[:, ::1500],
+    }
+
+
+def bits(tensor):
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.view(torch.uint8) if plain.dim() else plain.reshape(1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("how", ["take", "async_take", "parts"])
+def test_any_layout_crosses_exactly_and_without_memory_of_the_device(path, how):
+    tensors = strange()
+    # An element of each size before the others, so that tensors begin at odd places, too.
+    tensors |= {f"odd {i}": torch.ones(i, dtype=torch.uint8, device=DEVICE) for i in (1, 3, 7)}
+    expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+    torch.accelerator.synchronize()
+    if FAKE:
+        extension.reset()
+        held = extension.counts()["allocated_bytes"]
+        extension.refuse_allocation(1)
+    else:
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    app = {"state": StateDict(tensors)}
+    if how == "async_take":
+        Snapshot.async_take(path, app).wait()
+    else:
+        Snapshot.take(path, app, memory_budget_bytes=4 * MiB if how == "parts" else None)
+    peak = extension.counts()["peak_bytes"] if FAKE else torch.cuda.max_memory_allocated()
+    assert peak == held
+    if FAKE:
+        extension.reset()
+    for name, tensor in expected.items():
+        assert torch.equal(bits(read(path, name)), bits(tensor)), name
+
+
+@only_fake
+def test_small_tensors_are_copied_together(path, monkeypatch):
+    calls, copy = [], torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *a, **k: calls.append(len(a[0])) or copy(*a, **k))
+    tensors = {str(i): torch.full((i % 50 + 1,), float(i), device=DEVICE) for i in range(2000)}
+    tensors |= {f"half {i}": torch.full((7, 3), float(i), device=DEVICE).half() for i in range(500)}
+    Snapshot.async_take(path, {"state": StateDict(tensors)}).wait()
+    assert sum(calls) == 2500
+    assert len(calls) <= 12
+    for name in ("0", "17", "1999", "half 0", "half 499"):
+        assert torch.equal(read(path, name), tensors[name].cpu())
+
+
+@only_fake
+def test_the_next_copies_are_queued_while_one_runs(path):
+    """Each part is one copy here; the stream must never be empty between two of them."""
+    tensor = torch.zeros(24 * MiB, dtype=torch.uint8, device=DEVICE)
+    Snapshot.async_take(path, {"state": StateDict(tensor=tensor)}, memory_budget_bytes=64 * MiB).wait()
+    assert extension.counts()["most_waiting"] >= 2
+
+
+# Digests on the device
+
+
+class HostDigests(device_digest.DeviceDigests):
+    """Digests of the fake accelerator's memory, which Triton cannot reach."""
+
+    def launch(self):
+        torch.accelerator.current_stream().synchronize()
+        self.found = []
+        for address, nbytes in zip(self.addresses, self.lengths, strict=True):
+            running = RunningDigest()
+            running.update(memoryview(ctypes.string_at(address & ~(1 << 62), nbytes)))
+            self.found.append(running.finish())
+
+    def __init__(self, addresses, lengths, scratch, device):
+        assert scratch.is_pinned()
+        assert scratch.numel() >= device_digest.scratch_bytes(lengths)
+        self.addresses, self.lengths = addresses, lengths
+
+    def finish(self):
+        return self.found
+
+
+@pytest.fixture
+def digesting(monkeypatch):
+    """The accelerator digests tensors of any size. What it digests is counted."""
+    extents = []
+
+    class Counted(HostDigests if FAKE else device_digest.DeviceDigests):
+        def __init__(self, addresses, lengths, scratch, device):
+            super().__init__(addresses, lengths, scratch, device)
+            extents.extend(lengths)
+
+    monkeypatch.setattr(extent_digests, "WORTH", 1)
+    monkeypatch.setattr(extent_digests, "DeviceDigests", Counted)
+    if FAKE:
+        monkeypatch.setattr(extent_digests, "is_usable", lambda device: True)
+    return extents
+
+
+def mixed():
+    """Tensors that the device can digest, and some that it cannot."""
+    tensors = {str(i): torch.randn(size, device=DEVICE) for i, size in enumerate([0, 1, 60, 61, 70_000, 3_000_000])}
+    tensors["strided"] = torch.randn(300, 200, device=DEVICE).t()
+    tensors["host"] = torch.randn(1000)
+    tensors["odd"] = torch.arange(300, dtype=torch.int16, device=DEVICE)[1:]
+    return tensors
+
+
+@pytest.mark.parametrize("budget", [None, 8 * MiB])
+@pytest.mark.parametrize("how", ["take", "async_take"])
+def test_the_device_digests_what_it_holds(path, digesting, how, budget):
+    tensors = mixed()
+    fill(tensors["5"], 4.0)
+    done = getattr(Snapshot, how)(path, {"state": StateDict(tensors)}, memory_budget_bytes=budget)
+    for tensor in tensors.values():
+        tensor.fill_(0)
+    if how == "async_take":
+        done.wait()
+    assert len(digesting) >= 6
+    assert 12_000_000 <= sum(digesting) <= 12_300_000
+    assert Snapshot(path).verify()
+    assert set(read(path, "5").unique().tolist()) == {4.0}
+    release_memory()
+
+
+@only_fake
+def test_a_byte_that_changes_on_its_way_to_the_host_is_found(path, digesting, monkeypatch):
+    tensor = torch.zeros(1_000_000, device=DEVICE)
+    end = Stager.end
+
+    def flip(self, file, part, staged):
+        end(self, file, part, staged)
+        memoryview(staged.shares(file, part)[0]).cast("B")[99] ^= 1
+
+    monkeypatch.setattr(Stager, "end", flip)
+    Snapshot.take(path, {"state": StateDict(tensor=tensor)})
+    assert not Snapshot(path).verify()
+
+
+@only_fake
+@pytest.mark.parametrize("where", ["launch", "finish"])
+def test_a_device_that_fails_to_digest_leaves_it_to_the_host(path, digesting, monkeypatch, caplog, where):
+    def fail(self):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(HostDigests, where, fail)
+    Snapshot.take(path, {"state": StateDict(mixed())})
+    assert "the host computes the digests: no" in caplog.text
+    assert Snapshot(path).verify()
+
+
+# 8: restore in place
+
+
+def test_a_restore_keeps_addresses_and_the_work_before_and_after_it_in_order(path):
+    tensor = torch.randn(3_000_000, device=DEVICE)
+    expected = tensor.cpu()
+    Snapshot.take(path, {"state": StateDict(tensor=tensor)})
+    address = tensor.data_ptr()
+    side = torch.Stream(device=DEVICE)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        fill(tensor, 1.0)  # still waits when the restore begins
+        Snapshot(path).restore({"state": StateDict(tensor=tensor)})
+        copied = torch.empty(tensor.shape).pin_memory()
+        copied.copy_(tensor, non_blocking=True)
+        side.synchronize()
+    assert tensor.data_ptr() == address
+    assert torch.equal(copied, expected)
+
+
+@only_fake
+def test_a_restore_goes_through_pinned_memory_and_copies_while_it_reads(path):
+    tensors = {str(i): torch.randn(MiB, device=DEVICE) for i in range(8)}
+    Snapshot.take(path, {"state": StateDict(tensors)})
+    release_memory()
+    extension.reset()
+    restored = {"state": StateDict({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})}
+    extension.reset()
+    Snapshot(path).restore(restored)
+    counts = extension.counts()
+    assert counts["most_registered_bytes"] > 0
+    assert counts["to_device_bytes"] == 8 * 4 * MiB
+    assert counts["most_waiting"] >= 1  # they were queued, not made by the host
+    for name, tensor in tensors.items():
+        assert torch.equal(restored["state"][name].cpu(), tensor.cpu())
+
+
+def test_a_restore_that_fails_leaves_no_copy_behind(path, monkeypatch):
+    """The slot of a part is used again: none of its copies may still run."""
+    tensors = {str(i): torch.randn(MiB, device=DEVICE) for i in range(4)}
+    Snapshot.take(path, {"state": StateDict(tensors)})
+    arrived, count = Reader._arrived, []
+
+    def fail(self, *arguments):
+        arrived(self, *arguments)
+        count.append(1)
+        if len(count) == 3:
+            raise RuntimeError("in the middle")
+
+    monkeypatch.setattr(Reader, "_arrived", fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        Snapshot(path).restore({"state": StateDict(tensors)})
+
+
+# 10: host memory that an accelerator still writes to
+
+
+@pytest.mark.parametrize("how", ["take", "async_take"])
+def test_an_offloaded_tensor_is_read_when_its_copy_has_ended(path, how):
+    """On a stream that nobody has joined: as CPU offloading does."""
+    source = torch.zeros(1_000_000, device=DEVICE)
+    offloaded = torch.full((1_000_000,), -1.0).pin_memory()
+    side = torch.Stream(device=DEVICE)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        fill(source, 3.0)
+        offloaded.copy_(source, non_blocking=True)
+    done = getattr(Snapshot, how)(path, {"state": StateDict(offloaded=offloaded)})
+    if how == "async_take":
+        done.wait()
+    assert set(read(path, "offloaded").unique().tolist()) == {3.0}
