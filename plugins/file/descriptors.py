@@ -44,7 +44,7 @@ class OpenFile:
         with self._lock:
             if self.around < 0:
                 try:
-                    around = direct_io.open_direct(self._full, _FOR_READING, for_reading=True)
+                    around = direct_io.open_direct(self._full, _FOR_READING, only_local=self._mode != "always")
                 except OSError as error:  # too many descriptors: use one
                     if error.errno not in (errno.EMFILE, errno.ENFILE):
                         raise

@@ -1,7 +1,7 @@
 """O_DIRECT for bulk bytes, if the file system allows it and it is faster.
 
-Durable writes are steadier, and leave the page cache to the training job. Cold reads are faster. A file system that
-refuses it (tmpfs, some network and overlay file systems) is used through the page cache, without a warning.
+Durable writes are steadier, and leave the page cache to the training job. Cold reads are faster. File systems that are
+not local, or that refuse it, are used through the page cache, without a warning.
 """
 
 from __future__ import annotations
@@ -20,20 +20,12 @@ PAGE = 4096
 WORTH = 1 << 20
 """Minimum bytes of a read that uses O_DIRECT."""
 CHUNK = 8 << 20
-_NOT_WORTH = {
-    "tmpfs",
-    "ramfs",
-    "hugetlbfs",
-    "overlay",
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "9p",
-    "fuse",
-    "fuseblk",
-    "virtiofs",
-}
+_LOCAL = frozenset(("ext2", "ext3", "ext4", "xfs", "f2fs"))
+"""File systems on which O_DIRECT is used without a setting.
+
+Network and parallel file systems (NFS, Lustre, GPFS, FUSE) read ahead and write behind in their own caches. Many accept
+O_DIRECT, and are then slower, or split each request.
+"""
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -70,11 +62,11 @@ def is_worthwhile(folder: str, *, always: bool = False) -> bool:
         kind = _file_system(os.stat(folder or "/").st_dev)
     except OSError:
         return False
-    return always or (kind != "" and kind.partition(".")[0] not in _NOT_WORTH)
+    return always or kind in _LOCAL
 
 
-def open_direct(full: str, flags: int, *, for_reading: bool = False) -> int | None:
-    """Open a file with O_DIRECT; return None if that is refused."""
+def open_direct(full: str, flags: int, *, only_local: bool = False) -> int | None:
+    """Open a file with O_DIRECT; return None if that is refused, or if only local file systems are wanted."""
     if not hasattr(os, "O_DIRECT"):
         return None
     try:
@@ -83,7 +75,7 @@ def open_direct(full: str, flags: int, *, for_reading: bool = False) -> int | No
         if error.errno in _REFUSED:
             return None
         raise
-    if for_reading and _file_system(os.fstat(descriptor).st_dev) in _NOT_WORTH:
+    if only_local and _file_system(os.fstat(descriptor).st_dev) not in _LOCAL:
         os.close(descriptor)
         return None
     return descriptor

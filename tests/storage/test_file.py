@@ -7,6 +7,8 @@ import threading
 import pytest
 
 from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageError
+from snapshot.plugins.file import direct_io
+from snapshot.plugins.file.descriptors import OpenFile
 from snapshot.registry import open_storage
 from snapshot.storage import ABSENT, URL, Context
 from snapshot.testing import StorageTests
@@ -165,15 +167,15 @@ def test_a_file_that_was_cut_off_is_corrupt(tmp_path):
     asyncio.run(use())
 
 
-@pytest.mark.parametrize("direct_io", ["never", "always"])
+@pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize("size", [MiB, 2 * MiB + 1, 3 * MiB - 4095])
-def test_a_tail_that_fills_no_page_is_cut_off_again(tmp_path, direct_io, size):
-    if direct_io == "always":
+def test_a_tail_that_fills_no_page_is_cut_off_again(tmp_path, mode, size):
+    if mode == "always":
         require_direct(tmp_path)
     data = pattern(size)
 
     async def use():
-        storage = opened(tmp_path, direct_io=direct_io)
+        storage = opened(tmp_path, direct_io=mode)
         await store(storage, "file", data, seed=3)
         assert await fetch(storage, "file", 1, [size - 1]) == data[1:]
         await storage.close()
@@ -224,3 +226,23 @@ def test_a_link_is_not_followed_out_of_the_root(tmp_path):
     asyncio.run(use())
     assert (tmp_path / "outside").read_bytes() == b"precious"
     assert not (tmp_path / "root/file").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("kind", "direct"),
+    [("ext4", True), ("xfs", True)]
+    + [(kind, False) for kind in ("nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "fuse", "wekafs", "zfs", "")],
+)
+def test_direct_io_is_for_local_file_systems_unless_it_is_asked_for(tmp_path, monkeypatch, kind, direct):
+    """Also for the cold reads of files that a local file system wrote."""
+    require_direct(tmp_path)
+    monkeypatch.setattr(direct_io, "_file_system", lambda device: kind)
+    monkeypatch.setattr(direct_io, "is_cold", lambda descriptor, offset: True)
+    data = os.urandom(3 << 20)
+    (tmp_path / "data").write_bytes(data)
+    for mode in ("auto", "always"):
+        wanted = direct or mode == "always"
+        assert direct_io.is_worthwhile(str(tmp_path), always=mode == "always") == wanted
+        reader = OpenFile(str(tmp_path / "data"), mode)
+        assert reader.goes_around(0) == wanted
+        reader.close()

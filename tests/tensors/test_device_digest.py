@@ -25,12 +25,14 @@ DATA = np.random.default_rng(2).integers(0, 256, 4 * BLOCK, dtype=np.uint8)
 ADDRESS = DATA.__array_interface__["data"][0]
 
 
+BESIDE = Path.home() / ".cache/snapshot-tests/triton"
+"""Where `.ci/run` installs Triton: beside a CPU build of torch, torch would import it, too."""
+
+
 def triton_version():
-    """The installed version of Triton, which is not imported here: the interpreter must be chosen before that."""
-    try:
-        return tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
-    except importlib.metadata.PackageNotFoundError:
-        return (0, 0)
+    """The version of Triton, which is not imported here: the interpreter must be chosen before that."""
+    found = importlib.metadata.distributions(name="triton", path=[str(BESIDE), *sys.path])
+    return next((tuple(int(part) for part in each.version.split(".")[:2]) for each in found), (0, 0))
 
 
 def on_host(array):
@@ -42,6 +44,7 @@ def on_host(array):
 def run_python(*arguments, **environment):
     """Run a process whose Triton is not that of this one."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(BESIDE), inherited.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, check=False, env=inherited | environment
     )

@@ -22,8 +22,8 @@ from snapshot.plugins.file import FileStorage
 from snapshot.runtime.arena import GRAIN, Arena, arena
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import run, start
-from snapshot.runtime.session import Session
 from snapshot.runtime.segment import Segment
+from snapshot.runtime.session import Session
 from snapshot.save.staging import Stager
 from snapshot.save.writer import Writer
 from snapshot.state.leaves import Leaf
