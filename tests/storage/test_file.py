@@ -231,7 +231,10 @@ def test_a_link_is_not_followed_out_of_the_root(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "direct"),
     [("ext4", True), ("xfs", True)]
-    + [(kind, False) for kind in ("nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "fuse", "wekafs", "zfs", "")],
+    + [
+        (kind, False)
+        for kind in ("nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "fuse", "wekafs", "zfs", "")
+    ],
 )
 def test_direct_io_is_for_local_file_systems_unless_it_is_asked_for(tmp_path, monkeypatch, kind, direct):
     """Also for the cold reads of files that a local file system wrote."""
