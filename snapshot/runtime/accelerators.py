@@ -1,7 +1,7 @@
 """Accelerators: host memory that is pinned for their copies, and streams beside those of the application.
 
 Memory is registered with the driver where the driver allows that. Torch's own pinned memory is rounded up to powers of
-two and never given back, so it is used only for accelerators that cannot register memory.
+two and never given back. It is used only for accelerators that cannot register memory.
 """
 
 from __future__ import annotations

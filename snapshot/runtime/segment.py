@@ -49,7 +49,7 @@ class Segment:
         self.descriptor = -1
         self.closed = False
         self._process = os.getpid()
-        """The process for which the memory is pinned: a forked child must not unpin it."""
+        """The process that pinned the memory: a forked child must not unpin it."""
         self.pinned = False
         self._torch: torch.Tensor | None = None
         if device is not None and not can_register(device):

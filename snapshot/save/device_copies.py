@@ -1,7 +1,7 @@
 """Copies from accelerators to staging memory: on side streams, batched, and without memory of the device.
 
-Torch copies a strided tensor through a contiguous one, for which a full device has no memory. Here the memory of such a
-tensor crosses in contiguous pieces, and the host arranges the elements.
+Torch copies a strided tensor through a contiguous one, and a full device has no memory for that. Here the memory of such
+a tensor crosses in contiguous pieces, and the host arranges the elements.
 """
 
 from __future__ import annotations
