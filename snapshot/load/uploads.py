@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from snapshot.load.requests import ReadRequest
-from snapshot.runtime.accelerators import Pinning, make_side_stream
+from snapshot.runtime.accelerators import Pinning, side_stream
 from snapshot.runtime.arena import SEGMENT, Slot
 
 
@@ -21,7 +21,7 @@ class Uploads:
 
     def __init__(self, requests: Sequence[ReadRequest], limit: int) -> None:
         devices = sorted({request.device for request in requests if request.device is not None}, key=str)
-        sides = {device: make_side_stream(device) for device in devices}
+        sides = {device: side_stream(device) for device in devices}
         self._sides: dict[torch.device, Any] = {device: side for device, side in sides.items() if side is not None}
         self._pinning = Pinning(next(iter(self._sides)), limit, SEGMENT) if self._sides else None
 

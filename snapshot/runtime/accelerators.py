@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from snapshot.events import log
+from snapshot.per_process import PerProcess
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 _PORTABLE = 1
@@ -40,7 +41,7 @@ class Pinning(NamedTuple):
 def _runtime(device: torch.device) -> Any:
     """Return the driver's functions to register memory, or None."""
     make = getattr(torch.get_device_module(device), "cudart", None)
-    runtime = make() if make is not None else None
+    runtime = make() if make is not None and side_stream(device) is not None else None
     return runtime if hasattr(runtime, "cudaHostRegister") else None
 
 
@@ -59,8 +60,8 @@ def register_memory(address: int, nbytes: int, device: torch.device) -> bool:
 
     def call() -> None:
         try:
-            torch.accelerator.set_device_index(device.index or 0)  # otherwise the driver would start on device 0, too
-            code = int(_runtime(device).cudaHostRegister(address, nbytes, _PORTABLE))
+            with side_stream(device):  # its device: otherwise the driver would start on device 0, too
+                code = int(_runtime(device).cudaHostRegister(address, nbytes, _PORTABLE))
         except RuntimeError as error:
             refused.append(error)
         else:
@@ -77,8 +78,7 @@ def unregister_memory(address: int, device: torch.device) -> None:
     """Undo `register_memory`. The driver waits for copies that use the memory."""
 
     def call() -> None:
-        with contextlib.suppress(RuntimeError):
-            torch.accelerator.set_device_index(device.index or 0)
+        with contextlib.suppress(RuntimeError), side_stream(device):
             _runtime(device).cudaHostUnregister(address)
 
     _in_thread(call)
@@ -127,14 +127,20 @@ def bind_to_node(address: int, nbytes: int, node: int) -> bool:
     return bool(done == 0)
 
 
-def make_side_stream(device: torch.device) -> Any:
-    """Return a new stream of a device; None if the accelerator has no streams."""
-    try:
-        side = torch.Stream(device=device)
-        torch.accelerator.current_stream(device)
-    except (RuntimeError, NotImplementedError, AttributeError):
-        return None
-    return side
+_sides: PerProcess[dict[torch.device, Any]] = PerProcess(dict)
+"""One side stream per device: torch has few of them, which it gives to several users in turn."""
+
+
+def side_stream(device: torch.device) -> Any:
+    """Return this library's stream of a device; None if the accelerator has no streams."""
+    sides = _sides.get()
+    if device not in sides:
+        try:
+            sides[device] = torch.Stream(device=device)
+            torch.accelerator.current_stream(device)
+        except (RuntimeError, NotImplementedError, AttributeError):
+            sides[device] = None
+    return sides[device]
 
 
 def await_current_streams(devices: Iterable[torch.device | None]) -> None:

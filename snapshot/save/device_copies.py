@@ -1,7 +1,7 @@
 """Copies from accelerators to staging memory: on side streams, batched, and without memory of the device.
 
-Torch copies a strided tensor through a contiguous one, and a full device has no memory for that. Here the memory of such
-a tensor crosses in contiguous pieces, and the host arranges the elements.
+Torch copies a strided tensor through a contiguous one, and a full device has no memory for that. Here the memory of
+such a tensor crosses in contiguous pieces, and the host arranges the elements.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch._utils import _unflatten_dense_tensors
 
 from snapshot.errors import SnapshotError
-from snapshot.runtime.accelerators import Pinning, make_side_stream
+from snapshot.runtime.accelerators import Pinning, side_stream
 from snapshot.runtime.arena import Slot
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.state.leaves import Leaf
@@ -37,7 +37,7 @@ class DeviceCopies:
         devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
         for device in sorted(devices, key=str):
             _refuse_capture(device)
-            side = make_side_stream(device)
+            side = side_stream(device)
             if side is not None:
                 side.wait_stream(torch.accelerator.current_stream(device))
                 self._sides[device] = side
