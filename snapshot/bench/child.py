@@ -62,7 +62,7 @@ class Worker:
         self.local = URL.parse(task.where).scheme == "file"
         self.device = torch.device(task.device)
         if self.device != CPU:
-            torch.accelerator.set_device_index(self.device)
+            torch.get_device_module(self.device).set_device(self.device)
         self.payload = CASES[task.case].make(task.scale, self.device)
         self.system = build_system(task.system, self.payload)
         self.ways = self.system.ways(task.operation)
