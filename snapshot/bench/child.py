@@ -62,7 +62,7 @@ class Worker:
         self.local = URL.parse(task.where).scheme == "file"
         self.device = torch.device(task.device)
         if self.device != CPU:
-            torch.get_device_module(self.device).set_device(self.device)
+            torch.get_device_module(self.device).set_device(self.device.index or 0)
         self.payload = CASES[task.case].make(task.scale, self.device)
         self.system = build_system(task.system, self.payload)
         self.ways = self.system.ways(task.operation)
