@@ -14,7 +14,7 @@ from typing import Any
 from snapshot.bench.competitors import PEERS
 from snapshot.bench.workspace import describe, place
 from snapshot.cli.arguments import add_storage, handed_on, options_of
-from snapshot.cli.bench import NameList, count, header, positive
+from snapshot.cli.bench import NameList, count, device_name, header, positive
 from snapshot.errors import SnapshotError
 from snapshot.runtime.cleanup_signals import unwind_on_signals
 from tests.benchmarks import background, dcp, formats, multi_rank, object_store, planning_scale
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     made = add("background", "what saving in the background costs the training beside it", _background)
     made.add_argument("--case", type=NameList("case", TRAINED), default=tuple(TRAINED), metavar="LIST")
     made.add_argument("--peers", type=NameList("peer", PEERS), default=PEERS, metavar="LIST")
+    made.add_argument("--device", type=device_name, default="cpu", metavar="DEVICE", help="where the model is trained")
     made.add_argument("--trace", metavar="FILE", help="a timeline of this library, to open at ui.perfetto.dev")
     made.add_argument("--figure", metavar="FILE.svg", help="draw the time of each training step")
     add("ranks", "N ranks that save and restore together, beside one alone", _ranks).add_argument(
@@ -75,7 +76,7 @@ def _background(arguments: argparse.Namespace) -> Iterable[str]:
         yield header(describe(where), arguments.scale, arguments.rounds)
         chosen, left_out = background.systems(arguments.peers, where.local)
         yield from (f"left out: {line}" for line in left_out)
-        run = background.Run(where, arguments.scale, arguments.rounds, chosen, trace)
+        run = background.Run(where, arguments.scale, arguments.rounds, chosen, trace, arguments.device)
         yield from background.compare(run, arguments.case, figure)
 
 

@@ -44,6 +44,7 @@ class Run:
     rounds: int
     systems: tuple[str, ...]
     trace: Path | None
+    device: str = "cpu"
 
 
 class _Child(Child):
@@ -149,7 +150,7 @@ def _started(run: Run, table: Table, systems: Sequence[str]) -> Iterator[list[_S
         children: dict[str, _Child] = {}
         for name in systems:
             traced = {"SNAPSHOT_TRACE": str(run.trace)} if run.trace and _traced(name) else {}
-            task = Task(name, table.case, run.scale, "async", run.where.text())
+            task = Task(name, table.case, run.scale, "async", run.where.text(), run.device)
             with hold_signals():
                 children[name] = _Child(task, ONE_THREAD | traced)
                 stack.callback(children[name].close)

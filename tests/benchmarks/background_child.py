@@ -23,7 +23,7 @@ from torch import nn
 
 from snapshot import Snapshot
 from snapshot.bench.child import Task, reset_peak, status
-from snapshot.bench.workloads import Payload
+from snapshot.bench.workloads import CPU, Payload
 from snapshot.storage_options import options_from_environment
 from snapshot.url import URL
 from tests.benchmarks.background_systems import HELD, WAYS, Started
@@ -72,7 +72,9 @@ class Training:
         self.optimizer: torch.optim.Optimizer = payload.app_state["optim"]
         self.model: nn.Module = payload.app_state["model"]
         self.work = 1
-        self.input = torch.rand(MOST_WORK, 16, getattr(self.model, "embedding", nn.Embedding(1, 1)).embedding_dim)
+        self.device = payload.device
+        width = getattr(self.model, "embedding", nn.Embedding(1, 1)).embedding_dim
+        self.input = torch.rand(MOST_WORK, 16, width).to(self.device)
 
     def calibrate(self) -> int:
         """Find how much work makes a step long enough."""
@@ -88,6 +90,8 @@ class Training:
             before()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
+        if self.device != CPU:  # a step ends when the device has done it
+            torch.accelerator.synchronize(self.device)
 
     def _timed(self) -> float:
         began = time.perf_counter()
@@ -106,7 +110,10 @@ class Worker:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.payload = HELD[task.case].make(task.scale)
+        device = torch.device(task.device)
+        if device != CPU:
+            torch.get_device_module(device).set_device(device.index or 0)
+        self.payload = HELD[task.case].make(task.scale, device)
         self.system = WAYS[task.system].make(self.payload)
         self.rows = self.system.rows(task.system)
         self.training: Training | None = None

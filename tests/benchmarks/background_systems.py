@@ -17,19 +17,19 @@ from torch import nn
 from snapshot import Snapshot, StateDict
 from snapshot.bench import raw_io as raw
 from snapshot.bench.competitors import DCP, Competitor, Ours, TorchSnapshot
-from snapshot.bench.workloads import CASES, SEED, Case, Payload
+from snapshot.bench.workloads import CASES, CPU, SEED, Case, Payload
 from snapshot.options import Settings
 from snapshot.storage_options import options_from_environment
 
 PARAMETERS = 10_000
 
 
-def _params(scale: float) -> Payload:
-    module = nn.ParameterList(torch.empty(1024) for _ in range(max(1, int(PARAMETERS * scale))))
+def _params(scale: float, device: torch.device = CPU) -> Payload:
+    module = nn.ParameterList(torch.empty(1024, device=device) for _ in range(max(1, int(PARAMETERS * scale))))
     generator = torch.Generator().manual_seed(SEED)
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-4)
     for parameter in module.parameters():
-        parameter.data.uniform_(-0.05, 0.05, generator=generator)
+        parameter.data.copy_(torch.empty(1024).uniform_(-0.05, 0.05, generator=generator))
         parameter.grad = parameter.data
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -39,8 +39,8 @@ def _params(scale: float) -> Payload:
     return Payload({"model": module, "optim": optimizer}, tensors)
 
 
-def _single(scale: float) -> Payload:
-    tensor = torch.rand(max(1, int((scale * (1 << 30)) / 4)), generator=torch.Generator().manual_seed(SEED))
+def _single(scale: float, device: torch.device = CPU) -> Payload:
+    tensor = torch.rand(max(1, int((scale * (1 << 30)) / 4)), generator=torch.Generator().manual_seed(SEED)).to(device)
     return Payload({"state": {"tensor": tensor}}, {"state.tensor": tensor})
 
 
@@ -138,13 +138,24 @@ class RawCopy(Background):
     def __init__(self, payload: Payload) -> None:
         super().__init__(payload, Ours)
         self.tensors = list(payload.tensors.values())
-        self.copies = [tensor.detach().clone() for tensor in self.tensors]
+        if payload.device != CPU:
+            self.copies = [raw.host_buffer(tensor.nbytes) for tensor in self.tensors]
+        else:
+            self.copies = [tensor.detach().clone() for tensor in self.tensors]
 
     def rows(self, name: str) -> dict[str, Start]:
+        if self.payload.device != CPU:
+            return {name: self._copy_pinned}
         return {
             f"{name}, {lanes} thread{'s' * (lanes > 1)}": self._copy(lanes)
             for lanes in sorted({1, Settings.current().cores()})
         }
+
+    def _copy_pinned(self, where: str, budget: int | None) -> Started:
+        views = raw.device_views(self.tensors)
+        raw.copy_staged([[view] for view in views], self.copies)
+        torch.accelerator.synchronize(self.payload.device)
+        return Started(lambda: None)
 
     def _copy(self, lanes: int) -> Start:
         def start(where: str, budget: int | None) -> Started:
@@ -189,8 +200,9 @@ class DistributedStaging(Distributed):
     def __init__(self, payload: Payload) -> None:
         super().__init__(payload)
         staging: Any = importlib.import_module("torch.distributed.checkpoint.staging")
+        pinned = payload.device != CPU
         options = staging.StagingOptions(
-            use_pinned_memory=False, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=False
+            use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=pinned
         )
         self.more["async_stager"] = staging.DefaultStager(options)
 
