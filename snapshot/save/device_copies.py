@@ -79,14 +79,14 @@ class PartCopies:
 
     def copy(self, leaf: Leaf, start: int, nbytes: int, at: int) -> None:
         """Start the copy of some bytes of a leaf, in C order from byte `start` on, to byte `at` of the slot."""
-        tensor = leaf.tensor.detach()
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            self._copy_strided(tensor, leaf, start, nbytes, at)
+        tensor = leaf.tensor
+        if not is_flat(tensor):
+            self._copy_strided(tensor.detach(), leaf, start, nbytes, at)
         elif nbytes == leaf.nbytes <= _SMALL and at % tensor.itemsize == 0:
             self._add(tensor, nbytes, at)
         else:
             with torch.no_grad(), self._on(tensor.device):
-                source = tensor.view(-1).view(torch.uint8)[start : start + nbytes]
+                source = tensor.detach().view(-1).view(torch.uint8)[start : start + nbytes]
                 self._slot.tensor[at : at + nbytes].copy_(source, non_blocking=self._slot.pinned)
 
     def end(self) -> list[Any]:
@@ -161,6 +161,11 @@ class PartCopies:
     def _on(self, device: torch.device) -> Any:
         self._used.add(device)
         return self._copies.stream(device)
+
+
+def is_flat(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor's memory holds its elements in C order, without gaps or lazy operations."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _refuse_capture(device: torch.device) -> None:

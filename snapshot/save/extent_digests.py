@@ -17,7 +17,7 @@ from snapshot.events import log
 from snapshot.plan.layout import FilePlan
 from snapshot.runtime.arena import GRAIN, Slot, arena
 from snapshot.runtime.budget import MemoryBudget
-from snapshot.save.device_copies import DeviceCopies
+from snapshot.save.device_copies import DeviceCopies, is_flat
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.device_digest import DeviceDigests, is_usable, scratch_bytes, supports
 
@@ -57,7 +57,7 @@ class ExtentDigests:
         for file in files:
             for position, extent in enumerate(file.extents):
                 leaf = leaves[extent.leaf]
-                if not copies.has_stream(leaf.tensor.device) or not _is_contiguous(leaf.tensor):
+                if not copies.has_stream(leaf.tensor.device) or not is_flat(leaf.tensor):
                     continue
                 address, nbytes = leaf.tensor.data_ptr() + extent.start, extent.end - extent.begin
                 if supports(address, nbytes):
@@ -119,7 +119,3 @@ class ExtentDigests:
         """Return the digests of one file's extents."""
         self.finish()
         return self._known.get(id(file), {})
-
-
-def _is_contiguous(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

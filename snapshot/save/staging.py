@@ -19,7 +19,7 @@ from snapshot.runtime.accelerators import Pinning
 from snapshot.runtime.arena import Slot, arena
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.save.device_copies import DeviceCopies, PartCopies, await_host_copies
-from snapshot.save.extent_digests import ExtentDigests, Known
+from snapshot.save.extent_digests import WORTH, ExtentDigests, Known
 from snapshot.state.leaves import Leaf
 from snapshot.storage import Buffer
 from snapshot.tensors.addresses import SHORT, copy_memory, copy_memory_short, view_memory, wrap_memory
@@ -109,7 +109,7 @@ class Stager:
 
     def digest_ahead(self, files: Sequence[FilePlan], budget: MemoryBudget) -> None:
         """Let accelerators digest what they hold of some files, where that is faster."""
-        if self.pinning(budget, 0) is not None:
+        if self.pinning(budget, 0) is not None and sum(leaf.nbytes for leaf in self.leaves if not leaf.plain) >= WORTH:
             self._ahead = ExtentDigests(self._devices, self.leaves, files, budget)
 
     def end_digests(self) -> None:

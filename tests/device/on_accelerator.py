@@ -25,7 +25,7 @@ from snapshot.load.reader import Reader  # noqa: E402
 from snapshot.runtime import accelerators  # noqa: E402
 from snapshot.runtime.accelerators import Pinning  # noqa: E402
 from snapshot.runtime.arena import GRAIN, SPARE, Arena, arena  # noqa: E402
-from snapshot.save import extent_digests  # noqa: E402
+from snapshot.save import extent_digests, staging  # noqa: E402
 from snapshot.save.staging import Stager  # noqa: E402
 from snapshot.tensors import device_digest  # noqa: E402
 from snapshot.tensors.digest import RunningDigest  # noqa: E402
@@ -529,6 +529,7 @@ def digesting(monkeypatch):
             extents.extend(lengths)
 
     monkeypatch.setattr(extent_digests, "WORTH", 1)
+    monkeypatch.setattr(staging, "WORTH", 1)
     monkeypatch.setattr(extent_digests, "DeviceDigests", Counted)
     if FAKE:
         monkeypatch.setattr(extent_digests, "is_usable", lambda device: True)
