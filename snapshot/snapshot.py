@@ -149,10 +149,10 @@ class Snapshot(Checkpoint):
                 share = collect_rank_share(exchange, app_state, options, opening.globs)
                 made = plan_writes(share, opening.session, staged=False, expected=options.plan)
                 stager = Stager(share.leaves, copies=opening.session.storage.limits.alignment > 1)
-                stager.digest_ahead(made.files, opening.session.budget)
-                verify = verify_written(options.verify_share, "take")
-                take = Take(opening, share, made, stager=stager, metadata=options.metadata_json, verify=verify)
-                run(take.write())
+                with stager.digesting(made.files, opening.session.budget):
+                    verify = verify_written(options.verify_share, "take")
+                    take = Take(opening, share, made, stager=stager, metadata=options.metadata_json, verify=verify)
+                    run(take.write())
         return cls(opening.path_as_given(path), pg, storage_options)
 
     @classmethod

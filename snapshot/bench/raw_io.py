@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from snapshot.runtime.accelerators import on_stream
+
 Bytes = npt.NDArray[np.uint8]
 Call = Callable[[int, Any, int], int]
 """`os.preadv` or `os.pwritev`."""
@@ -204,7 +206,7 @@ class StagedLane:
         return view
 
     def _copy(self, turn: int, into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
-        with self.stream:
+        with on_stream(self.stream):
             torch._foreach_copy_([*into], [*source], non_blocking=True)
         self._copied[turn % 2] = self.stream.record_event()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from snapshot.manifest.entry import Entry
 from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.validate import Files, check_range, check_tensor
 from snapshot.progress import Meter
+from snapshot.runtime.accelerators import await_host_copies
 from snapshot.runtime.session import Session
 from snapshot.state import numpy_arrays
 from snapshot.tensors import composite, generators
@@ -69,7 +71,7 @@ class ReadPlan:
         """
         self._whole: dict[str, bytearray | SavedFile] = {}
         """Files whose pickles are run: first their bytes, then their contents."""
-        self._boxes: set[tuple[Any, ...]] = set()
+        self._boxes: dict[tuple[Any, ...], torch.Tensor] = {}
         self._filled: dict[tuple[str, int], tuple[Any, torch.Tensor]] = {}
         self._claimed: dict[tuple[str, tuple[int, int]], tuple[Any, ...]] = {}
         self._unclaimed = sum(file.size for file in files.values())
@@ -291,7 +293,7 @@ class ReadPlan:
                 self.targets.append((path, target, (f"{path}[{box}]", 0)))
             if place in self._boxes:
                 return
-            self._boxes.add(place)
+            self._boxes[place] = target
         self._pieces(path, entry.pieces(), target, box, live)
 
     def _pieces(
@@ -386,17 +388,19 @@ class ReadPlan:
         meter: Meter | None = None,
         all_or_none: bool = True,
     ) -> ReadResult:
-        """Read everything and create the values.
-
-        Objects are read first, so that a refused object leaves live tensors unchanged.
-        """
+        """Read everything and create the values: objects first, so that a refused one leaves live tensors unchanged."""
         meter = meter or Meter("read", None)
+        self.await_targets()
         first = fetch_requests(session, self.objects, verify, meter)
         self.finish_objects(all_or_none=all_or_none)
         result = fetch_requests(session, self.requests, verify, meter)
         self.finish()
         result.add(first)
         return result
+
+    def await_targets(self) -> None:
+        """Wait for copies under way that would still write to, or read, the tensors to fill."""
+        await_host_copies(chain((target for _, target in self._filled.values()), self._boxes.values()))
 
     def finish_objects(self, *, all_or_none: bool = True) -> None:
         """Decode the objects, whose bytes were read and verified.

@@ -123,6 +123,7 @@ class Restore:
         total = sum(request.end - request.begin for request in reads.requests)
         self._meter.begin(total * (2 if self._options.atomic else 1))
         with self._phase("read"):
+            reads.await_targets()
             seen = self._fetch_shared(reads.objects, common)
             reads.finish_objects()
             if self._options.atomic:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from snapshot.load.requests import ReadRequest
-from snapshot.runtime.accelerators import Pinning, side_stream
+from snapshot.runtime.accelerators import await_events, on_stream, side_stream
 from snapshot.runtime.arena import SEGMENT, Slot
+from snapshot.runtime.pinning import Pinning
 
 
 class Uploads:
@@ -23,7 +24,8 @@ class Uploads:
         devices = sorted({request.device for request in requests if request.device is not None}, key=str)
         sides = {device: side_stream(device) for device in devices}
         self._sides: dict[torch.device, Any] = {device: side for device, side in sides.items() if side is not None}
-        self._pinning = Pinning(next(iter(self._sides)), limit, SEGMENT) if self._sides else None
+        total = sum(request.end - request.begin for request in requests if request.device is not None)
+        self._pinning = Pinning(next(iter(self._sides)), limit, min(total, SEGMENT)) if self._sides else None
 
     def pinning(self, requests: Iterator[ReadRequest]) -> Pinning | None:
         """Return the pinned memory that is useful for some requests; None if their bytes stay on the host."""
@@ -57,10 +59,9 @@ class UploadedPart:
             request.place(start, slot, at, length)
             return
         self._used.add(device)
-        with side:
+        with on_stream(side):
             request.place(start, slot, at, length)
 
     def wait(self) -> None:
         """Wait for the copies."""
-        for device in self._used:
-            self._sides[device].record_event().synchronize()
+        await_events([self._sides[device].record_event() for device in self._used])

@@ -1,131 +1,14 @@
-"""Accelerators: host memory that is pinned for their copies, and streams beside those of the application.
-
-Memory is registered with the driver where the driver allows that. Torch's own pinned memory is rounded up to powers of
-two and never given back. It is used only for accelerators that cannot register memory.
-"""
+"""Accelerators: a stream beside those of the application, and waiting for work of the application."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import platform
-import threading
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-from snapshot.events import log
 from snapshot.per_process import PerProcess
-
-PCI_DEVICES = Path("/sys/bus/pci/devices")
-_PORTABLE = 1
-"""Pinned for all devices of the process."""
-_PREFERRED = 1
-"""A policy of mbind: take memory of the node while it has any."""
-_MBIND = {"x86_64": 237, "aarch64": 235}
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-class Pinning(NamedTuple):
-    """The pinned memory that an operation wants."""
-
-    device: torch.device
-    limit: int
-    """The operation's memory budget. With this much memory pinned, further slots are not pinned."""
-    total: int
-    """The bytes that the operation copies."""
-
-
-def _runtime(device: torch.device) -> Any:
-    """Return the driver's functions to register memory, or None."""
-    make = getattr(torch.get_device_module(device), "cudart", None)
-    runtime = make() if make is not None and side_stream(device) is not None else None
-    return runtime if hasattr(runtime, "cudaHostRegister") else None
-
-
-def can_register(device: torch.device) -> bool:
-    """Return True if existing memory can be registered with the device's driver."""
-    return _runtime(device) is not None
-
-
-def register_memory(address: int, nbytes: int, device: torch.device) -> bool:
-    """Pin existing memory; return False if the driver refuses.
-
-    A thread of its own calls the driver, which keeps the last error per thread. Torch would raise the error of a
-    refusal in the application's next operation.
-    """
-    refused: list[object] = []
-
-    def call() -> None:
-        try:
-            with side_stream(device):  # its device: otherwise the driver would start on device 0, too
-                code = int(_runtime(device).cudaHostRegister(address, nbytes, _PORTABLE))
-        except RuntimeError as error:
-            refused.append(error)
-        else:
-            if code:
-                refused.append(f"error {code} of the driver")
-
-    _in_thread(call)
-    if refused:
-        log.warning("cannot pin %s bytes for %s, so copies are slower: %s", f"{nbytes:,}", device, refused[0])
-    return not refused
-
-
-def unregister_memory(address: int, device: torch.device) -> None:
-    """Undo `register_memory`. The driver waits for copies that use the memory."""
-
-    def call() -> None:
-        with contextlib.suppress(RuntimeError), side_stream(device):
-            _runtime(device).cudaHostUnregister(address)
-
-    _in_thread(call)
-
-
-def _in_thread(call: Any) -> None:
-    thread = threading.Thread(target=call, name="snapshot-io-pin", daemon=True)
-    thread.start()
-    thread.join()
-
-
-def allocate_pinned(nbytes: int) -> torch.Tensor | None:
-    """Return memory of torch's pinned allocator, or None if the accelerator has none."""
-    try:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    except (RuntimeError, NotImplementedError):
-        return None
-
-
-def find_numa_node(device: torch.device) -> int:
-    """Return the NUMA node that is nearest to a device, or -1 if it is unknown."""
-    try:
-        found = torch.get_device_module(device).get_device_properties(device)
-        name = f"{getattr(found, 'pci_domain_id', 0):04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-        return int((PCI_DEVICES / name / "numa_node").read_text())
-    except (AttributeError, OSError, RuntimeError, TypeError, ValueError):
-        return -1
-
-
-def bind_to_node(address: int, nbytes: int, node: int) -> bool:
-    """Prefer a NUMA node for pages that are not allocated yet; return False if the system does not support it."""
-    number = _MBIND.get(platform.machine())
-    if number is None or not 0 <= node < 1024:
-        return False
-    mask = (ctypes.c_ulong * 16)()
-    mask[node // 64] = 1 << node % 64
-    done = _libc.syscall(
-        ctypes.c_long(number),
-        ctypes.c_void_p(address),
-        ctypes.c_ulong(nbytes),
-        ctypes.c_long(_PREFERRED),
-        mask,
-        ctypes.c_ulong(1024),
-        ctypes.c_ulong(0),
-    )
-    return bool(done == 0)
-
 
 _sides: PerProcess[dict[torch.device, Any]] = PerProcess(dict)
 """One side stream per device: torch has few of them, which it gives to several users in turn."""
@@ -136,11 +19,46 @@ def side_stream(device: torch.device) -> Any:
     sides = _sides.get()
     if device not in sides:
         try:
-            sides[device] = torch.Stream(device=device)
             torch.accelerator.current_stream(device)
+            sides.setdefault(device, torch.Stream(device=device))
         except (RuntimeError, NotImplementedError, AttributeError):
             sides[device] = None
     return sides[device]
+
+
+@contextlib.contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    """Make a stream and its device current in this thread.
+
+    Entering the stream itself would keep the previous stream on it, and other threads use it at the same time.
+    """
+    accelerator = torch.accelerator
+    index_of = getattr(accelerator, "current_device_index", None) or accelerator.current_device_idx  # before torch 2.7
+    device, before = index_of(), accelerator.current_stream(stream.device)
+    accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        accelerator.set_stream(before)
+        if index_of() != device:
+            torch.get_device_module(stream.device).set_device(device)
+
+
+def await_events(events: Iterable[Any]) -> None:
+    """Wait for all events, even if a signal interrupts: afterwards, no copy uses its memory any more."""
+    error: BaseException | None = None
+    for event in events:
+        for _ in range(100):
+            try:
+                event.synchronize()
+                break
+            except Exception as failed:  # noqa: BLE001 - of the device, which runs nothing any more
+                error = error or failed
+                break
+            except BaseException as interrupt:  # noqa: BLE001 - raised below
+                error = interrupt
+    if error is not None:
+        raise error
 
 
 def await_current_streams(devices: Iterable[torch.device | None]) -> None:
@@ -149,3 +67,23 @@ def await_current_streams(devices: Iterable[torch.device | None]) -> None:
         if device is not None:
             with contextlib.suppress(RuntimeError, NotImplementedError):  # an accelerator without streams
                 torch.accelerator.current_stream(device).synchronize()
+
+
+def await_host_copies(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for all accelerators if one may still be copying to, or from, some of these tensors in host memory.
+
+    Only pinned memory takes part in copies that the host does not wait for. They may run on any stream of any device.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    initialized = accelerator is not None and getattr(torch.get_device_module(accelerator), "is_initialized", None)
+    if accelerator is None or not initialized or not initialized():
+        return
+    if any(tensor.is_cpu and tensor.is_pinned() for tensor in tensors):
+        for index in _used_devices(accelerator.type):
+            torch.accelerator.synchronize(index)
+
+
+def _used_devices(kind: str) -> Sequence[int]:
+    """Return the devices that this process uses. Waiting for another one would start it, and take its memory."""
+    is_used = getattr(torch._C, f"_{kind}_hasPrimaryContext", None)  # noqa: SLF001 - torch has no public name for it
+    return [index for index in range(torch.accelerator.device_count()) if is_used is None or is_used(index)]

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from snapshot.errors import system_limits
+from snapshot.events import log
 from snapshot.options import Settings
 from snapshot.per_process import PerProcess
-from snapshot.runtime.accelerators import Pinning
 from snapshot.runtime.host_memory import total_memory
+from snapshot.runtime.pinning import Pinning, can_register
 from snapshot.runtime.segment import Segment
 from snapshot.tensors.addresses import address_of, populate_pages
 from snapshot.text import counted
@@ -75,7 +76,7 @@ class Arena:
         self._segments: list[Segment] = []
         self._refused: set[torch.device] = set()
         """Devices whose driver refused to pin memory."""
-        self._growing: threading.Thread | None = None
+        self._stop_growing = threading.Event()
         self._lock = threading.Lock()
         self._pin_lock = threading.Lock()
         """Held while memory is pinned, which takes long. It is acquired before the other lock."""
@@ -161,56 +162,70 @@ class Arena:
 
     def _add_pinned(self, size: int, shared: bool, pinning: Pinning) -> bool:
         """Pin one more segment with room for `size` bytes; return False if that is not possible."""
+        if shared and not can_register(pinning.device):
+            return False  # another process cannot see torch's own pinned memory
         with self._lock:
             if pinning.device in self._refused:
                 return False
             pinned = sum(segment.size for segment in self._segments if segment.pinned)
-            if pinned + size > pinning.limit + SPARE:
-                pinned -= self._drop(lambda segment: segment.pinned)
+            full = pinned + size > pinning.limit + SPARE
+            dropped = self._remove(lambda segment: segment.pinned) if full else []
+        pinned -= sum(segment.size for segment in dropped)
+        _close(dropped)
         most = min(SEGMENT if pinned else FIRST_PINNED, pinning.limit, pinning.limit + SPARE - pinned)
         length = max(size, min(most, max(pinning.total - pinned, 0)) // GRAIN * GRAIN)
         if pinned + length > pinning.limit + SPARE:
             return False
         segment = Segment(length, GRAIN, shared=shared, device=pinning.device)
+        if not segment.pinned:
+            self._note_refusal(segment, pinning.device)
+            return False
         with self._lock:
-            if not segment.pinned:
-                self._refused.add(pinning.device)
-                segment.close()
-                return False
             self._segments.append(segment)
             self._kept += segment.free
         return True
 
-    def pin_ahead(self, shared: bool, pinning: Pinning) -> None:
-        """Pin the memory that an operation will need in the background, while it uses the first of it."""
+    def _note_refusal(self, segment: Segment, device: torch.device) -> None:
+        segment.close()
+        if segment.refusal is not None and segment.refusal.later:
+            return
+        log.warning("cannot pin memory for %s, so copies are slower: %s", device, segment.refusal or "it has none")
+        with self._lock:
+            self._refused.add(device)
+
+    def pin_ahead(self, shared: bool, pinning: Pinning) -> Callable[[], object]:
+        """Pin the memory that an operation will need in the background, while it uses the first of it.
+
+        Return a function that ends this. Another call and `release` end it, too.
+        """
+        stop = threading.Event()
 
         def grow() -> None:
-            while True:
+            while not stop.is_set():
                 with self._pin_lock:
                     with self._lock:
-                        segments = self._pinned_segments(shared, pinning)
-                        pinned = sum(segment.size for segment in segments)
-                        missing = min(pinning.total, pinning.limit) - pinned
-                    if missing < GRAIN:
+                        pinned = sum(segment.size for segment in self._pinned_segments(shared, pinning))
+                    if stop.is_set() or min(pinning.total, pinning.limit) - pinned < GRAIN:
                         return
                     try:
                         if not self._add_pinned(GRAIN, shared, pinning):
                             return
-                    except (MemoryError, OSError):
+                    except (MemoryError, OSError, RuntimeError):
                         return  # the operation raises it, if it needs the memory
 
         with self._lock:
-            if self._growing is not None and self._growing.is_alive():
-                return
-            self._growing = threading.Thread(target=grow, name="snapshot-io-arena", daemon=True)
+            self._stop_growing.set()
+            self._stop_growing = stop
         with contextlib.suppress(RuntimeError):  # without a further thread, memory is pinned when it is needed
-            self._growing.start()
+            threading.Thread(target=grow, name="snapshot-io-arena", daemon=True).start()
+        return stop.set
 
     # Return
 
     def give(self, slot: Slot) -> None:
         """Return a slot to the cache."""
         segment = slot.segment
+        dropped: list[Segment] = []
         with self._lock:
             if segment is not None and segment not in self._segments:
                 return  # it belongs to the parent of this fork
@@ -224,18 +239,18 @@ class Arena:
             if keep or slot.pinned:
                 self._kept += slot.size
             if not keep:
-                self._drop(lambda segment: self._kept > self._keep or not segment.pinned)
+                dropped = self._remove(lambda segment: self._kept > self._keep or not segment.pinned)
+        _close(dropped)
 
-    def _drop(self, wanted: Callable[[Segment], bool]) -> int:
-        """Free the unused segments that match a condition. Return their pinned bytes."""
-        dropped = 0
+    def _remove(self, wanted: Callable[[Segment], bool]) -> list[Segment]:
+        """Remove the unused segments that match a condition. The caller closes them without the lock."""
+        removed = []
         for segment in list(self._segments):
             if segment.is_unused and wanted(segment):
                 self._segments.remove(segment)
-                dropped += segment.free
                 self._kept -= segment.free
-                segment.close()
-        return dropped
+                removed.append(segment)
+        return removed
 
     @property
     def kept(self) -> int:
@@ -247,16 +262,24 @@ class Arena:
         with self._lock:
             before = self._kept
             self._refused.clear()
+            self._stop_growing.set()
             self._kept -= sum(size * len(slots) for size, slots in self._free.items())
             self._free.clear()
             for segment in self._segments:
                 self._kept -= segment.trim()
-            self._drop(lambda segment: True)
-            return before - self._kept
+            dropped = self._remove(lambda segment: True)
+            freed = before - self._kept
+        _close(dropped)
+        return freed
 
     def __repr__(self) -> str:
         segments = f", {counted(len(self._segments), 'segment')}" if self._segments else ""
         return f"Arena({self._kept:,} bytes kept, {self._out:,} in use{segments})"
+
+
+def _close(segments: Sequence[Segment]) -> None:
+    for segment in segments:
+        segment.close()
 
 
 def _find_room(segments: Sequence[Segment], size: int) -> tuple[Segment, int] | None:

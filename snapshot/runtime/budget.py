@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from snapshot.aio import inline
-from snapshot.runtime.accelerators import Pinning
 from snapshot.runtime.arena import Slot, arena
 from snapshot.runtime.latch import Latch
+from snapshot.runtime.pinning import Pinning
 
 
 class BudgetStatistics(NamedTuple):

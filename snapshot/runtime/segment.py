@@ -14,10 +14,12 @@ import mmap
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 
 import torch
 
-from snapshot.runtime.accelerators import (
+from snapshot.runtime.pinning import (
+    PinningRefused,
     allocate_pinned,
     bind_to_node,
     can_register,
@@ -31,13 +33,15 @@ _NOEXEC_SEAL = 8
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _numbers = itertools.count(1)
+_never_unmapped: list[memoryview] = []
+"""Memory that the driver still uses, because it refused to unregister it."""
 
 
 class Segment:
     """A segment of memory, divided into grains. It is not thread-safe: its arena holds the lock.
 
     Args:
-        device: The accelerator to pin it for. If that fails, `pinned` is False.
+        device: The accelerator to pin it for. If that fails, `pinned` is False and `refusal` is the reason.
     """
 
     def __init__(self, size: int, grain: int, *, shared: bool, device: torch.device | None = None) -> None:
@@ -51,6 +55,7 @@ class Segment:
         self._process = os.getpid()
         """The process that pinned the memory: a forked child must not unpin it."""
         self.pinned = False
+        self.refusal: PinningRefused | None = None
         self._torch: torch.Tensor | None = None
         if device is not None and not can_register(device):
             self._torch = None if shared else allocate_pinned(size)
@@ -75,8 +80,9 @@ class Segment:
             memory = mmap.mmap(self.descriptor, self.size)
         else:
             memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A forked child would get a copy of each pinned page. It does not need any: it has an arena of its own.
-        for advice in ["MADV_HUGEPAGE"] + ([] if self.shared else ["MADV_DONTFORK"]):
+        # A forked child would get a copy of each pinned page, which it does not need: it has an arena of its own. The
+        # range stays mapped, since the child may free a segment that it inherited.
+        for advice in ["MADV_HUGEPAGE"] + ([] if self.shared else ["MADV_WIPEONFORK"]):
             with contextlib.suppress(OSError, AttributeError):  # a system without it is only slower
                 memory.madvise(getattr(mmap, advice))
         return memory
@@ -86,7 +92,11 @@ class Segment:
         if node >= 0:
             bind_to_node(self._address, self.size, node)
         self.populate(0, self.size)
-        self.pinned = register_memory(self._address, self.size, device)
+        try:
+            register_memory(self._address, self.size, device)
+            self.pinned = True
+        except PinningRefused as refused:
+            self.refusal = refused
 
     def find(self, count: int) -> int:
         """Return the first of `count` consecutive free grains, or -1."""
@@ -152,17 +162,17 @@ class Segment:
         if self.closed:
             return
         self.closed = True
-        if self.pinned and self._torch is None and self.device is not None:
-            unregister_memory(self._address, self.device)
-        self.pinned = False
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
+        registered, self.pinned = self.pinned and self._torch is None and self._process == os.getpid(), False
+        try:
+            if registered and self.device is not None and not unregister_memory(self._address, self.device):
+                _never_unmapped.append(self.view)
+        finally:
+            if self.descriptor >= 0:
+                os.close(self.descriptor)
 
-    def __del__(self) -> None:
-        if self._process == os.getpid() and not sys.is_finalizing():
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not finalizing():  # the memory ends with the process
             self.close()
-        elif self.descriptor >= 0 and not self.closed:
-            os.close(self.descriptor)
 
     def __repr__(self) -> str:
         return f"Segment({self.number}, {self.size:,} bytes{', pinned' if self.pinned else ''})"

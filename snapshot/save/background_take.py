@@ -142,6 +142,7 @@ class BackgroundTake(Take):
         """Stop everything that was started. If writing failed, raise that error: it is the cause."""
         if error is None:
             return
+        self._stager.end_digests()
         self._prefetcher.stop(error)
         if self._work is None:
             self._prefetcher.release()

@@ -7,16 +7,17 @@ such a tensor crosses in contiguous pieces, and the host arranges the elements.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._utils import _unflatten_dense_tensors
 
 from snapshot.errors import SnapshotError
-from snapshot.runtime.accelerators import Pinning, side_stream
+from snapshot.runtime.accelerators import await_events, on_stream, side_stream
 from snapshot.runtime.arena import Slot
 from snapshot.runtime.budget import MemoryBudget
+from snapshot.runtime.pinning import Pinning
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.geometry import boxes_of_range
 
@@ -59,7 +60,8 @@ class DeviceCopies:
 
     def stream(self, device: torch.device) -> Any:
         """Return the context in which tensors of a device are copied."""
-        return self._sides.get(device) or contextlib.nullcontext()
+        side = self._sides.get(device)
+        return contextlib.nullcontext() if side is None else on_stream(side)
 
     def mark(self, devices: set[torch.device]) -> list[Any]:
         """Return events that occur when the copies so far have ended."""
@@ -97,8 +99,7 @@ class PartCopies:
     def wait(self) -> None:
         """Wait for the copies that were started."""
         self._batch = []
-        for event in self.end():
-            event.synchronize()
+        await_events(self.end())
 
     def _add(self, tensor: torch.Tensor, nbytes: int, at: int) -> None:
         """Collect a small tensor. Those that are adjacent, with one dtype and device, are copied together."""
@@ -143,6 +144,7 @@ class PartCopies:
             self._gather_piece(source, target, span)
             return
         step = max(1, _PIECE // (source.stride(longest) * source.itemsize))
+        step = min(step, -(-source.shape[longest] // 2))  # elements that overlap are fewer than their span
         for begin in range(0, source.shape[longest], step):
             length = min(step, source.shape[longest] - begin)
             self._gather(source.narrow(longest, begin, length), target.narrow(longest, begin, length))
@@ -172,16 +174,3 @@ def _refuse_capture(device: torch.device) -> None:
     capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     if capturing is not None and capturing():
         raise SnapshotError(f"{device}: cannot take a snapshot while a graph is captured")
-
-
-def await_host_copies(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for the accelerator if it may still be copying to one of these tensors in host memory.
-
-    Only pinned memory is a destination of copies that the host does not wait for. They may run on any stream.
-    """
-    accelerator = torch.accelerator.current_accelerator()
-    initialized = accelerator is not None and getattr(torch.get_device_module(accelerator), "is_initialized", None)
-    if not initialized or not initialized():
-        return
-    if any(tensor.is_cpu and tensor.is_pinned() for tensor in tensors):
-        torch.accelerator.synchronize()

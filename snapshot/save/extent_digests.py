@@ -15,6 +15,7 @@ import torch
 
 from snapshot.events import log
 from snapshot.plan.layout import FilePlan
+from snapshot.runtime.accelerators import await_events
 from snapshot.runtime.arena import GRAIN, Slot, arena
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.save.device_copies import DeviceCopies, is_flat
@@ -64,9 +65,13 @@ class ExtentDigests:
                     addresses[leaf.tensor.device].append(address)
                     lengths[leaf.tensor.device].append(nbytes)
                     places[leaf.tensor.device].append((id(file), position))
-        for device, sizes in lengths.items():
-            if sum(sizes) >= WORTH:
-                self._launch(copies, device, addresses[device], sizes, places[device])
+        try:
+            for device, sizes in lengths.items():
+                if sum(sizes) >= WORTH:
+                    self._launch(copies, device, addresses[device], sizes, places[device])
+        except BaseException:
+            self.finish()
+            raise
 
     def _launch(
         self,
@@ -91,11 +96,15 @@ class ExtentDigests:
                 work = DeviceDigests(addresses, lengths, slot.tensor, device)
                 work.launch()
             (event,) = copies.mark({device})
-        except Exception as error:  # noqa: BLE001 - compilers and drivers raise errors of any class
+            self._running.append(_Running(work, places, event, slot))
+        except BaseException as error:  # compilers and drivers raise errors of any class
+            try:
+                await_events(copies.mark({device}))
+            finally:
+                self._release(slot)
+            if not isinstance(error, Exception):
+                raise
             log.warning("%s: the host computes the digests: %s", device, error)
-            self._release(slot)
-            return
-        self._running.append(_Running(work, places, event, slot))
 
     def finish(self) -> None:
         """Wait for the digests. From then on, the tensors may change."""
@@ -103,7 +112,7 @@ class ExtentDigests:
             while self._running:
                 running = self._running.pop()
                 try:
-                    running.event.synchronize()
+                    await_events([running.event])
                     for (file, position), found in zip(running.places, running.work.finish(), strict=True):
                         self._known[file][position] = found
                 except RuntimeError as error:

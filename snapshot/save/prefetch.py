@@ -45,8 +45,7 @@ class PartPrefetcher:
         """True if another process must see the slots."""
         total = sum(arena_bytes(part.end - part.begin) for parts in self.parts for part in parts)
         self._pinning = self._source.pinning(budget, total)
-        if self._pinning is not None:
-            arena().pin_ahead(shared, self._pinning)
+        self._stop_pinning = arena().pin_ahead(shared, self._pinning) if self._pinning is not None else None
         self._staged: dict[tuple[int, int], StagedPart] = {}
         self._lock = threading.Lock()
         self._waiting: dict[tuple[int, int], Callable[[], object]] = {}
@@ -71,10 +70,16 @@ class PartPrefetcher:
         finally:
             while self._arriving:  # after an error
                 self._arriving.pop()[2].release()
+            if numbers.stop == len(self._files):
+                self._end_pinning()
+
+    def _end_pinning(self) -> None:
+        if self._stop_pinning is not None:
+            self._stop_pinning()
 
     def _stage(self, number: int, position: int, part: FilePart) -> None:
         size = arena_bytes(part.end - part.begin)
-        slot, granted = None, False
+        slot, staged, granted = None, None, False
         try:
             granted = self._budget.try_acquire(size)
             if not granted:
@@ -87,6 +92,9 @@ class PartPrefetcher:
             with span("stage", bytes=part.end - part.begin, copied=True):
                 staged = self._source.begin(self._files[number], part, slot, self._budget)
         except BaseException:
+            if staged is not None:
+                staged.release()
+                raise
             if slot is not None:
                 arena().give(slot)
             if granted:
@@ -160,6 +168,7 @@ class PartPrefetcher:
 
     def release(self) -> None:
         """Release the memory of parts that were staged but not written."""
+        self._end_pinning()
         with self._lock:
             left, self._staged = self._staged, {}
         for staged in left.values():

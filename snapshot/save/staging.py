@@ -6,7 +6,8 @@ arena. Strided tensors and accelerator tensors always go through a slot, box by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import compress
 from typing import Any
 
@@ -15,19 +16,17 @@ import torch
 from snapshot.aio import in_thread
 from snapshot.errors import SnapshotError
 from snapshot.plan.layout import Extent, FilePart, FilePlan
-from snapshot.runtime.accelerators import Pinning
+from snapshot.runtime.accelerators import await_events, await_host_copies
 from snapshot.runtime.arena import Slot, arena
 from snapshot.runtime.budget import MemoryBudget
-from snapshot.save.device_copies import DeviceCopies, PartCopies, await_host_copies
+from snapshot.runtime.pinning import Pinning
+from snapshot.save.device_copies import DeviceCopies, PartCopies
 from snapshot.save.extent_digests import WORTH, ExtentDigests, Known
 from snapshot.state.leaves import Leaf
 from snapshot.storage import Buffer
 from snapshot.tensors.addresses import SHORT, copy_memory, copy_memory_short, view_memory, wrap_memory
 from snapshot.tensors.digest import BLOCK, RunningDigest, digest_range
 from snapshot.trace import span
-
-ALIGNMENT = 16
-"""Copies from accelerators to a slot begin at multiples of this."""
 
 
 class StagedPart:
@@ -59,17 +58,18 @@ class StagedPart:
     def arrive(self) -> None:
         """Wait until the bytes are in host memory."""
         events, self.events = self.events, ()
-        for event in events:
-            event.synchronize()
+        await_events(events)
 
     def release(self) -> None:
         """Release the memory. Later calls do nothing."""
-        self.arrive()  # a copy may still write to the slot
         slot, self.slot = self.slot, None
         self.buffers, self._shares = [], []
-        if slot is not None and self._budget is not None:
-            arena().give(slot)
-            self._budget.release(slot.size)
+        try:
+            self.arrive()  # a copy may still write to the slot
+        finally:
+            if slot is not None and self._budget is not None:
+                arena().give(slot)
+                self._budget.release(slot.size)
 
 
 class Stager:
@@ -96,12 +96,11 @@ class Stager:
         """Return the slot bytes that staging a part takes; 0 if its tensors' own memory suffices."""
         if self.copies:
             return part.end - part.begin
-        plain = self.plain
-        return sum(
-            _aligned(min(each.end, part.end) - max(each.begin, part.begin))
-            for each in file.extents[part.first : part.last]
-            if not plain[each.leaf]
-        )
+        plain, used = self.plain, 0
+        for each in file.extents[part.first : part.last]:
+            if not plain[each.leaf]:
+                used = self._aligned(each, used) + min(each.end, part.end) - max(each.begin, part.begin)
+        return used
 
     def pinning(self, budget: MemoryBudget, total: int) -> Pinning | None:
         """Return the pinned memory to stage in, for an operation that copies `total` bytes; None if none is useful."""
@@ -111,6 +110,16 @@ class Stager:
         """Let accelerators digest what they hold of some files, where that is faster."""
         if self.pinning(budget, 0) is not None and sum(leaf.nbytes for leaf in self.leaves if not leaf.plain) >= WORTH:
             self._ahead = ExtentDigests(self._devices, self.leaves, files, budget)
+
+    @contextmanager
+    def digesting(self, files: Sequence[FilePlan], budget: MemoryBudget) -> Iterator[None]:
+        """As `digest_ahead`, for a block that ends with `forget`. An error releases the memory of the digests."""
+        self.digest_ahead(files, budget)
+        try:
+            yield
+        except BaseException:
+            self.end_digests()
+            raise
 
     def end_digests(self) -> None:
         """Wait for the digests of accelerators: afterwards, the tensors may change."""
@@ -137,10 +146,10 @@ class Stager:
                 staged = self._copy(file, part, header, slot=slot, budget=budget, copies=copies)
             else:
                 staged = self._borrow(file, part, header, slot=slot, budget=budget, copies=copies)
+            staged.events = copies.end()
         except BaseException:
             copies.wait()
             raise
-        staged.events = copies.end()
         return staged
 
     def end(self, file: FilePlan, part: FilePart, staged: StagedPart) -> None:
@@ -237,10 +246,16 @@ class Stager:
                 continue
             assert slot is not None
             assert copies is not None
+            used = self._aligned(extent, used)
             self._fill(leaves[extent.leaf], extent, begin, end, copies=copies, slot=slot, at=used)
             shares.append(slot.view[used : used + end - begin])
-            used += _aligned(end - begin)
+            used += end - begin
         return StagedPart([header, *shares] if header else list(shares), shares, slot, budget)
+
+    def _aligned(self, extent: Extent, at: int) -> int:
+        """Return the next position in a slot at which elements of an extent's dtype may begin."""
+        itemsize = self.leaves[extent.leaf].tensor.itemsize
+        return -(-at // itemsize) * itemsize
 
     def _fill(
         self, leaf: Leaf, extent: Extent, begin: int, end: int, *, copies: PartCopies, slot: Slot, at: int
@@ -259,11 +274,6 @@ class Stager:
             slot.tensor[at : at + end - begin].copy_(
                 torch.frombuffer(view_memory(source, end - begin), dtype=torch.uint8)
             )
-
-
-def _aligned(nbytes: int) -> int:
-    """Return a length after which a tensor of any dtype may begin."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class FileDigests:

@@ -93,6 +93,8 @@ class Writer:
         self._files = asyncio.Semaphore(most_files)
         self._open: list[FileWriter] = []
         self._stopped = False
+        self._total = 0
+        """Bytes of all files."""
 
     def parts(self, file: FilePlan) -> list[FilePart]:
         """Return the parts that a file is split into."""
@@ -109,6 +111,7 @@ class Writer:
         self, files: Sequence[FilePlan], locations: Sequence[str], staging: StagedParts | None = None
     ) -> list[WrittenFile]:
         """Write all files. If one fails, abort and delete all of them."""
+        self._total = sum(file.size for file in files)
         if staging is None and self.serial:
             work = [partial(in_thread, run_inline, self._serial, *each) for each in zip(files, locations, strict=True)]
         else:
@@ -240,7 +243,7 @@ class Writer:
         return staged
 
     def _stage(self, file: FilePlan, part: FilePart, needed: int, digests: FileDigests) -> StagedPart:
-        pinning = self.source.pinning(self._budget, SEGMENT) if needed else None
+        pinning = self.source.pinning(self._budget, min(self._total, SEGMENT)) if needed else None
         slot = arena().take(needed, pinning=pinning) if needed else None
         try:
             staged = self.source.stage(file, part, slot, self._budget)

@@ -4,11 +4,16 @@ It runs on CUDA if `SNAPSHOT_TEST_DEVICE` says so, and on the fake accelerator o
 their streams until somebody waits for them, reuses freed memory at once, and counts what is pinned.
 """
 
+import _thread
 import contextlib
 import ctypes
 import gc
+import mmap
 import os
 import threading
+import time
+import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,10 +27,11 @@ extension = fakedev.load() if FAKE else None
 
 from snapshot import Snapshot, SnapshotError, StateDict, release_memory  # noqa: E402 - the device is there before it
 from snapshot.load.reader import Reader  # noqa: E402
-from snapshot.runtime import accelerators  # noqa: E402
-from snapshot.runtime.accelerators import Pinning  # noqa: E402
+from snapshot.runtime import pinning as pins  # noqa: E402
+from snapshot.runtime.accelerators import on_stream  # noqa: E402
 from snapshot.runtime.arena import GRAIN, SPARE, Arena, arena  # noqa: E402
-from snapshot.save import extent_digests, staging  # noqa: E402
+from snapshot.runtime.pinning import Pinning  # noqa: E402
+from snapshot.save import extent_digests, prefetch, staging  # noqa: E402
 from snapshot.save.staging import Stager  # noqa: E402
 from snapshot.tensors import device_digest  # noqa: E402
 from snapshot.tensors.digest import RunningDigest  # noqa: E402
@@ -49,7 +55,7 @@ def clean():
 
 
 def pinned_bytes():
-    return sum(segment.size for segment in arena()._segments if segment.pinned)
+    return sum(segment.size for segment in arena()._segments if segment.pinned and segment._torch is None)
 
 
 @pytest.fixture
@@ -267,6 +273,28 @@ def test_no_element_is_of_another_moment(tmp_path):
     torch.accelerator.synchronize()
 
 
+def test_threads_on_one_stream_keep_their_own(path):
+    """Each enters and leaves it while others are inside."""
+    side, wrong = torch.Stream(device=DEVICE), []
+
+    def work():
+        own = torch.Stream(device=DEVICE)
+        with on_stream(own):
+            for _ in range(300):
+                with on_stream(side):
+                    if torch.accelerator.current_stream().stream_id != side.stream_id:
+                        wrong.append("inside")
+                if torch.accelerator.current_stream().stream_id != own.stream_id:
+                    wrong.append("outside")
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
 # 5: pinned memory
 
 
@@ -345,6 +373,127 @@ def test_a_forked_child_leaves_pinned_memory_alone(path):
     assert torch.equal(read(path, "tensor"), tensor.cpu())
 
 
+def test_a_child_of_a_fork_does_not_unmap_its_own_memory(path):
+    """The range of a pinned segment is free in the child, and its own memory may be there."""
+    slot = arena().take(8 * MiB, pinning=Pinning(torch.device(DEVICE, 0), 64 * MiB, 64 * MiB))
+    assert slot.pinned
+    child = os.fork()
+    if child == 0:
+        own = [mmap.mmap(-1, 4 * MiB) for _ in range(64)]
+        for each in own:
+            each.write(bytes(4 * MiB))
+        release_memory()
+        del slot
+        gc.collect()
+        os._exit(sum(each[MiB] for each in own))  # a hole would end it by a signal
+    assert os.waitpid(child, 0)[1] == 0
+    arena().give(slot)
+
+
+@only_fake
+def test_an_interrupt_while_memory_is_pinned_leaves_nothing_registered(monkeypatch):
+    real = torch.fakedev.cudart()
+
+    def slowly(*arguments):
+        _thread.interrupt_main()
+        time.sleep(0.3)
+        return real.cudaHostRegister(*arguments)
+
+    slow = types.SimpleNamespace(cudaHostRegister=slowly, cudaHostUnregister=real.cudaHostUnregister)
+    monkeypatch.setattr(torch.fakedev, "cudart", lambda: slow)
+    own = Arena(keep=1 << 30)
+    with pytest.raises(KeyboardInterrupt):
+        own.take(MiB, pinning=Pinning(torch.device(DEVICE, 0), 64 * MiB, 64 * MiB))
+    assert extension.counts()["registrations"] == 1
+    assert extension.counts()["registered_bytes"] == 0
+
+
+@only_fake
+def test_a_driver_that_is_busy_with_a_graph_is_asked_again(monkeypatch):
+    real, answers = torch.fakedev.cudart(), [900]
+
+    def busy(*arguments):
+        return answers.pop() if answers else real.cudaHostRegister(*arguments)
+
+    module = types.SimpleNamespace(cudaHostRegister=busy, cudaHostUnregister=real.cudaHostUnregister)
+    monkeypatch.setattr(torch.fakedev, "cudart", lambda: module)
+    own, pinning = Arena(keep=1 << 30), Pinning(torch.device(DEVICE, 0), 64 * MiB, 64 * MiB)
+    first = own.take(MiB, pinning=pinning)
+    second = own.take(MiB, pinning=pinning)
+    assert (first.pinned, second.pinned) == (False, True)
+    own.give(first)
+    own.give(second)
+    assert own.release() > 0
+
+
+@only_fake
+def test_memory_that_stays_registered_stays_mapped(monkeypatch):
+    real = torch.fakedev.cudart()
+    module = types.SimpleNamespace(cudaHostRegister=real.cudaHostRegister, cudaHostUnregister=lambda address: 900)
+    monkeypatch.setattr(torch.fakedev, "cudart", lambda: module)
+    own = Arena(keep=1 << 30)
+    slot = own.take(MiB, pinning=Pinning(torch.device(DEVICE, 0), 16 * MiB, 16 * MiB))
+    address = slot.segment._address
+    own.give(slot)
+    del slot
+    assert own.release() > 0
+    gc.collect()
+    maps = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    assert any(int(begin, 16) <= address < int(end, 16) for begin, end in maps)
+    assert real.cudaHostUnregister(address) == 0
+
+
+@only_fake
+def test_released_memory_stays_released(path):
+    arena().pin_ahead(False, Pinning(torch.device(DEVICE, 0), 2 << 30, 2 << 30))
+    deadline = time.monotonic() + 30
+    while not pinned_bytes() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert release_memory() > 0
+    for thread in threading.enumerate():
+        if thread.name == "snapshot-io-arena":
+            thread.join()
+    release_memory()  # the segment that was being pinned meanwhile
+    assert pinned_bytes() == 0
+    assert extension.counts()["registered_bytes"] == 0
+
+
+@only_fake
+@pytest.mark.parametrize("how", ["take", "async_take"])
+def test_a_small_operation_pins_little(path, how):
+    tensor = torch.ones(100, device=DEVICE)
+    done = getattr(Snapshot, how)(path, {"state": StateDict(tensor=tensor)})
+    if how == "async_take":
+        done.wait()
+    Snapshot(path).restore({"state": StateDict(tensor=tensor)})
+    assert extension.counts()["most_registered_bytes"] <= 2 * MiB
+
+
+@only_fake
+def test_torchs_pinned_memory_is_used_after_a_take_that_could_not(path, monkeypatch):
+    """A writer process cannot see it; later takes of threads can use it."""
+    monkeypatch.delattr(torch.fakedev, "cudart")
+    state = {"state": StateDict(tensor=torch.randn(100_000, device=DEVICE))}
+    Snapshot.async_take(path, state, worker="process").wait()
+    assert extension.counts().get("pinned_allocations", 0) == 0
+    Snapshot.take(path, state, overwrite=True)
+    assert extension.counts()["pinned_allocations"] == 1
+
+
+@only_fake
+def test_an_interrupt_between_two_steps_gives_no_slot_back_too_early(path, monkeypatch):
+    @contextlib.contextmanager
+    def interrupted(name, **fields):
+        yield
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prefetch, "span", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Snapshot.async_take(path, {"state": StateDict(tensor=torch.ones(100_000, device=DEVICE))})
+    assert extension.waiting() == 0
+    assert "0 in use" in repr(arena())
+
+
 def test_pinned_slots_of_any_size_are_apart_and_come_back():
     own = Arena(keep=1 << 40)
     pinning = Pinning(torch.device(DEVICE, 0), 48 * MiB, 1 << 40)
@@ -375,14 +524,14 @@ def test_memory_lies_near_the_device(tmp_path, monkeypatch):
     node = tmp_path / "0000:3b:00.0" / "numa_node"
     node.parent.mkdir()
     node.write_text("0\n")
-    monkeypatch.setattr(accelerators, "PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(pins, "PCI_DEVICES", tmp_path)
     module = torch.get_device_module(DEVICE)
     monkeypatch.setattr(module, "get_device_properties", lambda device: Properties, raising=False)
-    assert accelerators.find_numa_node(torch.device(DEVICE, 0)) == 0
+    assert pins.find_numa_node(torch.device(DEVICE, 0)) == 0
     node.write_text("-1\n")
-    assert accelerators.find_numa_node(torch.device(DEVICE, 0)) == -1
+    assert pins.find_numa_node(torch.device(DEVICE, 0)) == -1
     monkeypatch.delattr(module, "get_device_properties")
-    assert accelerators.find_numa_node(torch.device(DEVICE, 0)) == -1
+    assert pins.find_numa_node(torch.device(DEVICE, 0)) == -1
 
 
 # 6: collectives
@@ -437,6 +586,7 @@ def strange(seed=0):
         "no dimension": base[3, 4],
         "empty": base[:0],
         "one": base[2:3, 3:4],
+        "overlapping": torch.arange(1_300_000, device=DEVICE).as_strided((600, 600), (1000, 1000)),
         "large transposed": torch.arange(3_000_000, dtype=torch.int32, device=DEVICE).view(1000, 3000).t(),
         "far columns": torch.arange(3_000_000, dtype=torch.int32, device=DEVICE).view(1000, 3000)[:, ::1500],
     }
@@ -475,15 +625,19 @@ def test_any_layout_crosses_exactly_and_without_memory_of_the_device(path, how):
 
 
 @only_fake
-def test_small_tensors_are_copied_together(path, monkeypatch):
+@pytest.mark.parametrize("how", ["take", "async_take"])
+def test_small_tensors_are_copied_together(path, monkeypatch, how):
     calls, copy = [], torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *a, **k: calls.append(len(a[0])) or copy(*a, **k))
     tensors = {str(i): torch.full((i % 50 + 1,), float(i), device=DEVICE) for i in range(2000)}
     tensors |= {f"half {i}": torch.full((7, 3), float(i), device=DEVICE).half() for i in range(500)}
-    Snapshot.async_take(path, {"state": StateDict(tensors)}).wait()
-    assert sum(calls) == 2500
-    assert len(calls) <= 12
-    for name in ("0", "17", "1999", "half 0", "half 499"):
+    tensors |= {f"step {i}": torch.tensor(float(i), device=DEVICE) for i in range(500)}
+    done = getattr(Snapshot, how)(path, {"state": StateDict(tensors)})
+    if how == "async_take":
+        done.wait()
+    assert sum(calls) == 3000
+    assert len(calls) <= 16
+    for name in ("0", "17", "1999", "half 0", "half 499", "step 7"):
         assert torch.equal(read(path, name), tensors[name].cpu())
 
 
@@ -577,6 +731,19 @@ def test_a_byte_that_changes_on_its_way_to_the_host_is_found(path, digesting, mo
 
 
 @only_fake
+@pytest.mark.parametrize("how", ["take", "async_take"])
+def test_a_take_that_fails_gives_the_memory_of_the_digests_back(path, digesting, monkeypatch, how):
+    def fail(*arguments):
+        raise RuntimeError("in the middle")
+
+    monkeypatch.setattr(Stager, "begin", fail)
+    with pytest.raises(Exception, match="in the middle"):
+        getattr(Snapshot, how)(path, {"state": StateDict(mixed())})
+    assert digesting
+    assert "0 in use" in repr(arena())
+
+
+@only_fake
 @pytest.mark.parametrize("where", ["launch", "finish"])
 def test_a_device_that_fails_to_digest_leaves_it_to_the_host(path, digesting, monkeypatch, caplog, where):
     def fail(self):
@@ -659,3 +826,32 @@ def test_an_offloaded_tensor_is_read_when_its_copy_has_ended(path, how):
     if how == "async_take":
         done.wait()
     assert set(read(path, "offloaded").unique().tolist()) == {3.0}
+
+
+@pytest.mark.skipif(not FAKE and torch.cuda.device_count() < 2, reason="needs two devices")
+def test_an_offloaded_tensor_of_another_device_than_the_current_one(path):
+    other = torch.device(DEVICE, 1)
+    source = torch.full((1_000_000,), 3.0, device=other)
+    offloaded = torch.full((1_000_000,), -1.0).pin_memory()
+    with torch.Stream(device=other):
+        offloaded.copy_(source, non_blocking=True)
+    Snapshot.take(path, {"state": StateDict(offloaded=offloaded)})
+    assert set(read(path, "offloaded").unique().tolist()) == {3.0}
+
+
+@pytest.mark.parametrize("how", ["restore", "read_object"])
+def test_a_copy_that_still_runs_does_not_overwrite_what_is_restored(path, how):
+    live = torch.full((1_000_000,), 7.0).pin_memory()
+    Snapshot.take(path, {"state": StateDict(live=live)})
+    source = torch.zeros(1_000_000, device=DEVICE)
+    side = torch.Stream(device=DEVICE)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        fill(source, 5.0)
+        live.copy_(source, non_blocking=True)
+    if how == "restore":
+        Snapshot(path).restore({"state": StateDict(live=live)})
+    else:
+        Snapshot(path).read_object("0/state/live", live)
+    torch.accelerator.synchronize()
+    assert set(live.unique().tolist()) == {7.0}
