@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 
 from snapshot.events import emit, log
@@ -28,13 +30,20 @@ class Cleaner:
         self._change = threading.Condition()
         self._wanted: int | None = None
         self._thread: threading.Thread | None = None
+        self._recent: deque[tuple[float, int]] = deque(maxlen=64)
+        """The times of the last commits, and their steps."""
         self._said: set[str | int] = set()
         """Warnings that were logged already: the steps that are damaged, and `metric` for an unknown metric."""
 
-    def committed(self, step: int) -> None:
-        """Record a step that is committed and durable. Return at once."""
+    def committed(self, step: int, began: float) -> None:
+        """Record a step that is committed and durable, and the monotonic time when its take began. Return at once.
+
+        If a later step was committed since then, its removals have spared this one, which was being written.
+        """
         with self._change:
-            self._wanted = step if self._wanted is None else max(step, self._wanted)
+            upto = max([step, *(other for ended, other in self._recent if ended >= began)])
+            self._recent.append((time.monotonic(), step))
+            self._wanted = upto if self._wanted is None else max(upto, self._wanted)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="snapshot-cleaner", daemon=True)
                 try:

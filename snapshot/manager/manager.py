@@ -221,7 +221,7 @@ class SnapshotManager:
         self._damaged.discard(step)
         self._measured.durable(began)
         if durable and self._leads and self._cleaner is not None:
-            self._cleaner.committed(step)
+            self._cleaner.committed(step, began)
 
     def _spared(self, step: int) -> bool:
         """Return True if the step is being taken or restored."""

@@ -569,6 +569,25 @@ def test_manifests_are_read_once(tmp_path):
     assert len(reads) <= 12
 
 
+def test_a_step_that_is_committed_after_a_later_one_is_removed_too(tmp_path):
+    with stalling(on="write", path="*data/*", nth=1, times=1) as stall:
+        with manager_of(f"stalling+file://{tmp_path}", keep=KeepLatest(1)) as manager:
+            late = manager.async_take(2, state(2))
+            stall.wait_reached()
+            manager.async_take(3, state(3)).wait()
+            stall.release()
+            late.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
+def test_after_a_rollback_an_earlier_step_counts_as_the_newest(tmp_path):
+    """What was committed before its take began does not make it an old one."""
+    with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
+        manager.take(30, state(30))
+        manager.take(25, state(25))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-25", "step-30"]
+
+
 def test_a_manager_that_is_not_closed_ends_its_work_with_the_interpreter(tmp_path, warm):
     script = f"""
 import torch
