@@ -570,13 +570,15 @@ def test_manifests_are_read_once(tmp_path):
 
 
 def test_a_step_that_is_committed_after_a_later_one_is_removed_too(tmp_path):
-    with stalling(on="write", path="*data/*", nth=1, times=1) as stall:
-        with manager_of(f"stalling+file://{tmp_path}", keep=KeepLatest(1)) as manager:
-            late = manager.async_take(2, state(2))
-            stall.wait_reached()
-            manager.async_take(3, state(3)).wait()
-            stall.release()
-            late.wait()
+    with (
+        stalling(on="write", path="*data/*", nth=1, times=1) as stall,
+        manager_of(f"stalling+file://{tmp_path}", keep=KeepLatest(1)) as manager,
+    ):
+        late = manager.async_take(2, state(2))
+        stall.wait_reached()
+        manager.async_take(3, state(3)).wait()
+        stall.release()
+        late.wait()
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 
