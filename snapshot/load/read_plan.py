@@ -22,7 +22,7 @@ from snapshot.formats.pickled_objects import load_object, run_pickle
 from snapshot.formats.unpickling import SavedFile, find_object, is_refused
 from snapshot.load.fetch import fetch_requests
 from snapshot.load.reader import ReadResult
-from snapshot.load.requests import ReadRequest, request_all
+from snapshot.load.requests import ReadRequest, accelerator_of, request_all
 from snapshot.load.scatter import add_requests, add_unpacked_requests, copy_into, place_of
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import ForeignFile
@@ -338,10 +338,7 @@ class ReadPlan:
         other: e.AnyTensor,
         source: torch.Tensor,
     ) -> bool:
-        """Fill a second destination from the first one, so that the range is read once.
-
-        Return False if that is impossible.
-        """
+        """Fill a second destination from the first one, so that the range is read once. Return False if that fails."""
         if other.shape != entry.shape or other.dtype != entry.dtype:
             return False
         alike = [(box, stored.byte_range, place_of(stored)) for box, stored in other.pieces()]
@@ -352,6 +349,7 @@ class ReadPlan:
         if source.dtype != BY_NAME[entry.dtype]:
             return False  # the first destination lost precision in a cast
         self._finish.append(lambda: copy_into(target, source))
+        self._boxes["", target.data_ptr()] = target
         return True
 
     def _piece(
@@ -375,6 +373,7 @@ class ReadPlan:
 
         request = request_all(path, stored, 0, None, live)
         request.opens = opens
+        request.device = accelerator_of(target)
         self.requests.append(request)
         return shared.numel
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from snapshot.formats.embedded_tensors import EmbeddedLayout
-from snapshot.load.requests import Place, ReadRequest, request_all
+from snapshot.load.requests import Place, ReadRequest, accelerator_of, request_all
 from snapshot.manifest import entries as e
 from snapshot.runtime.arena import Slot
 from snapshot.tensors.addresses import is_plain
@@ -53,7 +53,7 @@ def add_requests(
         requests.append(request_all(path, stored, target.data_ptr() + first * itemsize, None, live))
         return shared.numel
     place = _make_placer(stored, piece, target, box)
-    device = None if target.device.type in ("cpu", "meta") else target.device
+    device = accelerator_of(target)
     if shared == piece:
         requests.append(request_all(path, stored, 0, place, live))
         requests[-1].device = device

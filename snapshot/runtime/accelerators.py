@@ -35,13 +35,14 @@ def on_stream(stream: Any) -> Iterator[None]:
     accelerator = torch.accelerator
     index_of = getattr(accelerator, "current_device_index", None) or accelerator.current_device_idx  # before torch 2.7
     device, before = index_of(), accelerator.current_stream(stream.device)
-    accelerator.set_stream(stream)
     try:
+        accelerator.set_stream(stream)
         yield
     finally:
         accelerator.set_stream(before)
         if index_of() != device:
-            torch.get_device_module(stream.device).set_device(device)
+            module = torch.get_device_module(stream.device)
+            getattr(module, "_maybe_exchange_device", module.set_device)(device)
 
 
 def await_events(events: Iterable[Any]) -> None:

@@ -160,7 +160,7 @@ class Arena:
             if each.pinned and each.shared >= shared and each.device is not None and each.device.type == kind
         ]
 
-    def _add_pinned(self, size: int, shared: bool, pinning: Pinning) -> bool:
+    def _add_pinned(self, size: int, shared: bool, pinning: Pinning, *, ahead: bool = False) -> bool:
         """Pin one more segment with room for `size` bytes; return False if that is not possible."""
         if shared and not can_register(pinning.device):
             return False  # another process cannot see torch's own pinned memory
@@ -169,11 +169,13 @@ class Arena:
                 return False
             pinned = sum(segment.size for segment in self._segments if segment.pinned)
             full = pinned + size > pinning.limit + SPARE
-            dropped = self._remove(lambda segment: segment.pinned) if full else []
+            usable = self._pinned_segments(shared, pinning)
+            dropped = self._remove(lambda each: each.pinned and not (ahead and each in usable)) if full else []
+            mine = sum(segment.size for segment in usable if segment not in dropped)
         pinned -= sum(segment.size for segment in dropped)
         _close(dropped)
         most = min(SEGMENT if pinned else FIRST_PINNED, pinning.limit, pinning.limit + SPARE - pinned)
-        length = max(size, min(most, max(pinning.total - pinned, 0)) // GRAIN * GRAIN)
+        length = max(size, min(most, max(pinning.total - mine, 0)) // GRAIN * GRAIN)
         if pinned + length > pinning.limit + SPARE:
             return False
         segment = Segment(length, GRAIN, shared=shared, device=pinning.device)
@@ -208,7 +210,7 @@ class Arena:
                     if stop.is_set() or min(pinning.total, pinning.limit) - pinned < GRAIN:
                         return
                     try:
-                        if not self._add_pinned(GRAIN, shared, pinning):
+                        if not self._add_pinned(GRAIN, shared, pinning, ahead=True):
                             return
                     except (MemoryError, OSError, RuntimeError):
                         return  # the operation raises it, if it needs the memory
@@ -259,10 +261,10 @@ class Arena:
 
     def release(self) -> int:
         """Free the cached slots. Return their size in bytes."""
-        with self._lock:
+        self._stop_growing.set()
+        with self._pin_lock, self._lock:
             before = self._kept
             self._refused.clear()
-            self._stop_growing.set()
             self._kept -= sum(size * len(slots) for size, slots in self._free.items())
             self._free.clear()
             for segment in self._segments:

@@ -105,7 +105,7 @@ def _call_driver(device: torch.device, call: Callable[[], Any]) -> int:
 
     def run() -> None:
         try:
-            _relax_capture()
+            permit_capture()
             with on_stream(side_stream(device)):  # its device: otherwise the driver would start on device 0, too
                 codes.append(int(call()))
         except RuntimeError:
@@ -133,8 +133,8 @@ def _call_driver(device: torch.device, call: Callable[[], Any]) -> int:
     return code
 
 
-def _relax_capture() -> None:
-    """Permit calls of this thread while another one captures a graph."""
+def permit_capture() -> None:
+    """Permit calls of this thread while another one captures a graph, and captures during these calls."""
     for name in ("libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0"):
         with contextlib.suppress(OSError, AttributeError):
             library = ctypes.CDLL(name, mode=getattr(os, "RTLD_NOLOAD", 0) | os.RTLD_NOW)

@@ -30,6 +30,8 @@ from snapshot.runtime.pinning import (
 from snapshot.tensors.addresses import address_of, populate_pages
 
 _NOEXEC_SEAL = 8
+_HUGEPAGE, _WIPEONFORK = 14, 18
+"""Advice to the kernel; `mmap` names the second one only in newer versions of Python."""
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _numbers = itertools.count(1)
@@ -82,9 +84,9 @@ class Segment:
             memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # A forked child would get a copy of each pinned page, which it does not need: it has an arena of its own. The
         # range stays mapped, since the child may free a segment that it inherited.
-        for advice in ["MADV_HUGEPAGE"] + ([] if self.shared else ["MADV_WIPEONFORK"]):
-            with contextlib.suppress(OSError, AttributeError):  # a system without it is only slower
-                memory.madvise(getattr(mmap, advice))
+        for advice in [_HUGEPAGE] + ([] if self.shared else [_WIPEONFORK]):
+            with contextlib.suppress(OSError):  # a system without it is only slower
+                memory.madvise(advice)
         return memory
 
     def _pin(self, device: torch.device) -> None:

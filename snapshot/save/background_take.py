@@ -15,6 +15,7 @@ from snapshot.aio import in_thread, shielded
 from snapshot.errors import SnapshotError, system_limits
 from snapshot.plan.layout import SavePlan
 from snapshot.runtime.loop import LoopFuture, in_own_thread, work_on
+from snapshot.runtime.pinning import permit_capture
 from snapshot.save.optimizer_barrier import PendingCopy
 from snapshot.save.prefetch import PartPrefetcher
 from snapshot.save.rank_share import RankShare
@@ -158,6 +159,7 @@ class BackgroundTake(Take):
     def _stage_late(self, files: range) -> None:
         """Stage what may be staged after the call. An error fails the writer, which waits for the parts."""
         assert self._late is not None
+        permit_capture()
         try:
             self._prefetcher.stage(files)
         except BaseException as error:  # noqa: BLE001 - `wait()` raises it

@@ -88,8 +88,9 @@ class ExtentDigests:
         size = -(-nbytes // GRAIN) * GRAIN
         if not self._budget.try_acquire(size):
             return
-        slot = arena().take(nbytes, pinning=copies.pinning(self._budget, size))
+        slot = None
         try:
+            slot = arena().take(nbytes, pinning=copies.pinning(self._budget, size))
             if not slot.pinned:
                 raise RuntimeError("no pinned memory for the table")
             with copies.stream(device):
@@ -101,7 +102,9 @@ class ExtentDigests:
             try:
                 await_events(copies.mark({device}))
             finally:
-                self._release(slot)
+                if slot is not None:
+                    arena().give(slot)
+                self._budget.release(size)
             if not isinstance(error, Exception):
                 raise
             log.warning("%s: the host computes the digests: %s", device, error)

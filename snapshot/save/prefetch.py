@@ -8,6 +8,7 @@ thread, while the application continues.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -68,10 +69,13 @@ class PartPrefetcher:
                         self._stage(number, position, self.parts[number][position])
             self._deliver(0)
         finally:
-            while self._arriving:  # after an error
-                self._arriving.pop()[2].release()
-            if numbers.stop == len(self._files):
-                self._end_pinning()
+            try:
+                with contextlib.ExitStack() as left:  # after an error
+                    while self._arriving:
+                        left.callback(self._arriving.pop()[2].release)
+            finally:
+                if numbers.stop == len(self._files):
+                    self._end_pinning()
 
     def _end_pinning(self) -> None:
         if self._stop_pinning is not None:

@@ -85,6 +85,8 @@ def _module(extension: Any) -> types.ModuleType:
     module.set_device = extension.set_device
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
+    module.current_stream = torch.accelerator.current_stream  # DCP's save uses both
+    module.stream = lambda stream: stream
     module.is_current_stream_capturing = lambda: False
     # The names of CUDA's runtime: a library asks every backend for them alike.
     module.cudart = lambda: types.SimpleNamespace(

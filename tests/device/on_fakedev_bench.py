@@ -6,8 +6,6 @@ import torch
 from tests.device import fakedev
 
 extension = fakedev.load()
-vars(torch.fakedev).setdefault("current_stream", torch.accelerator.current_stream)  # DCP's save uses both
-vars(torch.fakedev).setdefault("stream", lambda stream: stream)
 
 from snapshot.bench import raw_io, workspace  # noqa: E402 - the device is registered before the library is imported
 from snapshot.bench.child import Task, Worker  # noqa: E402
