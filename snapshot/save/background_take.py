@@ -159,7 +159,8 @@ class BackgroundTake(Take):
     def _stage_late(self, files: range) -> None:
         """Stage what may be staged after the call. An error fails the writer, which waits for the parts."""
         assert self._late is not None
-        permit_capture()
+        if self._stager.pinning(self.session.budget, 0) is not None:
+            permit_capture()
         try:
             self._prefetcher.stage(files)
         except BaseException as error:  # noqa: BLE001 - `wait()` raises it
@@ -167,8 +168,8 @@ class BackgroundTake(Take):
             self._late.end()
             return
         self._late.copied()
+        self._all_staged()  # before the last parts can be written
         self._prefetcher.open()
-        self._all_staged()
 
     def _all_staged(self) -> None:
         self._meter.staged(self.plan.blob_bytes)  # encoded bytes, not the application's memory

@@ -1,5 +1,6 @@
 """async_take(worker="process"): the same snapshots, by a process of their own, whatever becomes of either process."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -94,10 +95,12 @@ def test_descriptors_stay_the_same(tmp_path):
     for number in range(3):
         take(tmp_path / "x", state(number), overwrite=True).wait(PATIENCE)
     pid = writer_process().pid
+    gc.collect()  # of earlier tests
     before = count("self"), count(pid)
     for number in range(20):
         take(tmp_path / "x", {"s": StateDict(t=torch.randn(300_000), n=number)}, overwrite=True).wait(PATIENCE)
-    assert (count("self"), count(pid)) == before
+    assert count("self") <= before[0]
+    assert count(pid) <= before[1]
     assert writer_process().pid == pid
 
 
