@@ -22,7 +22,7 @@ from snapshot.formats.pickled_objects import load_object, run_pickle
 from snapshot.formats.unpickling import SavedFile, find_object, is_refused
 from snapshot.load.fetch import fetch_requests
 from snapshot.load.reader import ReadResult
-from snapshot.load.requests import ReadRequest, accelerator_of, request_all
+from snapshot.load.requests import ReadRequest, request_all
 from snapshot.load.scatter import add_requests, add_unpacked_requests, copy_into, place_of
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import ForeignFile
@@ -30,7 +30,7 @@ from snapshot.manifest.entry import Entry
 from snapshot.manifest.scalars import Scalar
 from snapshot.manifest.validate import Files, check_range, check_tensor
 from snapshot.progress import Meter
-from snapshot.runtime.accelerators import await_host_copies
+from snapshot.runtime.accelerators import accelerator_of, await_host_copies
 from snapshot.runtime.session import Session
 from snapshot.state import numpy_arrays
 from snapshot.tensors import composite, generators

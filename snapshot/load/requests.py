@@ -44,11 +44,6 @@ def request_all(
     return ReadRequest(name, stored, stored.location, begin, end, address, place, live)
 
 
-def accelerator_of(tensor: torch.Tensor) -> torch.device | None:
-    """Return the accelerator that a tensor is on; None if it is on the host."""
-    return None if tensor.device.type in ("cpu", "meta") else tensor.device
-
-
 class BlockCheck:
     """Verifies the block digests of a long range, as blocks arrive from several threads.
 

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import torch
 
 from snapshot.formats.embedded_tensors import EmbeddedLayout
-from snapshot.load.requests import Place, ReadRequest, accelerator_of, request_all
+from snapshot.load.requests import Place, ReadRequest, request_all
 from snapshot.manifest import entries as e
+from snapshot.runtime.accelerators import accelerator_of
 from snapshot.runtime.arena import Slot
 from snapshot.tensors.addresses import is_plain
 from snapshot.tensors.digest import BLOCK

@@ -14,6 +14,11 @@ _sides: PerProcess[dict[torch.device, Any]] = PerProcess(dict)
 """One side stream per device: torch has few of them, which it gives to several users in turn."""
 
 
+def accelerator_of(tensor: torch.Tensor) -> torch.device | None:
+    """Return the accelerator that a tensor is on; None if it is on the host."""
+    return None if tensor.device.type in ("cpu", "meta") else tensor.device
+
+
 def side_stream(device: torch.device) -> Any:
     """Return this library's stream of a device; None if the accelerator has no streams."""
     sides = _sides.get()

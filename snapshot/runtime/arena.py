@@ -35,6 +35,11 @@ SPARE = 64 << 20
 """The bytes that may be pinned beyond the budget, because slots of different sizes leave gaps between them."""
 
 
+def arena_bytes(nbytes: int) -> int:
+    """Return the budget that an arena slot of `nbytes` bytes takes."""
+    return -(-nbytes // GRAIN) * GRAIN
+
+
 class Slot:
     """Page-aligned host memory of its own, or a range of a segment."""
 
@@ -86,7 +91,7 @@ class Arena:
 
         A `shared` slot can be mapped by another process. With `pinning`, the slot is pinned if possible.
         """
-        size = max(1, -(-nbytes // GRAIN)) * GRAIN
+        size = max(GRAIN, arena_bytes(nbytes))
         with system_limits(f"cannot allocate {size:,} bytes of staging memory; use a smaller memory_budget_bytes"):
             if pinning is not None:
                 slot = self._take_pinned(size, shared, pinning)

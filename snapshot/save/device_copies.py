@@ -14,11 +14,12 @@ import torch
 from torch._utils import _unflatten_dense_tensors
 
 from snapshot.errors import SnapshotError
-from snapshot.runtime.accelerators import await_events, on_stream, side_stream
+from snapshot.runtime.accelerators import accelerator_of, await_events, on_stream, side_stream
 from snapshot.runtime.arena import Slot
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.pinning import Pinning
 from snapshot.state.leaves import Leaf
+from snapshot.tensors.addresses import is_flat
 from snapshot.tensors.geometry import boxes_of_range
 
 _SMALL = 1 << 20
@@ -35,8 +36,7 @@ class DeviceCopies:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._sides: dict[torch.device, Any] = {}
-        devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
-        for device in sorted(devices, key=str):
+        for device in sorted({device for device in map(accelerator_of, tensors) if device is not None}, key=str):
             _refuse_capture(device)
             side = side_stream(device)
             if side is not None:
@@ -167,11 +167,6 @@ class PartCopies:
     def _on(self, device: torch.device) -> Any:
         self._used.add(device)
         return self._copies.stream(device)
-
-
-def is_flat(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor's memory holds its elements in C order, without gaps or lazy operations."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _refuse_capture(device: torch.device) -> None:

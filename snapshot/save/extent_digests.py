@@ -9,17 +9,18 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from snapshot.events import log
 from snapshot.plan.layout import FilePlan
 from snapshot.runtime.accelerators import await_events
-from snapshot.runtime.arena import GRAIN, Slot, arena
+from snapshot.runtime.arena import Slot, arena, arena_bytes
 from snapshot.runtime.budget import MemoryBudget
-from snapshot.save.device_copies import DeviceCopies, is_flat
+from snapshot.save.device_copies import DeviceCopies
 from snapshot.state.leaves import Leaf
+from snapshot.tensors.addresses import is_flat
 from snapshot.tensors.device_digest import DeviceDigests, is_usable, scratch_bytes, supports
 
 WORTH = 1 << 30
@@ -29,13 +30,23 @@ Known = dict[int, tuple[str, bytes]]
 """The digest and the table of a file's extents, by their position."""
 
 
+class _Range(NamedTuple):
+    """An extent in an accelerator's memory."""
+
+    address: int
+    nbytes: int
+    file: int
+    """The id of the planned file."""
+    position: int
+    """The position among the file's extents."""
+
+
 @dataclass
 class _Running:
     """The launch of one device, and the memory that it uses."""
 
     work: DeviceDigests
-    places: Sequence[tuple[int, int]]
-    """The file's id, and the position of each extent."""
+    ranges: Sequence[_Range]
     event: Any
     slot: Slot
 
@@ -52,9 +63,7 @@ class ExtentDigests:
         self._running: list[_Running] = []
         self._files = files
         """Kept, since their ids are keys."""
-        addresses: defaultdict[torch.device, list[int]] = defaultdict(list)
-        lengths: defaultdict[torch.device, list[int]] = defaultdict(list)
-        places: defaultdict[torch.device, list[tuple[int, int]]] = defaultdict(list)
+        ranges: defaultdict[torch.device, list[_Range]] = defaultdict(list)
         for file in files:
             for position, extent in enumerate(file.extents):
                 leaf = leaves[extent.leaf]
@@ -62,30 +71,22 @@ class ExtentDigests:
                     continue
                 address, nbytes = leaf.tensor.data_ptr() + extent.start, extent.end - extent.begin
                 if supports(address, nbytes):
-                    addresses[leaf.tensor.device].append(address)
-                    lengths[leaf.tensor.device].append(nbytes)
-                    places[leaf.tensor.device].append((id(file), position))
+                    ranges[leaf.tensor.device].append(_Range(address, nbytes, id(file), position))
         try:
-            for device, sizes in lengths.items():
-                if sum(sizes) >= WORTH:
-                    self._launch(copies, device, addresses[device], sizes, places[device])
+            for device, theirs in ranges.items():
+                if sum(each.nbytes for each in theirs) >= WORTH:
+                    self._launch(copies, device, theirs)
         except BaseException:
             self.finish()
             raise
 
-    def _launch(
-        self,
-        copies: DeviceCopies,
-        device: torch.device,
-        addresses: Sequence[int],
-        lengths: Sequence[int],
-        places: Sequence[tuple[int, int]],
-    ) -> None:
+    def _launch(self, copies: DeviceCopies, device: torch.device, ranges: Sequence[_Range]) -> None:
         with copies.stream(device):
             if not is_usable(device):
                 return
+        lengths = [each.nbytes for each in ranges]
         nbytes = scratch_bytes(lengths)
-        size = -(-nbytes // GRAIN) * GRAIN
+        size = arena_bytes(nbytes)
         if not self._budget.try_acquire(size):
             return
         slot = None
@@ -94,10 +95,10 @@ class ExtentDigests:
             if not slot.pinned:
                 raise RuntimeError("no pinned memory for the table")
             with copies.stream(device):
-                work = DeviceDigests(addresses, lengths, slot.tensor, device)
+                work = DeviceDigests([each.address for each in ranges], lengths, slot.tensor, device)
                 work.launch()
             (event,) = copies.mark({device})
-            self._running.append(_Running(work, places, event, slot))
+            self._running.append(_Running(work, ranges, event, slot))
         except BaseException as error:  # compilers and drivers raise errors of any class
             try:
                 await_events(copies.mark({device}))
@@ -116,8 +117,8 @@ class ExtentDigests:
                 running = self._running.pop()
                 try:
                     await_events([running.event])
-                    for (file, position), found in zip(running.places, running.work.finish(), strict=True):
-                        self._known[file][position] = found
+                    for each, found in zip(running.ranges, running.work.finish(), strict=True):
+                        self._known[each.file][each.position] = found
                 except RuntimeError as error:
                     log.warning("the host computes the digests: %s", error)
                 finally:

@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from snapshot.plan.layout import FilePart, FilePlan
-from snapshot.runtime.arena import arena
+from snapshot.runtime.arena import arena, arena_bytes
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.save.staging import StagedPart
-from snapshot.save.writer import Writer, arena_bytes
+from snapshot.save.writer import Writer
 from snapshot.trace import span
 
 AHEAD = 2

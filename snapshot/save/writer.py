@@ -16,7 +16,7 @@ from snapshot.aio import in_thread, run_inline, shielded
 from snapshot.plan.layout import FilePart, FilePlan, choose_part_size
 from snapshot.plan.plan_cache import find_parts
 from snapshot.progress import unmetered
-from snapshot.runtime.arena import GRAIN, SEGMENT, arena
+from snapshot.runtime.arena import SEGMENT, arena, arena_bytes
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import cancel_all
 from snapshot.runtime.session import Session
@@ -267,11 +267,6 @@ class Writer:
 def _digest_part(digests: FileDigests, file: FilePlan, part: FilePart, staged: StagedPart) -> None:
     with span("digest", bytes=part.end - part.begin):
         digests.update(part, staged.shares(file, part))
-
-
-def arena_bytes(nbytes: int) -> int:
-    """Return the budget that an arena slot of `nbytes` bytes takes."""
-    return -(-nbytes // GRAIN) * GRAIN
 
 
 async def write_small(

@@ -88,6 +88,11 @@ def populate_pages(address: int, nbytes: int) -> bool:
     return False  # before Linux 5.14
 
 
+def is_flat(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor's memory holds its elements in C order, without gaps or lazy operations."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return True if a tensor's elements are contiguous in host memory, as they are on storage."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and is_flat(tensor)

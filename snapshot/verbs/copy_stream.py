@@ -17,12 +17,12 @@ from snapshot.aio import gather_limited, shielded
 from snapshot.errors import CorruptSnapshotError
 from snapshot.load.reader import HOT
 from snapshot.plan.layout import Extent, FilePart, FilePlan
-from snapshot.runtime.arena import Slot, arena
+from snapshot.runtime.arena import Slot, arena, arena_bytes
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import cancel_all
 from snapshot.runtime.session import Session
 from snapshot.save.staging import FileDigests, StagedPart, Stager
-from snapshot.save.writer import Writer, arena_bytes
+from snapshot.save.writer import Writer
 from snapshot.storage import Buffer, Storage
 from snapshot.tensors.digest import BLOCK, RunningDigest, digest_range
 

@@ -20,11 +20,10 @@ from snapshot.manifest.document import Document
 from snapshot.manifest.validate import check_tensor, find_locations
 from snapshot.plan.layout import PAGE, Extent, FilePart, FilePlan, cut_file
 from snapshot.progress import Meter
-from snapshot.runtime.arena import Slot, arena
+from snapshot.runtime.arena import Slot, arena, arena_bytes
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import cancel_all
 from snapshot.runtime.session import Session
-from snapshot.save.writer import arena_bytes
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.verbs.checkpoint_source import CheckpointStager

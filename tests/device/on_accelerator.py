@@ -588,7 +588,7 @@ def test_a_take_between_collectives_under_way(path, tmp_path):
     assert set(read(path, "tensor").unique().tolist()) == {1.0}
 
 
-# 7, 9: no memory on the device, whatever lies there
+# 7, 9: no memory of the device is allocated, for any layout
 
 
 def strange(seed=0):
@@ -865,7 +865,7 @@ def test_a_restore_that_fails_leaves_no_copy_behind(path, monkeypatch):
 
 @pytest.mark.parametrize("how", ["take", "async_take"])
 def test_an_offloaded_tensor_is_read_when_its_copy_has_ended(path, how):
-    """On a stream that nobody has joined: as CPU offloading does."""
+    """CPU offloading copies on a stream that the current one does not wait for."""
     source = torch.zeros(1_000_000, device=DEVICE)
     offloaded = torch.full((1_000_000,), -1.0).pin_memory()
     side = torch.Stream(device=DEVICE)

@@ -1,4 +1,4 @@
-"""What other processes are, as far as this one can see."""
+"""Properties of other processes, read from /proc."""
 
 import psutil
 

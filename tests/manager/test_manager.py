@@ -583,7 +583,7 @@ def test_a_step_that_is_committed_after_a_later_one_is_removed_too(tmp_path):
 
 
 def test_after_a_rollback_an_earlier_step_counts_as_the_newest(tmp_path):
-    """What was committed before its take began does not make it an old one."""
+    """A later step that was committed before this take began does not make the new step an old one."""
     with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
         manager.take(30, state(30))
         manager.take(25, state(25))
