@@ -114,6 +114,29 @@ class RestoreReport:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeReport:
+    """The result of a take on this rank: what was written, and what is shared with an earlier snapshot."""
+
+    written_bytes: int
+    """Bytes of the data files that were written."""
+    shared_bytes: int = 0
+    """Bytes of the data files that are shared with a base."""
+    shared_files: int = 0
+    omitted_bytes: int = 0
+    """Bytes of the frozen parameters that only the base has."""
+    notes: tuple[str, ...] = ()
+    """A line for each base or file that could not be used, or was damaged."""
+
+    def __str__(self) -> str:
+        lines = [f"wrote {size_text(self.written_bytes)}"]
+        if self.shared_bytes:
+            lines[0] += f", shares {size_text(self.shared_bytes)} in {counted(self.shared_files, 'file')}"
+        if self.omitted_bytes:
+            lines[0] += f", left out {size_text(self.omitted_bytes)}"
+        return "\n  ".join([*lines, *self.notes])
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyReport:
     """The result of a verification."""
 

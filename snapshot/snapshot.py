@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from snapshot.checkpoint import Checkpoint
 from snapshot.distributed.exchange import Exchange
@@ -15,34 +14,21 @@ from snapshot.events import emit
 from snapshot.load.restore import Restore
 from snapshot.load.restore_options import Cast, Mismatched, RestoreOptions
 from snapshot.load.same_snapshot import open_restore
-from snapshot.options import Settings
 from snapshot.pending import PendingTake
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.renaming import Rename
 from snapshot.progress import Meter, ProgressArgument
-from snapshot.reports import RestoreReport
-from snapshot.runtime.gc_pause import gc_paused
+from snapshot.reports import RestoreReport, TakeReport
 from snapshot.runtime.loop import refuse_on_loop, run
 from snapshot.runtime.session import Session
-from snapshot.save.background_take import BackgroundTake, LateCopies
-from snapshot.save.begin import begin_take, session_for_take
-from snapshot.save.concurrency import take_slots
 from snapshot.save.optimizer_barrier import wait_for_copies
-from snapshot.save.rank_share import collect_rank_share
-from snapshot.save.rendezvous import open_dry_run
-from snapshot.save.staging import Stager
-from snapshot.save.take import Take, plan_writes
-from snapshot.save.take_options import Staging, TakeOptions, WhenBusy, Worker
+from snapshot.save.take_options import BaseArgument, Only, Staging, WhenBusy, Worker
 from snapshot.state.prepared import Prepare
-from snapshot.state.stateful import Stateful, check_app_state
-from snapshot.url import URL
-from snapshot.verbs.verify_writes import verify_written
-from snapshot.worker.client import expect_reachable, writer_process
+from snapshot.state.stateful import check_app_state
+from snapshot.takes import AppState, StartedTake, plan_take, run_take, shown_once, start_take, timeout_or_default
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-AppState = Mapping[str, Stateful]
 
 
 class PendingSnapshot(PendingTake["Snapshot"]):
@@ -71,6 +57,9 @@ class Snapshot(Checkpoint):
     3
     """
 
+    report: TakeReport | None = None
+    """What the take wrote and shared on this rank, if this object was returned by a take."""
+
     # Save
 
     @classmethod
@@ -93,6 +82,8 @@ class Snapshot(Checkpoint):
         progress: ProgressArgument = None,
         timeout: float | None = None,
         plan: SavePlan | None = None,
+        base: BaseArgument = None,
+        only: Only | None = None,
     ) -> Snapshot:
         """Save the application's state and return when it is committed.
 
@@ -119,6 +110,12 @@ class Snapshot(Checkpoint):
             progress: True for a progress bar, or a function that is called with `Progress`.
             timeout: Seconds without a heartbeat after which another rank counts as dead.
             plan: A plan that `Snapshot.plan` returned for the same structure.
+            base: An earlier snapshot. Its files whose tensors are unchanged are shared instead of written, if the
+                storage can. Each snapshot remains complete: any of them can be deleted or copied. Of a list of two,
+                the newest first, so much is shared that the newest two snapshots have two physical copies. See
+                docs/incremental.md.
+            only: `"trainable"`: leave out frozen parameters (`requires_grad=False`) that are bit-equal in `base`. A
+                restore compares them with the live tensors, or reads them from the base.
 
         Raises:
             SnapshotExistsError: A snapshot exists at `path`; nothing was written.
@@ -126,34 +123,23 @@ class Snapshot(Checkpoint):
             CorruptSnapshotError: Bytes that were read back differ from the written ones; nothing was committed.
             TypeError: A value of `app_state` is not stateful; nothing was written.
         """
-        with Exchange(ranks_of(pg), "take", _timeout(timeout)) as exchange, gc_paused():
-            refuse_on_loop()
-            options = TakeOptions(
-                replicated=replicated,
-                storage_options=storage_options,
-                prepare=_custom_tensor_prepare_func,
-                overwrite=overwrite,
-                durable=durable,
-                exclude=exclude,
-                memory_budget_bytes=memory_budget_bytes,
-                check_replicated=check_replicated,
-                verify_writes=verify_writes,
-                metadata=metadata,
-                plan=plan,
-            )
-            check_app_state(app_state)
-            meter = Meter("take", _shown(progress, pg))
-            with begin_take(exchange, path, options, meter) as opening:
-                opening.look_at_path()
-                opening.transaction()  # raises for an existing snapshot before any state is collected
-                share = collect_rank_share(exchange, app_state, options, opening.globs)
-                made = plan_writes(share, opening.session, staged=False, expected=options.plan)
-                stager = Stager(share.leaves, copies=opening.session.storage.limits.alignment > 1)
-                with stager.digesting(made.files, opening.session.budget):
-                    verify = verify_written(options.verify_share, "take")
-                    take = Take(opening, share, made, stager=stager, metadata=options.metadata_json, verify=verify)
-                    run(take.write())
-        return cls(opening.path_as_given(path), pg, storage_options)
+        given = {
+            "replicated": replicated,
+            "storage_options": storage_options,
+            "prepare": _custom_tensor_prepare_func,
+            "overwrite": overwrite,
+            "durable": durable,
+            "exclude": exclude,
+            "memory_budget_bytes": memory_budget_bytes,
+            "check_replicated": check_replicated,
+            "verify_writes": verify_writes,
+            "metadata": metadata,
+            "plan": plan,
+            "base": base,
+            "only": only,
+        }
+        place, report = run_take(path, app_state, pg, given, progress=progress, timeout=timeout)
+        return cls._taken(place, pg, storage_options, report)
 
     @classmethod
     def async_take(
@@ -175,6 +161,8 @@ class Snapshot(Checkpoint):
         progress: ProgressArgument = None,
         timeout: float | None = None,
         plan: SavePlan | None = None,
+        base: BaseArgument = None,
+        only: Only | None = None,
         staging: Staging = "blocking",
         worker: Worker = "thread",
         when_busy: WhenBusy = "wait",
@@ -204,50 +192,44 @@ class Snapshot(Checkpoint):
         >>> pending.wait().metadata.world_size
         1
         """
-        refuse_on_loop()
-        with Exchange(ranks_of(pg), "async_take", _timeout(timeout)) as exchange:
-            options = TakeOptions(
-                replicated=replicated,
-                storage_options=storage_options,
-                prepare=_custom_tensor_prepare_func,
-                overwrite=overwrite,
-                durable=durable,
-                exclude=exclude,
-                memory_budget_bytes=memory_budget_bytes,
-                check_replicated=check_replicated,
-                verify_writes=verify_writes,
-                metadata=metadata,
-                plan=plan,
-                staging=staging,
-                worker=worker,
-                when_busy=when_busy,
+        given = {
+            "replicated": replicated,
+            "storage_options": storage_options,
+            "prepare": _custom_tensor_prepare_func,
+            "overwrite": overwrite,
+            "durable": durable,
+            "exclude": exclude,
+            "memory_budget_bytes": memory_budget_bytes,
+            "check_replicated": check_replicated,
+            "verify_writes": verify_writes,
+            "metadata": metadata,
+            "plan": plan,
+            "base": base,
+            "only": only,
+            "staging": staging,
+            "worker": worker,
+            "when_busy": when_busy,
+        }
+
+        def pending(begun: StartedTake) -> PendingSnapshot:
+            snapshot = cls._taken(begun.path, pg, storage_options, begun.report)
+            return PendingSnapshot(
+                snapshot.path, begun.work, begun.meter, snapshot, held=begun.late, save_id=begun.save_id
             )
-            check_app_state(app_state)
-            sink = None
-            if options.worker == "process":
-                expect_reachable(URL.parse(os.fspath(path)), storage_options)
-                sink = writer_process()
-            meter = Meter("async_take", _shown(progress, pg))
-            with (
-                take_slots().take(options.when_busy) as slot,
-                gc_paused(),
-                begin_take(exchange, path, options, meter, slot) as opening,
-            ):
-                opening.look_at_path()
-                share = collect_rank_share(exchange, app_state, options, opening.globs)
-                overlapped = options.staging == "overlapped" and options.prepare is None
-                with LateCopies(opening, share, app_state if overlapped else None) as late:
-                    made = plan_writes(share, opening.session, staged=True, late=late.marks, expected=options.plan)
-                    verify = verify_written(options.verify_share, "async_take")
-                    with BackgroundTake(
-                        opening, share, made, late, metadata=options.metadata_json, verify=verify, sink=sink
-                    ) as take:
-                        snapshot = cls(opening.path_as_given(path), pg, storage_options)
-                        work = take.stage_and_start()
-                        slot.leave_after(work)
-                        return PendingSnapshot(
-                            snapshot.path, work, meter, snapshot, held=late.pending, save_id=opening.save_id
-                        )
+
+        return start_take(path, app_state, pg, given, pending, progress=progress, timeout=timeout)
+
+    @classmethod
+    def _taken(
+        cls,
+        path: str | os.PathLike[str],
+        pg: ProcessGroup | None,
+        storage_options: Mapping[str, Any] | None,
+        report: TakeReport,
+    ) -> Self:
+        snapshot = cls(path, pg, storage_options)
+        snapshot.report = report
+        return snapshot
 
     @classmethod
     def plan(
@@ -271,26 +253,15 @@ class Snapshot(Checkpoint):
         5.0 KiB in 1 file, 1 range, 0 B staged at most
           0.safetensors: 5.0 KiB, 1 range
         """
-        with Exchange(ranks_of(pg), "plan", _timeout(None)) as exchange:
-            check_app_state(app_state)
-            options = TakeOptions(
-                replicated=replicated,
-                storage_options=storage_options,
-                prepare=_custom_tensor_prepare_func,
-                durable=durable,
-                exclude=exclude,
-                memory_budget_bytes=memory_budget_bytes,
-            )
-            session, globs = open_dry_run(
-                exchange, URL.parse(os.fspath(path)), replicated or (), partial(session_for_take, options)
-            )
-            try:
-                share = collect_rank_share(exchange, app_state, options, globs)
-                made = plan_writes(share, session, staged=False)
-            finally:
-                run(session.close())
-            exchange.close()
-        return made
+        given = {
+            "replicated": replicated,
+            "storage_options": storage_options,
+            "prepare": _custom_tensor_prepare_func,
+            "durable": durable,
+            "exclude": exclude,
+            "memory_budget_bytes": memory_budget_bytes,
+        }
+        return plan_take(path, app_state, pg, given)
 
     # Load
 
@@ -366,10 +337,10 @@ class Snapshot(Checkpoint):
     def restore_with(self, app_state: AppState, options: RestoreOptions, touched: set[str]) -> RestoreReport:
         """Restore with prepared options. See `Restore` for `touched`."""
         refuse_on_loop()
-        meter = Meter("restore", _shown(options.progress, self.pg))
+        meter = Meter("restore", shown_once(options.progress, self.pg))
         wait_for_copies()
         try:
-            with Exchange(ranks_of(self.pg), "restore", _timeout(options.timeout)) as exchange:
+            with Exchange(ranks_of(self.pg), "restore", timeout_or_default(options.timeout)) as exchange:
                 options.check()
                 check_app_state(app_state)
                 began = time.perf_counter()
@@ -400,12 +371,3 @@ class Snapshot(Checkpoint):
             meter.close()
         emit("restored", "restore", str(self._url), bytes=report.bytes_read, seconds=round(report.total_seconds, 3))
         return report
-
-
-def _timeout(given: float | None) -> float:
-    return Settings.current().timeout if given is None else given
-
-
-def _shown(progress: ProgressArgument, pg: ProcessGroup | None) -> ProgressArgument:
-    """Show one progress bar for all ranks."""
-    return None if progress is True and ranks_of(pg).rank else progress

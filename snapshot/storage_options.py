@@ -6,12 +6,19 @@ No error message shows a value, since it may be a secret.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from snapshot.options import Settings
 
 VARIABLE = "SNAPSHOT_STORAGE_OPTIONS"
+WHERE = re.compile(
+    r"endpoint|account_(name|host)|profile|connection_string|host|(^|_)port$|url|protocol|project|(^|_)fo$",
+    re.IGNORECASE,
+)
+"""Names of storage options that select another server or account."""
 
 
 def options_from_environment() -> dict[str, Any]:
@@ -59,3 +66,14 @@ def _yaml(text: str, name: str) -> Any:
         mark = getattr(error, "problem_mark", None)  # the error's own text would show the line, with its secrets
         line = f" (line {mark.line + 1})" if mark is not None else ""
         raise ValueError(f"{name}: must be JSON or YAML{line}") from None
+
+
+def select_server(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the storage options that select the server and the account, without credentials and tuning."""
+    made: dict[str, Any] = {}
+    for name, value in dict(options or {}).items():
+        if isinstance(value, Mapping):
+            made |= {f"{name}.{below}": each for below, each in select_server(value).items()}
+        elif WHERE.search(name):
+            made[name] = value
+    return made

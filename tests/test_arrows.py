@@ -14,7 +14,7 @@ FLOORS = """
     formats
     load save
     verbs worker
-    checkpoint pending
+    checkpoint pending takes
     snapshot
     manager
     interop

@@ -36,7 +36,7 @@ LINKLESS = ("dcp", "torchsnapshot")
 user names may be one.)"""
 
 
-class ForeignDocument(Document):
+class ForeignDocument(Document, kw_only=True):
     """A checkpoint of another library, described as a manifest of this library."""
 
     place: URL

@@ -9,6 +9,7 @@ from functools import partial
 from snapshot.aio import gather_limited
 from snapshot.errors import (
     CorruptSnapshotError,
+    SnapshotError,
     SnapshotNotFoundError,
     StorageError,
     StorageNotFoundError,
@@ -147,6 +148,11 @@ async def _read_part(session: Session, part: PartEntry) -> ManifestPart:
 
 async def expect_files(session: Session, document: Document, locations: set[str]) -> None:
     """Raise unless every file exists and has its expected size."""
+    if document.base is not None and any(document.files[each].in_base for each in locations):
+        raise SnapshotError(
+            f"{session.url}: has only what differs from {document.base.url} (save id {document.base.save_id}); to "
+            "restore all of it, pass restore(..., base=...); objects that did not change are in that snapshot"
+        )
     faults = list((await missing_files(session, document, locations)).values())
     if faults:
         raise CorruptSnapshotError(f"{session.url}: {'; '.join(faults)}", faults=faults)

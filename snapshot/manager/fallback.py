@@ -14,7 +14,8 @@ from snapshot.load.fetch import TOUCHED
 from snapshot.load.restore_options import RestoreOptions
 from snapshot.manager.root import Root
 from snapshot.runtime.loop import run
-from snapshot.snapshot import AppState, Snapshot
+from snapshot.snapshot import Snapshot
+from snapshot.takes import AppState
 
 DAMAGE = (CorruptSnapshotError, SnapshotNotFoundError, StorageNotFoundError)
 """Errors that mean that a snapshot is damaged. (One that is removed during a read loses its files.)"""

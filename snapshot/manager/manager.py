@@ -32,7 +32,8 @@ from snapshot.manager.step_metadata import add_note, checked_metrics, checked_st
 from snapshot.options import Settings
 from snapshot.runtime.loop import LoopFuture, run
 from snapshot.save.take_options import AsyncTakeArguments, TakeArguments
-from snapshot.snapshot import AppState, PendingSnapshot, Snapshot
+from snapshot.snapshot import PendingSnapshot, Snapshot
+from snapshot.takes import AppState
 from snapshot.url import URL
 
 if TYPE_CHECKING:

@@ -60,7 +60,7 @@ class ManifestHead(msgspec.Struct):
     @property
     def nbytes(self) -> int:
         """Size of the data files in bytes, counted as in `SnapshotMetadata.nbytes`."""
-        return sum(each.size for each in self.files.values())
+        return sum(each.size for each in self.files.values() if not each.in_base)
 
     def taken(self, step: int) -> Taken:
         """Return the snapshot as policies see it."""
@@ -187,7 +187,7 @@ class Root:
         """
         if self._whole.get(step) == stat.token:
             return ""
-        sizes = {name: each.size for name, each in head.files.items()}
+        sizes = {name: each.size for name, each in head.files.items() if not each.in_base}
         sizes |= {each.location: each.size for each in head.parts}
         async with self.opened(step) as session:
 
@@ -215,7 +215,7 @@ class Root:
         async with self.opened(step) as session:
             try:
                 document = await open_document(session)
-                await expect_files(session, document, set(document.files))
+                await expect_files(session, document, set(document.own_files))
             except (CorruptSnapshotError, SnapshotNotFoundError, StorageNotFoundError) as error:
                 return str(error)
             except SnapshotError:

@@ -39,6 +39,14 @@ class FileEntry(msgspec.Struct, omit_defaults=True, gc=False, forbid_unknown_fie
     size: int
     header: int = 0
     header_digest: str | None = None
+    content: str | None = None
+    """Digest of the header's digest and of all tensors' digests, if the take compared them with earlier snapshots."""
+    origin: str | None = None
+    """The file of an earlier snapshot that has the same physical bytes, if they are shared with it."""
+    age: int = 0
+    """Number of takes since these bytes were written."""
+    in_base: bool = False
+    """True if the file is not in this snapshot, but in the one that it is based on."""
 
 
 class ForeignFile(FileEntry):
@@ -58,6 +66,14 @@ class PartEntry(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     count: int
 
 
+class BaseReference(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    """A snapshot that another one is based on. Its files are found by their names, which contain the save id."""
+
+    save_id: str
+    url: str
+    """The place of the base at the time of the take, without secrets, for people."""
+
+
 class Document(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """The manifest as stored, without its digest."""
 
@@ -71,6 +87,15 @@ class Document(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     files: dict[str, FileEntry]
     parts: list[PartEntry]
     manifest: dict[str, AnyEntry]
+    base: BaseReference | None = None
+    """The snapshot that has the files that are marked `in_base`."""
+
+    @property
+    def own_files(self) -> dict[str, FileEntry]:
+        """The files that are in this snapshot."""
+        if self.base is None:
+            return self.files
+        return {location: file for location, file in self.files.items() if not file.in_base}
 
 
 class ManifestPart(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -85,6 +110,8 @@ class ManifestPart(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tru
     shared: dict[str, AnyEntry] = {}
     """Entries written by the rank that are equal on all ranks."""
     files: dict[str, FileEntry] = {}
+    base: BaseReference | None = None
+    """The base that has some of these files."""
 
 
 _encoder = msgspec.json.Encoder()
@@ -121,11 +148,18 @@ def decode_document(data: bytes, where: object) -> Document:
     for location, file in document.files.items():
         if not 0 <= file.header <= min(file.size, LONGEST_HEADER):
             raise CorruptSnapshotError(f"{where}: {location} must not have a header of {counted(file.header, 'byte')}")
+        if file.in_base != (document.base is not None and save_id_in(location) == document.base.save_id):
+            raise CorruptSnapshotError(f"{where}: {location} must be in the base if, and only if, it has its save id")
         if bool(file.header) != bool(file.header_digest):
             raise CorruptSnapshotError(f"{where}: {location} must have a digest of its header, and only of a header")
     if document.world_size < 1:
         raise CorruptSnapshotError(f"{where}: world size must be at least 1, got {document.world_size}")
     return document
+
+
+def save_id_in(location: str) -> str:
+    """Return the save id in the name of a data file."""
+    return location.removeprefix("data/").partition("-")[0]
 
 
 def decode_part(data: bytes, part: PartEntry, where: object) -> ManifestPart:

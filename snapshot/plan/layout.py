@@ -31,6 +31,8 @@ SHORTEST_PART = MiB // 4
 """Lower bound for parts under any budget: with parts of a few bytes a take would never end."""
 WORTH_A_FILE = 16 * MiB
 """Minimum bytes of a separate file: a shorter one costs more than it gains."""
+STABLE, LATE, LEFT_OUT = 1, 2, 255
+"""Groups of leaves: those that rarely change, those that are staged late (or both), and those that are not written."""
 
 
 class PlannedLeaf(Protocol):
@@ -140,42 +142,48 @@ def make_plan(
     *,
     staged_bytes: int,
     loads: tuple[int, ...] = (),
-    late: bytes = b"",
+    groups: bytes = b"",
 ) -> SavePlan:
     """Distribute leaves over files: balanced over lanes, no file too long, the largest elements first in each.
 
-    `late` has a byte for each leaf, or is empty. Leaves whose byte is not 0 are in separate files.
+    `groups` has a byte for each leaf, or is empty. Each group has files of its own.
     """
     sizes = [leaf.nbytes for leaf in leaves]
+    if LEFT_OUT in groups:
+        sizes = [0 if group == LEFT_OUT else size for size, group in zip(sizes, groups, strict=True)]
     total = sum(sizes)
     most = min(limits.parallel_files, lanes)
     pieces = _cut_leaves(leaves, sizes, total, max(1, min(most, total // WORTH_A_FILE)))
-    groups = [pieces]
-    if any(late):
-        groups = [[piece for piece in pieces if bool(late[piece[0]]) == later] for later in (False, True)]
-    dealt = [
-        [_plan_file(leaves, chosen) for lane in _deal_pieces(group, most) for chosen in _fill_files(lane, leaves)]
-        for group in groups
-    ]
-    files = tuple(file for group in dealt for file in group)
+    grouped = {0: pieces}
+    if any(groups):
+        grouped = {group: [] for group in sorted({0, *groups} - {LEFT_OUT})}
+        for piece in pieces:
+            if groups[piece[0]] != LEFT_OUT:
+                grouped[groups[piece[0]]].append(piece)
+    dealt = {
+        group: [plan_file(leaves, chosen) for lane in _deal_pieces(these, most) for chosen in _fill_files(lane, leaves)]
+        for group, these in grouped.items()
+    }
+    files = tuple(file for made in dealt.values() for file in made)
     tables = 0
     if max(sizes, default=0) > BLOCK:
         tables = sum(SIZE * count_blocks(extent.end - extent.begin) for file in files for extent in file.extents)
     structure = digest_range(b"".join(file.header for file in files))
-    return SavePlan(files, blob_bytes + tables, structure, staged_bytes, loads, len(dealt[1]) if any(late) else 0)
+    late = sum(len(made) for group, made in dealt.items() if group & LATE)
+    return SavePlan(files, blob_bytes + tables, structure, staged_bytes, loads, late)
 
 
-_Piece = tuple[int, int, int, Box | None]
+Piece = tuple[int, int, int, Box | None]
 """Leaf, start and length in its flat bytes, box."""
 
 
-def _cut_leaves(leaves: Sequence[PlannedLeaf], sizes: list[int], total: int, lanes: int) -> list[_Piece]:
+def _cut_leaves(leaves: Sequence[PlannedLeaf], sizes: list[int], total: int, lanes: int) -> list[Piece]:
     """Split leaves that are too long for one file, or for one lane's share."""
     share = max(CUT, -(-total // lanes)) if lanes > 1 else LARGEST_FILE
     most = min(LARGEST_FILE, share + share // 8)
     if max(sizes, default=0) <= most:
         return [(index, 0, size, None) for index, size in enumerate(sizes)]
-    pieces: list[_Piece] = []
+    pieces: list[Piece] = []
     for index, size in enumerate(sizes):
         if size <= most:
             pieces.append((index, 0, size, None))
@@ -191,15 +199,15 @@ def _cut_leaves(leaves: Sequence[PlannedLeaf], sizes: list[int], total: int, lan
     return pieces
 
 
-def _deal_pieces(pieces: list[_Piece], most: int) -> list[list[_Piece]]:
+def _deal_pieces(pieces: list[Piece], most: int) -> list[list[Piece]]:
     """Distribute pieces over lanes, longest first. Consecutive short pieces remain together."""
     total = sum(piece[2] for piece in pieces)
     lanes = max(1, min(most, total // WORTH_A_FILE))
     if lanes == 1:
         return [pieces]
     enough = total // (lanes * 16)
-    groups: list[tuple[int, list[_Piece]]] = []
-    gathered: list[_Piece] = []
+    groups: list[tuple[int, list[Piece]]] = []
+    gathered: list[Piece] = []
     size = 0
     for piece in pieces:
         gathered.append(piece)
@@ -210,7 +218,7 @@ def _deal_pieces(pieces: list[_Piece], most: int) -> list[list[_Piece]]:
     if gathered:
         groups.append((size, gathered))
     loads = [0] * lanes
-    dealt: list[list[tuple[int, list[_Piece]]]] = [[] for _ in range(lanes)]
+    dealt: list[list[tuple[int, list[Piece]]]] = [[] for _ in range(lanes)]
     for position in sorted(range(len(groups)), key=lambda i: -groups[i][0]):
         lightest = loads.index(min(loads))
         loads[lightest] += groups[position][0]
@@ -218,14 +226,14 @@ def _deal_pieces(pieces: list[_Piece], most: int) -> list[list[_Piece]]:
     return [[piece for _, group in sorted(lane, key=lambda item: item[0]) for piece in group] for lane in dealt if lane]
 
 
-def _fill_files(pieces: list[_Piece], leaves: Sequence[PlannedLeaf]) -> Iterable[list[_Piece]]:
+def _fill_files(pieces: list[Piece], leaves: Sequence[PlannedLeaf]) -> Iterable[list[Piece]]:
     """Distribute one lane's pieces over files, so that neither data nor header is too long."""
     names = sum(len(leaves[piece[0]].path) for piece in pieces)
     if sum(piece[2] for piece in pieces) <= LARGEST_FILE and 6 * names + 300 * len(pieces) <= LARGEST_HEADER:
         if pieces:
             yield pieces
         return
-    chosen: list[_Piece] = []
+    chosen: list[Piece] = []
     size = header = 0
     for piece in pieces:
         name = 6 * len(leaves[piece[0]].path) + 300
@@ -240,10 +248,11 @@ def _fill_files(pieces: list[_Piece], leaves: Sequence[PlannedLeaf]) -> Iterable
 
 def plan_exact_file(leaves: Sequence[PlannedLeaf], chosen: Iterable[int]) -> FilePlan:
     """Return a file of whole leaves under their exact names, for readers without this library."""
-    return _plan_file(leaves, [(index, 0, leaves[index].nbytes, None) for index in chosen], exact=True)
+    return plan_file(leaves, [(index, 0, leaves[index].nbytes, None) for index in chosen], exact=True)
 
 
-def _plan_file(leaves: Sequence[PlannedLeaf], pieces: list[_Piece], *, exact: bool = False) -> FilePlan:
+def plan_file(leaves: Sequence[PlannedLeaf], pieces: list[Piece], *, exact: bool = False) -> FilePlan:
+    """Return a file of some pieces, the largest elements first. With `exact`, names are not quoted."""
     dtypes = {leaves[piece[0]].dtype for piece in pieces}
     if len({ITEMSIZE[name] for name in dtypes}) > 1:
         pieces = sorted(pieces, key=lambda piece: -ITEMSIZE[leaves[piece[0]].dtype])

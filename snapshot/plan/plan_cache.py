@@ -57,16 +57,16 @@ class PlanCache:
         *,
         staged_bytes: int,
         loads: tuple[int, ...] = (),
-        late: bytes = b"",
+        groups: bytes = b"",
     ) -> SavePlan:
         """Return the result of `make_plan` for the same arguments, from the cache if possible."""
-        asked = (limits, lanes, late)
+        asked = (limits, lanes, groups)
         described = tuple(list(map(get, leaves)) for get in (_paths, _dtypes, _shapes, _origins))
         for made in tuple(self._made):
             if made.asked == asked and made.leaves == described:
                 return replace(made.plan, blob_bytes=blob_bytes + made.tables, staged_bytes=staged_bytes, loads=loads)
-        plan = make_plan(leaves, blob_bytes, limits, lanes, staged_bytes=staged_bytes, loads=loads, late=late)
-        if plan.late:  # the structure does not depend on the choice of files
+        plan = make_plan(leaves, blob_bytes, limits, lanes, staged_bytes=staged_bytes, loads=loads, groups=groups)
+        if any(groups):  # the structure does not depend on the choice of files
             usual = self.plan(leaves, blob_bytes, limits, lanes, staged_bytes=staged_bytes, loads=loads)
             plan = replace(plan, structure=usual.structure)
         self._made.append(_CachedPlan(asked, described, plan, plan.blob_bytes - blob_bytes))

@@ -23,6 +23,7 @@ from snapshot.save.rendezvous import TakeOpening
 from snapshot.save.staging import Stager
 from snapshot.save.take import Take, Verify
 from snapshot.save.transaction import Transaction
+from snapshot.save.unchanged import Unchanged
 from snapshot.save.writer import PartSink, WrittenFile
 from snapshot.state.overlap_eligible import OverlapEligible
 
@@ -86,6 +87,7 @@ class BackgroundTake(Take):
         opening: TakeOpening,
         share: RankShare,
         plan: SavePlan,
+        unchanged: Unchanged,
         late: LateCopies,
         *,
         metadata: msgspec.Raw,
@@ -96,7 +98,16 @@ class BackgroundTake(Take):
         if late.pending is not None:
             stager.watch(late.marks, late.owners, late.pending.versions)
         part_bytes = PART_AHEAD if opening.session.storage.capabilities.blocking else 0
-        super().__init__(opening, share, plan, stager=stager, metadata=metadata, verify=verify, part_bytes=part_bytes)
+        super().__init__(
+            opening,
+            share,
+            plan,
+            unchanged,
+            stager=stager,
+            metadata=metadata,
+            verify=verify,
+            part_bytes=part_bytes,
+        )
         self._late = late.pending
         self._sink = sink
         """A writer process that writes the data files in place of this process."""
@@ -124,6 +135,8 @@ class BackgroundTake(Take):
             with system_limits("cannot start a thread"):
                 self._thread.start()
         else:
+            if self._late is not None:  # all that would be copied late is shared
+                self._late.copied()
             self._all_staged()
         return work
 

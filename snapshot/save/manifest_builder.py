@@ -10,14 +10,15 @@ from typing import Any
 
 import msgspec
 
-from snapshot.errors import CorruptSnapshotError
+from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.manifest import document as d
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import FORMAT, Document, FileEntry, ManifestPart, PartEntry, encode
+from snapshot.manifest.document import FORMAT, BaseReference, Document, FileEntry, ManifestPart, PartEntry, encode
 from snapshot.manifest.merge import expect_whole_tensors, merge
 from snapshot.plan.consensus import digest_layout, sum_digests
-from snapshot.plan.layout import place_box
+from snapshot.plan.layout import Extent, place_box
 from snapshot.save.rank_share import RankShare
+from snapshot.save.unchanged import Unchanged
 from snapshot.save.writer import WrittenFile
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.tensors.digest import RunningDigest, digest_bytes, digest_range
@@ -45,6 +46,8 @@ class RankManifest:
     """True if each rank's own entries stay in a separate part."""
     expected: frozenset[str]
     """Paths of the replicated entries."""
+    base: BaseReference | None = None
+    """The base that has some of its files."""
 
 
 class _Binary:
@@ -63,15 +66,38 @@ class _Binary:
 
 
 def build_entries(
-    share: RankShare, written: Sequence[WrittenFile], binary_path: str, structure: str, metadata: msgspec.Raw
+    share: RankShare,
+    written: Sequence[WrittenFile],
+    unchanged: Unchanged,
+    binary_path: str,
+    *,
+    structure: str,
+    metadata: msgspec.Raw,
 ) -> RankManifest:
-    """Return one rank's entries, and the content of its `.bin` file."""
+    """Return one rank's entries, and the content of its `.bin` file.
+
+    `written` are all files of this rank, including those that are shared with a base.
+    """
     entries = share.flat.entries
     binary = _Binary(binary_path)
     for blob in share.blobs:
         entries[blob.path] = _object_entry(blob, binary)
     pieces: dict[int, list[e.Shard]] = {}
     leaves = share.leaves
+
+    def add(leaf: Leaf, extent: Extent, stored: e.TensorEntry) -> None:
+        if extent.box is not None or leaf.whole is not None:
+            box = place_box(leaf, extent.box)
+            pieces.setdefault(id(leaf.whole or leaf), []).append(e.Shard(box.offsets, box.sizes, stored))
+        elif leaf.wrap is not None:
+            leaf.wrap(leaf.path, stored)
+        else:
+            if leaf.extra is not None:
+                stored.extra = leaf.extra
+            entries[leaf.path] = stored
+
+    for extent, held in unchanged.omitted:
+        add(leaves[extent.leaf], extent, held)
     for each in written:
         where = each.location
         for index, (extent, digest) in enumerate(zip(each.file.extents, each.digests, strict=True)):
@@ -85,31 +111,40 @@ def build_entries(
                 digest,
                 (binary.location, *binary.append(table)) if table else None,
             )
-            if extent.box is not None or leaf.whole is not None:
-                box = place_box(leaf, extent.box)
-                pieces.setdefault(id(leaf.whole or leaf), []).append(e.Shard(box.offsets, box.sizes, stored))
-            elif leaf.wrap is not None:
-                leaf.wrap(leaf.path, stored)
-            else:
-                if leaf.extra is not None:
-                    stored.extra = leaf.extra
-                entries[leaf.path] = stored
+            add(leaf, extent, stored)
     if pieces:
         _add_chunked_entries(leaves, pieces, entries)
     for path, owner in share.flat.ties.items():
         entries[path] = _entry_of_tie(entries[owner])
     own, shared = share.entries(entries)
-    files = {
-        each.location: FileEntry(each.file.size, len(each.file.header), digest_range(each.file.header))
-        for each in written
-    }
+    files = {each.location: _file_entry(each, compare=unchanged.compares) for each in written} | unchanged.base_files
     if binary.chunks:
         files[binary.location] = FileEntry(binary.size)
     cut = share.replication.cut or (share.world == 1 and len(entries) > d.IN_ONE)
     structure = share.replication.structure or structure
     return RankManifest(
-        own, shared, files, binary.chunks, structure, metadata, share.world, cut, share.replication.paths
+        own,
+        shared,
+        files,
+        binary.chunks,
+        structure,
+        metadata,
+        share.world,
+        cut,
+        share.replication.paths,
+        unchanged.reference,
     )
+
+
+def _file_entry(written: WrittenFile, *, compare: bool) -> FileEntry:
+    header = digest_range(written.file.header)
+    entry = FileEntry(written.file.size, len(written.file.header), header)
+    if compare:
+        entry.content = digest_range("".join([header, *written.digests]).encode())
+    if written.shared is not None:
+        entry.age = written.shared.entry.age + 1
+        entry.origin = written.shared.origin if written.shared.base.links else None
+    return entry
 
 
 def _entry_of_tie(entry: Any) -> Any:
@@ -170,7 +205,7 @@ def shard_checksums(described: RankManifest) -> tuple[bytes, bytes]:
 def encode_for_leader(described: RankManifest) -> bytes:
     """Encode the part that is merged into the manifest itself."""
     own = {} if described.cut else described.own
-    return encode(ManifestPart(own, described.shared, described.files))
+    return encode(ManifestPart(own, described.shared, described.files, described.base))
 
 
 def encode_own_part(described: RankManifest) -> bytes:
@@ -183,11 +218,14 @@ def build_document(
 ) -> Document:
     """Return the manifest, from the leader's entries and the parts of the other ranks."""
     manifest = dict(described.shared) if described.cut else {**described.own, **described.shared}
-    files = dict(described.files)
+    files, base = dict(described.files), described.base
     for rank, part in enumerate(others, 1):
         merge(manifest, part.manifest, f"rank {rank}")
         merge(manifest, part.shared, f"rank {rank}")
         files.update(part.files)
+        if part.base is not None and base is not None and part.base.save_id != base.save_id:
+            raise SnapshotError(f"base: must be one snapshot on all ranks, got {base.url} and {part.base.url}")
+        base = base or part.base
     expect_whole_tensors(manifest)
     lost = [path for path in described.expected if f"0/{path}" not in manifest]
     if lost:
@@ -204,4 +242,5 @@ def build_document(
         files,
         [part for part in parts if part.count] if described.cut else [],
         manifest,
+        base,
     )

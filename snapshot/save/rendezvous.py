@@ -94,7 +94,7 @@ class TakeOpening:
         if self._expected is not None:  # otherwise it could open connections after the storage is closed
             self._expected.cancel()
             self._expected.settled(60)
-        if self._transaction.state in (State.NEW, State.CLAIMED):
+        if self._transaction.state in (State.NEW, State.CLAIMED, State.SHARING):
             self.meter.close()
             self.exchange.fail(error)
             run(self._transaction.abort())

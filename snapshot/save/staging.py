@@ -15,9 +15,9 @@ import torch
 
 from snapshot.aio import in_thread
 from snapshot.errors import SnapshotError
-from snapshot.plan.layout import Extent, FilePart, FilePlan
+from snapshot.plan.layout import Extent, FilePart, FilePlan, cut_file
 from snapshot.runtime.accelerators import await_events, await_host_copies
-from snapshot.runtime.arena import Slot, arena
+from snapshot.runtime.arena import Slot, arena, arena_bytes
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.pinning import Pinning
 from snapshot.save.device_copies import DeviceCopies, PartCopies
@@ -27,6 +27,9 @@ from snapshot.storage import Buffer
 from snapshot.tensors.addresses import SHORT, copy_memory, copy_memory_short, view_memory, wrap_memory
 from snapshot.tensors.digest import BLOCK, RunningDigest, digest_range
 from snapshot.trace import span
+
+DIGESTED = 4 << 20
+"""Bytes of a part that is only digested."""
 
 
 class StagedPart:
@@ -162,6 +165,33 @@ class Stager:
         """Return a part whose bytes come from another storage."""
         return await in_thread(self.stage, file, part, slot, budget)
 
+    def digest_file(
+        self, file: FilePlan, budget: MemoryBudget, expected: Sequence[tuple[str | None, bytes]] | None = None
+    ) -> FileDigests | None:
+        """Digest the bytes of a file without writing them. Return None if they differ from the expected digests."""
+        digests = self.digests(file)
+        for part in cut_file(file, DIGESTED):
+            needed = self.needs_slot(file, part)
+            if needed:
+                budget.acquire_blocking(arena_bytes(needed))
+            slot = None
+            try:
+                slot = arena().take(needed, pinning=self.pinning(budget, 0)) if needed else None
+                staged = self.stage(file, part, slot, budget)
+            except BaseException:
+                if slot is not None:
+                    arena().give(slot)
+                if needed:
+                    budget.release(arena_bytes(needed))
+                raise
+            try:
+                digests.update(part, staged.shares(file, part))
+            finally:
+                staged.release()
+            if expected is not None and not digests.agree_with(expected):
+                return None
+        return digests
+
     def copy_alone(self) -> None:
         """Copy with one thread from now on: torch's thread pool belongs to the application again."""
         self.parallel = False
@@ -276,16 +306,23 @@ class Stager:
             )
 
 
+_EMPTY = digest_range(b"")
+
+
 class FileDigests:
     """The digests of a file's extents, computed as its parts arrive in order."""
 
     def __init__(self, file: FilePlan, known: Known | None = None) -> None:
         self._file = file
         self._known = known or {}
-        self.digests: list[str] = [""] * len(file.extents)
+        self.digests: list[str] = [_EMPTY if each.begin == each.end else "" for each in file.extents]
         self.tables: dict[int, bytes] = {}
         self._running: RunningDigest | None = None
-        self._next = 0
+        self._compared = 0
+        for index, (digest, table) in self._known.items():
+            self.digests[index] = digest
+            if table:
+                self.tables[index] = table
 
     def update(self, part: FilePart, shares: Sequence[Buffer]) -> None:
         """Add a part's share of each extent."""
@@ -307,12 +344,11 @@ class FileDigests:
                 if table:
                     self.tables[index] = table
 
-    def finish(self) -> None:
-        """Finish the digests that are known already, and those of empty extents, which are in no part."""
-        for index, (digest, table) in self._known.items():
-            self.digests[index] = digest
-            if table:
-                self.tables[index] = table
-        for index, digest in enumerate(self.digests):
-            if not digest:
-                self.digests[index] = digest_range(b"")
+    def agree_with(self, expected: Sequence[tuple[str | None, bytes]]) -> bool:
+        """Return True if the digests so far are the expected ones: a digest and a table for each extent."""
+        while self._compared < len(self.digests) and (digest := self.digests[self._compared]):
+            if digest != expected[self._compared][0]:
+                return False
+            self._compared += 1
+        table = b"" if self._running is None else expected[self._compared][1]
+        return not table or self._running is None or self._running.begins(table)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,8 +17,9 @@ from snapshot.distributed.exchange import Undecided
 from snapshot.errors import RankError, SnapshotError, StorageError
 from snapshot.events import emit
 from snapshot.per_process import PerProcess
-from snapshot.plan.layout import SavePlan, name_data_file
+from snapshot.plan.layout import LEFT_OUT, SavePlan, name_data_file
 from snapshot.plan.plan_cache import PlanCache
+from snapshot.reports import TakeReport
 from snapshot.runtime.loop import cancel_all, in_own_thread
 from snapshot.runtime.session import Session
 from snapshot.save.commit import RankDone, commit_with_ranks, leader_part_path, own_part_path
@@ -32,6 +34,7 @@ from snapshot.save.rank_share import RankShare
 from snapshot.save.rendezvous import TakeOpening
 from snapshot.save.staging import Stager
 from snapshot.save.transaction import State, Transaction
+from snapshot.save.unchanged import Unchanged, remember_unchanged
 from snapshot.save.writer import Writer, WrittenFile, write_small
 from snapshot.tensors.digest import SIZE, count_blocks, digest_range
 
@@ -45,22 +48,24 @@ _plans = PerProcess(PlanCache)
 
 
 def plan_writes(
-    share: RankShare, session: Session, *, staged: bool, late: bytes = b"", expected: SavePlan | None = None
+    share: RankShare, session: Session, *, staged: bool, groups: bytes = b"", expected: SavePlan | None = None
 ) -> SavePlan:
-    """Return the plan of the data files. `staged`: all leaves are copied first, except those marked in `late`.
+    """Return the plan of the data files. `staged`: all leaves are copied first, except those in the group LATE.
 
     Raise `ValueError` if an `expected` plan is for something else.
     """
     blobs = sum(len(blob.data) + SIZE * count_blocks(len(blob.data)) for blob in share.blobs)
     limits = session.storage.limits
     payload = share.nbytes
+    if LEFT_OUT in groups:
+        payload -= sum(leaf.nbytes for leaf, group in zip(share.leaves, groups, strict=True) if group == LEFT_OUT)
     at_once = payload if staged else limits.preferred_part * limits.parallel_parts if limits.alignment > 1 else 0
     at_once = min(at_once, session.budget.limit, payload)
     loads = tuple(share.loads) if len(share.loads) > 1 else ()
     # If files accept parts only in order, the number of files is not limited by the number of cores.
     sequential = limits.in_order and limits.parts_per_file == 1
     lanes = (sequential and (session.settings.lanes or limits.parallel_files)) or session.settings.lane_count()
-    plan = _plans.get().plan(share.leaves, blobs, limits, lanes, staged_bytes=at_once, loads=loads, late=late)
+    plan = _plans.get().plan(share.leaves, blobs, limits, lanes, staged_bytes=at_once, loads=loads, groups=groups)
     if expected is not None and expected.structure != plan.structure:
         raise ValueError("the plan must be for the same names, shapes, dtypes and storage")
     return plan
@@ -77,6 +82,7 @@ class Take:
         opening: TakeOpening,
         share: RankShare,
         plan: SavePlan,
+        unchanged: Unchanged,
         *,
         stager: Stager,
         metadata: msgspec.Raw,
@@ -91,6 +97,7 @@ class Take:
         self._share = share
         self._stager = stager
         self._metadata = metadata
+        self.unchanged = unchanged
         self._verify = verify
         self._began = time.perf_counter()
         part_bytes = self.session.settings.part_bytes or part_bytes
@@ -99,6 +106,13 @@ class Take:
         )
         self._meter.begin(plan.total_bytes)
         self.emit("start", bytes=plan.total_bytes)
+
+    @property
+    def report(self) -> TakeReport:
+        """What this rank writes, and what it shares."""
+        made = self.unchanged
+        omitted = sum(stored.nbytes for _, stored in made.omitted)
+        return TakeReport(self.plan.total_bytes, made.nbytes, len(made.files), omitted, tuple(made.notes))
 
     def emit(self, name: str, **fields: Any) -> None:
         """Emit an event of this take."""
@@ -135,7 +149,9 @@ class Take:
             await shielded(self.session.close())
             self._meter.close()
         seconds = time.perf_counter() - self._began
-        self.emit("committed", bytes=self.plan.total_bytes, seconds=round(seconds, 3))
+        self.emit(
+            "committed", bytes=self.plan.total_bytes, shared_bytes=self.unchanged.nbytes, seconds=round(seconds, 3)
+        )
 
     async def before_commit(self) -> None:
         """Check the application's tensors before the commit."""
@@ -159,11 +175,16 @@ class Take:
         """Write the data files, and the files that describe them to the leader."""
         rank, save_id, files = self._exchange.rank, transaction.save_id, self.plan.files
         storage, count = self.session.storage, self._meter.wrote
-        locations = [name_data_file(save_id, rank, n, "safetensors") for n in range(len(files))]
-        binary = name_data_file(save_id, rank, len(files), "bin")
-        transaction.will_write([*locations, binary, own_part_path(save_id, rank), leader_part_path(save_id, rank)])
-        written = await self.write_parts(transaction, locations)
-        manifest = await in_thread(build_entries, self._share, written, binary, self.plan.structure, self._metadata)
+        kept, first = self.unchanged, self.unchanged.used
+        locations = [name_data_file(save_id, rank, first + n, "safetensors") for n in range(len(files))]
+        binary = name_data_file(save_id, rank, first + len(files), "bin")
+        shared = [each.location for each in kept.files]
+        own = [binary, own_part_path(save_id, rank), leader_part_path(save_id, rank)]
+        transaction.will_write([*shared, *locations, *own])
+        written = [*kept.files, *await self.write_parts(transaction, locations)]
+        describe = partial(build_entries, structure=self.plan.structure, metadata=self._metadata)
+        manifest = await in_thread(describe, self._share, written, kept, binary)
+        await in_thread(remember_unchanged, save_id, self._share, kept, written)
         if manifest.chunks:
             await write_small(storage, binary, manifest.chunks, count)
         own_part = await in_thread(encode_own_part, manifest)

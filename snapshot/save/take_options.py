@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, Protocol, TypedDict, get_args
 
 import msgspec
 
@@ -14,10 +15,24 @@ from snapshot.plan.globs import matcher
 from snapshot.plan.layout import SavePlan
 from snapshot.progress import ProgressArgument
 from snapshot.state.prepared import Prepare
+from snapshot.url import URL
 
 Staging = Literal["blocking", "overlapped"]
 Worker = Literal["thread", "process"]
 WhenBusy = Literal["wait", "raise"]
+Only = Literal["trainable"]
+
+
+class Located(Protocol):
+    """A snapshot, with the storage options that open it."""
+
+    def base_source(self) -> tuple[URL, Mapping[str, Any]]:
+        """Return its URL and its storage options."""
+        ...
+
+
+BaseSource = str | os.PathLike[str] | Located
+BaseArgument = BaseSource | Sequence[BaseSource] | None
 
 
 class TakeArguments(TypedDict, total=False):
@@ -32,6 +47,8 @@ class TakeArguments(TypedDict, total=False):
     progress: ProgressArgument
     timeout: float | None
     plan: SavePlan | None
+    base: BaseArgument
+    only: Only | None
     _custom_tensor_prepare_func: Prepare | None
 
 
@@ -58,6 +75,8 @@ class TakeOptions:
     verify_writes: bool | float = False
     metadata: Mapping[str, Any] | None = None
     plan: SavePlan | None = None
+    base: BaseArgument = None
+    only: Only | None = None
     staging: Staging = "blocking"
     worker: Worker = "thread"
     when_busy: WhenBusy = "wait"
@@ -69,10 +88,32 @@ class TakeOptions:
             if getattr(self, name) not in get_args(allowed):
                 choices = " or ".join(map(repr, get_args(allowed)))
                 raise ValueError(f"{name} must be {choices}, got {getattr(self, name)!r}")
+        if self.only not in (None, "trainable"):
+            raise ValueError(f"only must be 'trainable' or None, got {self.only!r}")
+        if self.only and not self.bases:
+            raise ValueError("only='trainable' must have a base: the snapshot that has what is left out")
         object.__setattr__(self, "metadata_json", encode_metadata(self.metadata))
         matcher(self.replicated or ())
         if not 0.0 <= self.verify_share <= 1.0:
             raise ValueError(f"verify_writes must be True, False or a fraction from 0 to 1, got {self.verify_writes!r}")
+
+    @property
+    def bases(self) -> list[BaseSource]:
+        """The snapshots that the take is based on, the newest first."""
+        if self.base is None:
+            return []
+        given: list[Any] = list(self.base) if isinstance(self.base, (list, tuple)) else [self.base]
+        for each in given:
+            if not isinstance(each, (str, os.PathLike)) and not hasattr(each, "base_source"):
+                raise TypeError(
+                    f"base must be a path, a URL or a Snapshot, or a list of them, got {type(each).__name__}"
+                )
+        return given
+
+    @property
+    def two_copies(self) -> bool:
+        """True if the newest two snapshots must have two physical copies of what is unchanged."""
+        return isinstance(self.base, (list, tuple))
 
     @property
     def verify_share(self) -> float:

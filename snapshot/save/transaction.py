@@ -38,6 +38,8 @@ class State(Enum):
     """The context was entered. Nothing is stored."""
     CLAIMED = auto()
     """The claim may be stored."""
+    SHARING = auto()
+    """Names of files that are shared with earlier snapshots may be stored. Nothing is written yet."""
     WRITING = auto()
     """Data files may be stored."""
     SENT = auto()
@@ -100,6 +102,13 @@ class Transaction:
         if self._state is State.CLAIMED:
             self._state = State.WRITING
 
+    async def begin_sharing(self, files: Sequence[str]) -> None:
+        """Store a claim, if this is the leader, and record that these files of this rank may be stored from now on."""
+        if self._exchange.rank == LEADER:
+            await self.claim()
+        pending_saves().add(self.save_id)
+        self._files, self._state = files, State.SHARING
+
     def expect_files(self, files: Sequence[str]) -> None:
         """Record files that another process writes. The commit checks that they exist."""
         self._checked = files
@@ -108,7 +117,7 @@ class Transaction:
         if self._state is State.NEW:
             pending_saves().add(self.save_id)
             self._state = State.BEGUN if self._exchange.rank == LEADER else State.WRITING
-        elif self._state is State.CLAIMED:
+        elif self._state in (State.CLAIMED, State.SHARING):
             self._state = State.WRITING
         return self
 

@@ -20,6 +20,7 @@ from snapshot.runtime.arena import SEGMENT, arena, arena_bytes
 from snapshot.runtime.budget import MemoryBudget
 from snapshot.runtime.loop import cancel_all
 from snapshot.runtime.session import Session
+from snapshot.save.base_files import BaseFile
 from snapshot.save.staging import FileDigests, StagedPart, Stager
 from snapshot.storage import FileWriter, Storage
 from snapshot.trace import span
@@ -68,6 +69,8 @@ class WrittenFile:
     location: str
     digests: list[str]
     tables: dict[int, bytes]
+    shared: BaseFile | None = None
+    """The file of an earlier snapshot that it is shared with."""
 
 
 class Writer:
@@ -157,7 +160,6 @@ class Writer:
                 staged.release()
             self._progress(part.end - part.begin)
         await writer.finish()
-        digests.finish()
         return WrittenFile(file, location, digests.digests, digests.tables)
 
     async def _lane(self, number: int, file: FilePlan, location: str, staging: StagedParts | None) -> WrittenFile:
@@ -191,7 +193,6 @@ class Writer:
             await shielded(cancel_all(writes))
             raise
         await writer.finish()
-        digests.finish()
         return WrittenFile(file, location, digests.digests, digests.tables)
 
     async def _with_slot(

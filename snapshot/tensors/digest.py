@@ -55,12 +55,13 @@ def count_blocks(nbytes: int) -> int:
 class RunningDigest:
     """Digest of one range whose bytes arrive in order, in pieces of any length."""
 
-    __slots__ = ("_open", "_open_bytes", "_table")
+    __slots__ = ("_compared", "_open", "_open_bytes", "_table")
 
     def __init__(self) -> None:
         self._table: list[bytes] = []
         self._open = xxhash.xxh3_128()
         self._open_bytes = 0
+        self._compared = 0
 
     def update(self, data: memoryview) -> None:
         """Add the next bytes; whole blocks are digested in place, and a partial block is carried over."""
@@ -80,6 +81,11 @@ class RunningDigest:
             self._table.append(self._open.digest())
             self._open.reset()
             self._open_bytes = 0
+
+    def begins(self, table: bytes) -> bool:
+        """Return True if the digests of the whole blocks since the last call are those at the same place in a table."""
+        begin, self._compared = self._compared, len(self._table)
+        return b"".join(self._table[begin:]) == table[begin * SIZE : len(self._table) * SIZE]
 
     def finish(self) -> tuple[str, bytes]:
         """Return the digest of all bytes, and the table of block digests (empty for a single block)."""

@@ -7,7 +7,6 @@ files of two copies, or of an interrupted copy, never collide.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -36,18 +35,13 @@ from snapshot.save import cleanup
 from snapshot.save.rendezvous import expect_at_path
 from snapshot.save.transaction import Transaction
 from snapshot.save.writer import write_small
+from snapshot.storage_options import select_server
 from snapshot.tensors.digest import digest_range
 from snapshot.text import listed
 from snapshot.url import URL
 from snapshot.verbs.copy_foreign import copy_files
 from snapshot.verbs.copy_stream import CheckedRange, CopiedFile, copy_files_through, stat_files
 from snapshot.verbs.to_snapshot import Selection, write_as_snapshot
-
-WHERE = re.compile(
-    r"endpoint|account_(name|host)|profile|connection_string|host|(^|_)port$|url|protocol|project|(^|_)fo$",
-    re.IGNORECASE,
-)
-"""Names of storage options that select another server or account."""
 
 
 def copy_checkpoint(
@@ -73,7 +67,7 @@ def copy_checkpoint(
 
     try:
         document = run(open_main(source))
-        if _server_options(options) == _server_options(target_options):
+        if select_server(options) == select_server(target_options):
             _expect_apart(origin, url)
         if isinstance(document, ForeignDocument):
             if choice.select or choice.exclude:
@@ -95,17 +89,6 @@ def copy_checkpoint(
     report = replace(report, seconds=time.perf_counter() - began)
     emit("copied", "copy", str(url), bytes=report.nbytes, seconds=round(report.seconds, 3))
     return report
-
-
-def _server_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the storage options that select the server and the account, without credentials and tuning."""
-    made: dict[str, Any] = {}
-    for name, value in dict(options or {}).items():
-        if isinstance(value, Mapping):
-            made |= {f"{name}.{below}": each for below, each in _server_options(value).items()}
-        elif WHERE.search(name):
-            made[name] = value
-    return made
 
 
 def _expect_apart(origin: URL, url: URL) -> None:

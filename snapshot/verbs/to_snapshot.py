@@ -27,6 +27,7 @@ from snapshot.save.rank_share import RankShare
 from snapshot.save.rendezvous import open_take
 from snapshot.save.replication import Replication
 from snapshot.save.take import Take, plan_writes
+from snapshot.save.unchanged import Unchanged
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
@@ -226,7 +227,7 @@ def write_as_snapshot(
         share = RecordedShare(exchange, recording.flat, document.world_size, recording.replicated)
         plan = plan_writes(share, opening.session, staged=False)
         stager = CheckpointStager(source, document, share.leaves, recording.origins, verify=choice.verify)
-        run(Take(opening, share, plan, stager=stager, metadata=add_root(document)).write())
+        run(Take(opening, share, plan, Unchanged(), stager=stager, metadata=add_root(document)).write())
     changed = tuple(losses.memory_changes(entries, lambda *_: True))
     return ConvertReport("snapshot", recording.tensors, share.nbytes, tuple(recording.uncast), changed=changed)
 

@@ -30,6 +30,7 @@ from snapshot.save.manifest_builder import (
 )
 from snapshot.save.rank_share import RankShare
 from snapshot.save.replication import Replication, agree_on_replicas
+from snapshot.save.unchanged import Unchanged
 from snapshot.save.writer import WrittenFile
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Leaf
@@ -200,7 +201,12 @@ class _Simulation:
             for n, file in enumerate(plan.files)
         ]
         return build_entries(
-            portion, written, name_data_file(SAVE, rank, len(written), "bin"), "", msgspec.Raw(b"{}")
+            portion,
+            written,
+            Unchanged(),
+            name_data_file(SAVE, rank, len(written), "bin"),
+            structure="",
+            metadata=msgspec.Raw(b"{}"),
         ), seconds
 
     def hear(self, tells: bytes) -> ManifestPart:

@@ -6,6 +6,7 @@ import io
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,6 +33,7 @@ from snapshot.save.rank_share import RankShare
 from snapshot.save.replication import Replication
 from snapshot.save.staging import Stager
 from snapshot.save.take import plan_writes
+from snapshot.save.unchanged import Unchanged
 from snapshot.save.writer import Writer, write_small
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob
@@ -224,7 +226,9 @@ class _Round:
         writer = Writer(storage, source, session.budget, unmetered, wanted_part=session.settings.part_bytes)
         written = await writer.write(plan.files, locations)
         with gc_paused():
-            described = await in_thread(build_entries, share, written, binary, "", msgspec.Raw(b"{}"))
+            described = await in_thread(
+                partial(build_entries, structure="", metadata=msgspec.Raw(b"{}")), share, written, Unchanged(), binary
+            )
         if described.chunks:
             await write_small(storage, binary, described.chunks)
         return _Written(described, last + 1)

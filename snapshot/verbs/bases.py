@@ -1,0 +1,94 @@
+"""The snapshots that a take is based on: opened, compared with the take's tensors, and shared where they are equal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError, UnsupportedFormatError
+from snapshot.events import log
+from snapshot.formats.foreign import ForeignDocument
+from snapshot.load.open import open_document
+from snapshot.runtime.loop import run
+from snapshot.runtime.session import Session
+from snapshot.save.base_files import Base, open_base
+from snapshot.save.omitted import omit_frozen
+from snapshot.save.rank_share import RankShare
+from snapshot.save.rendezvous import TakeOpening
+from snapshot.save.shared_files import FileSharing
+from snapshot.save.staging import Stager
+from snapshot.save.take_options import BaseSource, TakeOptions
+from snapshot.save.unchanged import Unchanged, group_leaves
+from snapshot.state.frozen import find_frozen
+from snapshot.storage_options import select_server
+from snapshot.url import URL
+
+ABSENT = (SnapshotNotFoundError, CorruptSnapshotError, UnsupportedFormatError)
+"""Errors of a base that make a take write everything."""
+
+
+def find_unchanged(
+    opening: TakeOpening, share: RankShare, app_state: Mapping[str, Any], options: TakeOptions
+) -> Unchanged:
+    """Compare the tensors of this rank with the bases, and share or omit what is equal.
+
+    When this returns, nothing that it shares or omits is read from the live tensors again.
+    """
+    frozen = find_frozen(app_state, share.leaves)
+    unchanged = Unchanged(compares=options.base is not None)
+    if not options.bases:
+        unchanged.groups = group_leaves(share, frozen, None)
+        return unchanged
+    with ExitStack() as opened:
+        bases = _open_bases(opening, options, unchanged.notes, opened)
+        unchanged.groups = group_leaves(share, frozen, bases[0].document.save_id if bases else None)
+        if not bases:
+            return unchanged
+        unchanged.compared = bases[0].copies()
+        stager = Stager(share.leaves, copies=False)
+        opened.callback(stager.forget)
+        left_out = set[int]()
+        if options.only:
+            left_out = run(omit_frozen(opening.session, share, frozen, bases[0], stager=stager, unchanged=unchanged))
+        sharing = FileSharing(opening, share, bases, stager, unchanged, two_copies=options.two_copies)
+        run(sharing.run(left_out))
+    return unchanged
+
+
+def _open_bases(opening: TakeOpening, options: TakeOptions, notes: list[str], opened: ExitStack) -> list[Base]:
+    """Open the bases. One that is not a snapshot of as many ranks is left out, with a note."""
+    session, exchange = opening.session, opening.exchange
+    bases: list[Base] = []
+    for source in options.bases:
+        url, theirs = _located(source, options.storage_options)
+        same = url.scheme == session.url.scheme and select_server(theirs) == select_server(options.storage_options)
+        place = Session(url, theirs)
+        opened.callback(_close, place)
+        try:
+            document = run(open_document(place, exchange.rank))
+            if isinstance(document, ForeignDocument):
+                raise UnsupportedFormatError(f"{url}: is a checkpoint of {document.format}, not a snapshot")
+            if document.world_size != exchange.world:
+                raise UnsupportedFormatError(
+                    f"{url}: was taken by {document.world_size} ranks, and this take has {exchange.world}"
+                )
+        except ABSENT as error:
+            notes.append(f"everything is written, since the base cannot be used: {error}")
+            log.warning("%s: %s", session.url, notes[-1])
+            continue
+        bases.append(
+            open_base(place, document, exchange.rank, shares=session.storage.capabilities.shares if same else "")
+        )
+    return bases
+
+
+def _close(session: Session) -> None:
+    run(session.close())
+
+
+def _located(source: BaseSource, options: Mapping[str, Any] | None) -> tuple[URL, Mapping[str, Any] | None]:
+    if isinstance(source, (str, os.PathLike)):
+        return URL.parse(os.fspath(source)), options
+    return source.base_source()
