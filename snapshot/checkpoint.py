@@ -58,7 +58,7 @@ class Checkpoint:
         self._allow_pickle = allow_pickle
         self._document: Document | None = None
 
-    def base_source(self) -> tuple[URL, Mapping[str, Any]]:
+    def source(self) -> tuple[URL, Mapping[str, Any]]:
         """Return the URL and the storage options, for a take that is based on this snapshot."""
         return self._url, self._options
 

@@ -11,6 +11,7 @@ from snapshot.checkpoint import Checkpoint
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
 from snapshot.events import emit
+from snapshot.load.left_out import attach_base
 from snapshot.load.restore import Restore
 from snapshot.load.restore_options import Cast, Mismatched, RestoreOptions
 from snapshot.load.same_snapshot import open_restore
@@ -25,6 +26,7 @@ from snapshot.save.optimizer_barrier import wait_for_copies
 from snapshot.save.take_options import BaseArgument, Only, Staging, WhenBusy, Worker
 from snapshot.state.prepared import Prepare
 from snapshot.state.stateful import check_app_state
+from snapshot.storage_options import locate_source
 from snapshot.takes import AppState, StartedTake, plan_take, run_take, shown_once, start_take, timeout_or_default
 
 if TYPE_CHECKING:
@@ -280,6 +282,7 @@ class Snapshot(Checkpoint):
         atomic: bool = False,
         memory_budget_bytes: int | None = None,
         read_once: Literal["auto"] | bool = "auto",
+        base: str | os.PathLike[str] | Snapshot | None = None,
         progress: ProgressArgument = None,
         timeout: float | None = None,
     ) -> RestoreReport:
@@ -304,6 +307,9 @@ class Snapshot(Checkpoint):
             memory_budget_bytes: Host memory for reads that cannot go to their destination directly. The default is 64
                 MiB for files and 256 MiB for other storages.
             read_once: Whether one rank reads replicated data and sends it to the others.
+            base: The base of a snapshot that was taken with `only="trainable"`, or a copy of the base. What the
+                snapshot left out is read from there. Without it, that is compared with the live tensors, and any
+                difference is an error, also with `strict=False`.
             progress: True for a progress bar, or a function that is called with `Progress`.
             timeout: Seconds without a heartbeat after which another rank counts as dead.
 
@@ -328,6 +334,7 @@ class Snapshot(Checkpoint):
                 atomic=atomic,
                 memory_budget_bytes=memory_budget_bytes,
                 read_once=read_once,
+                base=base,
                 progress=progress,
                 timeout=timeout,
             ),
@@ -351,6 +358,8 @@ class Snapshot(Checkpoint):
                     lambda url: Session(url, self._options, budget=options.memory_budget_bytes),
                 )
                 try:
+                    if options.base is not None:
+                        run(attach_base(session, document, *locate_source(options.base, self._options)))
                     report = Restore(
                         exchange,
                         session,

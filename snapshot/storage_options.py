@@ -6,12 +6,14 @@ No error message shows a value, since it may be a secret.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from snapshot.options import Settings
+from snapshot.url import URL
 
 VARIABLE = "SNAPSHOT_STORAGE_OPTIONS"
 WHERE = re.compile(
@@ -19,6 +21,24 @@ WHERE = re.compile(
     re.IGNORECASE,
 )
 """Names of storage options that select another server or account."""
+
+
+class Located(Protocol):
+    """A snapshot, with the storage options that open it."""
+
+    def source(self) -> tuple[URL, Mapping[str, Any]]:
+        """Return its URL and its storage options."""
+        ...
+
+
+Source = str | os.PathLike[str] | Located
+
+
+def locate_source(source: Source, options: Mapping[str, Any] | None) -> tuple[URL, Mapping[str, Any] | None]:
+    """Return the URL and the options of a snapshot. A path has the `options`."""
+    if isinstance(source, (str, os.PathLike)):
+        return URL.parse(os.fspath(source)), options
+    return source.source()
 
 
 def options_from_environment() -> dict[str, Any]:

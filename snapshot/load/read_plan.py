@@ -21,6 +21,7 @@ from snapshot.formats.from_pickle import NotPlainError, read_plain_value
 from snapshot.formats.pickled_objects import load_object, run_pickle
 from snapshot.formats.unpickling import SavedFile, find_object, is_refused
 from snapshot.load.fetch import fetch_requests
+from snapshot.load.left_out import LeftOut
 from snapshot.load.reader import ReadResult
 from snapshot.load.requests import ReadRequest, request_all
 from snapshot.load.scatter import add_requests, add_unpacked_requests, copy_into, place_of
@@ -41,10 +42,7 @@ from snapshot.tensors.geometry import Box, intersect, whole_box
 
 ROOM = 1 << 30
 MOST_TIMES = 4
-"""Limits for values from other libraries' files, which may be compressed, or views of a few bytes.
-
-New values take at most ROOM bytes plus a multiple of the files' size. Live tensors have no such limit.
-"""
+"""New values from other libraries' files, which may be compressed, take at most ROOM plus a multiple of their size."""
 
 
 class ReadPlan:
@@ -57,9 +55,10 @@ class ReadPlan:
         self.incomplete = False
         """True if a value needs such shards."""
         self.requests: list[ReadRequest] = []
+        self.left_out: list[LeftOut] = []
+        """What is only in the snapshot's base."""
         self.objects: list[ReadRequest] = []
-        """Requests for objects' bytes. They are read before any live tensor is written, since an object may be refused.
-        """
+        """Requests for objects' bytes, which are read first: an object may be refused."""
         self.values: dict[str, Any] = {}
         """Path -> value, complete after `finish`."""
         self._allow_pickle = allow_pickle
@@ -67,8 +66,7 @@ class ReadPlan:
         self._finish_objects: list[Callable[[], None]] = []
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
         self.targets: list[tuple[str, torch.Tensor, tuple[str, int]]] = []
-        """Live tensors that are filled through a slot, with their source. The others' addresses are in their requests.
-        """
+        """Live tensors that are filled through a slot, with their source."""
         self._whole: dict[str, bytearray | SavedFile] = {}
         """Files whose pickles are run: first their bytes, then their contents."""
         self._boxes: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -248,6 +246,7 @@ class ReadPlan:
             or entry.serializer != "raw"
             or entry.extra is not None
             or file is None
+            or file.in_base
             or held.layout is not torch.strided
             or held.nbytes != end - begin
             or not is_plain(held)
@@ -359,11 +358,14 @@ class ReadPlan:
 
         The bytes are copied to a tensor of the box's shape.
         """
-        if not is_packed(stored):
+        if not is_packed(stored) and not self.files[stored.location].in_base:
             return add_requests(self.requests, path, stored, piece, target=target, box=box, live=live)
         shared = intersect(piece, box)
         if shared is None:
             return 0
+        if self.files[stored.location].in_base:
+            self.left_out.append(LeftOut(path, stored, piece, target, box, live))
+            return shared.numel
         part = target.detach()[shared.relative_to(box.offsets).slices()]
         inner = shared.relative_to(piece.offsets)
         finish = self._finish  # not `self`, which holds the request: no reference cycle

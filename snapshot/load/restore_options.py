@@ -10,6 +10,7 @@ import torch
 
 from snapshot.plan.renaming import Rename
 from snapshot.progress import ProgressArgument
+from snapshot.storage_options import Source
 
 CASTS: dict[str, Callable[[torch.dtype, torch.dtype], bool]] = {
     "error": lambda saved, wanted: False,
@@ -37,6 +38,7 @@ class RestoreArguments(TypedDict, total=False):
     atomic: bool
     memory_budget_bytes: int | None
     read_once: Literal["auto"] | bool
+    base: Source | None
     progress: ProgressArgument
     timeout: float | None
 
@@ -56,6 +58,8 @@ class RestoreOptions:
     atomic: bool = False
     memory_budget_bytes: int | None = None
     read_once: Literal["auto"] | bool = "auto"
+    base: Source | None = None
+    """The snapshot that has what this one left out, or its URL."""
     progress: ProgressArgument = None
     timeout: float | None = None
 

@@ -11,6 +11,7 @@ from snapshot.errors import RestoreError
 from snapshot.formats.unpickling import expect_no_module
 from snapshot.load.aliasing import find_other_owner, find_read_only_memory, find_shared_memory
 from snapshot.load.choose import Chooser, in_restore_order
+from snapshot.load.left_out import compare_left_out
 from snapshot.load.match import Matcher
 from snapshot.load.matched import ChosenEntries, Matched
 from snapshot.load.open import expect_files, load_parts
@@ -112,7 +113,7 @@ class _Planner:
         chosen = self._chooser.choose(view, app_state)
         grouped = chosen.grouped
         needed = set().union(*(find_locations(entries, document.files) for entries in grouped.values()))
-        run(expect_files(session, document, needed))
+        run(expect_files(session, document, needed & document.own_files.keys()))
         reads = ReadPlan(document.files, allow_pickle=allow_pickle, partial=bool(document.parts))
         matched = self._match(app_state, view, chosen, reads)
         incomplete = chosen.incomplete or reads.incomplete or matched.lacking or bool(chosen.unknown)
@@ -157,6 +158,7 @@ class _Planner:
         """Raise if the snapshot does not fit."""
         mismatches = self._issues.mismatches
         mismatches += find_shared_memory(reads) + find_read_only_memory(reads)
+        mismatches += run(compare_left_out(self._session, self._document, reads.left_out))
         self._expect_any(view, matched)
         self._expect_written(reads, matched)
         if mismatches:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from snapshot.aio import gather_limited
 from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, StorageNotFoundError
 from snapshot.events import emit, log
+from snapshot.manager.incremental import find_needed
 from snapshot.manager.policies import KeepBest, Policy, Taken, parts, reasons
 from snapshot.manager.root import UNREADABLE as CANNOT_READ
 from snapshot.manager.root import ManifestHead, NotOurs, Root, StepFolders
@@ -131,6 +132,10 @@ async def _of_snapshots(
     going = [step for step in taken if step not in kept and step not in broken] if good else []
     if policy is not None and (going or thorough):
         expect_metrics(root, policy, taken.values())
+    read_heads = {step: head for step, head in heads.items() if isinstance(head, ManifestHead)}
+    needed = find_needed(read_heads, kept, [step for step in going if step in read_heads])
+    kept |= {step: [why] for step, why in needed.items()}
+    going = [step for step in going if step not in needed]
     held = dict(zip(going, await gather_limited(going, lambda step: _held_bytes(root, step, older_than)), strict=True))
     for step, each in taken.items():
         head = heads[step]

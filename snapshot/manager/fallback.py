@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 
@@ -36,6 +37,8 @@ class ChosenStep(msgspec.Struct, array_like=True):
     over: bool
     passed: list[tuple[int, str, bool]]
     """Damaged steps: number, fault, and True if this library wrote the step and may replace it."""
+    shares: int | None = None
+    """A damaged step with which the step to try shares physical bytes, which are verified in any case."""
 
 
 class Fallback:
@@ -56,6 +59,8 @@ class Fallback:
         """Steps with the version tokens of their manifests: a replacement by another process is a new candidate."""
         self._passed: dict[int, tuple[str, bool]] = {}
         """Damaged steps. Only the leader uses this, `_candidates` and `_tried`."""
+        self._copies: dict[int, set[str]] = {}
+        """The physical files of the damaged steps."""
         self._unreadable: dict[int, StorageError] = {}
         self._token = ""
         """Version token of the current candidate, known to the leader only."""
@@ -79,6 +84,10 @@ class Fallback:
                 self._now_at(chosen.step)
                 if chosen.over or chosen.step is None:
                     break
+                if chosen.shares is not None:
+                    url = self._root.step_url(chosen.step)
+                    log.warning("%s: shares files with the damaged step-%s, so they are verified", url, chosen.shares)
+                    options = replace(options, verify=True)
                 mine, error = self._try(chosen.step, app_state, options)
         finally:
             self._now_at(None)
@@ -99,7 +108,7 @@ class Fallback:
             self._token = candidate[1]
             fault = run(self._root.fault(step)) or ""
             if not fault:
-                return ChosenStep(step, over=False, passed=self._told())
+                return ChosenStep(step, over=False, passed=self._told(), shares=self._shares_with(step))
             self._pass(step, fault)
         return ChosenStep(None, over=True, passed=self._told())
 
@@ -122,8 +131,14 @@ class Fallback:
         """Record a damaged step. If it was removed or replaced meanwhile, list all steps again."""
         if run(self._root.token(step)) == self._token:
             self._passed[step] = fault, run(self._root.is_replaceable(step))
+            self._copies[step] = run(self._root.copies(step))
         else:
             self._candidates = None
+
+    def _shares_with(self, step: int) -> int | None:
+        """Return a damaged step with files that are physically the same as those of a step."""
+        copies = run(self._root.copies(step))
+        return next((each for each, theirs in self._copies.items() if theirs & copies), None)
 
     def _told(self) -> list[tuple[int, str, bool]]:
         return [(step, *told) for step, told in self._passed.items()]

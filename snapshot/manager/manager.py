@@ -22,6 +22,7 @@ from snapshot.manager.channels import Channels
 from snapshot.manager.checked_arguments import checked_policy, checked_root, checked_signals, checked_timeout
 from snapshot.manager.cleaner import Cleaner
 from snapshot.manager.fallback import Fallback
+from snapshot.manager.incremental import choose_base, find_bases
 from snapshot.manager.pending_takes import PendingTakes
 from snapshot.manager.policies import KeepBest, Policy, parts
 from snapshot.manager.root import ManifestHead, Root
@@ -48,6 +49,7 @@ class SnapshotManager:
         keep: Policy of the snapshots to keep, such as `KeepLatest(3) | KeepBest("loss", 2)`. None keeps all.
         every: When `should_take` returns True: after a number of steps (an int), after a time (a `timedelta`, or
             `"10m"`), or whenever no take is running (`"continuous"`).
+        incremental: Share files whose tensors are unchanged with earlier steps, so that two physical copies remain.
         pg: Process group of the participating ranks.
         storage_options: Options for the storage plugin.
         signals: Signals that ask the job to stop. Only a manager created in the main thread can handle them.
@@ -71,6 +73,7 @@ class SnapshotManager:
         *,
         keep: Policy | None = None,
         every: Every | None = None,
+        incremental: bool = False,
         pg: ProcessGroup | None = None,
         storage_options: Mapping[str, Any] | None = None,
         signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
@@ -81,6 +84,7 @@ class SnapshotManager:
         self._root = Root(self._url, storage_options)
         self._keep = checked_policy(keep)
         self._cadence = Schedule(every)
+        self._incremental = incremental
         self._pg = pg
         self._options = storage_options
         self._allow_pickle = allow_pickle
@@ -90,7 +94,7 @@ class SnapshotManager:
         self._using: set[int] = set()
         """Steps that are being taken or restored."""
         self._damaged: set[int] = set()
-        """Steps written by this library that `restore_latest` passed over."""
+        """Steps of this library that `restore_latest` passed over."""
         self._cleaner = None if keep is None else Cleaner(self._root, keep, self._spared, lambda: set(self._damaged))
         self._channels = Channels(pg, timeout)
         self._leads = True
@@ -131,7 +135,7 @@ class SnapshotManager:
             SnapshotExistsError: There is a snapshot of this step. Nothing was written.
             SnapshotError: The ranks passed different steps.
         """
-        noted, number, pending = self._begin("take", step, metrics, metadata, given, overwrite=overwrite)
+        noted, number, pending, given = self._begin("take", step, metrics, metadata, given, overwrite=overwrite)
         if pending is not None:
             return self._snapshot(number)
         began = time.monotonic()
@@ -166,7 +170,7 @@ class SnapshotManager:
 
         Arguments are those of `take`; `given` are other arguments of `Snapshot.async_take`.
         """
-        noted, number, pending = self._begin("async_take", step, metrics, metadata, given, overwrite=overwrite)
+        noted, number, pending, given = self._begin("async_take", step, metrics, metadata, given, overwrite=overwrite)
         if pending is not None:
             return pending
         began = time.monotonic()
@@ -193,20 +197,23 @@ class SnapshotManager:
         given: Mapping[str, Any],
         *,
         overwrite: bool,
-    ) -> tuple[dict[str, Any], int, PendingSnapshot | None]:
-        """Agree on the step. Return its metadata, its number, and the earlier async take if that saved this state."""
+    ) -> tuple[dict[str, Any], int, PendingSnapshot | None, Any]:
+        """Agree on the step. Return its metadata, its number, the async take that saved it already, and arguments."""
         with self._exchange(verb, given.get("timeout")) as exchange:
             number = checked_step(step)
             noted = add_note(number, checked_metrics(metrics), metadata)
             before = self._pendings.of(number)
             latest = self._pendings.is_latest(number) and number not in self._damaged and not overwrite
-            known = agree_on(exchange, self._root, number, before, latest=latest)
+            bases = partial(find_bases, self._root, number, self._damaged) if self._incremental else list[int]
+            begun = agree_on(exchange, self._root, number, before, latest=latest, find_bases=bases)
             exchange.close()
         self._leads = exchange.rank == 0
         self._measured.at_step(number)
-        if not known:
+        if not begun.known:
             self._pendings.moved_on()
-        return noted, number, before if known else None
+        if self._incremental:
+            given = {"base": choose_base(self._root, self._keep, begun.bases), **given}
+        return noted, number, before if begun.known else None, given
 
     def _took(self, step: int, began: float) -> None:
         self._cadence.began(step)

@@ -25,7 +25,7 @@ from snapshot.formats.foreign import is_absence
 from snapshot.load.open import expect_files, open_document
 from snapshot.manager.policies import Taken
 from snapshot.manager.step_metadata import noted_metrics
-from snapshot.manifest.document import FORMAT, METADATA, FileEntry, PartEntry
+from snapshot.manifest.document import FORMAT, METADATA, BaseReference, FileEntry, PartEntry
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.storage import ANYTHING, FileStat, Storage
@@ -56,11 +56,16 @@ class ManifestHead(msgspec.Struct):
     metadata: dict[str, Any]
     files: dict[str, FileEntry]
     parts: list[PartEntry]
+    base: BaseReference | None = None
 
     @property
     def nbytes(self) -> int:
         """Size of the data files in bytes, counted as in `SnapshotMetadata.nbytes`."""
         return sum(each.size for each in self.files.values() if not each.in_base)
+
+    def copies(self) -> dict[str, str]:
+        """Return the physical file of each content that an incremental take recorded."""
+        return {each.content: each.origin or name for name, each in self.files.items() if each.content is not None}
 
     def taken(self, step: int) -> Taken:
         """Return the snapshot as policies see it."""
@@ -172,6 +177,13 @@ class Root:
                 head = error
         self._heads[step] = stat.token, head
         return head
+
+    async def copies(self, step: int) -> set[str]:
+        """Return the physical files of a step's contents, as far as an incremental take recorded them."""
+        async with self.opened(step) as session:
+            stat = await _stat_if_there(session.storage, METADATA)
+        head = None if stat is None else await self._head(step, stat)
+        return set(head.copies().values()) if isinstance(head, ManifestHead) else set()
 
     async def heads(self, committed: Mapping[int, FileStat]) -> dict[int, ManifestHead | SnapshotError]:
         """Return the manifest heads of several steps, or the error for a damaged, foreign or unreadable one."""

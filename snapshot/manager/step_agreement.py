@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from snapshot.distributed.exchange import Exchange
@@ -13,6 +15,15 @@ from snapshot.save import cleanup
 from snapshot.snapshot import PendingSnapshot
 
 
+class StepAnswer(msgspec.Struct, array_like=True):
+    """Reply of the leader."""
+
+    known: bool
+    """True if an earlier asynchronous take has saved the current state."""
+    bases: list[int]
+    """Committed steps that the take is based on, the newest first."""
+
+
 class StepBegin(msgspec.Struct, array_like=True):
     """Message of each rank."""
 
@@ -21,22 +32,31 @@ class StepBegin(msgspec.Struct, array_like=True):
     """True if an asynchronous take has already saved this very state, as far as this rank knows."""
 
 
-def agree_on(exchange: Exchange, root: Root, step: int, pending: PendingSnapshot | None, *, latest: bool) -> bool:
-    """Return True if `pending`, an earlier take of this step, has saved the current state. Wait for it to end.
+def agree_on(
+    exchange: Exchange,
+    root: Root,
+    step: int,
+    pending: PendingSnapshot | None,
+    *,
+    latest: bool,
+    find_bases: Callable[[], list[int]],
+) -> StepAnswer:
+    """Return whether `pending`, an earlier take of this step, has saved the current state. Wait for it to end.
 
     `latest`: nothing was taken or restored since. The leader checks that the snapshot of `pending` still exists, and
     deletes a leftover pin if not. Raise SnapshotError on all ranks if they passed different steps.
     """
 
-    def lead(all_: list[StepBegin]) -> bool:
+    def lead(all_: list[StepBegin]) -> StepAnswer:
         ranks = {each.step: rank for rank, each in enumerate(all_)}
         if len(ranks) > 1:
             said = ", ".join(f"rank {rank} {number}" for number, rank in ranks.items())
             raise SnapshotError(f"{root.url}: all ranks must pass the same step, got {said}; nothing was done")
         run(root.forget_pin(step))
-        return all(each.saved for each in all_) and pending is not None and run(_is_committed(root, step, pending))
+        known = all(each.saved for each in all_) and pending is not None and run(_is_committed(root, step, pending))
+        return StepAnswer(known, [] if known else find_bases())
 
-    return exchange.agree(StepBegin(step, _may_be_committed(pending) and latest), lead, StepBegin, bool)
+    return exchange.agree(StepBegin(step, _may_be_committed(pending) and latest), lead, StepBegin, StepAnswer)
 
 
 def _may_be_committed(pending: PendingSnapshot | None) -> bool:

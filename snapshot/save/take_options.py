@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import msgspec
 
@@ -15,7 +15,7 @@ from snapshot.plan.globs import matcher
 from snapshot.plan.layout import SavePlan
 from snapshot.progress import ProgressArgument
 from snapshot.state.prepared import Prepare
-from snapshot.url import URL
+from snapshot.storage_options import Source
 
 Staging = Literal["blocking", "overlapped"]
 Worker = Literal["thread", "process"]
@@ -23,16 +23,7 @@ WhenBusy = Literal["wait", "raise"]
 Only = Literal["trainable"]
 
 
-class Located(Protocol):
-    """A snapshot, with the storage options that open it."""
-
-    def base_source(self) -> tuple[URL, Mapping[str, Any]]:
-        """Return its URL and its storage options."""
-        ...
-
-
-BaseSource = str | os.PathLike[str] | Located
-BaseArgument = BaseSource | Sequence[BaseSource] | None
+BaseArgument = Source | Sequence[Source] | None
 
 
 class TakeArguments(TypedDict, total=False):
@@ -98,13 +89,13 @@ class TakeOptions:
             raise ValueError(f"verify_writes must be True, False or a fraction from 0 to 1, got {self.verify_writes!r}")
 
     @property
-    def bases(self) -> list[BaseSource]:
+    def bases(self) -> list[Source]:
         """The snapshots that the take is based on, the newest first."""
         if self.base is None:
             return []
         given: list[Any] = list(self.base) if isinstance(self.base, (list, tuple)) else [self.base]
         for each in given:
-            if not isinstance(each, (str, os.PathLike)) and not hasattr(each, "base_source"):
+            if not isinstance(each, (str, os.PathLike)) and not hasattr(each, "source"):
                 raise TypeError(
                     f"base must be a path, a URL or a Snapshot, or a list of them, got {type(each).__name__}"
                 )

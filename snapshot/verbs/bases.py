@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -19,11 +18,10 @@ from snapshot.save.rank_share import RankShare
 from snapshot.save.rendezvous import TakeOpening
 from snapshot.save.shared_files import FileSharing
 from snapshot.save.staging import Stager
-from snapshot.save.take_options import BaseSource, TakeOptions
+from snapshot.save.take_options import TakeOptions
 from snapshot.save.unchanged import Unchanged, group_leaves
 from snapshot.state.frozen import find_frozen
-from snapshot.storage_options import select_server
-from snapshot.url import URL
+from snapshot.storage_options import locate_source, select_server
 
 ABSENT = (SnapshotNotFoundError, CorruptSnapshotError, UnsupportedFormatError)
 """Errors of a base that make a take write everything."""
@@ -62,7 +60,7 @@ def _open_bases(opening: TakeOpening, options: TakeOptions, notes: list[str], op
     session, exchange = opening.session, opening.exchange
     bases: list[Base] = []
     for source in options.bases:
-        url, theirs = _located(source, options.storage_options)
+        url, theirs = locate_source(source, options.storage_options)
         same = url.scheme == session.url.scheme and select_server(theirs) == select_server(options.storage_options)
         place = Session(url, theirs)
         opened.callback(_close, place)
@@ -86,9 +84,3 @@ def _open_bases(opening: TakeOpening, options: TakeOptions, notes: list[str], op
 
 def _close(session: Session) -> None:
     run(session.close())
-
-
-def _located(source: BaseSource, options: Mapping[str, Any] | None) -> tuple[URL, Mapping[str, Any] | None]:
-    if isinstance(source, (str, os.PathLike)):
-        return URL.parse(os.fspath(source)), options
-    return source.base_source()

@@ -1,0 +1,150 @@
+"""Tensors that a snapshot left out since they are in its base: compared with the live ones, or read from the base."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from snapshot.aio import gather_limited, in_thread
+from snapshot.errors import RestoreError
+from snapshot.formats.foreign import ForeignDocument, ReadOnlyStorage
+from snapshot.load.open import open_main
+from snapshot.load.scatter import copy_into
+from snapshot.manifest.document import BaseReference, Document, save_id_in
+from snapshot.manifest.entries import TensorEntry
+from snapshot.runtime.session import Session
+from snapshot.storage import Buffer, FileStat, Storage
+from snapshot.tensors.addresses import is_plain, view_memory
+from snapshot.tensors.digest import RunningDigest
+from snapshot.tensors.dtypes import BY_NAME
+from snapshot.tensors.geometry import Box, boxes_of_range, intersect
+from snapshot.url import URL
+
+COPIED = 1 << 20
+"""Elements of a strided or accelerator tensor that are copied at once, to be compared."""
+
+
+class LeftOut(NamedTuple):
+    """A tensor, or the box of one, that a snapshot does not have."""
+
+    path: str
+    stored: TensorEntry
+    piece: Box
+    """The box that the base stores in one range."""
+    target: torch.Tensor
+    box: Box
+    """The box that the target is."""
+    live: bool
+
+    def fault(self, base: BaseReference) -> str:
+        """Return why the target does not have what the base has, or ''."""
+        where = f"{base.url} (save id {base.save_id})"
+        shared = intersect(self.piece, self.box)
+        if shared != self.piece or not self.live or self.target.dtype != BY_NAME[self.stored.dtype]:
+            return f"{self.path}: is not in this snapshot, but in its base, {where}; pass base=..."
+        part = self.target.detach()[self.piece.relative_to(self.box.offsets).slices()]
+        if _digest_tensor(part) == self.stored.digest:
+            return ""
+        return (
+            f"{self.path}: is not in this snapshot, since it had not changed from its base, {where}; the "
+            "application has other values: restore the base first, or pass base=..."
+        )
+
+
+def _digest_tensor(tensor: torch.Tensor) -> str:
+    running = RunningDigest()
+    if is_plain(tensor):
+        running.update(view_memory(tensor.data_ptr(), tensor.nbytes))
+        return running.finish()[0]
+    for begin in range(0, tensor.numel(), COPIED):
+        for _, box in boxes_of_range(tuple(tensor.shape), begin, min(begin + COPIED, tensor.numel())):
+            held = torch.empty(box.sizes, dtype=tensor.dtype)
+            copy_into(held, tensor[box.slices()])
+            running.update(view_memory(held.data_ptr(), held.nbytes))
+    return running.finish()[0]
+
+
+async def compare_left_out(session: Session, document: Document, left_out: Sequence[LeftOut]) -> list[str]:
+    """Compare the live tensors with the digests of what a snapshot left out. Return a line for each difference."""
+    base = document.base
+    if base is None:
+        return []
+
+    async def compare(each: LeftOut) -> str:
+        return await in_thread(each.fault, base)
+
+    found = await gather_limited(left_out, compare, session.settings.lane_count())
+    return [line for line in found if line]
+
+
+async def attach_base(session: Session, document: Document, url: URL, options: Mapping[str, Any] | None) -> None:
+    """Read what a snapshot left out from its base, from now on.
+
+    A copy of the base is accepted, too: its files have the same contents under names with another save id.
+    """
+    wanted = document.base
+    if wanted is None:
+        return
+    base = Session(url, options)
+    try:
+        places = _find_files(document, wanted, await open_main(base), url)
+    except BaseException:
+        await base.close()
+        raise
+    for location in places:
+        document.files[location].in_base = False
+    document.base = None
+    session.switch_storage(_WithBase(session.storage, base.storage, places))
+
+
+def _find_files(document: Document, wanted: BaseReference, held: Document, url: URL) -> dict[str, str]:
+    """Return the names in the base of the files that a snapshot left out."""
+    places: dict[str, str] = {}
+    for location, file in document.files.items():
+        if not file.in_base:
+            continue
+        there = location.replace(save_id_in(location), held.save_id, 1)
+        found = None if isinstance(held, ForeignDocument) else held.files.get(there)
+        alike = found is not None and not found.in_base
+        if found is None or not alike or (found.size, found.header_digest) != (file.size, file.header_digest):
+            raise RestoreError(
+                f"base must be {wanted.url} with the save id {wanted.save_id}, or a copy of it, got {url}, which "
+                f"does not have its file {location}",
+                [location],
+            )
+        places[location] = there
+    return places
+
+
+class _WithBase(ReadOnlyStorage):
+    """A snapshot's files, and those that it left out, from its base."""
+
+    def __init__(self, inner: Storage, base: Storage, places: Mapping[str, str]) -> None:
+        super().__init__(inner, b"", links=True)
+        self._base = base
+        self._places = places
+        """The files that are in the base, with their names there."""
+        both = inner.capabilities.blocking and base.capabilities.blocking
+        self.capabilities = replace(self.capabilities, blocking=both)
+
+    def _of(self, path: str) -> tuple[Storage, str]:
+        return (self._base, self._places[path]) if path in self._places else (self.inner, path)
+
+    async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
+        storage, name = self._of(path)
+        await storage.read_into(name, offset, buffers, token=token)
+
+    async def stat(self, path: str) -> FileStat:
+        storage, name = self._of(path)
+        return await storage.stat(name)
+
+    def share_reads(self) -> None:
+        self.inner.share_reads()
+        self._base.share_reads()
+
+    async def close(self) -> None:
+        await self.inner.close()
+        await self._base.close()

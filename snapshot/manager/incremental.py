@@ -1,0 +1,55 @@
+"""Incremental takes: which steps a take is based on, and which steps must stay for their physical copies."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+
+from snapshot.manager.policies import KeepLatest, Policy
+from snapshot.manager.root import ManifestHead, Root
+from snapshot.runtime.loop import run
+
+
+def find_bases(root: Root, step: int, damaged: Collection[int]) -> list[int]:
+    """Return the newest two committed steps that are not known to be damaged, the newest first."""
+    committed = run(root.folders()).committed
+    return sorted((each for each in committed if each != step and each not in damaged), reverse=True)[:2]
+
+
+def choose_base(root: Root, policy: Policy | None, steps: list[int]) -> str | list[str]:
+    """Return the `base` of a take. A list of steps keeps two physical copies, unless only one step is kept anyway."""
+    urls = [root.step_url(step).reveal() for step in steps]
+    return urls[0] if urls and policy == KeepLatest(1) else urls
+
+
+def find_needed(heads: Mapping[int, ManifestHead], kept: Collection[int], going: Collection[int]) -> dict[int, str]:
+    """Return the steps, of those `going`, that kept steps rely on, each with the reason.
+
+    These are the bases of steps that left something out, and steps with the second physical copy of what several kept
+    steps share.
+    """
+    held: defaultdict[str, list[str]] = defaultdict(list)
+
+    def add(step: int) -> None:
+        for content, origin in heads[step].copies().items():
+            held[content].append(origin)
+
+    for step in kept:
+        add(step)
+    bases = {base.save_id: step for step in kept if (base := heads[step].base) is not None}
+    needed: dict[int, str] = {}
+    for step in sorted(going, reverse=True):
+        head = heads[step]
+        if head.save_id in bases:
+            needed[step] = f"the base of step-{bases[head.save_id]}"
+        elif any(_is_second(origin, held[content]) for content, origin in head.copies().items()):
+            needed[step] = "has the second physical copy of data that kept steps share"
+        else:
+            continue
+        add(step)
+    return needed
+
+
+def _is_second(origin: str, held: Sequence[str]) -> bool:
+    """Return True if several steps hold a content in one physical copy, and this is another one."""
+    return len(held) > 1 and set(held) == {held[0]} != {origin}
