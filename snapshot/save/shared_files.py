@@ -72,7 +72,9 @@ class FileSharing:
         unchanged: Unchanged,
         *,
         two_copies: bool,
+        read_all: bool,
     ) -> None:
+        """`read_all`: read the files whole before they are shared, instead of a part of them."""
         self._opening = opening
         self._session = opening.session
         self._leaves = share.leaves
@@ -80,6 +82,7 @@ class FileSharing:
         self._stager = stager
         self._made = unchanged
         self._two_copies = two_copies
+        self._read_all = read_all
 
     async def run(self, left_out: set[int]) -> None:
         """Share what did not change, except the leaves `left_out`."""
@@ -90,6 +93,7 @@ class FileSharing:
             if held.entry.size >= WORTH_SHARING and (plan := held.plan(self._leaves, index)) is not None
         ]
         tables = await read_tables(held for held, _ in candidates)
+        await in_thread(self._stager.digest_ahead, [plan for _, plan in candidates], self._session.budget)
         lanes = self._session.settings.lane_count()
         found = await gather_limited(candidates, lambda each: self._compare(*each, tables), lanes)
         matches = self._whole_leaves([each for each in found if each is not None])
@@ -168,11 +172,12 @@ class FileSharing:
     async def _is_sound(self, match: Match) -> bool:
         """Read a part of the file from the disk, another one in each take, and compare it with the live tensors."""
         storage, held = match.held.base.session.storage, match.held
-        if not self._is_linked():
-            return True
         blocks = match.blocks()
-        turn = held.entry.age % CHECKED
-        blocks = blocks[turn * len(blocks) // CHECKED : (turn + 1) * len(blocks) // CHECKED]
+        if not self._read_all:
+            turn = held.entry.age % CHECKED
+            blocks = blocks[turn * len(blocks) // CHECKED : (turn + 1) * len(blocks) // CHECKED]
+            if not self._is_linked():  # the server copies, and checks what it copies
+                return True
         faults: list[str] = []
         try:
             await storage.drop_caches([held.location])

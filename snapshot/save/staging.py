@@ -171,6 +171,8 @@ class Stager:
         """Digest the bytes of a file without writing them. Return None if they differ from the expected digests."""
         digests = self.digests(file)
         for part in cut_file(file, DIGESTED):
+            if digests.has(part):
+                continue
             needed = self.needs_slot(file, part)
             if needed:
                 budget.acquire_blocking(arena_bytes(needed))
@@ -190,7 +192,7 @@ class Stager:
                 staged.release()
             if expected is not None and not digests.agree_with(expected):
                 return None
-        return digests
+        return None if expected is not None and not digests.agree_with(expected) else digests
 
     def copy_alone(self) -> None:
         """Copy with one thread from now on: torch's thread pool belongs to the application again."""
@@ -343,6 +345,10 @@ class FileDigests:
                 self._running = None
                 if table:
                     self.tables[index] = table
+
+    def has(self, part: FilePart) -> bool:
+        """Return True if the digests of all extents in a part are known already."""
+        return all(self.digests[part.first : part.last])
 
     def agree_with(self, expected: Sequence[tuple[str | None, bytes]]) -> bool:
         """Return True if the digests so far are the expected ones: a digest and a table for each extent."""

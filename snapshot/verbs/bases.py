@@ -50,7 +50,15 @@ def find_unchanged(
         left_out = set[int]()
         if options.only:
             left_out = run(omit_frozen(opening.session, share, frozen, bases[0], stager=stager, unchanged=unchanged))
-        sharing = FileSharing(opening, share, bases, stager, unchanged, two_copies=options.two_copies)
+        sharing = FileSharing(
+            opening,
+            share,
+            bases,
+            stager,
+            unchanged,
+            two_copies=options.two_copies,
+            read_all=options.verify_share == 1.0,
+        )
         run(sharing.run(left_out))
     return unchanged
 
