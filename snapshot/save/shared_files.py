@@ -249,7 +249,7 @@ class FileSharing:
     async def _share_one(self, match: Match, name: str) -> bool:
         storage, held = self._session.storage, match.held
         try:
-            await storage.share(held.base.session.url.join(held.location), name, token=match.token)
+            await storage.share(held.base.session.storage.url.join(held.location), name, token=match.token)
             size = (await storage.stat(name)).size
             if size != held.entry.size:
                 raise StorageError(f"{storage.url.join(name)}: must have {held.entry.size:,} bytes, got {size:,}")

@@ -1,0 +1,164 @@
+"""Snapshots of what is trained alone: restores compare what was left out with the live tensors, or read it."""
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from snapshot import RestoreError, Snapshot, SnapshotError, StateDict
+from tests.save.test_based_takes import WIDTH, Run, expect_whole, files
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """A run with a snapshot `base`, and `adapter`, which lacks what is frozen."""
+    run = Run()
+    Snapshot.take(tmp_path / "base", run.state)
+    run.step()
+    snapshot = Snapshot.take(tmp_path / "adapter", run.state, base=tmp_path / "base", only="trainable")
+    assert snapshot.report.omitted_bytes == 4 * (WIDTH * WIDTH + WIDTH) * 4
+    assert sum(each.stat().st_size for each in files(tmp_path / "adapter").values()) < 60_000
+    return run
+
+
+def test_what_is_trained_comes_back_where_the_rest_is_equal(trained, tmp_path):
+    values = trained.values()
+    trained.step()
+    report = Snapshot(tmp_path / "adapter").restore(trained.state)
+    assert not report.missing
+    assert all(value.equal(values[name]) for name, value in trained.values().items())
+
+
+@pytest.mark.parametrize("layout", ["plain", "strided", "other device"])
+def test_a_difference_is_an_error_before_anything_is_touched(trained, tmp_path, layout):
+    weight = trained.frozen[1].weight
+    if layout == "strided":
+        weight.data = weight.data.t().contiguous().t()
+    head = trained.head.weight.clone()
+    Snapshot(tmp_path / "adapter").restore(trained.state)
+    weight.data[3, 3] = torch.nextafter(weight.data[3, 3], torch.tensor(9.0))
+    trained.head.weight.data.zero_()
+    for options in ({}, {"strict": False}, {"verify": False}, {"atomic": True}):
+        with pytest.raises(RestoreError, match=r"frozen\.1\.weight.*had not changed from its base") as raised:
+            Snapshot(tmp_path / "adapter").restore(trained.state, **options)
+        assert len(raised.value.mismatches) == 1
+        assert not trained.head.weight.any()
+    Snapshot(tmp_path / "adapter").restore(trained.state, base=tmp_path / "base")
+    assert trained.head.weight.equal(head)
+
+
+def test_the_base_provides_what_was_left_out(trained, tmp_path):
+    values = trained.values()
+    Snapshot(tmp_path / "base").copy(tmp_path / "copied")
+    for base in ("base", "copied", Snapshot(tmp_path / "base")):
+        for parameter in trained.model.parameters():
+            parameter.data.fill_(7)
+        given = base if isinstance(base, Snapshot) else tmp_path / base
+        report = Snapshot(tmp_path / "adapter").restore(trained.state, base=given)
+        assert report.bytes_read > 1 << 20
+        assert all(value.equal(values[name]) for name, value in trained.values().items())
+
+
+def test_another_snapshot_is_no_base(trained, tmp_path):
+    other = Run()
+    other.frozen[0].weight.data += 1
+    Snapshot.take(tmp_path / "other", {**other.state, "more": StateDict(x=torch.ones(3))})
+    trained.frozen[0].weight.data += 1
+    with pytest.raises(RestoreError, match="base must be .*base with the save id"):
+        Snapshot(tmp_path / "adapter").restore(trained.state, base=tmp_path / "other")
+    with pytest.raises(SnapshotError):
+        Snapshot(tmp_path / "adapter").restore(trained.state, base=tmp_path / "missing")
+
+
+def test_a_damaged_base_is_found_when_it_is_read(trained, tmp_path):
+    (frozen,) = (each for each in files(tmp_path / "base").values() if each.stat().st_size > 1 << 20)
+    with frozen.open("r+b") as file:
+        file.seek(200_000)
+        file.write(b"rot")
+    trained.frozen[0].weight.data += 1
+    with pytest.raises(SnapshotError, match="digest must be"):
+        Snapshot(tmp_path / "adapter").restore(trained.state, base=tmp_path / "base")
+
+
+def test_what_cannot_be_compared_needs_the_base(trained, tmp_path):
+    """New tensors, other dtypes, and single objects."""
+    snapshot = Snapshot(tmp_path / "adapter")
+    trained.frozen.to(torch.float64)
+    with pytest.raises(RestoreError, match="pass base="):
+        snapshot.restore(trained.state, cast="any")
+    snapshot.restore(trained.state, cast="any", base=tmp_path / "base")
+    for name in ("model/frozen.0.weight", "model"):
+        with pytest.raises(SnapshotError, match="pass restore"):
+            snapshot.read_object(name)
+    assert snapshot.read_object("model/head.weight").equal(trained.head.weight)
+    with pytest.raises(RestoreError):
+        snapshot.restore({"model": StateDict()})
+
+
+def test_only_frozen_and_equal_parameters_are_left_out(tmp_path):
+    """Buffers, averages, and a half that is frozen today but was trained, are all saved."""
+    norm = nn.BatchNorm1d(WIDTH * 100).requires_grad_(False)
+    generator, teacher = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    fixed = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    model = nn.ModuleDict({"norm": norm, "generator": generator, "teacher": teacher, "fixed": fixed})
+    other = StateDict(table=torch.randn(300, 300))
+    state = {"model": model, "other": other}
+    base = Snapshot.take(tmp_path / "base", state)
+    teacher.weight.data.mul_(0.5)
+    generator.weight.data.add_(1)
+    generator.requires_grad_(False)
+    made = Snapshot.take(tmp_path / "s", state, base=base, only="trainable")
+    left_out = sum(each.nbytes for each in (*norm.parameters(), fixed.weight, fixed.bias, teacher.bias, generator.bias))
+    assert made.report.omitted_bytes == left_out
+    shutil.rmtree(tmp_path / "base")
+    teacher.weight.data.zero_()
+    norm.running_mean.fill_(3)
+    generator.weight.data.zero_()
+    other["table"].zero_()
+    made.restore(state)
+    assert generator.weight.any()
+    assert teacher.weight.any()
+    assert not norm.running_mean.any()
+    assert other["table"].any()
+
+
+def test_a_snapshot_of_what_is_trained_is_a_base_itself(trained, tmp_path):
+    trained.step()
+    later = Snapshot.take(tmp_path / "later", trained.state, base=tmp_path / "adapter", only="trainable")
+    assert later.report.omitted_bytes == 4 * (WIDTH * WIDTH + WIDTH) * 4
+    values = trained.values()
+    for parameter in trained.model.parameters():
+        parameter.data.fill_(7)
+    later.restore(trained.state, base=tmp_path / "base")
+    assert all(value.equal(values[name]) for name, value in trained.values().items())
+    full = Snapshot.take(tmp_path / "full", trained.state, base=later)
+    assert full.report.omitted_bytes == 0
+    expect_whole(tmp_path / "full", values)
+
+
+def test_a_base_that_is_missing_saves_everything(tmp_path):
+    run = Run()
+    made = Snapshot.take(tmp_path / "s", run.state, base=tmp_path / "none", only="trainable")
+    assert made.report.omitted_bytes == 0
+    assert len(made.report.notes) == 1
+    expect_whole(tmp_path / "s", run.values())
+
+
+def test_tied_and_split_parameters_are_left_out_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("snapshot.plan.layout.CUT", 1 << 18)
+    monkeypatch.setattr("snapshot.plan.layout.LARGEST_FILE", 1 << 18)
+    model = nn.Module()
+    model.a = nn.Parameter(torch.randn(1000, 300), requires_grad=False)
+    model.b = model.a
+    model.c = nn.Parameter(torch.randn(10))
+    base = Snapshot.take(tmp_path / "base", {"m": model})
+    made = Snapshot.take(tmp_path / "s", {"m": model}, base=base, only="trainable")
+    assert made.report.omitted_bytes == model.a.nbytes
+    made.restore({"m": model})
+    value = model.a.clone()
+    model.a.data[999, 299] += 1
+    with pytest.raises(RestoreError):
+        made.restore({"m": model})
+    made.restore({"m": model}, base=base)
+    assert model.a.equal(value)

@@ -1,0 +1,115 @@
+"""A manager that shares unchanged files between its steps: two physical copies remain, whatever is removed."""
+
+from pathlib import Path
+
+import pytest
+
+from snapshot import KeepBest, KeepEvery, KeepLatest, Snapshot, SnapshotManager
+from tests.save.test_based_takes import Run, entries, expect_whole, files
+
+
+def copies(root, steps):
+    """The physical files of more than 1 MiB that some steps have."""
+    found = (each.stat() for step in steps for each in files(Path(root, f"step-{step}")).values())
+    return {stat.st_ino for stat in found if stat.st_size > 1 << 20}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("keep", [KeepLatest(2), KeepLatest(3) | KeepEvery(4), KeepLatest(1) | KeepBest("loss", 1)])
+def test_every_kept_step_is_whole_and_two_copies_remain(tmp_path, keep, asynchronous):
+    run, kept, shared = Run(), {}, 0
+    with SnapshotManager(tmp_path, keep=keep, incremental=True, signals=()) as manager:
+        for step in range(1, 11):
+            run.step()
+            loss = {"loss": abs(step - 5.0)}
+            if asynchronous:
+                snapshot = manager.async_take(step, run.state, loss).wait()
+            else:
+                snapshot = manager.take(step, run.state, loss)
+            shared += snapshot.report.shared_files
+            kept[step] = run.values()
+            manager._cleaner.close()
+            steps = manager.steps()
+            if len(steps) > 1:
+                assert len(copies(tmp_path, steps)) >= 2, steps
+        assert step - 3 <= shared < step
+    for step in steps:
+        expect_whole(tmp_path / f"step-{step}", kept[step])
+
+
+def test_a_manager_that_keeps_one_step_shares_with_it(tmp_path):
+    run = Run()
+    with SnapshotManager(tmp_path, keep=KeepLatest(1), incremental=True, signals=()) as manager:
+        for step in range(1, 4):
+            snapshot = manager.take(step, run.state)
+            manager._cleaner.close()
+            assert (snapshot.report.shared_bytes > 0) == (step > 1)
+    assert manager.steps() == [3]
+    assert len(copies(tmp_path, [3])) == 1
+    assert not list(Path(tmp_path).glob("step-1"))
+
+
+def test_prune_keeps_the_last_second_copy(tmp_path, capsys):
+    """Steps 1, 3 and 5 have one copy, and 2 and 4 the other one: whatever the policy says, both remain."""
+    run = Run()
+    with SnapshotManager(tmp_path, incremental=True, signals=()) as manager:
+        for step in range(1, 7):
+            manager.take(step, run.state)
+    from snapshot.cli import main
+
+    main(["prune", str(tmp_path), "--keep-every", "2", "--keep-latest", "1", "--yes"])
+    told = capsys.readouterr().out
+    assert manager.steps() == [2, 4, 5, 6], told
+    assert len(copies(tmp_path, manager.steps())) == 2
+    assert all(Snapshot(tmp_path / f"step-{step}").verify() for step in manager.steps())
+
+
+def test_prune_keeps_the_base_of_a_kept_step(tmp_path):
+    run = Run()
+    with SnapshotManager(tmp_path, keep=KeepLatest(2), signals=()) as manager:
+        manager.take(1, run.state)
+        for step in range(2, 6):
+            run.step()
+            base = manager.snapshot(step - 1)
+            snapshot = manager.take(step, run.state, base=base, only="trainable")
+            assert snapshot.report.omitted_bytes
+            manager._cleaner.close()
+    assert manager.steps() == [1, 4, 5]
+    values = run.values()
+    for parameter in run.model.parameters():
+        parameter.data.zero_()
+    manager.restore_latest(run.state, base=manager.snapshot(1))
+    assert all(value.equal(values[name]) for name, value in run.values().items())
+
+
+def test_a_restore_never_lands_on_the_same_rotten_bytes(tmp_path, caplog):
+    run = Run()
+    with SnapshotManager(tmp_path, incremental=True, signals=()) as manager:
+        for step in range(1, 6):
+            manager.take(step, run.state)
+    newest = {name: each for name, each in entries(tmp_path / "step-5").items() if each.get("origin")}
+    (name,) = newest
+    path = tmp_path / "step-5" / name
+    with path.open("r+b") as file:
+        file.seek(300_000)
+        file.write(b"rot")
+    assert manager.restore_latest(run.state) == 4
+    Snapshot(tmp_path / "step-4").delete()
+    Snapshot(tmp_path / "step-2").delete()
+    (tmp_path / "step-5" / name).unlink()
+    with pytest.raises(Exception, match="no step can be restored"):
+        manager.restore_latest(run.state, verify=False)
+    assert "step-3: shares files with the damaged step-5, so they are verified" in caplog.text
+    run.step()
+    assert manager.take(6, run.state).report.shared_bytes == 0
+    assert manager.restore_latest(run.state) == 6
+
+
+def test_an_overwritten_step_is_not_its_own_base(tmp_path):
+    run = Run()
+    with SnapshotManager(tmp_path, incremental=True, signals=()) as manager:
+        for step in (1, 2, 3):
+            manager.take(step, run.state)
+        run.step()
+        assert manager.take(3, run.state, overwrite=True).report.shared_files == 1
+    expect_whole(tmp_path / "step-3", run.values())

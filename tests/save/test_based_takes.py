@@ -1,0 +1,403 @@
+"""Takes that are based on earlier snapshots: what is shared, what is written, and that each snapshot is whole."""
+
+import errno
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from snapshot import Snapshot, SnapshotExistsError, StateDict
+from snapshot.events import add_handler, remove_handler
+from snapshot.save import shared_files
+from snapshot.testing import Log, tapped
+
+WIDTH = 256
+
+
+class Run:
+    """A frozen network with a trained head: after each step, only the head and its optimizer differ."""
+
+    def __init__(self, layers=4):
+        torch.manual_seed(0)
+        self.frozen = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)]).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 8)
+        self.model = nn.ModuleDict({"frozen": self.frozen, "head": self.head})
+        self.optimizer = torch.optim.AdamW(self.head.parameters())
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+
+    def step(self):
+        self.head(self.frozen(torch.randn(2, WIDTH))).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def values(self):
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+
+def expect_whole(path, values):
+    """The snapshot verifies, and has these values of the model."""
+    snapshot = Snapshot(path)
+    assert snapshot.verify(), snapshot.verify()
+    other = Run()
+    for parameter in other.model.parameters():
+        parameter.data.fill_(float("nan"))
+    snapshot.restore({"model": other.model})
+    assert all(value.equal(values[name]) for name, value in other.model.state_dict().items())
+
+
+def files(path):
+    return {each.name: each for each in sorted(Path(path, "data").iterdir())}
+
+
+def inodes(path):
+    return {each.stat().st_ino for each in files(path).values()}
+
+
+def entries(path):
+    return json.loads(Path(path, ".snapshot_metadata").read_bytes())["files"]
+
+
+@pytest.mark.parametrize("verb", ["take", "async_take", "overlapped", "process"])
+def test_the_file_of_frozen_parameters_is_shared_and_all_else_is_written(tmp_path, verb, writer_process):
+    run, kept, base = Run(), {}, None
+    for number in range(4):
+        run.step()
+        path = tmp_path / f"step-{number}"
+        if verb == "take":
+            base = Snapshot.take(path, run.state, base=base)
+        else:
+            more = {"overlapped": {"staging": "overlapped"}, "process": {"worker": "process"}}.get(verb, {})
+            base = Snapshot.async_take(path, run.state, base=base, **more).wait()
+        kept[path] = run.values()
+        frozen = 4 * (WIDTH * WIDTH + WIDTH) * 4
+        if number:
+            assert frozen <= base.report.shared_bytes < frozen + 10_000
+            assert base.report.shared_files == 1
+            assert base.report.written_bytes < 60_000
+            assert len(inodes(path) & inodes(tmp_path / "step-0")) == 1
+        else:
+            assert base.report.shared_bytes == 0
+    ages = [max(each.get("age", 0) for each in entries(path).values()) for path in kept]
+    assert ages == [0, 1, 2, 3]
+    for path, values in kept.items():
+        expect_whole(path, values)
+    for path in list(kept)[::2]:  # any may go
+        Snapshot(path).delete()
+    for path in list(kept)[1::2]:
+        expect_whole(path, kept[path])
+
+
+def test_a_changed_frozen_parameter_is_written_again(tmp_path):
+    run = Run()
+    base = Snapshot.take(tmp_path / "a", run.state)
+    run.frozen[2].weight.data[0, 0] += 1
+    later = Snapshot.take(tmp_path / "b", run.state, base=base)
+    assert later.report.shared_bytes == 0
+    expect_whole(tmp_path / "b", run.values())
+
+
+def test_a_change_that_no_version_counter_sees_is_found(tmp_path):
+    run = Run()
+    Snapshot.take(tmp_path / "a", run.state)
+    weight = run.frozen[0].weight
+    version = weight._version
+    weight.detach().numpy()[5, 5] = 42.0
+    assert weight._version == version
+    assert Snapshot.take(tmp_path / "b", run.state, base=tmp_path / "a").report.shared_bytes == 0
+    expect_whole(tmp_path / "b", run.values())
+
+
+def test_a_tensor_that_was_equal_last_time_gets_a_file_that_can_be_shared(tmp_path):
+    """It is not frozen: the second take finds it equal, the third one writes its file, the fourth shares it."""
+    state = StateDict(still=torch.randn(300, 300), moving=torch.randn(300, 300))
+    base, shared = None, []
+    for number in range(5):
+        state["moving"] += 1
+        base = Snapshot.take(tmp_path / str(number), {"s": state}, base=base)
+        shared.append(base.report.shared_bytes >= state["still"].nbytes)
+    assert shared == [False, False, False, True, True]
+
+
+def test_a_frozen_parameter_that_changes_leaves_the_others_alone(tmp_path):
+    """A teacher that is an average does not require gradients, but changes at each step."""
+    run = Run()
+    teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    run.state["teacher"] = teacher
+    base, shared = None, []
+    for number in range(5):
+        teacher.weight.data += 1
+        base = Snapshot.take(tmp_path / str(number), run.state, base=base)
+        shared.append(base.report.shared_bytes > 0)
+        held = nn.Linear(WIDTH, WIDTH)
+        base.restore({"teacher": held})
+        assert held.weight.equal(teacher.weight)
+    assert shared == [False, False, False, True, True]
+
+
+def test_few_bytes_have_no_file_of_their_own(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8))
+    Snapshot.take(tmp_path / "a", {"m": model})
+    assert len(files(tmp_path / "a")) == 1
+
+
+def test_what_a_take_without_a_base_writes_is_the_same_for_old_readers(tmp_path):
+    Snapshot.take(tmp_path / "a", Run().state)
+    assert all(each.keys() <= {"size", "header", "header_digest"} for each in entries(tmp_path / "a").values())
+
+
+def test_shared_files_are_read_only_synced_and_can_be_deleted(tmp_path):
+    run = Run()
+    base = Snapshot.take(tmp_path / "a", run.state, durable=False)
+    synced = []
+    fsync = os.fsync
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: (synced.append(os.fstat(descriptor).st_ino), fsync(descriptor)))
+        Snapshot.take(tmp_path / "b", run.state, base=base)
+    (shared,) = inodes(tmp_path / "a") & inodes(tmp_path / "b")
+    assert shared in synced
+    (path,) = (each for each in files(tmp_path / "b").values() if each.stat().st_ino == shared)
+    assert not stat.S_IMODE(path.stat().st_mode) & 0o222
+    Snapshot(tmp_path / "a").delete()
+    Snapshot(tmp_path / "b").delete()
+    assert not (tmp_path / "b").exists()
+
+
+def test_overwriting_and_copying_one_snapshot_leaves_the_others_whole(tmp_path):
+    run = Run()
+    base = Snapshot.take(tmp_path / "a", run.state)
+    Snapshot.take(tmp_path / "b", run.state, base=base)
+    values = run.values()
+    shutil.copytree(tmp_path / "b", tmp_path / "copied")
+    for parameter in run.model.parameters():
+        parameter.data += 1
+    Snapshot.take(tmp_path / "a", run.state, overwrite=True)
+    for path in ("b", "copied"):
+        expect_whole(tmp_path / path, values)
+    expect_whole(tmp_path / "a", run.values())
+
+
+def test_a_snapshot_is_its_own_base_when_it_is_overwritten(tmp_path):
+    run = Run()
+    Snapshot.take(tmp_path / "a", run.state)
+    before = inodes(tmp_path / "a")
+    run.step()
+    later = Snapshot.take(tmp_path / "a", run.state, base=tmp_path / "a", overwrite=True)
+    assert later.report.shared_files == 1
+    assert len(before & inodes(tmp_path / "a")) == 1
+    assert len(files(tmp_path / "a")) == 2
+    expect_whole(tmp_path / "a", run.values())
+
+
+@pytest.mark.parametrize("what", ["missing", "uncommitted", "foreign", "damaged"])
+def test_a_base_that_cannot_be_used_is_named_and_everything_is_written(tmp_path, what, caplog):
+    run = Run()
+    base = tmp_path / "base"
+    if what == "foreign":
+        Snapshot.take(tmp_path / "ours", run.state)
+        Snapshot(tmp_path / "ours").convert(base, to="safetensors")
+    elif what != "missing":
+        Snapshot.take(base, run.state)
+        manifest = base / ".snapshot_metadata"
+        manifest.unlink() if what == "uncommitted" else manifest.write_bytes(manifest.read_bytes()[:-9] + b"x")
+    snapshot = Snapshot.take(tmp_path / "s", run.state, base=base)
+    assert snapshot.report.shared_bytes == 0
+    (note,) = snapshot.report.notes
+    assert str(base) in note
+    assert note in caplog.text
+    expect_whole(tmp_path / "s", run.values())
+
+
+@pytest.mark.parametrize("when", ["stat", "share"])
+def test_a_base_that_is_deleted_meanwhile_costs_only_the_writing(tmp_path, when):
+    run = Run()
+    Snapshot.take(tmp_path / "a", run.state)
+
+    class Delete(Log):
+        async def before(self, operation):
+            if operation.name == when and "data/" in operation.path:
+                shutil.rmtree(tmp_path / "a", ignore_errors=True)
+
+    with tapped("vanish", Delete()):
+        later = Snapshot.take(f"vanish+file://{tmp_path}/b", run.state, base=f"vanish+file://{tmp_path}/a")
+    assert later.report.shared_bytes == 0
+    assert len(later.report.notes) == 1
+    expect_whole(tmp_path / "b", run.values())
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP, errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("verb", ["take", "async_take"])
+def test_every_refusal_to_share_falls_back_to_writing(tmp_path, monkeypatch, number, verb):
+    run = Run()
+    base = Snapshot.take(tmp_path / "a", run.state)
+
+    link = os.link
+
+    def refuse(*arguments, **_):
+        if "data/" in str(arguments[0]) or isinstance(arguments[0], int):  # the commit links the manifest
+            raise OSError(number, os.strerror(number))
+        link(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("snapshot.plugins.file.links.fcntl.ioctl", refuse)
+        patch.setattr("os.copy_file_range", refuse)
+        patch.setattr("os.link", refuse)
+        made = getattr(Snapshot, verb)(tmp_path / "b", run.state, base=base)
+        later = made if verb == "take" else made.wait()
+    assert later.report.shared_bytes == 0
+    assert os.strerror(number) in later.report.notes[0]
+    expect_whole(tmp_path / "b", run.values())
+
+
+def test_after_eight_takes_a_shared_file_of_one_base_is_written_anew(tmp_path):
+    run, base, shared = Run(), None, []
+    for number in range(11):
+        base = Snapshot.take(tmp_path / str(number), run.state, base=base, durable=False)
+        shared.append(base.report.shared_bytes > 0)
+    assert shared == [False, *[True] * 8, False, True]
+    assert not inodes(tmp_path / "8") & inodes(tmp_path / "9")
+
+
+def test_with_two_bases_two_physical_copies_remain(tmp_path):
+    run, made = Run(), []
+    for number in range(5):
+        run.step()
+        made.append(Snapshot.take(tmp_path / str(number), run.state, base=made[:-3:-1]))
+    assert [each.report.shared_bytes > 0 for each in made] == [False, False, True, True, True]
+    for before, after in zip(range(4), range(1, 5), strict=True):
+        assert not inodes(tmp_path / str(before)) & inodes(tmp_path / str(after))
+
+
+def test_a_rotten_base_is_found_within_sixteen_takes_and_written_anew(tmp_path):
+    run = Run()
+    found = []
+    handler = lambda event: found.append(event) if event.name == "rotten" else None  # noqa: E731
+    bases = [Snapshot.take(tmp_path / "a", run.state), Snapshot.take(tmp_path / "b", run.state)]
+    bases.reverse()
+    (frozen,) = (each for each in files(tmp_path / "a").values() if each.stat().st_size > 1 << 20)
+    add_handler(handler)
+    try:
+        for number in range(40):
+            if number == 3:
+                frozen.chmod(0o644)
+                with frozen.open("r+b") as file:
+                    file.seek(500_000)
+                    byte = file.read(1)
+                    file.seek(500_000)
+                    file.write(bytes([byte[0] ^ 1]))
+            path = tmp_path / f"step-{number}"
+            made = Snapshot.take(path, run.state, base=bases[:2], durable=False)
+            bases.insert(0, made)
+            if found:
+                break
+    finally:
+        remove_handler(handler)
+    assert found, "the rot must be found"
+    assert number <= 3 + 2 * shared_files.CHECKED
+    assert any("written anew" in note for note in made.report.notes)
+    assert not inodes(path) & {frozen.stat().st_ino}
+    expect_whole(path, run.values())
+
+
+def test_with_verify_writes_a_shared_file_is_read_whole(tmp_path):
+    run = Run()
+    base = Snapshot.take(tmp_path / "a", run.state)
+    (frozen,) = (each for each in files(tmp_path / "a").values() if each.stat().st_size > 1 << 20)
+    with frozen.open("r+b") as file:
+        file.seek(300_000)
+        file.write(b"rot")
+    later = Snapshot.take(tmp_path / "b", run.state, base=base, verify_writes=True)
+    assert later.report.shared_bytes == 0
+    expect_whole(tmp_path / "b", run.values())
+
+
+def test_an_error_after_sharing_leaves_nothing(tmp_path, monkeypatch):
+    run = Run()
+    base = Snapshot.take(tmp_path / "a", run.state)
+    for where in ("plan_writes", "Take"):
+        with monkeypatch.context() as patch:
+
+            def fail(*_, **__):
+                raise KeyboardInterrupt
+
+            patch.setattr(f"snapshot.takes.{where}", fail)
+            with pytest.raises(KeyboardInterrupt):
+                Snapshot.take(tmp_path / "b", run.state, base=base)
+        assert not (tmp_path / "b").exists()
+    assert base.verify()
+    Snapshot.take(tmp_path / "b", run.state, base=base)
+    with pytest.raises(SnapshotExistsError):
+        Snapshot.take(tmp_path / "b", run.state, base=base)
+    expect_whole(tmp_path / "b", run.values())
+
+
+def odd_state():
+    generator = torch.Generator()
+    tied = torch.randn(200, 300)
+    return StateDict(
+        empty=torch.empty(0, 3),
+        none=torch.empty(3, 0, dtype=torch.int8),
+        scalar=torch.tensor(3.0),
+        half=torch.randn(300, 301).to(torch.bfloat16),
+        small=torch.randn(7).to(torch.float8_e4m3fn),
+        strided=torch.randn(300, 200).t(),
+        sparse=torch.eye(300).to_sparse(),
+        array=torch.randn(300, 10).numpy(),
+        tied={"a": tied, "b": tied},
+        brackets={"a[0:1]": torch.randn(100), "__metadata__": torch.randn(100)},
+        generator=generator,
+        flags=torch.zeros(300_001, dtype=torch.bool),
+    )
+
+
+def test_states_of_every_kind_are_shared_when_nothing_changed(tmp_path):
+    state = {"s": odd_state()}
+    base = None
+    for number in range(3):
+        base = Snapshot.take(tmp_path / str(number), state, base=base)
+    assert base.report.written_bytes < 20_000, base.report
+    assert base.verify()
+    other = {"s": StateDict()}
+    base.restore(other)
+    assert not Snapshot.diff(tmp_path / "0", base.path)
+    assert other["s"]["tied"]["a"] is other["s"]["tied"]["b"]
+
+
+def test_a_long_tensor_in_several_files_is_shared_in_all_of_them_or_none(tmp_path, monkeypatch):
+    monkeypatch.setattr("snapshot.plan.layout.CUT", 1 << 18)
+    monkeypatch.setattr("snapshot.plan.layout.LARGEST_FILE", 1 << 18)
+    state = {"s": StateDict(long=torch.randn(1000, 300), other=torch.randn(200, 300))}
+    base = Snapshot.take(tmp_path / "a", state)
+    later = Snapshot.take(tmp_path / "b", state, base=base)
+    assert later.report.shared_files >= 4
+    assert later.report.written_bytes < 1000
+    refused = []
+    share = shared_files.FileSharing._share_one
+
+    async def refuse_one(self, match, name):
+        if any(self._leaves[extent.leaf].path.endswith("long") for extent in match.plan.extents) and not refused:
+            refused.append(name)
+            return False
+        return await share(self, match, name)
+
+    monkeypatch.setattr(shared_files.FileSharing, "_share_one", refuse_one)
+    third = Snapshot.take(tmp_path / "c", state, base=base)
+    assert third.verify()
+    assert third.report.shared_bytes < later.report.shared_bytes - state["s"]["long"].nbytes + 10_000
+    names = {name.partition("/")[2] for name in entries(tmp_path / "c")}
+    assert names == set(files(tmp_path / "c")), "what was shared in vain is deleted"
+
+
+def test_wrong_arguments_are_refused(tmp_path):
+    run = Run()
+    with pytest.raises(ValueError, match="only='trainable' must have a base"):
+        Snapshot.take(tmp_path / "a", run.state, only="trainable")
+    with pytest.raises(ValueError, match="only must be 'trainable' or None, got 'frozen'"):
+        Snapshot.take(tmp_path / "a", run.state, base=tmp_path, only="frozen")
+    with pytest.raises(TypeError, match="base must be a path, a URL or a Snapshot"):
+        Snapshot.take(tmp_path / "a", run.state, base=3)
+    assert not (tmp_path / "a").exists()
