@@ -69,7 +69,7 @@ _tree = PerProcess(_Tree, _Tree.forked)
 class MemoryStorage(Storage):
     """Files in memory: `memory://name` or `memory://name/below/it`, without `storage_options`."""
 
-    capabilities = Capabilities(durable=False, server_side_copy=True, renames=True, guarded_commit=True)
+    capabilities = Capabilities(durable=False, shares="link", renames=True, guarded_commit=True)
     limits = Limits(parallel_files=1)
 
     def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
@@ -174,11 +174,21 @@ class MemoryStorage(Storage):
             _tree.get().files[key] = made
         return made.token
 
-    async def copy(self, source: str, path: str) -> None:
-        """Copy a file; both share the bytes, which never change."""
-        made, key = _File(self._find(source).content), self._key(path)
+    async def share(self, source: URL, path: str, *, token: str | None = None) -> None:
+        """Add a file with the same content, which never changes."""
+        key, url = self._key(path), self.url.join(path)
+        if source.scheme != self.url.scheme or source.query:
+            raise StorageError(f"{url}: cannot share {source}, which is not in memory")
         with _tree.get().lock:
-            _tree.get().files[key] = made
+            files = _tree.get().files
+            found = files.get(source.location)
+            if found is None:
+                raise StorageNotFoundError(f"{source}: no such file in memory")
+            if token is not None and token != found.token:
+                raise StorageConflictError(f"{source}: was replaced")
+            if key in files:
+                raise StorageConflictError(f"{url}: already exists")
+            files[key] = _File(found.content)
 
 
 class MemoryFileWriter(FileWriter):

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from snapshot.aio import in_thread
 from snapshot.aio import shielded as uninterrupted
@@ -62,7 +62,9 @@ class Capabilities:
     """Files survive a loss of power once `finish` or `put` returned."""
     concurrent: bool = True
     """Files can be read and written concurrently."""
-    server_side_copy: bool = False
+    shares: Literal["", "link", "copy"] = ""
+    """Kind of the names that `share` gives. `copy`: the server makes an independent copy. `link`: both names may have
+    one physical copy. Empty: the backend cannot share."""
     renames: bool = False
     """`rename` atomically gives a finished file another name. If False, a file must not be visible before `finish`."""
     guarded_commit: bool = False
@@ -281,9 +283,14 @@ class Storage(ABC):
     def share_reads(self) -> None:  # noqa: B027 - few storages have a cache
         """Use a cache of the host for reads from now on: other processes of this host read the same bytes."""
 
-    async def copy(self, source: str, path: str) -> None:
-        """Copy a file on the server, without transferring its bytes: see `server_side_copy`."""
-        raise StorageError(f"{self.url.join(source)}: this storage has no server-side copy")
+    async def share(self, source: URL, path: str, *, token: str | None = None) -> None:
+        """Give the finished file at the URL `source` a further name, without transferring its bytes: see `shares`.
+
+        The source is on the same server, but usually below another root. With a `token` from its `stat`, raise if it
+        was replaced since. A file at `path` is never overwritten. On return the file is as durable as after `finish`.
+        After any error nothing remains at `path`, and the caller writes the file instead.
+        """
+        raise StorageError(f"{self.url.join(path)}: this storage cannot share files")
 
     async def rename(self, source: str, path: str) -> None:
         """Rename a finished file, replacing an existing one: see `renames`."""

@@ -70,9 +70,9 @@ class OpenFile:
                     os.close(descriptor)
 
 
-def open_regular(full: str) -> int:
+def open_regular(full: str, flags: int = 0) -> int:
     """Open a file for reading; raise StorageError if it is not a regular file, which might never end."""
-    descriptor = os.open(full, _FOR_READING)
+    descriptor = os.open(full, _FOR_READING | flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise StorageError(f"{full}: not a regular file")

@@ -27,6 +27,7 @@ from snapshot.plugins.file.descriptors import (
     write_all,
 )
 from snapshot.plugins.file.folders import Folders, list_files
+from snapshot.plugins.file.links import share_file
 from snapshot.plugins.file.local_writer import LocalFileWriter
 from snapshot.storage import (
     ABSENT,
@@ -77,7 +78,7 @@ class FileStorage(Storage):
         self._folders = Folders(self._root, durable=context.durable)
         self._direct_io = context.direct_io
 
-    capabilities = Capabilities(guarded_commit=True, renames=True, blocking=True)
+    capabilities = Capabilities(shares="link", guarded_commit=True, renames=True, blocking=True)
 
     @property
     def limits(self) -> Limits:  # type: ignore[override]
@@ -107,14 +108,20 @@ class FileStorage(Storage):
     def _create(self, path: str, size: int) -> FileWriter:
         full = self._path(path)
         self._refuse_links(path)
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         is_direct = self.limits.alignment > 1 and size >= MiB
 
         def attempt() -> int:
             nonlocal is_direct
-            descriptor = direct_io.open_direct(full, flags) if is_direct else None
-            is_direct = descriptor is not None
-            return os.open(full, flags, 0o666) if descriptor is None else descriptor
+            try:
+                descriptor = direct_io.open_direct(full, flags) if is_direct else None
+                is_direct = descriptor is not None
+                return os.open(full, flags, 0o666) if descriptor is None else descriptor
+            except FileExistsError:
+                if os.path.islink(full):
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from None
+                os.unlink(full)  # never truncated, since other snapshots may share its bytes
+                return attempt()
 
         descriptor = self._folders.open_new(full, attempt)
         self._folders.mark_changed(os.path.dirname(full))
@@ -302,6 +309,14 @@ class FileStorage(Storage):
             raised.errno, raised.uncertain = error.errno, True
             raise raised from error
         return token
+
+    async def share(self, source: URL, path: str, *, token: str | None = None) -> None:
+        """Create a reflink or a hard link, or let the kernel copy, and make the file read-only."""
+        full = self._path(path)
+        await self._run(path, self._refuse_links, path)
+        if source.scheme not in ("file", self.url.scheme):
+            raise StorageError(f"{self.url.join(path)}: cannot share {source}, which is not in a file system")
+        await share_file(source, self.url.join(path), full, token, self._folders, durable=self.context.durable)
 
     async def rename(self, source: str, path: str) -> None:
         """Rename a file; `settle` makes that durable."""

@@ -71,7 +71,6 @@ class FsspecStorage(Storage):
             atomic_put=known.writes,
             conditional_put=False,  # `mode="create"` is never atomic in fsspec
             durable=known.seen_when_closed,
-            server_side_copy=known.copies,
         )
         self.limits = Limits(
             in_order=True,
@@ -213,23 +212,6 @@ class FsspecStorage(Storage):
         self._require("delete")
         for path in paths:
             await remove_file(self._client, "delete", path)
-
-    async def copy(self, source: str, path: str) -> None:
-        """Copy on the server to a temporary name, and rename the copy."""
-        check_path(source)
-        check_path(path)
-        self._require("server_side_copy")
-        size, aside = (await self.stat(source)).size, temporary_name(self._client, path)
-        try:
-            await self._client.send_request(
-                "copy",
-                source,
-                lambda chain: chain.in_folder(aside, lambda full: chain.inner.cp_file(chain.full(source), full)),
-            )
-            await rename_whole(self._client, path, aside, size)
-        except BaseException:
-            await remove_unfinished(self._client, path, aside)
-            raise
 
     async def sweep(self, prefix: str, older_than: float) -> Sequence[str]:
         """Remove the temporary files of killed processes."""

@@ -24,8 +24,6 @@ class Traits:
     are created before their files, and removed after them."""
     seen_when_closed: bool = False
     """True if a file is invisible until it is closed, and durable then. It is written under its final name."""
-    copies: bool = False
-    """True if `cp_file` copies on the server."""
     coarse: bool = False
     """True if times have whole seconds only, so that a token needs the content as well."""
     quoted: bool = False
@@ -82,11 +80,10 @@ def _move(fs: Any, source: str, path: str) -> None:
 
 _OBJECT_STORE = Traits(seen_when_closed=True)
 _KNOWN: Mapping[str, Traits] = {
-    "fsspec.implementations.memory.MemoryFileSystem": Traits(move=_move_in_memory, copies=True, takes=()),
+    "fsspec.implementations.memory.MemoryFileSystem": Traits(move=_move_in_memory, takes=()),
     "fsspec.implementations.local.LocalFileSystem": Traits(move=_move, takes=()),
     "webdav4.fsspec.WebdavFileSystem": Traits(
         move=webdav.move_file,
-        copies=True,
         coarse=True,
         quoted=True,
         cat=webdav.read_range,

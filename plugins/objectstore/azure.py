@@ -39,7 +39,7 @@ from snapshot.plugins.network.aiohttp_client import (
     released_response,
     status_fault,
 )
-from snapshot.plugins.network.retry import TransientError
+from snapshot.plugins.network.retry import Attempt, TransientError
 from snapshot.plugins.network.transfer import RequestBody, ResponseSink
 from snapshot.plugins.objectstore.azure_xml import is_folder, read_message, read_name
 from snapshot.plugins.objectstore.driver import Driver, Page
@@ -239,10 +239,12 @@ class AzureDriver(Driver):
         for key in keys:
             await self._delete_blob(key, {"x-ms-delete-snapshots": "include"}, {404})
 
-    async def copy(self, source: str, key: str) -> None:
+    async def copy(self, source: str, token: str, key: str, attempt: Attempt) -> None:
         """Send `Copy Blob`, and wait until it is done."""
+        headers = {"x-ms-copy-source": self._url(source), "x-ms-source-if-match": token}
+        headers |= {} if attempt.uncertain else {"If-None-Match": "*"}
         try:
-            async with self._send("PUT", key, headers={"x-ms-copy-source": self._url(source)}) as answer:
+            async with self._send("PUT", key, headers=headers) as answer:
                 told = answer.headers
         except Refusal as refusal:
             if refusal.code != "PendingCopyOperation":  # an earlier attempt began it
@@ -254,6 +256,7 @@ class AzureDriver(Driver):
             await asyncio.sleep(pause := min(2 * pause, 2))
             async with self._send("HEAD", key) as answer:
                 told = answer.headers
+            attempt.gain()
         if told.get("x-ms-copy-status", "success") != "success":
             why = told.get("x-ms-copy-status-description", "")
             raise StorageError(f"{self._container}/{key}: copy failed: {why}")

@@ -142,6 +142,16 @@ class ConnectedStorage(Storage, Generic[D]):
         """Return the whole key of a path."""
         return self._root + check_path(path)
 
+    def key_of(self, source: URL) -> str:
+        """Return the whole key of a file below any root of the same bucket; raise StorageError for another bucket."""
+        try:
+            there = type(self)(source, self.options, self.context)
+        except ValueError as error:
+            raise StorageError(f"{source}: cannot be shared: {error}") from None
+        if there._client_key != self._client_key or not there._root:
+            raise StorageError(f"{source}: cannot be shared with {self.url}, which is in another bucket or account")
+        return there._root.removesuffix("/")
+
     def translate_error(self, error: Exception, url: URL, driver: D | None) -> tuple[Exception, Exception | None]:
         """Return this library's error for a client's error, and its cause unless that shows a secret.
 
@@ -171,10 +181,10 @@ class ConnectedStorage(Storage, Generic[D]):
         return text
 
     async def send_request(
-        self, name: str, path: str, request: Callable[[D, Attempt], Awaitable[T]], within: float | None = None
+        self, name: str, path: str | URL, request: Callable[[D, Attempt], Awaitable[T]], within: float | None = None
     ) -> T:
-        """Send a request by the driver, and retry it after transient faults."""
-        url = self.url.join(path)
+        """Send a request by the driver, and retry it after transient faults. Errors name the path below the root."""
+        url = path if isinstance(path, URL) else self.url.join(path)
 
         async def once(attempt: Attempt) -> T:
             driver = await self.driver()

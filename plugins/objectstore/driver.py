@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from snapshot.errors import SnapshotError
+from snapshot.plugins.network.retry import Attempt
 from snapshot.plugins.network.transfer import RequestBody, ResponseSink
 from snapshot.storage import URL, Expect, FileStat
 
@@ -29,6 +30,8 @@ class Driver(ABC):
 
     batch = 1
     """Maximum keys of one `delete`."""
+    largest_copy = 1 << 60
+    """Maximum bytes of one `copy`, and of one `copy_part` of a longer object."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -78,6 +81,15 @@ class Driver(ABC):
         """Delete at most `batch` keys; no error for those that do not exist."""
         raise NotImplementedError
 
-    async def copy(self, source: str, key: str) -> None:
-        """Copy an object within the store."""
+    async def copy(self, source: str, token: str, key: str, attempt: Attempt) -> None:
+        """Copy version `token` of an object of at most `largest_copy` bytes within the store.
+
+        The key has no object yet, except perhaps that of an earlier attempt: see `attempt.uncertain`.
+        """
+        raise NotImplementedError
+
+    async def copy_part(
+        self, key: str, upload: str, number: int, source: str, token: str, *, begin: int, end: int
+    ) -> str:
+        """Copy a range of version `token` of a longer object as a part of an upload; return its tag for `complete`."""
         raise NotImplementedError

@@ -29,7 +29,7 @@ from snapshot.plugins.network.aiohttp_client import (
     released_response,
     status_fault,
 )
-from snapshot.plugins.network.retry import TransientError
+from snapshot.plugins.network.retry import Attempt, TransientError
 from snapshot.plugins.network.transfer import RequestBody, ResponseSink
 from snapshot.plugins.objectstore.driver import Driver, Page
 from snapshot.plugins.objectstore.object_storage import ObjectStorage
@@ -227,16 +227,17 @@ class GcsDriver(Driver):
             async with self._send("DELETE", self._object(key), good=[404]):
                 pass
 
-    async def copy(self, source: str, key: str) -> None:
+    async def copy(self, source: str, token: str, key: str, attempt: Attempt) -> None:
         """Repeat `objects.rewrite` until the copy is complete."""
         target = f"{self._object(source)}/rewriteTo{self._object(key).removeprefix('/storage/v1')}"
-        more: dict[str, str] = {}
+        params = {"ifSourceGenerationMatch": token} | ({} if attempt.uncertain else {"ifGenerationMatch": "0"})
         while True:
-            async with self._send("POST", target, more, headers={"Content-Length": "0"}) as answer:
+            async with self._send("POST", target, params, headers={"Content-Length": "0"}) as answer:
                 found = await answer.json(content_type=None)
             if found.get("done", True):
                 return
-            more = {"rewriteToken": found["rewriteToken"]}
+            attempt.gain()
+            params["rewriteToken"] = found["rewriteToken"]
 
     def fault(self, error: Exception, url: URL) -> SnapshotError:
         """Translate by the status: 412 is a conflict, and 401 an expired token."""

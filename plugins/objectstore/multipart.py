@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from snapshot.errors import StorageError, StorageNotFoundError
+from snapshot.errors import StorageConflictError, StorageError, StorageNotFoundError
 from snapshot.plugins.network.retry import Attempt
 from snapshot.plugins.network.transfer import RequestBody
 from snapshot.plugins.objectstore.conditional_put import put_object
@@ -18,11 +18,53 @@ from snapshot.storage import ANYTHING, Buffer, FileWriter
 
 LAST_WORDS = 10.0
 """Maximum seconds to clean up after a failure, since the caller waits for the error."""
+AT_ONCE = 16
+"""Maximum concurrent parts of a copy, whose bytes do not pass through this host."""
 
 
 async def abandon_upload(key: str, upload: str, driver: Driver, _: Attempt) -> None:
     """Abort an upload; to be passed to `send_request`."""
     await driver.abandon(key, upload)
+
+
+async def copy_object(storage: ConnectedStorage[Any], source: str, token: str, path: str, size: int) -> None:
+    """Let the store copy version `token` of an object: in one request, or in parts. Nothing remains after an error."""
+    key, uncertain = storage.key(path), False
+    writer = ObjectWriter(storage, path, key, size)
+
+    async def once(driver: Driver, attempt: Attempt) -> None:
+        nonlocal uncertain
+        uncertain = attempt.uncertain
+        await driver.copy(source, token, key, attempt)
+
+    try:
+        longest = (await storage.driver()).largest_copy
+        if size <= longest:
+            await storage.send_request("share", path, once)
+        else:
+            length = max(longest, -(-size // storage.limits.most_parts))
+            free = asyncio.Semaphore(AT_ONCE)
+
+            async def part(offset: int) -> None:
+                async with free:
+                    await writer.copy(source, token, offset, min(length, size - offset))
+
+            async with asyncio.TaskGroup() as group:
+                for offset in range(0, size, length):
+                    group.create_task(part(offset))
+            await writer.finish()
+        made = (await storage.stat(path)).size
+        if made != size:
+            raise StorageError(f"{storage.url.join(path)}: the store copied {made} of {size} bytes")
+    except BaseException as error:
+        await writer.abort()
+        if uncertain or not isinstance(error, (StorageConflictError, StorageNotFoundError)):
+            with contextlib.suppress(asyncio.CancelledError, StorageError, TimeoutError):
+                async with asyncio.timeout(LAST_WORDS):
+                    await storage.delete([path])
+        if isinstance(error, BaseExceptionGroup):  # of parts
+            raise error.exceptions[0] from error.exceptions[0].__cause__
+        raise
 
 
 class ObjectWriter(FileWriter):
@@ -56,14 +98,7 @@ class ObjectWriter(FileWriter):
             await put_object(self._storage, path, body, ANYTHING)
             self._whole = True
             return
-        if not self._written and end < self._size:
-            self._part_length = body.nbytes
-        number = offset // self._part_length + 1
-        if number in self._parts or self._written.get(offset, body.nbytes) != body.nbytes:
-            raise StorageError(f"{self._url}: all parts of a file but the last must have one length")
-        self._written[offset] = body.nbytes
-        self._parts[number] = ""
-        upload = await self._upload_name()
+        number, upload = await self._add_part(offset, body.nbytes)
 
         async def once(driver: Driver, attempt: Attempt) -> str:
             body.attempt = attempt
@@ -71,6 +106,27 @@ class ObjectWriter(FileWriter):
             return await driver.part(key, upload, number, offset, body, last=end == self._size)
 
         self._parts[number] = await self._storage.send_request("upload", path, once)
+
+    async def copy(self, source: str, token: str, offset: int, nbytes: int) -> None:
+        """Let the store copy a part from another object of this size, in this version."""
+        number, upload = await self._add_part(offset, nbytes)
+        key, end = self._key, offset + nbytes
+        self._parts[number] = await self._storage.send_request(
+            "share",
+            self._path,
+            lambda driver, _: driver.copy_part(key, upload, number, source, token, begin=offset, end=end),
+        )
+
+    async def _add_part(self, offset: int, nbytes: int) -> tuple[int, str]:
+        """Record a part. Return its number, and the name of the upload."""
+        if not self._written and offset + nbytes < self._size:
+            self._part_length = nbytes
+        number = offset // self._part_length + 1
+        if number in self._parts or self._written.get(offset, nbytes) != nbytes:
+            raise StorageError(f"{self._url}: all parts of a file but the last must have one length")
+        self._written[offset] = nbytes
+        self._parts[number] = ""
+        return number, await self._upload_name()
 
     async def _upload_name(self) -> str:
         """Return the name of the upload, which the first part begins."""

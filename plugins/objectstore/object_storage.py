@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from snapshot.errors import StorageConflictError, StorageNotFoundError
 from snapshot.plugins.network.retry import Attempt
 from snapshot.plugins.network.transfer import BufferSink, BytesSink, RequestBody, ResponseSink
 from snapshot.plugins.objectstore.conditional_put import put_object
 from snapshot.plugins.objectstore.connection import ConnectedStorage
 from snapshot.plugins.objectstore.driver import Driver, Page
-from snapshot.plugins.objectstore.multipart import ObjectWriter, abandon_upload
-from snapshot.storage import ANYTHING, Buffer, Capabilities, Expect, FileStat, FileWriter, check_path
+from snapshot.plugins.objectstore.multipart import ObjectWriter, abandon_upload, copy_object
+from snapshot.storage import ANYTHING, URL, Buffer, Capabilities, Expect, FileStat, FileWriter, check_path
 
 D = TypeVar("D", bound=Driver)
 AT_ONCE = 16
@@ -24,7 +26,7 @@ AT_ONCE = 16
 class ObjectStorage(ConnectedStorage[D]):
     """Base of storages in object stores. Subclasses provide a driver for the requests."""
 
-    capabilities = Capabilities(server_side_copy=True)
+    capabilities = Capabilities(shares="copy")
 
     # Reading
 
@@ -105,11 +107,19 @@ class ObjectStorage(ConnectedStorage[D]):
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    async def copy(self, source: str, path: str) -> None:
-        """Copy an object within the store."""
-        self._require("server_side_copy")
-        origin, key = self.key(source), self.key(path)
-        await self.send_request("copy", source, lambda driver, _: driver.copy(origin, key))
+    async def share(self, source: URL, path: str, *, token: str | None = None) -> None:
+        """Let the store copy the object, and compare the size."""
+        if not self.capabilities.shares:
+            await super().share(source, path, token=token)
+        self.key(path)
+        origin = self.key_of(source)
+        found = await self.send_request("stat", source, lambda driver, _: driver.head(origin))
+        if token is not None and token != found.token:
+            raise StorageConflictError(f"{source}: was replaced")
+        with contextlib.suppress(StorageNotFoundError):
+            await self.stat(path)
+            raise StorageConflictError(f"{self.url.join(path)}: already exists")
+        await copy_object(self, origin, found.token, path, found.size)
 
     async def sweep(self, prefix: str, older_than: float) -> Sequence[str]:
         """Abort the uploads of killed processes."""

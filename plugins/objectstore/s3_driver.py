@@ -14,7 +14,7 @@ import s3fs
 
 from snapshot.errors import SnapshotError, StorageConflictError, StorageError, StorageNotFoundError
 from snapshot.plugins.network.aiohttp_client import drain_into, is_unknown_host, parse_content_range, released_response
-from snapshot.plugins.network.retry import TransientError
+from snapshot.plugins.network.retry import Attempt, TransientError
 from snapshot.plugins.network.transfer import RequestBody, ResponseSink, past_end_error
 from snapshot.plugins.objectstore.driver import Driver, Page
 from snapshot.storage import ABSENT, ANYTHING, URL, Expect, FileStat, in_thread
@@ -43,6 +43,8 @@ class S3Driver(Driver):
     """Driver of S3, by aiobotocore's client."""
 
     batch = 1000
+    largest_copy = 256 << 20
+    """A copy takes seconds per GiB. `CopyObject` allows 5 GiB, but a response would be late, and parts are parallel."""
 
     def __init__(self, filesystem: s3fs.S3FileSystem, client: Any, bucket: str, checksum: bool) -> None:
         self._fs = filesystem
@@ -166,9 +168,21 @@ class S3Driver(Driver):
                 kind = TransientError if failed.get("Code") in _TRANSIENT else StorageError
                 raise kind(f"s3://{self._bucket}/{failed.get('Key')}: {failed.get('Code')}: {failed.get('Message')}")
 
-    async def copy(self, source: str, key: str) -> None:
+    def _version(self, source: str, token: str) -> dict[str, Any]:
+        return {"CopySource": {"Bucket": self._bucket, "Key": source}, "CopySourceIfMatch": token}
+
+    async def copy(self, source: str, token: str, key: str, attempt: Attempt) -> None:
         """Send `CopyObject`."""
-        await self._call("copy_object", Key=key, CopySource={"Bucket": self._bucket, "Key": source})
+        await self._call("copy_object", Key=key, **self._version(source, token))
+
+    async def copy_part(
+        self, key: str, upload: str, number: int, source: str, token: str, *, begin: int, end: int
+    ) -> str:
+        """Send `UploadPartCopy`; return ETag and checksum, which the server computes."""
+        where = {"UploadId": upload, "PartNumber": number, "CopySourceRange": f"bytes={begin}-{end - 1}"}
+        made = await self._call("upload_part_copy", Key=key, **where, **self._version(source, token))
+        told = made["CopyPartResult"]
+        return " ".join(told[name] for name in ("ETag", "ChecksumCRC32") if told.get(name))
 
     def fault(self, error: Exception, url: URL) -> SnapshotError:
         """Translate by the response, or by the state of the connection."""

@@ -24,12 +24,13 @@ from snapshot.storage import ABSENT, ANYTHING, URL, Context, Expect, Storage
 from snapshot.testing.bulk import BulkFileTests
 from snapshot.testing.opened import names, on_loop
 from snapshot.testing.parts import aligned, fetch
+from snapshot.testing.shared import SharedFileTests
 from snapshot.testing.small import SmallFileTests
 
 MiB = 1 << 20
 
 
-class StorageTests(BulkFileTests, SmallFileTests):
+class StorageTests(BulkFileTests, SmallFileTests, SharedFileTests):
     """Base class of a plugin's tests: provide `url`, and `options` and `context` if needed."""
 
     @on_loop("write", "delete", "list")
@@ -74,16 +75,6 @@ class StorageTests(BulkFileTests, SmallFileTests):
         assert await storage.list() == ["kept"]
         assert await storage.get("kept") == b"kept"
 
-    @on_loop("write", "server_side_copy")
-    async def test_a_copy_is_a_file_of_its_own(self, storage: Storage) -> None:
-        await storage.put("file", b"first")
-        await storage.copy("file", "folder/copy")
-        await storage.put("file", b"other")
-        assert await storage.get("folder/copy") == b"first"
-        with pytest.raises(StorageNotFoundError) as caught:
-            await storage.copy("missing", "copy")
-        names(caught, storage, "missing")
-
     @on_loop("write")
     async def test_a_sweep_spares_what_is_young(self, storage: Storage) -> None:
         writer = await storage.create("data/file", 4)
@@ -99,7 +90,7 @@ class StorageTests(BulkFileTests, SmallFileTests):
             "conditional_put": lambda: storage.put("file", b".", expect=ABSENT),
             "list": storage.list,
             "delete": lambda: storage.delete(["file"]),
-            "server_side_copy": lambda: storage.copy("file", "copy"),
+            "shares": lambda: storage.share(storage.url.join("file"), "shared"),
             "ranged_read": lambda: fetch(storage, "file", 1, [1]),
         }
         undeclared = [name for name in attempts if not getattr(storage.capabilities, name)]

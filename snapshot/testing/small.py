@@ -154,6 +154,8 @@ class SmallFileTests(OpenedStorage):
         ]
         if storage.capabilities.write:
             attempts += [lambda: storage.put(path, b"."), lambda: storage.create(path, 1)]
+        if storage.capabilities.shares:
+            attempts += [lambda: storage.share(storage.url.join("file"), path)]
         if storage.capabilities.delete:
             attempts += [lambda: storage.delete([path])]
         for attempt in attempts:

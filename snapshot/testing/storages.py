@@ -112,9 +112,9 @@ class TappedStorage(Storage):
     def share_reads(self) -> None:
         self.inner.share_reads()
 
-    async def copy(self, source: str, path: str) -> None:
-        await self.tap("copy", path)
-        await self.inner.copy(source, path)
+    async def share(self, source: URL, path: str, *, token: str | None = None) -> None:
+        await self.tap("share", path)
+        await self.inner.share(source, path, token=token)
 
     async def rename(self, source: str, path: str) -> None:
         await self.tap("rename", path)

@@ -16,9 +16,9 @@ class Operation:
 
     name: str
     """`create`, and its writer's `write`, `finish` and `abort`; `read_into`, `put`, `get`, `stat`, `list`, `delete`,
-    `commit`, `copy`, `sweep`, `close`."""
+    `commit`, `share`, `sweep`, `close`."""
     path: str
-    """Path of the file; the prefix for `list` and `sweep`, the target for `commit` and `copy`."""
+    """Path of the file; the prefix for `list` and `sweep`, the target for `commit` and `share`."""
     offset: int = 0
     nbytes: int = 0
     """Number of bytes; for `create` the declared size."""
