@@ -170,8 +170,7 @@ def test_a_refused_copy_is_an_error_and_leaves_nothing(source, tmp_path, monkeyp
     assert source.read_bytes() == DATA
 
 
-@pytest.mark.parametrize("number", REFUSALS, ids=errno.errorcode.get)
-def test_a_place_without_new_files_still_takes_a_link(source, tmp_path, monkeypatch, number):
+def refuse_new_files(monkeypatch, number):
     opens = os.open
 
     def no_new_files(path, flags, *more, **kwargs):
@@ -180,6 +179,11 @@ def test_a_place_without_new_files_still_takes_a_link(source, tmp_path, monkeypa
         return opens(path, flags, *more, **kwargs)
 
     monkeypatch.setattr(os, "open", no_new_files)
+
+
+@pytest.mark.parametrize("number", REFUSALS, ids=errno.errorcode.get)
+def test_a_place_without_new_files_still_takes_a_link(source, tmp_path, monkeypatch, number):
+    refuse_new_files(monkeypatch, number)
     assert is_link(share(source, tmp_path / "step-2"), source)
 
 
@@ -329,7 +333,11 @@ def test_a_name_is_not_added_through_a_link(source, tmp_path, way):
     assert target.is_symlink()
 
 
-def test_a_file_is_not_shared_under_its_own_name(source):
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_file_is_not_shared_under_its_own_name(source, monkeypatch, failing):
+    if failing:  # else the clean-up would remove the source
+        refuse_new_files(monkeypatch, errno.EMFILE)
+        monkeypatch.setattr(os, "fsync", refusing(errno.EIO))
     for alias in (source.parent, source.parent.parent / "again"):
         if not alias.exists():
             alias.symlink_to(source.parent)
