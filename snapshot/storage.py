@@ -63,8 +63,8 @@ class Capabilities:
     concurrent: bool = True
     """Files can be read and written concurrently."""
     shares: Literal["", "link", "copy"] = ""
-    """How `share` gives a finished file a further name: the server makes an independent `copy`, or both names may have
-    one physical copy (`link`). Empty if the backend cannot share."""
+    """Kind of the names that `share` gives. `copy`: the server makes an independent copy. `link`: both names may have
+    one physical copy. Empty: the backend cannot share."""
     renames: bool = False
     """`rename` atomically gives a finished file another name. If False, a file must not be visible before `finish`."""
     guarded_commit: bool = False

@@ -29,6 +29,7 @@ from snapshot.plugins.file.descriptors import (
     write_all,
 )
 from snapshot.plugins.file.folders import Folders, list_files
+from snapshot.plugins.file.links import share_file
 from snapshot.plugins.file.local_writer import LocalFileWriter
 from snapshot.storage import (
     ABSENT,

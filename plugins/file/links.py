@@ -11,7 +11,7 @@ import stat
 from collections.abc import Callable
 from functools import partial
 
-from snapshot.errors import StorageConflictError, StorageNotFoundError
+from snapshot.errors import SnapshotError, StorageConflictError, StorageNotFoundError
 from snapshot.plugins.file.descriptors import file_token, open_regular
 from snapshot.plugins.file.folders import Folders
 from snapshot.storage import URL, in_thread, map_exceptions
@@ -67,7 +67,7 @@ def _share(source: URL, url: URL, full: str, token: str | None, folders: Folders
 def _discard(full: str, folders: Folders) -> None:
     """Remove a name, and the folders that become empty."""
     folders.mark_removed(full)
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         os.unlink(full)
     folders.remove_empty({os.path.dirname(full)})
 
@@ -80,7 +80,7 @@ def _add_name(origin: int, source: str, full: str) -> int:
     for method in (_reflink, _link, _copy):
         try:
             return method(origin, source, full)
-        except (FileExistsError, FileNotFoundError):
+        except (SnapshotError, FileExistsError, FileNotFoundError):
             raise
         except OSError as error:
             refusals[method.__name__[1:]] = error

@@ -12,7 +12,7 @@ from snapshot.errors import StorageConflictError, StorageError, StorageNotFoundE
 from snapshot.registry import open_storage
 from snapshot.storage import URL, Context, Storage
 from snapshot.testing.opened import OpenedStorage, names, on_loop
-from snapshot.testing.parts import aligned, fetch, part_length, pattern, store
+from snapshot.testing.parts import fetch, part_length, pattern, store
 from snapshot.testing.small import ODD_NAMES
 
 MiB = 1 << 20
@@ -87,10 +87,9 @@ class SharedFileTests(OpenedStorage):
         for path in ("put", "made"):
             await storage.share(storage.url.join("file"), path)
         await storage.put("put", b"other")
-        writer = await storage.create("made", 6)
-        await writer.write(0, [aligned(b"second", storage.limits.alignment)])
-        await writer.finish()
-        assert [await storage.get(path) for path in ("file", "put", "made")] == [b"first", b"other", b"second"]
+        data = pattern(2 * MiB)
+        await store(storage, "made", data)
+        assert [await storage.get(path) for path in ("file", "put", "made")] == [b"first", b"other", data]
         await storage.share(storage.url.join("file"), "again")
         await storage.put("file", b"third")
         assert await storage.get("again") == b"first"

@@ -14,7 +14,7 @@ SHUTDOWN = (2 << 30) | (4 << 16) | (ord("X") << 8) | 125  # _IOR('X', 125, __u32
 NOLOGFLUSH = 2
 KINDS = ("ext4", "xfs")
 MiB = 1 << 20
-SIZES = {"ext4": 48 * MiB, "xfs": 300 * MiB}  # sparse; xfs takes no less
+SIZES = {"ext4": 48 * MiB, "xfs": 300 * MiB, "btrfs": 128 * MiB}  # sparse; xfs and btrfs take no less
 
 
 class Disk:

@@ -257,10 +257,47 @@ def test_a_copy_is_waited_for(url, proxy, given):
         proxy.fault("PUT", status=409, headers={"x-ms-error-code": "PendingCopyOperation"})
         for status in ["pending", "pending", "success", "failed"]:
             proxy.fault("HEAD", status=200, headers={"x-ms-copy-status": status})
-        await storage.copy("file", "copy")
+        await storage.send_request("share", "copy", copy)
         proxy.fault("PUT", status=409, headers={"x-ms-error-code": "PendingCopyOperation"})
         with pytest.raises(StorageError, match="copy failed"):
-            await storage.copy("file", "copy")
+            await storage.send_request("share", "copy", copy)
+
+    async def copy(driver, attempt):
+        await driver.copy("file", "token", "copy", attempt)
+
+    use(url, given, work)
+
+
+def test_a_copy_that_fails_later_is_deleted(url, proxy, given):
+    async def work(storage):
+        await storage.put("file", b"content")
+        proxy.fault("PUT", status=202, headers={"x-ms-copy-status": "pending"})
+        proxy.fault("HEAD", nth=3, status=200, headers={"x-ms-copy-status": "failed"})
+        deleted = proxy.fault("DELETE", "*/shared", delay=0.01)
+        with pytest.raises(StorageError, match="copy failed"):
+            await storage.share(storage.url.join("file"), "shared")
+        assert deleted.hits == 1
+
+    use(url, given, work)
+
+
+def test_the_version_is_checked_by_the_server(url, given):
+    """Also when the source is replaced after the check by this library."""
+
+    async def work(storage):
+        old = await storage.put("file", b"first")
+        await storage.put("file", b"other")
+
+        async def copy(driver, attempt):
+            await driver.copy(storage.key("file"), old, storage.key("shared"), attempt)
+
+        with pytest.raises(StorageConflictError):
+            await storage.send_request("share", "shared", copy)
+        await storage.put("shared", b"taken")
+        old = (await storage.stat("file")).token
+        with pytest.raises(StorageConflictError):
+            await storage.send_request("share", "shared", copy)
+        assert await storage.get("shared") == b"taken"
 
     use(url, given, work)
 
@@ -333,9 +370,9 @@ def test_a_shared_access_signature_lets_in_and_is_not_shown(azurite, url, proxy,
 
     async def work(storage):
         await storage.put("file", b"content")
-        await storage.copy("file", "copy")
-        assert await storage.get("copy") == b"content"
-        assert await storage.list() == ["copy", "file"]
+        await storage.share(storage.url.join("file"), "shared")
+        assert await storage.get("shared") == b"content"
+        assert await storage.list() == ["file", "shared"]
         assert repr(storage) == f"AzureStorage('{url}')"
 
     use(url, given, work)

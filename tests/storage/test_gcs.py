@@ -313,3 +313,39 @@ def test_an_upload_that_is_given_up_spares_what_stands_in_its_place(gateway, ser
     gateway.fault("DELETE", "*upload_id=*", status=499)
     use("gs://bucket/run", given, work)
     assert gateway.count("DELETE") == 1
+
+
+def test_a_long_copy_takes_several_requests(url, proxy, given):
+    async def work(storage):
+        await storage.put("file", b"content")
+        proxy.fault("POST", "*rewriteTo*", status=200, body=b'{"done": false, "rewriteToken": "more"}')
+        await storage.share(storage.url.join("file"), "shared")
+        assert await storage.get("shared") == b"content"
+        assert proxy.count("POST", "*rewriteTo*") == 2
+        assert proxy.count("POST", "*rewriteTo*rewriteToken=more*") == 1
+
+    use(url, given, work)
+
+
+@pytest.mark.parametrize("fault", [{"status": 503}, {"reset_before": True}, {"lose_answer": True}])
+def test_a_copy_outlives_what_passes(url, proxy, given, fault):
+    """Also if the response was lost, so that the copy exists."""
+
+    async def work(storage):
+        await storage.put("file", b"content")
+        with proxy.fault("POST", "*rewriteTo*", **fault):
+            await storage.share(storage.url.join("file"), "shared")
+        assert await storage.get("shared") == b"content"
+
+    use(url, given, work)
+
+
+def test_the_version_is_sent_with_a_copy(url, proxy, given):
+    async def work(storage):
+        token = await storage.put("file", b"content")
+        await storage.share(storage.url.join("file"), "shared", token=token)
+        assert proxy.count("POST", f"*rewriteTo*ifSourceGenerationMatch={token}&ifGenerationMatch=0*") == 1
+        with proxy.fault("POST", "*rewriteTo*", status=412), pytest.raises(StorageConflictError):
+            await storage.share(storage.url.join("file"), "again", token=token)
+
+    use(url, given, work)

@@ -54,6 +54,19 @@ def test_a_tapped_storage_answers_as_the_inner_one_does():
     assert (tapped.limits, tapped.capabilities) == (inner.limits, inner.capabilities)
 
 
+def test_a_share_can_fail():
+    async def use():
+        storage = memory()
+        await storage.put("file", b"content")
+        tapped = TappedStorage(storage, Fault(on="share", path="data/*", error=OSError(31, "Too many links")))
+        with pytest.raises(StorageError, match="data/shared: Too many links"):
+            await tapped.share(storage.url.join("file"), "data/shared")
+        await tapped.share(storage.url.join("file"), "data/shared")
+        assert await storage.get("data/shared") == b"content"
+
+    asyncio.run(use())
+
+
 def test_a_log_notes_every_operation_in_its_order():
     log = Log()
 
@@ -67,11 +80,11 @@ def test_a_log_notes_every_operation_in_its_order():
         await fetch(storage, "data/file", 1, [1, 2])
         await storage.put("claim", b"")
         await storage.commit("claim", "file", b"123")
-        await storage.copy("file", "copy")
+        await storage.share(storage.url.join("file"), "shared")
         await storage.get("file")
         await storage.stat("file")
         await storage.list("da")
-        await storage.delete(["data/file", "copy"])
+        await storage.delete(["data/file", "shared"])
         await storage.sweep("data/", 0.0)
         await storage.close()
 
@@ -86,12 +99,12 @@ def test_a_log_notes_every_operation_in_its_order():
         Operation("read_into", "data/file", 1, 3),
         Operation("put", "claim"),
         Operation("commit", "file", 0, 3),
-        Operation("copy", "copy"),
+        Operation("share", "shared"),
         Operation("get", "file"),
         Operation("stat", "file"),
         Operation("list", "da"),
         Operation("delete", "data/file"),
-        Operation("delete", "copy"),
+        Operation("delete", "shared"),
         Operation("sweep", "data/"),
         Operation("close", ""),
     ]
