@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from snapshot.plugins.file.links import share_file
-
 from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageError
 from snapshot.plugins.file import direct_io
 from snapshot.plugins.file.descriptors import (

@@ -11,8 +11,9 @@ import torch
 from snapshot.aio import gather_limited, in_thread
 from snapshot.errors import RestoreError
 from snapshot.formats.foreign import ForeignDocument, ReadOnlyStorage
-from snapshot.load.open import open_main
+from snapshot.load.open import open_document
 from snapshot.load.scatter import copy_into
+from snapshot.load.stored_ranges import stored_in
 from snapshot.manifest.document import BaseReference, Document, save_id_in
 from snapshot.manifest.entries import TensorEntry
 from snapshot.runtime.session import Session
@@ -90,7 +91,7 @@ async def attach_base(session: Session, document: Document, url: URL, options: M
         return
     base = Session(url, options)
     try:
-        places = _find_files(document, wanted, await open_main(base), url)
+        places = _find_files(document, wanted, await open_document(base), url)
     except BaseException:
         await base.close()
         raise
@@ -101,21 +102,25 @@ async def attach_base(session: Session, document: Document, url: URL, options: M
 
 
 def _find_files(document: Document, wanted: BaseReference, held: Document, url: URL) -> dict[str, str]:
-    """Return the names in the base of the files that a snapshot left out."""
-    places: dict[str, str] = {}
-    for location, file in document.files.items():
-        if not file.in_base:
-            continue
-        there = location.replace(save_id_in(location), held.save_id, 1)
-        found = None if isinstance(held, ForeignDocument) else held.files.get(there)
-        alike = found is not None and not found.in_base
-        if found is None or not alike or (found.size, found.header_digest) != (file.size, file.header_digest):
-            raise RestoreError(
-                f"base must be {wanted.url} with the save id {wanted.save_id}, or a copy of it, got {url}, which "
-                f"does not have its file {location}",
-                [location],
-            )
-        places[location] = there
+    """Return the names in the base of the files that a snapshot left out. Raise for another snapshot."""
+    places = {
+        location: location.replace(save_id_in(location), held.save_id, 1)
+        for location, file in document.files.items()
+        if file.in_base
+    }
+    sizes = [(document.files[location].size, location) for location in places]
+    theirs = [(held.files[there].size if there in held.files else -1, location) for location, there in places.items()]
+    same = not isinstance(held, ForeignDocument) and sizes == theirs
+    if same and held.save_id != wanted.save_id:
+        digests = {(each.location, each.byte_range): each.digest for each in stored_in(held.manifest)}
+        left_out = (each for each in stored_in(document.manifest) if each.location in places)
+        same = all(digests.get((places[each.location], each.byte_range)) == each.digest for each in left_out)
+    if not same or any(held.files[there].in_base for there in places.values()):
+        raise RestoreError(
+            f"base must be {wanted.url} with the save id {wanted.save_id}, or a copy of it, got {url}, which does not "
+            "have what this snapshot left out",
+            sorted(places),
+        )
     return places
 
 

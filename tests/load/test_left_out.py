@@ -65,7 +65,7 @@ def test_another_snapshot_is_no_base(trained, tmp_path):
     other.frozen[0].weight.data += 1
     Snapshot.take(tmp_path / "other", {**other.state, "more": StateDict(x=torch.ones(3))})
     trained.frozen[0].weight.data += 1
-    with pytest.raises(RestoreError, match="base must be .*base with the save id"):
+    with pytest.raises(RestoreError, match=r"base must be .*base with the save id"):
         Snapshot(tmp_path / "adapter").restore(trained.state, base=tmp_path / "other")
     with pytest.raises(SnapshotError):
         Snapshot(tmp_path / "adapter").restore(trained.state, base=tmp_path / "missing")
