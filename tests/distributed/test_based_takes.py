@@ -1,0 +1,160 @@
+"""Several ranks that share files with earlier snapshots: each its own, in every parallelism."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from snapshot import ModelState, RestoreError, Snapshot, SnapshotManager, StateDict
+
+WIDTH = 512
+
+
+class Net(nn.Module):
+    """Frozen layers and a trained head."""
+
+    def __init__(self, seed=3):
+        torch.manual_seed(seed)
+        super().__init__()
+        self.frozen = nn.Sequential(*[nn.Linear(WIDTH, WIDTH).requires_grad_(False) for i in range(4)])
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x):
+        return self.head(self.frozen(x))
+
+
+def own_state(net):
+    return StateDict(**{f"of{dist.get_rank()}": torch.full((WIDTH, 80), dist.get_rank() + 1.0)})
+
+
+def wrap(kind, net):
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(net)
+    if kind == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        return fully_shard(net)
+    return net
+
+
+def change(net, number=1):
+    head = (net.module if hasattr(net, "module") else net).head.weight
+    with torch.no_grad():
+        getattr(head, "_local_tensor", head).fill_(number)
+
+
+def whole(path):
+    """The model's tensors that a snapshot has, by name."""
+    return {name: value.clone() for name, value in Snapshot(path).read_object("model/model").items()}
+
+
+def _chain(path, kind, takes, verb):
+    net = wrap(kind, Net())
+    reports, base = [], None
+    for number in range(takes):
+        change(net, number)
+        state = {"model": ModelState(net), "own": own_state(net)}
+        made = getattr(Snapshot, verb)(f"{path}/{number}", state, base=base)
+        base = made if verb == "take" else made.wait()
+        reports.append((base.report.shared_bytes, base.report.written_bytes))
+    return reports
+
+
+@pytest.mark.parametrize("verb", ["take", "async_take"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_each_rank_shares_its_own_files(two, folder, kind, verb):
+    told = two.run(_chain, folder, kind, 3, verb)
+    frozen = 4 * (WIDTH * WIDTH + WIDTH) * 4
+    for number in (1, 2):
+        shared = sum(each[number][0] for each in told)
+        written = sum(each[number][1] for each in told)
+        assert frozen <= shared, told
+        if kind == "ddp":
+            assert all(each[number][0] > frozen // 3 for each in told), "the ranks divide what they share"
+        assert written < frozen // 4, told
+    first = whole(f"{folder}/0")
+    for number in range(3):
+        assert Snapshot(f"{folder}/{number}").verify()
+        found = whole(f"{folder}/{number}")
+        for name, value in Net().state_dict().items():
+            if name == "head.weight":
+                assert found[name].eq(number).all()
+            else:
+                assert found[name].equal(first[name])
+    Snapshot(f"{folder}/0").delete()
+    assert Snapshot(f"{folder}/1").verify()
+
+
+def _other_world(path):
+    net = wrap("ddp", Net())
+    made = Snapshot.take(f"{path}/later", {"model": ModelState(net)}, base=f"{path}/base")
+    return made.report.shared_bytes, made.report.notes
+
+
+def test_another_number_of_ranks_writes_in_full_and_says_so(two, folder):
+    Snapshot.take(f"{folder}/base", {"model": ModelState(Net())})
+    for shared, notes in two.run(_other_world, folder):
+        assert shared == 0
+        assert "was taken by 1 ranks, and this take has 2" in notes[0]
+    assert Snapshot(f"{folder}/later").verify()
+
+
+def _adapter(path, kind):
+    net = wrap(kind, Net())
+    Snapshot.take(f"{path}/base", {"model": ModelState(net)})
+    change(net)
+    made = Snapshot.take(f"{path}/adapter", {"model": ModelState(net)}, base=f"{path}/base", only="trainable")
+    made.restore({"model": ModelState(net)})
+    return made.report.omitted_bytes
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_frozen_shards_are_left_out_and_come_back_in_another_world(two, folder, kind):
+    assert sum(two.run(_adapter, folder, kind)) == 4 * (WIDTH * WIDTH + WIDTH) * 4
+    net = Net(seed=9)
+    state = {"model": ModelState(net)}
+    with pytest.raises(RestoreError, match="base"):
+        Snapshot(f"{folder}/adapter").restore(state)
+    Snapshot(f"{folder}/adapter").restore(state, base=f"{folder}/base")
+    for name, value in Net().state_dict().items():
+        assert net.state_dict()[name].equal(value if name != "head.weight" else torch.ones_like(value))
+    if kind == "ddp":
+        Snapshot(f"{folder}/adapter").restore(state)
+
+
+def _vanishes(path):
+    net = wrap("ddp", Net())
+    Snapshot.take(f"{path}/base", {"model": ModelState(net)})
+    if dist.get_rank() == 0:
+        for each in Path(path, "base", "data").glob("*-1-*"):
+            each.unlink()
+    dist.barrier()
+    made = Snapshot.take(f"{path}/later", {"model": ModelState(net)}, base=f"{path}/base")
+    return made.report.shared_bytes
+
+
+def test_a_rank_whose_files_are_gone_writes_and_the_other_one_shares(two, folder):
+    first, second = two.run(_vanishes, folder)
+    assert first > 0
+    assert second == 0
+    assert Snapshot(f"{folder}/later").verify()
+
+
+def _managed(path):
+    net = wrap("ddp", Net())
+    with SnapshotManager(path, incremental=True, signals=()) as manager:
+        for step in (1, 2, 3):
+            change(net)
+            made = manager.take(step, {"model": ModelState(net)})
+    return made.report.shared_bytes
+
+
+def test_a_manager_of_several_ranks_shares(two, folder):
+    assert sum(two.run(_managed, folder)) > 4 * WIDTH * WIDTH * 4
+    for step in (1, 2, 3):
+        assert Snapshot(f"{folder}/step-{step}").verify()
+    shutil.rmtree(f"{folder}/step-1")
+    assert Snapshot(f"{folder}/step-3").verify()
