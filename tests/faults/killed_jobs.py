@@ -68,6 +68,17 @@ def do_async(url, version=SECOND, **options):
     pending.wait()
 
 
+def do_based(url, version=SECOND, **options):
+    """Share the file of the tower with the snapshot that stands there."""
+    snapshot = Snapshot.take(url, state(version), metadata={"version": version}, base=url, overwrite=True, **options)
+    assert snapshot.report.shared_files == 1
+
+
+def do_based_async(url, version=SECOND, **options):
+    metadata = {"version": version}
+    Snapshot.async_take(url, state(version), metadata=metadata, base=url, overwrite=True, **options).wait()
+
+
 def do_delete(url):
     Snapshot(url).delete()
 
@@ -93,6 +104,8 @@ VERBS = {
     "async_take": (do_async, {}, None),
     "async_overwrite": (do_async, {"overwrite": True}, 1),
     "overlapped": (do_async, {"overwrite": True, "staging": "overlapped"}, 1),
+    "based": (do_based, {}, 1),
+    "based_async": (do_based_async, {}, 1),
     "delete": (do_delete, {}, 1),
     "read": (do_read, {}, 1),
 }
@@ -105,7 +118,7 @@ def outcome(verb):
 
 def call(verb, path, prefix="", durable=True):
     function, options, _ = VERBS[verb]
-    if function in (do_take, do_async):
+    if function in (do_take, do_async, do_based, do_based_async):
         options = {**options, "durable": durable}
     function(f"{prefix}file://{path}", **options)
 

@@ -33,7 +33,7 @@ BIG = 270_000  # elements: long enough to go around the page cache, where a file
 
 
 def state(version):
-    """An application of which every value tells its version."""
+    """An application of which every value tells its version, but for a frozen tower, which is always the same."""
     model = torch.nn.Linear(40, 30)
     optimizer = torch.optim.SGD(model.parameters(), lr=float(version), momentum=0.9)
     with torch.no_grad():
@@ -46,7 +46,9 @@ def state(version):
         text=f"{version}" * 20_000,
         number=version,
     )
-    return {"model": model, "optimizer": optimizer, "values": values}
+    tower = torch.nn.Linear(200, 100, bias=False).requires_grad_(False)
+    tower.weight.fill_(7)
+    return {"model": model, "optimizer": optimizer, "values": values, "tower": tower}
 
 
 def fresh():
@@ -70,6 +72,7 @@ def holds(live, version):
         and torch.equal(live["values"]["small"], expected["values"]["small"])
         and live["values"]["text"] == expected["values"]["text"]
         and live["values"]["number"] == version
+        and bool(live["tower"].weight.eq(7).all())
     )
 
 

@@ -27,6 +27,7 @@ def test_a_loss_of_power_leaves_old_or_new_and_takes_back_nothing(forker, tmp_pa
             ("overwrite", 8, "auto"),
             ("overwrite", 20, "never"),
             ("async_overwrite", 20, "auto"),
+            ("based", 12, "auto"),
             ("delete", 20, "auto"),
         ]:
             assert lose_at_operations(forker, made, verb, every=every, direct_io=direct_io) >= 3
