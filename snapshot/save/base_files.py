@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +12,8 @@ from snapshot.manifest.document import Document, FileEntry
 from snapshot.plan.layout import FilePlan, Piece, plan_file
 from snapshot.runtime.session import Session
 from snapshot.state.leaves import Leaf
-from snapshot.tensors.digest import digest_range
+from snapshot.tensors.addresses import wrap_memory
+from snapshot.tensors.digest import BLOCK, SIZE, digest_range
 from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.tensors.geometry import Box, is_flat_range, is_inside, whole_box
 
@@ -41,6 +41,27 @@ class BaseFile:
     def origin(self) -> str:
         """The file whose physical bytes these are: this one, or one of an earlier snapshot."""
         return self.entry.origin or self.location
+
+    def differs_at_once(
+        self, leaves: Sequence[Leaf], index: Mapping[str, list[int]], tables: Mapping[Any, bytes]
+    ) -> bool:
+        """Return True if the first block of the first or the last range shows that the tensors changed.
+
+        Most files that changed are found here, before they are planned.
+        """
+        for each in (self.ranges[0], self.ranges[-1]):
+            if each.box is not None or not each.stored.nbytes:
+                continue
+            numbers = [number for name in each.names for number in index.get(name, ())]
+            leaf = leaves[numbers[0]] if len(numbers) == 1 else None
+            if leaf is None or not leaf.plain or leaf.nbytes != each.stored.nbytes:
+                continue
+            digest = each.stored.digest
+            if each.stored.blocks is not None:
+                digest = f"xxh3:{tables.get(each.stored.blocks, b'')[:SIZE].hex()}"
+            if digest_range(wrap_memory(leaf.address, min(leaf.nbytes, BLOCK))) != digest:
+                return True
+        return False
 
     def plan(self, leaves: Sequence[Leaf], index: Mapping[str, list[int]]) -> FilePlan | None:
         """Return the same file with these leaves, or None if they do not fill it, or if its header would differ."""
@@ -88,22 +109,37 @@ def open_base(session: Session, document: Document, rank: int, *, shares: str) -
         for location in document.files
         if location.endswith(".safetensors") and location.split("-")[1:2] == [str(rank)]
     }
-    held: defaultdict[str, dict[tuple[int, int, str], BaseRange]] = defaultdict(dict)
+    held: dict[str, list[tuple[int, int, str, Box | None, e.TensorEntry]]] = {location: [] for location in mine}
     for path, entry in document.manifest.items():
+        if type(entry) is e.TensorEntry:  # nearly all are, so this has the fewest steps
+            if (found := held.get(entry.location)) is not None:
+                found.append((*entry.byte_range, path.partition("/")[2], None, entry))
+            continue
         for name, tensor in _named_tensors(path.partition("/")[2], entry):
             whole = isinstance(tensor, e.TensorEntry)
             for box, stored in tensor.pieces():
-                if stored.location in mine:
-                    begin, end = stored.byte_range
-                    key = begin, end, "" if begin < end else name
-                    held[stored.location].setdefault(key, BaseRange([], None if whole else box, stored)).names.append(
-                        name
-                    )
-    for location, ranges in held.items():
-        # Empty tensors at one position are in the order of their sizes, as in the file.
-        ordered = sorted(ranges.values(), key=lambda each: (*each.stored.byte_range, -ITEMSIZE[each.stored.dtype]))
-        base.files[location] = BaseFile(base, location, document.files[location], ordered)
+                if (found := held.get(stored.location)) is not None:
+                    found.append((*stored.byte_range, name, None if whole else box, stored))
+    for location, found in held.items():
+        base.files[location] = BaseFile(base, location, document.files[location], _merge_ranges(found))
     return base
+
+
+def _merge_ranges(found: list[tuple[int, int, str, Box | None, e.TensorEntry]]) -> list[BaseRange]:
+    """Return the ranges of a file in order. Tied tensors are one range.
+
+    Empty tensors at one position are in the order of their element sizes, as in the file.
+    """
+    found.sort(key=lambda each: (each[0], each[1], -ITEMSIZE[each[4].dtype] if each[0] == each[1] else 0))
+    ranges: list[BaseRange] = []
+    last = None
+    for begin, end, name, box, stored in found:
+        if begin < end and last == begin:
+            ranges[-1].names.append(name)
+        else:
+            ranges.append(BaseRange([name], box, stored))
+        last = begin if begin < end else None
+    return ranges
 
 
 def _named_tensors(path: str, entry: Any) -> Iterator[tuple[str, e.AnyTensor]]:

@@ -6,12 +6,16 @@ header names the same tensors in all snapshots.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from snapshot.aio import gather_limited, in_thread
-from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError
+from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, StorageNotFoundError
 from snapshot.events import emit, log
 from snapshot.plan.layout import FilePlan, name_data_file
 from snapshot.runtime.arena import arena, arena_bytes
@@ -29,35 +33,72 @@ CHECKED = 16
 OLDEST = 8
 """Maximum number of takes in a row that share a file of a single base. The next take writes an independent copy."""
 PART = 4 << 20
+SLICE = 64 << 20
+"""Bytes that one thread compares in a row."""
 AT_ONCE = 8
 """Files that are shared at once: on object stores, the server copies them."""
 Tables = Mapping[tuple[str, int, int], bytes]
 """Tables of digests, by file and range."""
 
 
-@dataclass
-class Match:
-    """A base's file whose tensors are unchanged, and the same file with the take's leaves."""
+class Comparison:
+    """The comparison of a base's file with the live tensors, in slices for several threads."""
 
-    held: BaseFile
-    plan: FilePlan
-    digests: FileDigests
-    token: str
+    def __init__(self, held: BaseFile, plan: FilePlan, tables: Tables) -> None:
+        self.held = held
+        self.plan = plan
+        self.equal = True
+        self.token = ""
+        self.read: list[tuple[int, str]] = []
+        """The begin of each block that was read from the disk, and its digest."""
+        self.faults: list[str] = []
+        """What is wrong with the file on the disk."""
+        self.digests = [""] * len(plan.extents)
+        self.tables: dict[int, bytes] = {}
+        self.slices = list(self._cut(tables))
 
-    def blocks(self) -> list[tuple[int, int, str]]:
-        """Return begin, end and digest of each block, by the digests of the live tensors."""
-        found: list[tuple[int, int, str]] = []
+    def _cut(self, tables: Tables) -> Iterator[Slice]:
+        extents, first = self.plan.extents, 0
+        for last in range(1, len(extents) + 1):
+            begin = extents[first].begin
+            if last == len(extents) or extents[last].end - begin > SLICE:
+                moved = [replace(each, begin=each.begin - begin, end=each.end - begin) for each in extents[first:last]]
+                stored = [each.stored for each in self.held.ranges[first:last]]
+                expected = [(each.digest, tables.get(each.blocks, b"") if each.blocks else b"") for each in stored]
+                yield Slice(self, first, FilePlan(b"", tuple(moved), moved[-1].end), expected)
+                first = last
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Yield begin and end of each block."""
+        for extent in self.plan.extents:
+            for begin in range(extent.begin, extent.end, BLOCK):
+                yield begin, min(begin + BLOCK, extent.end)
+
+    def live(self) -> dict[int, str]:
+        """Return the digest of the live bytes of each block, by its begin."""
+        found: dict[int, str] = {}
         for index, extent in enumerate(self.plan.extents):
-            table = self.digests.tables.get(index)
+            table = self.tables.get(index)
             if table is None:
-                found += [(extent.begin, extent.end, self.digests.digests[index])] if extent.begin < extent.end else []
-                continue
-            digests = (table[at : at + SIZE].hex() for at in range(0, len(table), SIZE))
-            found += [
-                (begin, min(begin + BLOCK, extent.end), f"xxh3:{digest}")
-                for begin, digest in zip(range(extent.begin, extent.end, BLOCK), digests, strict=True)
-            ]
+                found[extent.begin] = self.digests[index] if extent.begin < extent.end else found.get(extent.begin, "")
+            else:
+                pairs = zip(range(extent.begin, extent.end, BLOCK), range(0, len(table), SIZE), strict=True)
+                found |= {begin: f"xxh3:{table[at : at + SIZE].hex()}" for begin, at in pairs}
         return found
+
+    def add(self, slice_: Slice, found: FileDigests) -> None:
+        """Record the digests of a slice."""
+        self.digests[slice_.first : slice_.first + len(found.digests)] = found.digests
+        self.tables.update({slice_.first + index: table for index, table in found.tables.items()})
+
+
+class Slice(NamedTuple):
+    """Some extents of a file, as a file of their own without a header."""
+
+    of: Comparison
+    first: int
+    plan: FilePlan
+    expected: list[tuple[str | None, bytes]]
 
 
 class FileSharing:
@@ -87,26 +128,30 @@ class FileSharing:
     async def run(self, left_out: set[int]) -> None:
         """Share what did not change, except the leaves `left_out`."""
         index = index_paths(self._leaves, left_out)
-        candidates = [
-            (held, plan)
-            for held in self._candidates()
-            if held.entry.size >= WORTH_SHARING and (plan := held.plan(self._leaves, index)) is not None
+        candidates = list(self._candidates())
+        tables = await read_tables(candidates)
+        comparisons = [
+            Comparison(held, plan, tables)
+            for held in candidates
+            if not held.differs_at_once(self._leaves, index, tables)
+            and (plan := held.plan(self._leaves, index)) is not None
         ]
-        tables = await read_tables(held for held, _ in candidates)
-        await in_thread(self._stager.digest_ahead, [plan for _, plan in candidates], self._session.budget)
+        slices = [each for comparison in comparisons for each in comparison.slices]
+        await in_thread(self._stager.digest_ahead, [each.plan for each in slices], self._session.budget)
         lanes = self._session.settings.lane_count()
-        found = await gather_limited(candidates, lambda each: self._compare(*each, tables), lanes)
-        matches = self._whole_leaves([each for each in found if each is not None])
-        matches = [each for each in matches if self._may_share(each)]
-        sound = await gather_limited(matches, self._is_sound, lanes)
-        await self._share(self._whole_leaves([each for each, fine in zip(matches, sound, strict=True) if fine]))
+        await asyncio.gather(  # the disk is read meanwhile
+            gather_limited(slices, partial(in_thread, self._compare_slice), lanes),
+            gather_limited(comparisons, self._read_turn, lanes),
+        )
+        matches = self._whole_leaves([each for each in comparisons if each.equal])
+        await self._share(self._whole_leaves([each for each in matches if self._may_share(each)]))
         self._made.leave_out(self._leaves, left_out | _leaves_of(each.file for each in self._made.files))
 
     def _candidates(self) -> Iterator[BaseFile]:
         """Yield the files that may be shared: those of the newest base, or for two copies those of the one before."""
         base = self._source()
         for held in base.files.values() if base is not None and base.shares else ():
-            if held.entry.in_base:
+            if held.entry.in_base or held.entry.size < WORTH_SHARING:
                 continue
             if self._is_linked() and not self._two_copies and held.entry.age >= OLDEST:
                 self._made.notes.append(f"{held.location} of {base}: written anew, after {OLDEST} takes that shared it")
@@ -126,23 +171,16 @@ class FileSharing:
 
     # Compare
 
-    async def _compare(self, held: BaseFile, plan: FilePlan, tables: Tables) -> Match | None:
-        """Compare a file with the live tensors. Return None if they differ, or if the base's file is not there."""
-        expected = [(each.stored.digest, _table_of(each.stored.blocks, tables)) for each in held.ranges]
-        digests = await in_thread(self._stager.digest_file, plan, self._session.budget, expected)
-        if digests is None:
-            return None
-        try:
-            stat = await held.base.session.storage.stat(held.location)
-        except StorageError as error:
-            self._note(held, f"cannot be shared: {error}")
-            return None
-        if stat.size != held.entry.size:
-            self._report_rot(held, [f"must have {held.entry.size:,} bytes, got {stat.size:,}"])
-            return None
-        return Match(held, plan, digests, stat.token)
+    def _compare_slice(self, slice_: Slice) -> None:
+        """Compare a slice with the live tensors, unless another slice of the file differs already."""
+        if slice_.of.equal:
+            found = self._stager.digest_file(slice_.plan, self._session.budget, slice_.expected)
+            if found is None:
+                slice_.of.equal = False
+            else:
+                slice_.of.add(slice_, found)
 
-    def _whole_leaves(self, matches: Sequence[Match]) -> list[Match]:
+    def _whole_leaves(self, matches: Sequence[Comparison]) -> list[Comparison]:
         """Return the files whose leaves are whole in them: a leaf is shared in all of its files, or in none."""
         while True:
             shared = Counter[int]()
@@ -155,12 +193,14 @@ class FileSharing:
                 return kept
             matches = kept
 
-    def _may_share(self, match: Match) -> bool:
-        """Return True unless this would leave the two newest snapshots with one physical copy."""
+    def _may_share(self, match: Comparison) -> bool:
+        """Return True unless the file is damaged, or the two newest snapshots would have one physical copy."""
+        if not self._is_sound(match):
+            return False
         if not (self._two_copies and self._is_linked()):
             return True
         newest = self._made.compared or {}
-        for extent, digest in zip(match.plan.extents, match.digests.digests, strict=True):
+        for extent, digest in zip(match.plan.extents, match.digests, strict=True):
             held = newest.get(name_extent(self._leaves[extent.leaf], extent))
             if held is None or held[0] != digest or held[1] == match.held.origin:
                 self._note(match.held, "written anew, so that the newest snapshots have two physical copies")
@@ -169,48 +209,58 @@ class FileSharing:
 
     # Rot
 
-    async def _is_sound(self, match: Match) -> bool:
-        """Read a part of the file from the disk, another one in each take, and compare it with the live tensors."""
-        storage, held = match.held.base.session.storage, match.held
-        blocks = match.blocks()
+    async def _read_turn(self, compared: Comparison) -> None:
+        """Read a part of the base's file from the disk, another one in each take."""
+        storage, held = compared.held.base.session.storage, compared.held
+        blocks = list(compared.places())
         if not self._read_all:
             turn = held.entry.age % CHECKED
             blocks = blocks[turn * len(blocks) // CHECKED : (turn + 1) * len(blocks) // CHECKED]
-            if not self._is_linked():  # the server copies, and checks what it copies
-                return True
-        faults: list[str] = []
         try:
+            stat = await storage.stat(held.location)
+            if stat.size != held.entry.size:
+                raise CorruptSnapshotError(f"must have {held.entry.size:,} bytes, got {stat.size:,}")
+            compared.token = stat.token
+            if not (self._is_linked() or self._read_all):  # the server copies, and checks what it copies
+                return
             await storage.drop_caches([held.location])
             for run in _runs_of(blocks):
-                faults += await self._read_back(match, run)
-        except CorruptSnapshotError as error:
-            faults.append(str(error))
-        except StorageError as error:
-            faults.append(f"cannot be read: {error}")
-        if faults:
-            self._report_rot(held, faults)
-        return not faults
+                if compared.equal:
+                    compared.read += await self._read_back(held, run)
+        except StorageNotFoundError as error:
+            compared.equal = False
+            self._note(held, f"cannot be shared: {error}")
+        except (CorruptSnapshotError, StorageError) as error:
+            compared.faults.append(str(error))
 
-    async def _read_back(self, match: Match, blocks: Sequence[tuple[int, int, str]]) -> list[str]:
+    async def _read_back(self, held: BaseFile, blocks: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
+        """Return the begin of each block, and the digest of its bytes on the disk."""
         begin, nbytes = blocks[0][0], blocks[-1][1] - blocks[0][0]
         budget = self._session.budget
         await budget.acquire(arena_bytes(nbytes))
         slot = arena().take(nbytes)
         try:
-            await match.held.base.session.storage.read_into(match.held.location, begin, [slot.view[:nbytes]])
+            await held.base.session.storage.read_into(held.location, begin, [slot.view[:nbytes]])
 
-            def wrong() -> list[str]:
-                found = ((low, high, digest_range(slot.view[low - begin : high - begin])) for low, high, _ in blocks)
-                return [
-                    f"bytes {low}-{high}: digest must be {digest}, got {got}"
-                    for (low, high, got), (_, _, digest) in zip(found, blocks, strict=True)
-                    if got != digest
-                ]
+            def digests() -> list[tuple[int, str]]:
+                return [(low, digest_range(slot.view[low - begin : high - begin])) for low, high in blocks]
 
-            return await in_thread(wrong)
+            return await in_thread(digests)
         finally:
             arena().give(slot)
             budget.release(slot.size)
+
+    def _is_sound(self, compared: Comparison) -> bool:
+        """Return True if the bytes that were read from the disk are those of the live tensors."""
+        live = compared.live() if compared.read else {}
+        compared.faults += [
+            f"block at byte {begin}: digest must be {live[begin]}, got {digest}"
+            for begin, digest in compared.read
+            if live[begin] != digest
+        ]
+        if compared.faults:
+            self._report_rot(compared.held, compared.faults)
+        return not compared.faults
 
     def _report_rot(self, held: BaseFile, faults: Sequence[str]) -> None:
         place = str(held.base.session.url.join(held.location))
@@ -223,7 +273,7 @@ class FileSharing:
 
     # Share
 
-    async def _share(self, matches: Sequence[Match]) -> None:
+    async def _share(self, matches: Sequence[Comparison]) -> None:
         """Give each file a name in this take. A file that cannot be shared is written instead."""
         if not matches:
             return
@@ -237,8 +287,7 @@ class FileSharing:
         kept = self._whole_leaves(shared)
         for match, name in pairs:
             if any(match is each for each in kept):
-                digests = match.digests
-                self._made.files.append(WrittenFile(match.plan, name, digests.digests, digests.tables, match.held))
+                self._made.files.append(WrittenFile(match.plan, name, match.digests, match.tables, match.held))
             elif any(match is each for each in shared):
                 await self._session.storage.delete([name])
         if kept:
@@ -246,7 +295,7 @@ class FileSharing:
             emit("shared", self._opening.meter.verb, str(self._session.url), files=len(kept), bytes=nbytes)
             log.debug("%s: shares %s in %s", self._session.url, size_text(nbytes), counted(len(kept), "file"))
 
-    async def _share_one(self, match: Match, name: str) -> bool:
+    async def _share_one(self, match: Comparison, name: str) -> bool:
         storage, held = self._session.storage, match.held
         try:
             await storage.share(held.base.session.storage.url.join(held.location), name, token=match.token)
@@ -264,17 +313,13 @@ def _leaves_of(plans: Iterable[FilePlan]) -> set[int]:
     return {extent.leaf for plan in plans for extent in plan.extents}
 
 
-def _runs_of(blocks: Sequence[tuple[int, int, str]]) -> Iterator[Sequence[tuple[int, int, str]]]:
+def _runs_of(blocks: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
     """Split adjacent blocks into runs of at most PART bytes, or one block."""
     first = 0
     for index in range(1, len(blocks) + 1):
         if index == len(blocks) or blocks[index][1] - blocks[first][0] > PART:
             yield blocks[first:index]
             first = index
-
-
-def _table_of(place: tuple[str, int, int] | None, tables: Tables) -> bytes:
-    return b"" if place is None else tables.get(place, b"")
 
 
 async def read_tables(files: Iterable[BaseFile]) -> dict[tuple[str, int, int], bytes]:

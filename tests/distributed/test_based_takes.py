@@ -79,7 +79,7 @@ def test_each_rank_shares_its_own_files(two, folder, kind, verb):
     for number in range(3):
         assert Snapshot(f"{folder}/{number}").verify()
         found = whole(f"{folder}/{number}")
-        for name, value in Net().state_dict().items():
+        for name in Net().state_dict():
             if name == "head.weight":
                 assert found[name].eq(number).all()
             else:

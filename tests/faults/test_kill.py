@@ -5,7 +5,13 @@ import pytest
 from tests.faults.killed_jobs import VERBS, kill_at_operations, kill_at_system_calls, kill_while_pruning
 
 pytestmark = [pytest.mark.deadly, pytest.mark.usefixtures("one_thread")]
-SAMPLED = {"async_take": 3, "async_overwrite": 3, "overlapped": 3, "based_async": 3, "read": 8}  # all of theirs are in tests/soak
+SAMPLED = {
+    "async_take": 3,
+    "async_overwrite": 3,
+    "overlapped": 3,
+    "based_async": 3,
+    "read": 8,
+}  # all of theirs are in tests/soak
 
 
 @pytest.mark.parametrize(
