@@ -921,3 +921,52 @@ def test_a_copy_that_still_runs_does_not_overwrite_what_is_restored(path, how):
         Snapshot(path).read_object("0/state/live", live)
     torch.accelerator.synchronize()
     assert set(live.unique().tolist()) == {7.0}
+
+
+def adapted():
+    """Frozen layers on the device, some of which no copy can read in place, and a head that changes."""
+    model = torch.nn.Module()
+    model.long = torch.nn.Parameter(torch.randn(700, 600, device=DEVICE), requires_grad=False)
+    model.strided = torch.nn.Parameter(torch.randn(300, 200, device=DEVICE).t(), requires_grad=False)
+    model.short = torch.nn.Parameter(torch.randn(60, device=DEVICE), requires_grad=False)
+    model.head = torch.nn.Parameter(torch.randn(100, device=DEVICE))
+    return model
+
+
+@pytest.mark.parametrize("device_digests", [False, True])
+@pytest.mark.parametrize("how", ["take", "async_take"])
+def test_frozen_tensors_of_a_device_are_shared(path, request, how, device_digests):
+    counted = request.getfixturevalue("digesting") if device_digests else None
+    model = adapted()
+    base = Snapshot.take(f"{path}/a", {"m": model})
+    fill(model.head.data, 3.0)
+    if counted is not None:
+        counted.clear()
+    made = getattr(Snapshot, how)(f"{path}/b", {"m": model}, base=base)
+    made = made.wait() if how == "async_take" else made
+    assert made.report.shared_bytes >= model.long.nbytes
+    assert made.report.written_bytes < 10_000
+    if counted is not None:
+        assert model.long.nbytes in counted
+    assert set(made.read_object("m/head").unique().tolist()) == {3.0}
+    assert made.verify()
+    fill(model.long.data, 5.0)  # work under way that has not ended when the next take compares
+    later = getattr(Snapshot, how)(f"{path}/c", {"m": model}, base=made)
+    later = later.wait() if how == "async_take" else later
+    assert later.report.shared_bytes == 0
+    assert set(later.read_object("m/long").unique().tolist()) == {5.0}
+    release_memory()
+
+
+def test_frozen_tensors_of_a_device_are_left_out_and_compared(path):
+    model = adapted()
+    base = Snapshot.take(f"{path}/a", {"m": model})
+    made = Snapshot.take(f"{path}/b", {"m": model}, base=base, only="trainable")
+    assert made.report.omitted_bytes == model.long.nbytes + model.strided.nbytes + model.short.nbytes
+    made.restore({"m": model})
+    model.strided.data[0, 0] += 1
+    with pytest.raises(SnapshotError, match="strided"):
+        made.restore({"m": model}, strict=False)
+    fill(model.strided.data, 1.0)
+    made.restore({"m": model}, base=base)
+    made.restore({"m": model})
