@@ -73,7 +73,7 @@ class TakeOpening:
             self._expected = start(expect_at_path(self.session, overwrite=self._overwrite))
 
     def transaction(self) -> Transaction:
-        """Wait for the check of the path, and return the transaction."""
+        """Wait for the check of the path, and return the transaction. The first call must not be on the loop."""
         if self._expected is not None:
             self._transaction.expect(self._expected.result())
             self._expected = None

@@ -44,6 +44,7 @@ def find_unchanged(
         unchanged.groups = group_leaves(share, frozen, bases[0].document.save_id if bases else None)
         if not bases:
             return unchanged
+        opening.transaction()  # an existing snapshot is an error before anything is compared
         unchanged.compared = bases[0].copies()
         stager = Stager(share.leaves, copies=False)
         opened.callback(stager.forget)
