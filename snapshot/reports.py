@@ -153,6 +153,8 @@ class VerifyReport:
     files: int = 0
     bytes_before: int = 0
     """Bytes that were verified before an interruption, and were not read again."""
+    in_base: int = 0
+    """Number of entries that only the base has. They were not verified; verify the base for them."""
 
     @property
     def ok(self) -> bool:
@@ -165,7 +167,8 @@ class VerifyReport:
     def __str__(self) -> str:
         looked = counted(self.files, "file") if self.quick else size_text(self.bytes_read)
         before = f" (and {size_text(self.bytes_before)} before)" if self.bytes_before else ""
-        head = f"{entries_text(self.entries)}, {looked}{before} in {self.seconds:.3f} s: "
+        left = f"{self.in_base:,} of them left to the base, " if self.in_base else ""
+        head = f"{entries_text(self.entries)}, {left}{looked}{before} in {self.seconds:.3f} s: "
         if self.ok:
             if self.quick:
                 return head + "all files exist and have their size; no byte was compared"

@@ -25,7 +25,7 @@ import torch
 from snapshot import Snapshot
 from snapshot.bench.competitors import OVERLAPPED, Wait, build_system
 from snapshot.bench.page_cache import StaysCached, drop
-from snapshot.bench.workloads import CASES, CPU
+from snapshot.bench.workloads import CASES, CPU, INCREMENTAL
 from snapshot.storage_options import options_from_environment
 from snapshot.url import URL
 
@@ -52,6 +52,8 @@ class Repetition:
     cpu_seconds: float
     peak_extra_bytes: int | None
     """Rise of the resident memory; None if the kernel does not report it."""
+    written_bytes: int | None = None
+    """Bytes of the data files that a take of this library wrote."""
 
 
 class Worker:
@@ -63,7 +65,7 @@ class Worker:
         self.device = torch.device(task.device)
         if self.device != CPU:
             torch.get_device_module(self.device).set_device(self.device.index or 0)
-        self.payload = CASES[task.case].make(task.scale, self.device)
+        self.payload = (CASES | INCREMENTAL)[task.case].make(task.scale, self.device)
         self.system = build_system(task.system, self.payload)
         self.ways = self.system.ways(task.operation)
         self.reads = task.operation in ("restore", "cold", "open")
@@ -73,6 +75,10 @@ class Worker:
             self.digest = self.payload.digest()
             self.saved = self._fresh()
             self.system.save(self.saved)
+        for chain in self.system.chains.values():
+            while not chain.is_warm:
+                self.payload.change()
+                chain.save(self._fresh())
 
     def describe(self) -> dict[str, Any]:
         """Return the values that the parent needs before the first repetition."""
@@ -90,6 +96,7 @@ class Worker:
             drop(Path(where))
         if check and self.task.operation in ("restore", "cold"):
             self.payload.wipe()
+        self.payload.change()
         gc.collect()
         self._synchronize()
         before = reset_peak()
@@ -106,8 +113,11 @@ class Worker:
         if check and self.task.operation in ("restore", "cold") and not row.endswith("O_DIRECT"):
             self._check(row)
         if not self.reads:
-            self._remove(where)
-        return Repetition(seconds, cpu, None if peak is None or before is None else max(0, peak - before))
+            chain = self.system.chains.get(row)
+            for each in chain.cut() if chain else [where]:
+                self._remove(each)
+        extra = None if peak is None or before is None else max(0, peak - before)
+        return Repetition(seconds, cpu, extra, self.system.written_bytes)
 
     def _synchronize(self) -> None:
         """Wait for the work that is queued on the device."""

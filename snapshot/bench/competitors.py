@@ -15,14 +15,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 
 from snapshot import Snapshot, StateDict
 from snapshot.bench import raw_io as raw
+from snapshot.bench.chains import Chain
 from snapshot.bench.workloads import CPU, Payload
 from snapshot.options import Settings
+from snapshot.save.take_options import TakeArguments
 from snapshot.storage_options import options_from_environment
 
 Wait = Callable[[], object]
@@ -44,6 +46,10 @@ class Competitor(ABC):
     def __init__(self, payload: Payload) -> None:
         self.payload = payload
         self.on_device = payload.device != CPU
+        self.chains: dict[str, Chain] = {}
+        """The rows whose takes are based on earlier ones."""
+        self.written_bytes: int | None = None
+        """Bytes that the last save reported as written."""
 
     @abstractmethod
     def save(self, where: str, durable: bool = False) -> None: ...
@@ -82,7 +88,11 @@ class Ours(Competitor):
         }
 
     def save(self, where: str, durable: bool = False) -> None:
-        Snapshot.take(where, self.app_state, storage_options=options_from_environment(), durable=durable)
+        self._take(where, durable=durable)
+
+    def _take(self, where: str, **arguments: Unpack[TakeArguments]) -> None:
+        taken = Snapshot.take(where, self.app_state, storage_options=options_from_environment(), **arguments)
+        self.written_bytes = taken.report.written_bytes if taken.report else None
 
     def load(self, where: str, verify: bool = True) -> None:
         Snapshot(where, storage_options=options_from_environment()).restore(self.app_state, verify=verify)
@@ -99,6 +109,10 @@ class Ours(Competitor):
         if operation == "open":
             return {"snapshot": self._open}
         found = super().ways(operation)
+        if self.payload.changing and operation in ("take", "durable"):
+            take = partial(self._take, durable=operation == "durable")
+            self.chains = {"snapshot, one base": Chain(take, 1), "snapshot, two bases": Chain(take, 2)}
+            found |= {row: chain.save for row, chain in self.chains.items()}
         if operation == "restore":
             found["snapshot, verify=False"] = partial(self.load, verify=False)
         if operation == "async" and self.on_device:

@@ -7,7 +7,7 @@ from html import escape
 
 from snapshot.bench.figure import Result, describe_device, describe_run, draw_case, find_bars
 from snapshot.bench.goodput import Goodput, goodput_title
-from snapshot.bench.tables import OPERATIONS, READING
+from snapshot.bench.tables import AGAINST_FULL, OPERATIONS, READING, compared_row
 from snapshot.durations import duration_text
 
 STYLE = """\
@@ -68,6 +68,8 @@ def _table_of(table: Result) -> Iterable[str]:
     ]
     names = ("", "min s", "median s", "max s", "GB/s", "x raw", "x raw med", "CPU s", "peak MiB")
     yield _html_table(names, rows)
+    if compared := table.get("against_full"):
+        yield _html_table(AGAINST_FULL, [compared_row(*each) for each in compared.items()])
     marked = (("left out", table["left_out"]), ("note", table["notes"]), ("failed", table["failed"]))
     for mark, notes in marked:
         yield from (f'<p class="note">{mark}: {escape(note)}</p>' for note in notes)

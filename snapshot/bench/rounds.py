@@ -15,9 +15,11 @@ from typing import Any
 from snapshot.bench.child import Task
 from snapshot.bench.competitors import SYSTEMS
 from snapshot.bench.tables import ResultTable, Row
-from snapshot.bench.workloads import Case
+from snapshot.bench.workloads import INCREMENTAL, Case
 from snapshot.bench.workspace import Workspace, available_device_memory, available_memory
 from snapshot.runtime.cleanup_signals import hold_signals
+from snapshot.save.shared_files import OLDEST
+from snapshot.text import counted
 
 LIBRARIES = 400 << 20
 """Memory of a child in addition to its payload."""
@@ -97,6 +99,8 @@ class Step:
     def room(self, scale: float) -> int:
         """Return the bytes of storage needed at once: all files for restores, and one save's files for saves."""
         files = len(self.systems) if self.operation in ("restore", "cold", "open") else 1
+        if self.case.name in INCREMENTAL:
+            files = 4  # the bases of both chains, and the save that is measured
         return int((self.case.nbytes(scale) * 1.05 + (1 << 20)) * files)
 
 
@@ -112,6 +116,11 @@ def measure(step: Step, where: Workspace, scale: float, rounds: int, device: str
     """Measure one operation of one case with all systems, in rounds."""
     case = step.case
     table = ResultTable(case.name, case.about, step.operation, left_out=list(step.left_out))
+    if case.name in INCREMENTAL:
+        table.notes.append(
+            f"means are of {counted(rounds, 'take')}; with one base, a file is linked at most {OLDEST} times in a row, "
+            "and the next take writes it again; with two bases, the newest two snapshots have two physical copies"
+        )
     groups = _groups(step.systems, case.nbytes(scale), device)
     if len(groups) > 1:
         table.notes.append("not enough memory: systems ran in groups, each with the raw baselines")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean, median
 from typing import Any
+
+from snapshot.bench.workloads import INCREMENTAL
 
 OPERATIONS = {
     "take": "save, not durable",
@@ -21,8 +23,12 @@ How to read this: each row ran in its own process, rows alternate within each ro
 of each is not counted. `x raw` is the fastest repetition over the fastest of any raw row in the table; `x raw med`
 is that ratio of medians. Raw rows move the same bytes and record no names and no digests. `CPU s` is the whole
 process's time, over all threads; `peak MiB` is the rise of its resident memory (mapped pages count, the page cache
-does not). For an asynchronous save both include the part in the background.
+does not). For an asynchronous save both include the part in the background. `x full` compares the times with
+those of a save without a base, by minimum, median and mean; `written` is the share of the state's bytes that is
+written.
 Compare rows of one table, never of two runs."""
+
+AGAINST_FULL = ("", "x full", "x full med", "x full mean", "written med", "written mean", "written most")
 
 
 @dataclass(slots=True)
@@ -36,12 +42,16 @@ class Row:
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     peak_extra_bytes: list[int | None] = field(default_factory=list)
+    written_bytes: list[int] = field(default_factory=list)
+    """Bytes of the data files that this library wrote."""
 
     def add(self, repetition: dict[str, Any]) -> None:
         """Add one repetition."""
         self.seconds.append(repetition["seconds"])
         self.cpu_seconds.append(repetition["cpu_seconds"])
         self.peak_extra_bytes.append(repetition["peak_extra_bytes"])
+        if repetition["written_bytes"] is not None:
+            self.written_bytes.append(repetition["written_bytes"])
 
     def peak(self) -> int | None:
         """Return the highest peak of all repetitions."""
@@ -69,6 +79,30 @@ class ResultTable:
         rows = [row.seconds for row in self.rows if row.kind == "raw" and row.seconds]
         return (min(map(min, rows)), min(map(median, rows))) if rows else None
 
+    def against_full(self) -> list[tuple[str, dict[str, float]]]:
+        """Return the rows of takes with bases, compared with takes without a base.
+
+        Times are relative to those of a full take, and written bytes to those of the state.
+        """
+        full = next((row for row in self.rows if row.name == "snapshot" and row.seconds), None)
+        if full is None or self.case not in INCREMENTAL:
+            return []
+        return [
+            (
+                row.name,
+                {
+                    "min": min(row.seconds) / min(full.seconds),
+                    "median": median(row.seconds) / median(full.seconds),
+                    "mean": mean(row.seconds) / mean(full.seconds),
+                    "written_median": median(row.written_bytes) / self.nbytes,
+                    "written_mean": mean(row.written_bytes) / self.nbytes,
+                    "written_most": max(row.written_bytes) / self.nbytes,
+                },
+            )
+            for row in self.rows
+            if row is not full and row.written_bytes
+        ]
+
     def as_json(self) -> dict[str, Any]:
         """Return the table for programs."""
         raw = self.raw()
@@ -80,6 +114,7 @@ class ResultTable:
             "tensors": self.tensors,
             "manifest_bytes": self.manifest_bytes,
             "rows": [_row_json(row, self.nbytes, raw) for row in self.rows if row.seconds],
+            "against_full": dict(self.against_full()),
             "left_out": self.left_out,
             "notes": self.notes,
             "failed": self.failed,
@@ -109,9 +144,18 @@ class ResultTable:
                         "?" if made["peak_extra_bytes"] is None else f"{made['peak_extra_bytes'] / 2**20:.0f}",
                     )
                 )
+        compared = [AGAINST_FULL, *(compared_row(*each) for each in self.against_full())]
         marked = (("left out", self.left_out), ("note", self.notes), ("FAILED", self.failed))
         notes = [f"  {mark}: {note}" for mark, found in marked for note in found]
-        return "\n".join([head, *(align_columns(lines) if len(lines) > 1 else ()), *notes])
+        tables = [line for each in (lines, compared) if len(each) > 1 for line in align_columns(each)]
+        return "\n".join([head, *tables, *notes])
+
+
+def compared_row(name: str, shares: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the cells of a row of `against_full`."""
+    times = (f"{shares[each]:.3f}" for each in ("min", "median", "mean"))
+    written = (f"{shares[each]:.2%}" for each in ("written_median", "written_mean", "written_most"))
+    return (name, *times, *written)
 
 
 def _row_json(row: Row, nbytes: int, raw: tuple[float, float] | None) -> dict[str, Any]:
@@ -128,6 +172,7 @@ def _row_json(row: Row, nbytes: int, raw: tuple[float, float] | None) -> dict[st
         "ratio_median": middle / raw[1] if raw else None,
         "cpu_seconds": median(row.cpu_seconds),
         "peak_extra_bytes": row.peak(),
+        "written_bytes": row.written_bytes,
     }
 
 

@@ -24,6 +24,8 @@ class Payload:
     """Modules, optimizers, or plain dicts of tensors, which each system wraps in its own kind of `StateDict`."""
     tensors: dict[str, torch.Tensor]
     """Every tensor under a unique name: for flat formats, and for the raw baselines."""
+    changing: tuple[torch.Tensor, ...] = ()
+    """The tensors that change between two takes. If there are any, takes with a base are measured, too."""
 
     def nested(self) -> dict[str, Any]:
         """Return the state dicts, for systems that accept those."""
@@ -45,6 +47,11 @@ class Payload:
         for tensor in self.tensors.values():
             hashed.update(tensor.detach().reshape(-1).cpu().numpy().data)
         return hashed.hexdigest()
+
+    def change(self) -> None:
+        """Change every element of the changing tensors in place, as a training step does."""
+        for tensor in self.changing:
+            tensor.detach().add_(1e-3 if tensor.is_floating_point() else 1)
 
     def wipe(self) -> None:
         """Set all tensors to zero in place, so that the state is lost but its pages stay resident."""
@@ -130,18 +137,27 @@ def _train(scale: float, device: torch.device = CPU) -> Payload:
         model = nn.ModuleDict(
             {"embedding": nn.Embedding(_count(VOCABULARY, math.sqrt(scale)), width), "encoder": encoder}
         )
+    return _trained(model, device)
+
+
+def _trained(model: nn.Module, device: torch.device) -> Payload:
+    """Return a model, created on the meta device, with random weights and AdamW's moments of those that are trained."""
     model.to_empty(device=device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
     generator = _generator()
     for parameter in model.parameters():
         parameter.data.copy_(torch.empty(parameter.shape).uniform_(-0.05, 0.05, generator=generator))
+    for parameter in trained:
         parameter.grad = parameter.data  # any gradient creates the moments; this one costs no memory
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     for index, moments in optimizer.state_dict()["state"].items():
         tensors |= {f"optim.{index}.{name}": value for name, value in moments.items()}
-    return Payload({"model": model, "optim": optimizer}, tensors)
+    frozen = {f"model.{name}" for name, value in model.named_parameters() if not value.requires_grad}
+    changing = tuple(value for name, value in tensors.items() if name not in frozen) if frozen else ()
+    return Payload({"model": model, "optim": optimizer}, tensors, changing)
 
 
 def _train_bytes(scale: float) -> int:
@@ -172,4 +188,49 @@ CASES = {
         ),
     )
 }
+LINEAR = 2048
+"""Width of a square layer: 16 MiB in float32."""
+
+
+def _lora(scale: float, device: torch.device = CPU) -> Payload:
+    with torch.device("meta"):
+        frozen = nn.ModuleList(nn.Linear(LINEAR, LINEAR, bias=False) for _ in range(_count(64, scale)))
+        down = nn.ModuleList(nn.Linear(LINEAR, 3, bias=False) for _ in frozen)
+        up = nn.ModuleList(nn.Linear(3, LINEAR, bias=False) for _ in frozen)
+    return _trained(nn.ModuleDict({"frozen": frozen.requires_grad_(False), "down": down, "up": up}), device)
+
+
+def _half(scale: float, device: torch.device = CPU) -> Payload:
+    with torch.device("meta"):  # a trained layer has two moments
+        frozen = nn.ModuleList(nn.Linear(LINEAR, LINEAR, bias=False) for _ in range(3 * _count(11, scale)))
+        trained = nn.ModuleList(nn.Linear(LINEAR, LINEAR, bias=False) for _ in range(_count(11, scale)))
+    return _trained(nn.ModuleDict({"frozen": frozen.requires_grad_(False), "trained": trained}), device)
+
+
+def _full(scale: float, device: torch.device = CPU) -> Payload:
+    made = _train(scale, device)
+    return Payload(made.app_state, made.tensors, tuple(made.tensors.values()))
+
+
+INCREMENTAL = {
+    case.name: case
+    for case in (
+        Case(
+            "lora",
+            "frozen layers of 16 MiB with trained adapters and their AdamW: 99 % of the bytes do not change",
+            lambda s: _count(64, s) * (LINEAR + 6 * 3) * LINEAR * 4,
+            _lora,
+            ("take", "durable"),
+        ),
+        Case(
+            "half",
+            "frozen layers, and as many bytes of trained ones with AdamW",
+            lambda s: _count(11, s) * 6 * LINEAR * LINEAR * 4,
+            _half,
+            ("take", "durable"),
+        ),
+        Case("full", "the state of `train`, where everything changes", _train_bytes, _full, ("take", "durable")),
+    )
+}
+"""States with tensors that change between two takes, for takes with a base."""
 DEFAULT = ("large", "small", "train")

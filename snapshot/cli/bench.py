@@ -20,13 +20,17 @@ from snapshot.bench.goodput import Goodput, compute_goodput, goodput_title
 from snapshot.bench.page import draw_page, goodput_row
 from snapshot.bench.rounds import Step, measure
 from snapshot.bench.tables import OPERATIONS, READING, align_columns
-from snapshot.bench.workloads import BULK, CASES, DEFAULT, Case
+from snapshot.bench.workloads import BULK, CASES, DEFAULT, INCREMENTAL, Case
 from snapshot.bench.workspace import Workspace, describe, find_devices, measure_device, place
 from snapshot.cli.arguments import Verbs, add_storage, handed_on, options_of, verb
 from snapshot.cli.screen import say
 from snapshot.cli.status import ExitStatus
 from snapshot.durations import parse_duration
 from snapshot.runtime.cleanup_signals import unwind_on_signals
+from snapshot.save.shared_files import OLDEST
+
+CYCLE = OLDEST + 1
+"""Takes with one base, until one of them writes again what the others share."""
 
 
 def add(verbs: Verbs) -> None:
@@ -41,6 +45,7 @@ def add(verbs: Verbs) -> None:
             ("bench /scratch --scale 0.1", "everything, with a tenth of the bytes"),
             ("bench s3://bucket/x --case large --only take,restore", "one case on an object store"),
             ("bench /scratch --device cuda", "the same bytes on an accelerator, compared with plain pinned copies"),
+            ("bench /scratch --incremental lora,full", "takes that share what did not change with earlier ones"),
             ("bench --report bench.html --goodput mtbf=3h", "a page with plots, and the training time lost per day"),
         ],
         run,
@@ -48,12 +53,20 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "url", nargs="?", default=".", metavar="URL", help="where to save (default: the current folder)"
     )
-    parser.add_argument(
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument(
         "--case",
         type=NameList("case", CASES),
         default=DEFAULT,
         metavar="LIST",
         help=f"all, or some of {', '.join(CASES)} (default: {','.join(DEFAULT)})",
+    )
+    chosen.add_argument(
+        "--incremental",
+        type=NameList("state", INCREMENTAL),
+        default=(),
+        metavar="LIST",
+        help=f"instead, takes that are based on earlier ones: all, or some of {', '.join(INCREMENTAL)}",
     )
     parser.add_argument(
         "--only",
@@ -77,7 +90,9 @@ def add(verbs: Verbs) -> None:
         help="device of the tensors, such as cuda, cuda:1 or xpu (default: cpu)",
     )
     parser.add_argument("--scale", type=positive, default=1.0, metavar="F", help="scale the bytes by F (default: 1)")
-    parser.add_argument("--rounds", type=count, default=5, metavar="N", help="measured repetitions (default: 5)")
+    parser.add_argument(
+        "--rounds", type=count, metavar="N", help=f"measured repetitions (default: 5; {CYCLE} with --incremental)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
     parser.add_argument(
         "--report",
@@ -98,6 +113,7 @@ def add(verbs: Verbs) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure the requested cases, and print the results."""
+    arguments.rounds = arguments.rounds or (CYCLE if arguments.incremental else 5)
     with handed_on(options_of(arguments)):
         return _run(arguments)
 
@@ -144,10 +160,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _steps(arguments: argparse.Namespace, where: Workspace, cold: bool) -> list[Step]:
     """Return the steps to measure. Without a device below the page cache, there are no cold reads."""
+    known = CASES | INCREMENTAL
     return [
-        _step(CASES[name], operation, arguments.peers, where)
-        for name in arguments.case
-        for operation in CASES[name].operations
+        _step(known[name], operation, arguments.peers, where)
+        for name in arguments.incremental or arguments.case
+        for operation in known[name].operations
         if operation in arguments.only and (cold or operation != "cold")
     ]
 
@@ -158,6 +175,8 @@ def _step(case: Case, operation: str, peers: tuple[str, ...], where: Workspace) 
         return Step(case, operation, ("snapshot",), ("raw baselines and peers: they need a file system",))
     if operation not in BULK:
         return Step(case, operation, ("json", "snapshot"), ())
+    if case.name in INCREMENTAL:
+        return Step(case, operation, ("raw", "snapshot"), ())
     systems, left_out = ["raw", "snapshot"], []
     for peer in peers:
         if not installed(peer):

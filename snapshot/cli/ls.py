@@ -13,6 +13,7 @@ from snapshot.cli.arguments import Verbs, add_json, add_storage, count, options_
 from snapshot.cli.listing import Fold, ListedItem, Total, by_key, folded, heaviest, items, shape_text
 from snapshot.cli.locate import explain_missing, snapshots_below, suggest, work_concurrently
 from snapshot.cli.screen import Column, ScreenTable, as_json, paint, printable, width, wrapped
+from snapshot.cli.sharing import SharedFiles, bytes_in_base, describe_sharing, shared_bytes
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.metadata import SnapshotMetadata
@@ -38,6 +39,7 @@ def add(verbs: Verbs) -> None:
             ("ls run/step-100 'model/**'", "a part of it"),
             ("ls run/step-100 --flat | grep bias", "a line for each object"),
             ("ls run/step-100 --du --depth 3", "sizes by name"),
+            ("ls run --du", "the bytes that each snapshot of a folder has alone, and shares with others"),
         ],
         run,
     )
@@ -48,7 +50,7 @@ def add(verbs: Verbs) -> None:
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--flat", action="store_true", help="a line for each object, with its full name")
     shape.add_argument("--tree", action="store_true", help="all objects, as a tree")
-    shape.add_argument("--du", action="store_true", help="sizes by name, largest first")
+    shape.add_argument("--du", action="store_true", help="sizes by name, largest first; of a folder: sizes by snapshot")
     parser.add_argument("--depth", type=count, metavar="N", help="number of name parts in --du and --tree")
     parser.add_argument("--all", action="store_true", help=f"show more than {FOLDED} lines for a key")
     add_json(parser)
@@ -120,6 +122,8 @@ def summary(metadata: SnapshotMetadata, found: Sequence[ListedItem]) -> dict[str
         "bytes": sum(item.nbytes for item in found),
         "files": len(metadata.files),
         "file_bytes": metadata.nbytes,
+        "shared_bytes": shared_bytes(metadata),
+        "bytes_in_base": bytes_in_base(metadata),
         "keys": {key: {"entries": total.entries, "bytes": total.nbytes} for key, total in totals.items()},
     }
 
@@ -131,6 +135,7 @@ def _totals(found: Sequence[ListedItem]) -> dict[str, Total]:
 def _head(name: str, metadata: SnapshotMetadata, found: Sequence[ListedItem]) -> str:
     held = f"{counted(len(metadata.files), 'file')} of {size_text(metadata.nbytes)}"
     parts = [entries_text(len(found)), f"{size_text(sum(item.nbytes for item in found))} in {held}"]
+    parts += describe_sharing(metadata)
     if metadata.world_size > 1:
         parts.append(f"{metadata.world_size} ranks")
     if metadata.format.startswith("snapshot/"):
@@ -265,8 +270,8 @@ def _root(arguments: argparse.Namespace, options: Mapping[str, Any]) -> ExitStat
         raise SnapshotNotFoundError(f"{url}: there is no snapshot here ({error})") from error
     if not names:
         raise SnapshotNotFoundError(f"{url}: there is no snapshot here")
-    if arguments.globs:
-        wanted = matcher(arguments.globs)
+    wanted = matcher(arguments.globs or ["**"])
+    if not arguments.du:
         names = [name for name in names if wanted(name)]
 
     def look(name: str) -> _Found:
@@ -276,18 +281,26 @@ def _root(arguments: argparse.Namespace, options: Mapping[str, Any]) -> ExitStat
             return _Found(name, None, str(error))
 
     found = work_concurrently(look, names)
+    shared = SharedFiles({each.name: each.metadata for each in found if each.metadata}) if arguments.du else None
+    found = [each for each in found if wanted(each.name)]
     if arguments.json:
-        print(as_json({"url": str(url), "snapshots": [_as_json(each) for each in found]}))
+        print(as_json({"url": str(url), "snapshots": [_as_json(each, shared) for each in found]} | _physical(shared)))
     else:
-        for line in _steps(found):
+        for line in _steps(found) if shared is None else _sizes(found, shared):
             print(line)
     return ExitStatus.FOUND if any(each.metadata is None for each in found) else ExitStatus.OK
 
 
-def _as_json(found: _Found) -> dict[str, Any]:
+def _physical(shared: SharedFiles | None) -> dict[str, Any]:
+    """Return the sizes of a folder, for programs."""
+    return {} if shared is None else {"bytes": shared.apparent(), "physical_bytes": shared.physical()}
+
+
+def _as_json(found: _Found, shared: SharedFiles | None) -> dict[str, Any]:
     if found.metadata is None:
         return {"name": found.name, "problem": found.problem}
     held = found.metadata
+    sizes = shared.sizes(found.name) if shared else None
     return {
         "name": found.name,
         "format": held.format,
@@ -296,7 +309,21 @@ def _as_json(found: _Found) -> dict[str, Any]:
         "bytes": held.nbytes,
         "world_size": held.world_size,
         "metadata": held.metadata,
-    }
+    } | ({"own_bytes": sizes.own, "shared_bytes": sizes.shared} if sizes else {})
+
+
+def _sizes(found: Sequence[_Found], shared: SharedFiles) -> Iterator[str]:
+    """Yield the sizes of each snapshot, and those of the whole folder."""
+    names = ("size", "only here", "shared")
+    table = ScreenTable([Column("name", shrinks=True, style="bold"), *(Column(each, right=True) for each in names)])
+    for each in found:
+        if each.metadata is None:
+            table.add(each.name, "cannot be read", "", "", style="red")
+            continue
+        sizes = shared.sizes(each.name)
+        table.add(each.name, *map(size_text, (sizes.nbytes, sizes.own, sizes.shared)))
+    yield from table.lines()
+    yield f"all snapshots of the folder: {size_text(shared.apparent())} in {size_text(shared.physical())} of storage"
 
 
 def _steps(found: Sequence[_Found]) -> Iterator[str]:

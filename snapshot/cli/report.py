@@ -15,6 +15,7 @@ from snapshot.cli.arguments import Verbs, add_storage, assignment, options_of, v
 from snapshot.cli.listing import ListedItem, Total, folded, items, shape_text
 from snapshot.cli.locate import open_all
 from snapshot.cli.screen import as_json, bar, printable, wrapped
+from snapshot.cli.sharing import base_url, bytes_in_base, shared_bytes, sharing
 from snapshot.cli.status import ExitStatus
 from snapshot.cli.timeline import events_in, timeline
 from snapshot.load.stored_ranges import stored_of
@@ -133,7 +134,11 @@ def picture(url: str, metadata: SnapshotMetadata, manifest: dict[str, Entry]) ->
             [name, total.nbytes, total.entries] for name, total in sorted(dtypes.items(), key=lambda x: -x[1].nbytes)
         ],
         "ranks": [[rank, ranks.get(rank, 0)] for rank in range(metadata.world_size)] if ranks else [],
+        "shared_bytes": shared_bytes(metadata),
+        "bytes_in_base": bytes_in_base(metadata),
+        "base": base_url(metadata),
         "files": sorted(metadata.files.items())[:MOST_ROWS],
+        "sharing": sharing(metadata),
         "digests": [with_digest, without],
         "rows": [
             [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from snapshot.cli.arguments import Verbs, add_json, add_storage, options_of, ver
 from snapshot.cli.locate import explain_missing
 from snapshot.cli.prune import add_careful, confirmed
 from snapshot.cli.screen import Column, ScreenTable, as_json, printable, wrapped
+from snapshot.cli.sharing import SharedFiles, read_below
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError
 from snapshot.formats.foreign import is_absence
@@ -60,6 +61,8 @@ class Target:
     files: int
     """Number of data files of a snapshot, as in every verb; the manifest is removed, too."""
     nbytes: int
+    frees: int
+    """Bytes that no other snapshot in the folder shares, once the targets before this one are removed."""
     error: str = ""
     """Why the removal failed."""
 
@@ -71,11 +74,13 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     for text in {str(URL.parse(text)).rstrip("/"): text for text in arguments.urls}.values():
         with explain_missing(text, options):
             targets.append(on_loop(_target(URL.parse(text), options, arguments)))
+    _find_shared(targets, options)
     if not arguments.json:
-        columns = [Column("what"), Column("files", right=True), Column("size", right=True), Column("url", shrinks=True)]
-        table = ScreenTable(columns)
+        numbers = (Column(each, right=True) for each in ("files", "size", "frees"))
+        table = ScreenTable([Column("what"), *numbers, Column("url", shrinks=True)])
         for target in targets:
-            table.add(target.what, f"{target.files:,}", size_text(target.nbytes), str(target.url))
+            sizes = size_text(target.nbytes), size_text(target.frees)
+            table.add(target.what, f"{target.files:,}", *sizes, str(target.url))
         print(table)
     if not arguments.dry_run:
         what = str(targets[0].url) if len(targets) == 1 else f"these {len(targets)}"
@@ -106,9 +111,26 @@ async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Name
             raise SnapshotError(f"{url}: pinned by a manager; use --pinned to remove it")
         await _expect_quiet(session, arguments.older_than)
         files = [path for path in await cleanup.list_save_files(storage) if path.endswith(DATA)]
-        return Target(url, "snapshot", len(files), await _size(session, files))
+        nbytes = await _size(session, files)
+        return Target(url, "snapshot", len(files), nbytes, nbytes)
     finally:
         await session.close()
+
+
+def _find_shared(targets: Sequence[Target], options: Mapping[str, Any]) -> None:
+    """Subtract from each snapshot's size the bytes that other snapshots in its folder keep."""
+    folders: dict[str, SharedFiles] = {}
+    for target in targets:
+        above, _, name = target.url.location.rstrip("/").rpartition("/")
+        if target.what != "snapshot" or not above:
+            continue
+        try:
+            if above not in folders:
+                folder = URL(target.url.scheme, above, target.url.query)
+                folders[above] = SharedFiles(read_below(folder, options))
+            target.frees -= folders[above].remove(name).shared
+        except (SnapshotError, KeyError):  # the folder cannot be listed, or the manifest cannot be read
+            continue
 
 
 async def _leftovers(session: Session, older_than: float) -> Target:
@@ -116,7 +138,8 @@ async def _leftovers(session: Session, older_than: float) -> Target:
     storage, url = session.storage, session.url
     files = await cleanup.find_leftovers(storage, older_than)
     if files:
-        return Target(url, "leftovers", len(files), await _size(session, files))
+        nbytes = await _size(session, files)
+        return Target(url, "leftovers", len(files), nbytes, nbytes)
     await _expect_quiet(session, older_than)
     if await is_foreign(session):
         raise SnapshotExistsError(f"{url}: written by another library, so it was not removed; remove it yourself")
@@ -159,9 +182,12 @@ def _tell(target: Target, arguments: argparse.Namespace) -> None:
     """Print the result for one target."""
     if arguments.json:
         made = {"url": str(target.url), "what": target.what, "files": target.files, "bytes": target.nbytes}
+        made["frees"] = target.frees
         made["removed"] = not (arguments.dry_run or target.error)
         print(as_json(made | ({"error": target.error} if target.error else {})))
     elif target.error:
         print(printable(f"snapshot: {target.url}: removal failed: {target.error}"), file=sys.stderr)
     elif not arguments.dry_run:
-        print(wrapped(printable(f"removed {target.url}: {counted(target.files, 'file')}, {size_text(target.nbytes)}")))
+        size = size_text(target.nbytes)
+        freed = "" if target.frees == target.nbytes else f"; {size_text(target.frees)} are freed"
+        print(wrapped(printable(f"removed {target.url}: {counted(target.files, 'file')}, {size}{freed}")))

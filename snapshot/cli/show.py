@@ -18,6 +18,7 @@ from snapshot.cli.listing import items, shape_text, value_text
 from snapshot.cli.locate import open_all
 from snapshot.cli.quiet import mute_torch_warnings
 from snapshot.cli.screen import as_json, bar, paint, printable, width, wrapped
+from snapshot.cli.sharing import base_url, is_in_base
 from snapshot.cli.statistics import ValueStatistics, countable, statistics
 from snapshot.cli.status import ExitStatus
 from snapshot.manifest import entries as e
@@ -83,6 +84,9 @@ def _run(arguments: argparse.Namespace) -> ExitStatus:
         if arguments.box is not None:
             raise ValueError(f"{path}: a container has no box; show an object in it")
         lines = _container(snapshot, path, entry, manifest, told)
+    elif is_in_base(snapshot.metadata, entry):
+        told["base"] = base_url(snapshot.metadata)
+        lines = ["left out of this snapshot; show it in the base"]
     elif isinstance(entry, (*e.TENSORS, e.NDArrayEntry, e.TensorPartsEntry)):
         lines = _tensor(snapshot, path, entry, told, arguments)
     else:

@@ -134,4 +134,5 @@ def _fields(report: VerifyReport) -> dict[str, Any]:
         "quick": report.quick,
         "faults": report.faults,
         "unverifiable": report.unverifiable,
+        "in_base": report.in_base,
     }

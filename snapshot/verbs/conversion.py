@@ -14,7 +14,6 @@ from snapshot.load.checksums import expect_archive_checksums
 from snapshot.load.open import expect_files, open_document
 from snapshot.load.stored_ranges import stored_in
 from snapshot.manifest.document import Document
-from snapshot.manifest.validate import find_locations
 from snapshot.options import expect_positive
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
@@ -22,6 +21,7 @@ from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.url import URL
 from snapshot.verbs.export import Export, Plan
+from snapshot.verbs.select import selected_locations
 from snapshot.verbs.to_snapshot import Selection, write_as_snapshot
 
 FORMATS = ("snapshot", "safetensors", "torch", "dcp")
@@ -55,7 +55,7 @@ def convert_checkpoint(
     source = Session(origin, options, budget=half)
     try:
         document = run(open_document(source))
-        run(expect_files(source, document, find_locations(document.manifest, document.files)))
+        run(expect_files(source, document, selected_locations(document, choice.select, choice.exclude)))
         if choice.verify:
             expect_archive_checksums(source, stored_in(document.manifest), document.files)
         if to == "snapshot":

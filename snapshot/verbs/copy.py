@@ -25,7 +25,6 @@ from snapshot.load.open import expect_files, load_parts, open_document, open_mai
 from snapshot.load.stored_ranges import TABLE, find_uncovered, requests_of, stored_in
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document, ManifestPart, PartEntry, encode
-from snapshot.manifest.validate import find_locations
 from snapshot.options import expect_positive
 from snapshot.progress import Meter
 from snapshot.reports import CopyReport
@@ -41,6 +40,7 @@ from snapshot.text import listed
 from snapshot.url import URL
 from snapshot.verbs.copy_foreign import copy_files
 from snapshot.verbs.copy_stream import CheckedRange, CopiedFile, copy_files_through, stat_files
+from snapshot.verbs.select import selected_locations
 from snapshot.verbs.to_snapshot import Selection, write_as_snapshot
 
 
@@ -110,7 +110,7 @@ def _copy_selection(
 ) -> CopyReport:
     """Copy a selection of a snapshot as a new snapshot, since files also contain other entries."""
     run(load_parts(source, document, list(document.parts)))
-    run(expect_files(source, document, find_locations(document.manifest, document.files)))
+    run(expect_files(source, document, selected_locations(document, choice.select, choice.exclude)))
     if choice.verify:
         expect_archive_checksums(source, stored_in(document.manifest), document.files)
     write_as_snapshot(
@@ -158,8 +158,9 @@ class _Copy:
         expect = await expect_at_path(self._target, overwrite=overwrite)
         parts = await read_parts(self._source, document.parts)
         names = [each.location for each in document.parts]
-        await expect_files(self._source, document, set(document.files))
-        files = await in_thread(self._files, parts, await stat_files(self._source.storage, document.files))
+        own = document.own_files
+        await expect_files(self._source, document, set(own))
+        files = await in_thread(self._files, parts, await stat_files(self._source.storage, own))
         nbytes = sum(file.size for file in files)
         for again in (False, True):
             exchange = solo_exchange("copy")
@@ -187,23 +188,23 @@ class _Copy:
 
     def _files(self, parts: Sequence[ManifestPart], held: Mapping[str, tuple[int, str | None]]) -> list[CopiedFile]:
         """Return the files, longest first, with the digests to compare."""
-        document = self._document
-        ranges: dict[str, list[CheckedRange]] = {location: [] for location in document.files}
+        document, own = self._document, self._document.own_files
+        ranges: dict[str, list[CheckedRange]] = {location: [] for location in own}
         if self._verify:
             faults: list[str] = []
             requests = requests_of([document.manifest, *(part.manifest for part in parts)], document.files, faults)
-            faults += find_uncovered(document.files, requests)
+            faults += find_uncovered(own, requests)
             if faults:
                 raise CorruptSnapshotError(
                     f"{self._source.url}: its manifest does not describe its files:{listed(faults)}", faults=faults
                 )
-            for location, file in document.files.items():
+            for location, file in own.items():
                 if file.header:
                     ranges[location].append(
                         CheckedRange(f"{location} (header)", 0, file.header, file.header_digest, True)
                     )
             for request in requests:
-                if request.begin < request.end:
+                if request.begin < request.end and request.location in own:
                     plain = getattr(request.stored, "serializer", "") == TABLE
                     ranges[request.location].append(
                         CheckedRange(request.name, request.begin, request.end, request.stored.digest, plain)
@@ -212,7 +213,7 @@ class _Copy:
             CopiedFile(
                 location, file.size, held[location][1], tuple(sorted(ranges[location], key=lambda each: each.begin))
             )
-            for location, file in sorted(document.files.items(), key=lambda item: (-item[1].size, item[0]))
+            for location, file in sorted(own.items(), key=lambda item: (-item[1].size, item[0]))
         ]
 
     async def _write(
@@ -220,7 +221,7 @@ class _Copy:
     ) -> None:
         """Claim, write, commit and clean up, as a take does. If a step fails, delete everything."""
         storage = self._target.storage
-        places = _new_paths(transaction.save_id, [*self._document.files, *parts])
+        places = _new_paths(transaction.save_id, [*self._document.own_files, *parts])
         names = [places[each.location] for each in files]
         async with transaction:
             await transaction.claim()
@@ -262,8 +263,14 @@ def _new_paths(save_id: str, locations: Sequence[str]) -> dict[str, str]:
 
 
 def _encode_moved(document: Document, save_id: str, places: Mapping[str, str], parts: list[PartEntry]) -> bytes:
-    """Return a copy of the manifest with other file names."""
-    files = {places[name]: file for name, file in document.files.items()}
+    """Return a copy of the manifest with other file names. The bytes of the copied files are its own.
+
+    What only the base has remains there.
+    """
+    files = {
+        places.get(name, name): msgspec.structs.replace(file, origin=None, age=0)
+        for name, file in document.files.items()
+    }
     _replace_paths(document.manifest, places)
     data = encode(msgspec.structs.replace(document, save_id=save_id, files=files, parts=parts))
     _replace_paths(document.manifest, {there: here for here, there in places.items()})

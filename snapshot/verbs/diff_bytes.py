@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from snapshot.aio import in_thread, shielded
+from snapshot.errors import SnapshotError
 from snapshot.load.open import expect_files
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
@@ -72,6 +73,7 @@ async def compare_pairs(a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryB
         entries = {pair.name: getattr(pair, of) for pair in pairs}
         for name, entry in entries.items():
             check_tensor(name, entry, side.document.files)
+            _expect_here(side, name, entry)
         await expect_files(side.session, side.document, find_locations(entries, side.document.files))
     meter.begin(2 * sum(pair.nbytes for pair in pairs))
     file = _file(pairs)
@@ -108,6 +110,16 @@ async def compare_pairs(a: Side, b: Side, pairs: Sequence[Pair], budget: MemoryB
     finally:
         await shielded(cancel_all(lanes))
     return here.bytes_read + there.bytes_read
+
+
+def _expect_here(side: Side, name: str, entry: e.AnyTensor) -> None:
+    """Raise if only the base of a snapshot has the bytes of a tensor that must be read."""
+    document = side.document
+    if document.base is not None and any(document.files[each.location].in_base for _, each in entry.pieces()):
+        raise SnapshotError(
+            f"{side.session.url}: {name} cannot be read: it was left out, and is in the base {document.base.url} "
+            f"(save id {document.base.save_id}); compare with the base instead, or leave {name} out"
+        )
 
 
 def _file(pairs: Sequence[Pair]) -> FilePlan:

@@ -136,6 +136,20 @@ def expect_matches(document: Document, select: Sequence[str], exclude: Sequence[
         raise RestoreError(f"the glob {missing[0]!r} matches nothing in the checkpoint", missing)
 
 
+def selected_locations(document: Document, select: Sequence[str], exclude: Sequence[str]) -> set[str]:
+    """Return the files to check before a selection is read: all of the snapshot, and the needed ones of its base."""
+    found = find_locations(document.manifest, document.files)
+    if document.base is None:
+        return found
+    wanted, unwanted = matcher(select or ["**"]), matcher(exclude)
+    chosen = {
+        path: entry
+        for path, entry in document.manifest.items()
+        if wanted(path.partition("/")[2]) and not unwanted(path.partition("/")[2])
+    }
+    return (found & document.own_files.keys()) | find_locations(chosen, document.files)
+
+
 def seen_by_rank(document: Document, select: Sequence[str], exclude: Sequence[str], rename: Rename | None) -> RankView:
     """Return rank 0's view of a checkpoint, with all sharded and shared entries.
 

@@ -122,12 +122,13 @@ class Verification:
         """Verify everything, or with `quick` only the presence and sizes of files."""
         began = time.perf_counter()
         session, document = self._session, self._document
-        missing = await missing_files(session, document, set(document.files), errno.EIO)
+        own = document.own_files
+        missing = await missing_files(session, document, set(own), errno.EIO)
         self.faults += _held_by(missing, document.manifest)
         bare: dict[str, list[Place]] = {}
         requests = requests_of([document.manifest], document.files, self.faults, bare)
-        self.faults += find_uncovered(document.files, requests) + await in_thread(_tree_faults, document)
-        requests = [request for request in requests if request.location not in missing]
+        self.faults += find_uncovered(own, requests) + await in_thread(_tree_faults, document)
+        requests = [request for request in requests if request.location in own and request.location not in missing]
         sums = zip_checksums.find_archives((request.stored for request in requests), document.files)
         before = 0
         if not quick:
@@ -147,8 +148,9 @@ class Verification:
             tuple(dict.fromkeys(self.faults)),
             unverifiable,
             quick,
-            len(document.files.keys() - {INLINE}),
+            len(own.keys() - {INLINE}),
             before,
+            _count_in_base(document),
         )
 
     def everything(
@@ -156,7 +158,7 @@ class Verification:
     ) -> Stretch:
         """Return all ranges to read: those of `requests`, and the headers of files."""
         plain = []
-        for location, file in self._document.files.items():
+        for location, file in self._document.own_files.items():
             if file.header and location not in missing:
                 held = e.ObjectEntry(location, (0, file.header), TABLE, "", file.header_digest)
                 plain.append(ReadRequest("", held, location, 0, file.header))
@@ -267,6 +269,12 @@ class Verification:
             return _damage_text(error)
         self._without |= without
         return found
+
+
+def _count_in_base(document: Document) -> int:
+    """Return the number of entries whose bytes, or a part of them, only the base has."""
+    held = document.files.keys() - document.own_files.keys()
+    return sum(any(each.location in held for each in stored_of(entry)) for entry in document.manifest.values() if held)
 
 
 def _held_by(missing: Mapping[str, str], manifest: Mapping[str, Any]) -> list[str]:

@@ -97,6 +97,44 @@ def test_a_storage_that_is_no_file_system_has_no_raw_baselines(tmp_path: Path, b
 
 
 @pytest.mark.bench
+@pytest.mark.parametrize(("state", "least", "most"), [("lora", 0.001, 0.02), ("half", 0.45, 0.55), ("full", 1.0, 1.1)])
+def test_takes_with_bases_are_compared_with_full_ones(
+    tmp_path: Path, bench: Callable[..., str], state: str, least: float, most: float
+) -> None:
+    options = ["--incremental", state, "--scale", "0.02", "--only", "take", "--rounds", "2"]
+    (table,) = json.loads(bench(*options, "--json"))["tables"]
+    assert table["failed"] == []
+    rows = {row["name"]: row["written_bytes"] for row in table["rows"] if row["kind"] == "ours"}
+    assert list(rows) == ["snapshot", "snapshot, one base", "snapshot, two bases"]
+    assert all(nbytes >= table["bytes"] for nbytes in rows.pop("snapshot"))
+    assert set(table["against_full"]) == set(rows)
+    for name, written in rows.items():
+        assert all(least < nbytes / table["bytes"] < most for nbytes in written), name
+        compared = table["against_full"][name]
+        assert compared["written_mean"] == sum(written) / 2 / table["bytes"]
+        assert compared["written_most"] == max(written) / table["bytes"]
+        assert min(compared[each] for each in ("min", "median", "mean")) > 0
+    assert "means are of 2 takes; with one base, a file is linked at most 8 times in a row" in table["notes"][0]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.bench
+def test_a_whole_cycle_of_takes_with_one_base_has_one_that_writes_everything(
+    tmp_path: Path, bench: Callable[..., str]
+) -> None:
+    shown = bench(
+        "--incremental", "lora", "--scale", "0.02", "--only", "take", "--report", "r.json", "--report", "r.html"
+    )
+    assert "9 rounds at scale 0.02" in shown
+    assert "written mean" in shown
+    (table,) = json.loads((tmp_path / "r.json").read_text())["tables"]
+    written = {row["name"]: [each / table["bytes"] > 0.9 for each in row["written_bytes"]] for row in table["rows"]}
+    assert "<th>written mean</th>" in (tmp_path / "r.html").read_text()
+    assert sum(written["snapshot, one base"]) == 1
+    assert sum(written["snapshot, two bases"]) == 0
+
+
+@pytest.mark.bench
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interruption_leaves_neither_files_nor_processes(
     tmp_path: Path, warm: Warm, number: int, status: int
@@ -121,6 +159,9 @@ def test_an_interruption_leaves_neither_files_nor_processes(
         (["--peers", "pickle"], "unknown peer 'pickle'"),
         (["--device", "toaster"], "argument --device: must be one of cpu"),
         (["--device", "cpu:0"], ", got 'cpu:0'"),
+        (["--incremental", "some"], "unknown state 'some'"),
+        (["--incremental", "lora", "--case", "large"], "not allowed with argument"),
+        (["--incremental", "lora", "--only", "restore"], "nothing to measure"),
         (["--scale", "0"], "must be above 0, got 0"),
         (["--rounds", "-1"], "must be above 0, got -1"),
         (["--scale", "1e9"], "free; pass a smaller --scale"),

@@ -71,16 +71,16 @@ def runs(command):
     return command.startswith("snapshot ") and not set(">|&$") & set(command)
 
 
-def printed(command, folder):
-    """What a command prints in a folder, as a page shows it, and its exit status."""
+def printed(command, folder, made):
+    """What a command prints in a folder, as a page shows it, and its exit status. Manifests name the folder `made`."""
     folder = Path(folder).resolve()
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         words = shlex.split(command)[1:]
         status = main([name for word in words for name in (sorted(glob.glob(word)) or [word])])
     out.seek(0)
-    lines = [line.rstrip() for line in out.read().replace(str(folder), HOME).split("\n")[:-1]]
-    return lines, status
+    text = out.read().replace(str(folder), HOME).replace(str(Path(made).resolve()), HOME)
+    return [line.rstrip() for line in text.split("\n")[:-1]], status
 
 
 def expect(command, marked, told, status):
@@ -112,7 +112,7 @@ def replayed(page, made):
         def replay(block):
             if block[2]:
                 verb, _, rest = block[2].partition(" ")
-                flip(Path(folder) / rest) if verb == "flip" else expect(rest, 0, *printed(rest, folder))
+                flip(Path(folder) / rest) if verb == "flip" else expect(rest, 0, *printed(rest, folder, made))
                 return block[0]
             lines = []
             found = commands(block[1])
@@ -120,7 +120,7 @@ def replayed(page, made):
                 lines.append(f"$ {command}")
                 if runs(command):
                     marked = int(status[0]) if following == STATUS else 0
-                    lines += expect(command, marked, *printed(command, folder))
+                    lines += expect(command, marked, *printed(command, folder, made))
                 else:
                     lines += shown
             return "```console\n" + "\n".join(lines) + "\n```"

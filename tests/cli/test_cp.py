@@ -7,8 +7,8 @@ import torch
 
 from snapshot import Snapshot, StateDict
 from snapshot.cli import main
+from snapshot.storage_options import select_server
 from snapshot.testing import faulty
-from snapshot.verbs import copy
 from tests.helpers.warm_interpreter import Failed
 
 
@@ -92,9 +92,9 @@ KEYS = {"part_bytes": "8MiB", "timeout": 3, "concurrency": 2, "account_key": "x"
 
 
 def test_how_a_storage_is_used_makes_no_other_place_of_it(taken, tmp_path):
-    assert copy._server_options(KEYS) == copy._server_options(None) == {}
+    assert select_server(KEYS) == select_server(None) == {}
     for other in ({"endpoint_url": "http://a"}, {"client_kwargs": {"endpoint_url": "http://a"}}, {"profile": "x"}):
-        assert copy._server_options({**KEYS, **other}) not in ({}, copy._server_options({"account_name": "x"}))
+        assert select_server({**KEYS, **other}) not in ({}, select_server({"account_name": "x"}))
     taken.copy("memory://cp/apart", overwrite=True)
     for target, said in (
         ("memory://cp/apart", "destination is the source"),

@@ -105,7 +105,7 @@ def test_a_sequence_loses_and_gains_nothing_by_a_new_name(tmp_path, rename):
 class Plain(MemoryStorage):
     """Cannot rename, as object stores cannot."""
 
-    capabilities = Capabilities(durable=False, shares="link", guarded_commit=True)
+    capabilities = Capabilities(durable=False, shares="copy", guarded_commit=True)
 
 
 @pytest.fixture
