@@ -60,7 +60,7 @@ class Snapshot(Checkpoint):
     """
 
     report: TakeReport | None = None
-    """What the take wrote and shared on this rank, if this object was returned by a take."""
+    """The bytes that the take wrote and shared on this rank, if a take returned this object."""
 
     # Save
 
@@ -113,8 +113,8 @@ class Snapshot(Checkpoint):
             timeout: Seconds without a heartbeat after which another rank counts as dead.
             plan: A plan that `Snapshot.plan` returned for the same structure.
             base: An earlier snapshot. Its files whose tensors are unchanged are shared instead of written, if the
-                storage can. Each snapshot remains complete: any of them can be deleted or copied. Of a list of two,
-                the newest first, so much is shared that the newest two snapshots have two physical copies. See
+                storage can. Each snapshot remains complete: any of them can be deleted or copied. With a list of two
+                bases, the newest first, the newest two snapshots always have separate physical copies. See
                 docs/incremental.md.
             only: `"trainable"`: leave out frozen parameters (`requires_grad=False`) that are bit-equal in `base`. A
                 restore compares them with the live tensors, or reads them from the base.

@@ -56,7 +56,7 @@ class ReadPlan:
         """True if a value needs such shards."""
         self.requests: list[ReadRequest] = []
         self.left_out: list[LeftOut] = []
-        """What is only in the snapshot's base."""
+        """Ranges that only the snapshot's base has."""
         self.objects: list[ReadRequest] = []
         """Requests for objects' bytes, which are read first: an object may be refused."""
         self.values: dict[str, Any] = {}
@@ -68,7 +68,7 @@ class ReadPlan:
         self.targets: list[tuple[str, torch.Tensor, tuple[str, int]]] = []
         """Live tensors that are filled through a slot, with their source."""
         self._whole: dict[str, bytearray | SavedFile] = {}
-        """Files whose pickles are run: first their bytes, then their contents."""
+        """Files whose pickles are run: their bytes, then their contents."""
         self._boxes: dict[tuple[Any, ...], torch.Tensor] = {}
         self._filled: dict[tuple[str, int], tuple[Any, torch.Tensor]] = {}
         self._claimed: dict[tuple[str, tuple[int, int]], tuple[Any, ...]] = {}
@@ -82,10 +82,7 @@ class ReadPlan:
     def new(
         self, path: str, entry: Entry, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> None:
-        """Create a new value for an entry, with the saved dtype or another one.
-
-        Entries that share their bytes (tied weights) share the tensor.
-        """
+        """Create a new value for an entry, with the saved dtype or another one. Tied weights share the tensor."""
         if isinstance(entry, Scalar):
             self.values[path] = entry.value()
         elif isinstance(entry, e.TENSORS):

@@ -47,8 +47,8 @@ class SnapshotManager:
     Args:
         root: A URL, or a path of the file system.
         keep: Policy of the snapshots to keep, such as `KeepLatest(3) | KeepBest("loss", 2)`. None keeps all.
-        every: When `should_take` returns True: after a number of steps (an int), after a time (a `timedelta`, or
-            `"10m"`), or whenever no take is running (`"continuous"`).
+        every: When `should_take` returns True: after some steps (an int) or a time (`timedelta`, `"10m"`), or
+            whenever no take is running (`"continuous"`).
         incremental: Share files whose tensors are unchanged with earlier steps, so that two physical copies remain.
         pg: Process group of the participating ranks.
         storage_options: Options for the storage plugin.
@@ -211,9 +211,8 @@ class SnapshotManager:
         self._measured.at_step(number)
         if not begun.known:
             self._pendings.moved_on()
-        if self._incremental:
-            given = {"base": choose_base(self._root, self._keep, begun.bases), **given}
-        return noted, number, before if begun.known else None, given
+        based = {"base": choose_base(self._root, self._keep, begun.bases)} if self._incremental else {}
+        return noted, number, before if begun.known else None, {**based, **given}
 
     def _took(self, step: int, began: float) -> None:
         self._cadence.began(step)

@@ -52,7 +52,7 @@ class Comparison:
         self.read: list[tuple[int, str]] = []
         """The begin of each block that was read from the disk, and its digest."""
         self.faults: list[str] = []
-        """What is wrong with the file on the disk."""
+        """The differences between the file on the disk and the live tensors."""
         self.digests = [""] * len(plan.extents)
         self.tables: dict[int, bytes] = {}
         self.slices = list(self._cut(tables))
@@ -154,7 +154,9 @@ class FileSharing:
             if held.entry.in_base or held.entry.size < WORTH_SHARING:
                 continue
             if self._is_linked() and not self._two_copies and held.entry.age >= OLDEST:
-                self._made.notes.append(f"{held.location} of {base}: written anew, after {OLDEST} takes that shared it")
+                self._made.notes.append(
+                    f"{held.location} of {base}: written again, after {OLDEST} takes that shared it"
+                )
                 continue
             yield held
 
@@ -203,7 +205,7 @@ class FileSharing:
         for extent, digest in zip(match.plan.extents, match.digests, strict=True):
             held = newest.get(name_extent(self._leaves[extent.leaf], extent))
             if held is None or held[0] != digest or held[1] == match.held.origin:
-                self._note(match.held, "written anew, so that the newest snapshots have two physical copies")
+                self._note(match.held, "written again, so that the newest snapshots have two physical copies")
                 return False
         return True
 
@@ -264,8 +266,8 @@ class FileSharing:
 
     def _report_rot(self, held: BaseFile, faults: Sequence[str]) -> None:
         place = str(held.base.session.url.join(held.location))
-        self._note(held, f"damaged, so its tensors are written anew: {'; '.join(faults[:3])}")
-        log.error("%s: damaged; its tensors are written anew from memory:%s", place, listed(faults, 10))
+        self._note(held, f"damaged, so its tensors are written again: {'; '.join(faults[:3])}")
+        log.error("%s: damaged; its tensors are written again from memory:%s", place, listed(faults, 10))
         emit("rotten", self._opening.meter.verb, str(self._session.url), file=place, faults=list(faults))
 
     def _note(self, held: BaseFile, what: str) -> None:

@@ -109,7 +109,7 @@ class Take:
 
     @property
     def report(self) -> TakeReport:
-        """What this rank writes, and what it shares."""
+        """A report of the bytes that this rank writes and shares."""
         made = self.unchanged
         omitted = sum(stored.nbytes for _, stored in made.omitted)
         return TakeReport(self.plan.total_bytes, made.nbytes, len(made.files), omitted, tuple(made.notes))

@@ -298,7 +298,7 @@ def test_a_rotten_base_is_found_within_sixteen_takes_and_written_anew(tmp_path):
         remove_handler(handler)
     assert found, "the rot must be found"
     assert number <= 3 + 2 * shared_files.CHECKED
-    assert any("written anew" in note for note in made.report.notes)
+    assert any("written again" in note for note in made.report.notes)
     assert not inodes(path) & {frozen.stat().st_ino}
     expect_whole(path, run.values())
 
