@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest
     from snapshot.manager.signals import ignore_stop_signals
     from snapshot.progress import Progress
-    from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, VerifyReport
+    from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, TakeReport, VerifyReport
     from snapshot.runtime.arena import release_memory
     from snapshot.saved import SavedObject
     from snapshot.snapshot import PendingSnapshot, Snapshot
@@ -48,6 +48,7 @@ __all__ = [
     "SavedObject",
     "ModelState",
     "RestoreReport",
+    "TakeReport",
     "VerifyReport",
     "ConvertReport",
     "CopyReport",
@@ -99,6 +100,7 @@ _MODULES = {
         "CopyReport",
         "Diff",
         "RestoreReport",
+        "TakeReport",
         "VerifyReport",
     ),
     "snapshot.progress": ("Progress",),

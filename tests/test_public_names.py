@@ -24,6 +24,7 @@ NAMES = [
     "SavedObject",
     "ModelState",
     "RestoreReport",
+    "TakeReport",
     "VerifyReport",
     "ConvertReport",
     "CopyReport",
