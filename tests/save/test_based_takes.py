@@ -15,6 +15,7 @@ from snapshot import Snapshot, SnapshotExistsError, StateDict
 from snapshot.events import add_handler, remove_handler
 from snapshot.save import shared_files
 from snapshot.testing import Log, tapped
+from tests.helpers.wrapper_tensors import quantised
 
 WIDTH = 256
 
@@ -401,3 +402,20 @@ def test_wrong_arguments_are_refused(tmp_path):
     with pytest.raises(TypeError, match="base must be a path, a URL or a Snapshot"):
         Snapshot.take(tmp_path / "a", run.state, base=3)
     assert not (tmp_path / "a").exists()
+
+
+def test_frozen_parameters_of_every_kind_can_be_taken(tmp_path):
+    """Sparse ones have no address; those of wrapper tensors are in their inner tensors."""
+    model = nn.Module()
+    model.sparse = nn.Parameter(torch.eye(400).to_sparse(), requires_grad=False)
+    model.wrapped = nn.Parameter(quantised(rows=20_000, block=1000), requires_grad=False)
+    model.plain = nn.Parameter(torch.randn(300, 300), requires_grad=False)
+    model.trained = nn.Parameter(torch.randn(300, 300))
+    base = Snapshot.take(tmp_path / "a", {"m": model})
+    model.trained.data += 1
+    made = Snapshot.take(tmp_path / "b", {"m": model}, base=base)
+    assert made.report.shared_bytes > model.plain.nbytes + 300_000
+    assert made.verify()
+    left_out = Snapshot.take(tmp_path / "c", {"m": model}, base=base, only="trainable")
+    assert left_out.report.omitted_bytes >= model.plain.nbytes + 300_000
+    left_out.restore({"m": model})
