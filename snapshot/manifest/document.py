@@ -152,6 +152,8 @@ def decode_document(data: bytes, where: object) -> Document:
             raise CorruptSnapshotError(f"{where}: {location} must be in the base if, and only if, it has its save id")
         if bool(file.header) != bool(file.header_digest):
             raise CorruptSnapshotError(f"{where}: {location} must have a digest of its header, and only of a header")
+    if document.base is not None and document.base.save_id == document.save_id:
+        raise CorruptSnapshotError(f"{where}: a snapshot must not be its own base")
     if document.world_size < 1:
         raise CorruptSnapshotError(f"{where}: world size must be at least 1, got {document.world_size}")
     return document

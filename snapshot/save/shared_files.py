@@ -33,6 +33,8 @@ CHECKED = 16
 OLDEST = 8
 """Maximum number of takes in a row that share a file of a single base. The next take writes an independent copy."""
 PART = 4 << 20
+IN_FLIGHT = 3
+"""Reads of one file at once."""
 SLICE = 64 << 20
 """Bytes that one thread compares in a row."""
 AT_ONCE = 8
@@ -226,17 +228,20 @@ class FileSharing:
             if not (self._is_linked() or self._read_all):  # the server copies, and checks what it copies
                 return
             await storage.drop_caches([held.location])
-            for run in _runs_of(blocks):
-                if compared.equal:
-                    compared.read += await self._read_back(held, run)
+            read = partial(self._read_back, compared)
+            for found in await gather_limited(list(_runs_of(blocks)), read, IN_FLIGHT):
+                compared.read += found
         except StorageNotFoundError as error:
             compared.equal = False
             self._note(held, f"cannot be shared: {error}")
         except (CorruptSnapshotError, StorageError) as error:
             compared.faults.append(str(error))
 
-    async def _read_back(self, held: BaseFile, blocks: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
-        """Return the begin of each block, and the digest of its bytes on the disk."""
+    async def _read_back(self, compared: Comparison, blocks: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
+        """Return the begin of each block, and the digest of its bytes on the disk; [] if the file differs anyway."""
+        if not compared.equal:
+            return []
+        held = compared.held
         begin, nbytes = blocks[0][0], blocks[-1][1] - blocks[0][0]
         budget = self._session.budget
         await budget.acquire(arena_bytes(nbytes))
