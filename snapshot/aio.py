@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -60,11 +60,25 @@ async def shielded(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def gather_limited(items: Iterable[A], work: Callable[[A], Awaitable[T]], limit: int = 16) -> list[T]:
-    """Process items concurrently, at most `limit` at a time. Return the results in order."""
+    """Process items concurrently, at most `limit` at a time. Return the results in order.
+
+    After an error, the others are cancelled. When it is raised, none of them runs any more.
+    """
     free = asyncio.Semaphore(limit)
 
     async def one(item: A) -> T:
         async with free:
             return await work(item)
 
-    return await asyncio.gather(*map(one, items))
+    tasks = [asyncio.ensure_future(one(item)) for item in items]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await shielded(_await_all(tasks))
+        raise
+
+
+async def _await_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)

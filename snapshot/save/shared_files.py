@@ -6,9 +6,9 @@ header names the same tensors in all snapshots.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -71,14 +71,15 @@ class Comparison:
                 first = last
 
     def places(self) -> Iterator[tuple[int, int]]:
-        """Yield begin and end of each block."""
+        """Yield begin and end of the header, and of each block."""
+        yield 0, len(self.plan.header)
         for extent in self.plan.extents:
             for begin in range(extent.begin, extent.end, BLOCK):
                 yield begin, min(begin + BLOCK, extent.end)
 
     def live(self) -> dict[int, str]:
-        """Return the digest of the live bytes of each block, by its begin."""
-        found: dict[int, str] = {}
+        """Return the digest of the header, and of the live bytes of each block, by its begin."""
+        found = {0: digest_range(self.plan.header)}
         for index, extent in enumerate(self.plan.extents):
             table = self.tables.get(index)
             if table is None:
@@ -141,10 +142,9 @@ class FileSharing:
         slices = [each for comparison in comparisons for each in comparison.slices]
         await in_thread(self._stager.digest_ahead, [each.plan for each in slices], self._session.budget)
         lanes = self._session.settings.lane_count()
-        await asyncio.gather(  # the disk is read meanwhile
-            gather_limited(slices, partial(in_thread, self._compare_slice), lanes),
-            gather_limited(comparisons, self._read_turn, lanes),
-        )
+        compare = partial(gather_limited, slices, partial(in_thread, self._compare_slice), lanes)
+        read = partial(gather_limited, comparisons, self._read_turn, lanes)
+        await gather_limited((compare, read), lambda each: each())  # the disk is read meanwhile
         matches = self._whole_leaves([each for each in comparisons if each.equal])
         await self._share(self._whole_leaves([each for each in matches if self._may_share(each)]))
         self._made.leave_out(self._leaves, left_out | _leaves_of(each.file for each in self._made.files))
@@ -156,9 +156,7 @@ class FileSharing:
             if held.entry.in_base or held.entry.size < WORTH_SHARING:
                 continue
             if self._is_linked() and not self._two_copies and held.entry.age >= OLDEST:
-                self._made.notes.append(
-                    f"{held.location} of {base}: written again, after {OLDEST} takes that shared it"
-                )
+                self._note(held, f"written again, after {OLDEST} takes that shared it")
                 continue
             yield held
 
@@ -296,7 +294,7 @@ class FileSharing:
             if any(match is each for each in kept):
                 self._made.files.append(WrittenFile(match.plan, name, match.digests, match.tables, match.held))
             elif any(match is each for each in shared):
-                await self._session.storage.delete([name])
+                await self._delete(name)
         if kept:
             nbytes = self._made.nbytes
             emit("shared", self._opening.meter.verb, str(self._session.url), files=len(kept), bytes=nbytes)
@@ -311,9 +309,14 @@ class FileSharing:
                 raise StorageError(f"{storage.url.join(name)}: must have {held.entry.size:,} bytes, got {size:,}")
         except SnapshotError as error:
             self._note(held, f"cannot be shared, so its tensors are written: {error}")
-            await storage.delete([name])
+            await self._delete(name)
             return False
         return True
+
+    async def _delete(self, name: str) -> None:
+        """Delete a name that is not used, if possible: it only costs space."""
+        with suppress(SnapshotError):
+            await self._session.storage.delete([name])
 
 
 def _leaves_of(plans: Iterable[FilePlan]) -> set[int]:

@@ -68,7 +68,7 @@ def _open_bases(opening: TakeOpening, options: TakeOptions, notes: list[str], op
     """Open the bases. One that is not a snapshot of as many ranks is left out, with a note."""
     session, exchange = opening.session, opening.exchange
     bases: list[Base] = []
-    for source in options.bases:
+    for source in options.bases[:2]:
         url, theirs = locate_source(source, options.storage_options)
         same = url.scheme == session.url.scheme and select_server(theirs) == select_server(options.storage_options)
         place = Session(url, theirs)
