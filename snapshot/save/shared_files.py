@@ -28,8 +28,8 @@ from snapshot.save.writer import WrittenFile
 from snapshot.tensors.digest import BLOCK, SIZE, digest_range, digest_table
 from snapshot.text import counted, listed, size_text
 
-CHECKED = 16
-"""Each take reads one of this many parts of the shared bytes from the disk. So 16 takes read all of them."""
+CHECKED = 32
+"""Each take reads one of this many parts of the shared bytes from the disk. So 32 takes read all of them."""
 OLDEST = 8
 """Maximum number of takes in a row that share a file of a single base. The next take writes an independent copy."""
 PART = 4 << 20

@@ -273,7 +273,7 @@ def test_with_two_bases_two_physical_copies_remain(tmp_path):
         assert not inodes(tmp_path / str(before)) & inodes(tmp_path / str(after))
 
 
-def test_a_rotten_base_is_found_within_sixteen_takes_and_written_anew(tmp_path):
+def test_a_rotten_base_is_found_within_its_turns_and_written_anew(tmp_path):
     run = Run()
     found = []
     handler = lambda event: found.append(event) if event.name == "rotten" else None  # noqa: E731
@@ -282,7 +282,7 @@ def test_a_rotten_base_is_found_within_sixteen_takes_and_written_anew(tmp_path):
     (frozen,) = (each for each in files(tmp_path / "a").values() if each.stat().st_size > 1 << 20)
     add_handler(handler)
     try:
-        for number in range(40):
+        for number in range(2 * shared_files.CHECKED + 6):
             if number == 3:
                 frozen.chmod(0o644)
                 with frozen.open("r+b") as file:
