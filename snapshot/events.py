@@ -20,8 +20,8 @@ class Event:
     Its name is `start`, `staged`, `committed`, `restored`, `verified`, `deleted`, `converted`, `copied`, `compared`,
     `failed` or `cleaned`. A manager also sends `pruned`, `fell_back` and `stopping`.
 
-    A take with a `base` sends `shared` with the number of `files` and their `bytes`, and `rotten` with a damaged `file` of
-    the base and its `faults`.
+    A take with a `base` sends `shared` with the number of `files` and their `bytes`, and `rotten` with a damaged
+    `file` of the base and its `faults`.
 
     A `retry` event has a request as its verb and a file as its path, with `attempt`, `error` and `pause` (in seconds).
     A `swept` event has the number of `uploads` that were dropped.

@@ -124,6 +124,8 @@ class TakeReport:
     shared_files: int = 0
     omitted_bytes: int = 0
     """Bytes of the frozen parameters that only the base has."""
+    base: str = ""
+    """The save id of the snapshot that has them."""
     notes: tuple[str, ...] = ()
     """A line for each base or file that could not be used, or was damaged."""
 

@@ -39,6 +39,11 @@ class PendingSnapshot(PendingTake["Snapshot"]):
     At interpreter exit, a pending take is finished even without `wait()`, and its failure is logged.
     """
 
+    @property
+    def report(self) -> TakeReport | None:
+        """The bytes that the take writes and shares on this rank."""
+        return self._snapshot.report
+
 
 class Snapshot(Checkpoint):
     """A reference to a snapshot, which need not exist yet.

@@ -48,7 +48,7 @@ def _share(source: URL, url: URL, full: str, token: str | None, folders: Folders
             if file_token(os.fstat(origin)) != file_token(before) or os.fstat(made).st_size != before.st_size:
                 raise StorageConflictError(f"{source}: changed while it was shared")
             with contextlib.suppress(OSError):  # only the owner may
-                os.fchmod(made, stat.S_IMODE(before.st_mode) & 0o555)
+                os.fchmod(made, stat.S_IMODE(before.st_mode & os.fstat(made).st_mode) & 0o555)
             if durable:  # the source may have been written without
                 os.fsync(made)
         except BaseException:

@@ -46,6 +46,7 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("urls", nargs="+", metavar="URL", help="a snapshot, or the folder of an interrupted take")
     parser.add_argument("--pinned", action="store_true", help="also remove pinned snapshots")
+    parser.add_argument("--bases", action="store_true", help="also remove snapshots that others need")
     add_careful(parser)
     add_json(parser, "print one line of JSON for each URL")
     add_storage(parser)
@@ -74,7 +75,9 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     for text in {str(URL.parse(text)).rstrip("/"): text for text in arguments.urls}.values():
         with explain_missing(text, options):
             targets.append(on_loop(_target(URL.parse(text), options, arguments)))
-    _find_shared(targets, options)
+    needed = _find_shared(targets, options)
+    if needed and not arguments.bases:
+        raise SnapshotError(f"{needed[0]}; remove those first, or pass --bases")
     if not arguments.json:
         numbers = (Column(each, right=True) for each in ("files", "size", "frees"))
         table = ScreenTable([Column("what"), *numbers, Column("url", shrinks=True)])
@@ -117,9 +120,13 @@ async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Name
         await session.close()
 
 
-def _find_shared(targets: Sequence[Target], options: Mapping[str, Any]) -> None:
-    """Subtract from each snapshot's size the bytes that other snapshots in its folder keep."""
+def _find_shared(targets: Sequence[Target], options: Mapping[str, Any]) -> list[str]:
+    """Subtract from each snapshot's size the bytes that other snapshots in its folder keep.
+
+    Return a line for each snapshot that others, which stay, are based on.
+    """
     folders: dict[str, SharedFiles] = {}
+    bases: list[tuple[Target, str, list[str]]] = []
     for target in targets:
         above, _, name = target.url.location.rstrip("/").rpartition("/")
         if target.what != "snapshot" or not above:
@@ -128,9 +135,13 @@ def _find_shared(targets: Sequence[Target], options: Mapping[str, Any]) -> None:
             if above not in folders:
                 folder = URL(target.url.scheme, above, target.url.query)
                 folders[above] = SharedFiles(read_below(folder, options))
+            bases.append((target, above, folders[above].dependents(name)))
             target.frees -= folders[above].remove(name).shared
         except (SnapshotError, KeyError):  # the folder cannot be listed, or the manifest cannot be read
             continue
+    removed = {target.url.location.rstrip("/") for target in targets}
+    staying = [(target, [each for each in names if f"{above}/{each}" not in removed]) for target, above, names in bases]
+    return [f"{target.url}: has tensors that {', '.join(names)} left out" for target, names in staying if names]
 
 
 async def _leftovers(session: Session, older_than: float) -> Target:

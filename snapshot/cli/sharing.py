@@ -46,6 +46,9 @@ class SharedFiles:
             ours = metadata.format == FORMAT and metadata.save_id not in saves  # or another tool copied it
             saves.add(metadata.save_id)
             self._files[name] = _physical_files(metadata, "" if ours else f"{name}/")
+        self._saves = {name: metadata.save_id for name, metadata in snapshots.items()}
+        references = {name: metadata._document.base for name, metadata in snapshots.items()}
+        self._bases = {name: base.save_id for name, base in references.items() if base is not None}
         self._holders = Counter(file for held in self._files.values() for file in held)
 
     def sizes(self, name: str) -> Sizes:
@@ -62,10 +65,15 @@ class SharedFiles:
         """Return the bytes of all snapshots together, each physical file once."""
         return sum({file: size for held in self._files.values() for file, size in held.items()}.values())
 
+    def dependents(self, name: str) -> list[str]:
+        """Return the snapshots that left out tensors that this one has."""
+        return [each for each, save_id in self._bases.items() if save_id == self._saves.get(name)]
+
     def remove(self, name: str) -> Sizes:
         """Forget a snapshot, as if it were removed. Return its sizes before: its own bytes are freed."""
         sizes = self.sizes(name)
         self._holders.subtract(self._files.pop(name).keys())
+        self._bases.pop(name, None)
         return sizes
 
 

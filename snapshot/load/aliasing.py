@@ -28,6 +28,7 @@ def find_shared_memory(read_plan: ReadPlan) -> list[str]:
         same = first.address == second.address and first.stored.nbytes == second.stored.nbytes
         if not (same and first.stored.digest is not None and first.stored.digest == second.stored.digest):
             found.append((first.name, second.name))
+    targets = [*read_plan.targets, *(each.as_target() for each in read_plan.left_out if each.live)]
     spans = [
         (
             request.address,
@@ -36,9 +37,9 @@ def find_shared_memory(read_plan: ReadPlan) -> list[str]:
             (request.location, request.begin),
             True,
         )
-        for request in (requests if read_plan.targets else ())
+        for request in (requests if targets else ())
     ]
-    for name, target, source in read_plan.targets:
+    for name, target, source in targets:
         if target.device.type == "cpu":
             begin = target.data_ptr()
             steps = sum((n - 1) * stride for n, stride in zip(target.shape, target.stride(), strict=True))

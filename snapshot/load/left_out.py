@@ -40,6 +40,12 @@ class LeftOut(NamedTuple):
     """The box that the target is."""
     live: bool
 
+    def as_target(self) -> tuple[str, torch.Tensor, tuple[str, int]]:
+        """Return the name, the tensor that must have the values, and their source: a key of its memory."""
+        shared = intersect(self.piece, self.box)
+        part = self.target if shared is None else self.target.detach()[shared.relative_to(self.box.offsets).slices()]
+        return self.path, part, (self.stored.location, self.stored.byte_range[0])
+
     def fault(self, base: BaseReference) -> str:
         """Return why the target does not have what the base has, or ''."""
         where = f"{base.url} (save id {base.save_id})"
@@ -145,6 +151,11 @@ class _WithBase(ReadOnlyStorage):
     async def stat(self, path: str) -> FileStat:
         storage, name = self._of(path)
         return await storage.stat(name)
+
+    async def drop_caches(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            storage, name = self._of(path)
+            await storage.drop_caches([name])
 
     def share_reads(self) -> None:
         self.inner.share_reads()

@@ -76,6 +76,7 @@ async def survey_steps(
     if upto is not None:
         if upto not in folders.committed:
             return []
+        folders.later = {step: stat for step, stat in folders.committed.items() if step > upto}
         folders.committed = {step: stat for step, stat in folders.committed.items() if step <= upto}
         folders.others = [step for step in folders.others if step < upto]
     fates = await _of_snapshots(root, policy, folders, damaged, older_than, upto=upto, thorough=thorough)
@@ -102,7 +103,8 @@ async def _of_snapshots(
 ) -> list[Fate]:
     """Decide about snapshots. Only those of this library count for a policy or may be removed, if undamaged."""
     stats = folders.committed
-    heads = await root.heads(stats)
+    every = await root.heads({**stats, **folders.later})
+    heads = {step: head for step, head in every.items() if step in stats}
     taken: dict[int, Taken] = {}
     fates = [Fate(step, "other", goes=False, why=str(error)) for step, error in folders.unreadable.items()]
     for step, head in heads.items():
@@ -132,11 +134,11 @@ async def _of_snapshots(
     going = [step for step in taken if step not in kept and step not in broken] if good else []
     if policy is not None and (going or thorough):
         expect_metrics(root, policy, taken.values())
-    read_heads = {step: head for step, head in heads.items() if isinstance(head, ManifestHead)}
-    needed = find_needed(read_heads, kept, [step for step in going if step in read_heads])
-    kept |= {step: [why] for step, why in needed.items()}
-    going = [step for step in going if step not in needed]
     held = dict(zip(going, await gather_limited(going, lambda step: _held_bytes(root, step, older_than)), strict=True))
+    read_heads = {step: head for step, head in every.items() if isinstance(head, ManifestHead)}
+    leaving = [step for step in going if not held[step] and step in read_heads]
+    needed = find_needed(read_heads, read_heads.keys() - {*leaving, *broken, *damaged}, leaving)
+    held |= needed
     for step, each in taken.items():
         head = heads[step]
         read = each if isinstance(head, ManifestHead) else None

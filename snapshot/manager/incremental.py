@@ -5,21 +5,43 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
-from snapshot.manager.policies import KeepLatest, Policy
+from snapshot.errors import StorageError
+from snapshot.events import log
+from snapshot.manager.policies import KeepLatest, Policy, parts
 from snapshot.manager.root import ManifestHead, Root
 from snapshot.runtime.loop import run
 
 
 def find_bases(root: Root, step: int, damaged: Collection[int]) -> list[int]:
-    """Return the newest two committed steps that are not known to be damaged, the newest first."""
-    committed = run(root.folders()).committed
-    return sorted((each for each in committed if each != step and each not in damaged), reverse=True)[:2]
+    """Return the newest two committed steps, the newest first.
+
+    Damaged steps, and those that share physical files with them, are left out. Without an answer of the storage, there
+    are none.
+    """
+    try:
+        committed = run(root.folders()).committed
+        bad = set[str]().union(*(run(root.copies(each)) for each in damaged))
+        found: list[int] = []
+        for each in sorted(committed, reverse=True):
+            if each != step and each not in damaged and not (bad and bad & run(root.copies(each))):
+                found.append(each)
+            if len(found) == 2:
+                break
+        return found
+    except StorageError as error:
+        log.warning("%s: nothing is shared with earlier steps: %s", root.url, error)
+        return []
 
 
 def choose_base(root: Root, policy: Policy | None, steps: list[int]) -> str | list[str]:
     """Return the `base` of a take. A list of steps keeps two physical copies, unless only one step is kept anyway."""
     urls = [root.step_url(step).reveal() for step in steps]
-    return urls[0] if urls and policy == KeepLatest(1) else urls
+    single = policy is not None and all(each == KeepLatest(1) for each in parts(policy))
+    try:
+        single = single and not run(root.pinned(steps))
+    except StorageError:
+        single = False
+    return urls[0] if urls and single else urls
 
 
 def find_needed(heads: Mapping[int, ManifestHead], kept: Collection[int], going: Collection[int]) -> dict[int, str]:

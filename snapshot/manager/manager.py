@@ -231,8 +231,8 @@ class SnapshotManager:
             self._cleaner.committed(step, began)
 
     def _spared(self, step: int) -> bool:
-        """Return True if the step is being taken or restored."""
-        return step in self._using or self._pendings.running(step)
+        """Return True if the step is being taken or restored, or a running take is based on it."""
+        return step in self._using or self._pendings.running(step) or self._pendings.needs(self._root.save_id(step))
 
     # Query
 

@@ -51,6 +51,11 @@ class PendingTakes:
         pending = self._all.get(step)
         return pending is not None and not pending.done()
 
+    def needs(self, save_id: str) -> bool:
+        """Return True if a running take left something out that the snapshot with this save id has."""
+        running = [each for each in list(self._all.values()) if not each.done()]
+        return bool(save_id) and any(each.report is not None and each.report.base == save_id for each in running)
+
     def busy(self) -> bool:
         """Return True if any take is running."""
         return any(not each.done() for each in list(self._all.values()))

@@ -103,6 +103,8 @@ class StepFolders:
     """Folders with a manifest, ascending, with its size, time and token."""
     others: list[int] = field(default_factory=list)
     """Folders without a manifest: interrupted takes, other libraries, or anything."""
+    later: dict[int, FileStat] = field(default_factory=dict)
+    """Folders with a manifest that are not considered, but whose steps may rely on others."""
     unreadable: dict[int, StorageError] = field(default_factory=dict)
     """Folders whose manifest the storage failed to look up, and the error."""
 
@@ -177,6 +179,11 @@ class Root:
                 head = error
         self._heads[step] = stat.token, head
         return head
+
+    def save_id(self, step: int) -> str:
+        """Return the save id of a step whose manifest was read, or ''."""
+        head = self._heads.get(step, ("", None))[1]
+        return head.save_id if isinstance(head, ManifestHead) else ""
 
     async def copies(self, step: int) -> set[str]:
         """Return the physical files of a step's contents, as far as an incremental take recorded them."""

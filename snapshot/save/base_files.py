@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import Document, FileEntry
+from snapshot.manifest.document import BaseReference, Document, FileEntry
 from snapshot.plan.layout import FilePlan, Piece, plan_file
 from snapshot.runtime.session import Session
 from snapshot.state.leaves import Leaf
@@ -36,6 +36,11 @@ class BaseFile:
     location: str
     entry: FileEntry
     ranges: list[BaseRange]
+
+    @property
+    def place(self) -> str:
+        """The URL of the file."""
+        return str(self.base.session.url.join(self.location))
 
     @property
     def origin(self) -> str:
@@ -90,6 +95,10 @@ class Base:
     """True if shared files have one physical copy."""
     files: dict[str, BaseFile]
     """This rank's data files, by location."""
+    elsewhere: frozenset[str] = frozenset()
+    """The files that are not in this snapshot, but in its own base."""
+    reference: BaseReference | None = None
+    """The snapshot that has what this one left out."""
 
     def copies(self) -> dict[tuple[str, str], tuple[str | None, str]]:
         """Return the digest and the physical file of each leaf's range, by its path and its box."""
@@ -103,7 +112,8 @@ class Base:
 
 def open_base(session: Session, document: Document, rank: int, *, shares: str) -> Base:
     """Return a base with the files that one rank wrote. `shares`: how the take's storage shares its files."""
-    base = Base(session, document, bool(shares), shares == "link", {})
+    elsewhere = frozenset(location for location, file in document.files.items() if file.in_base)
+    base = Base(session, document, bool(shares), shares == "link", {}, elsewhere, document.base)
     mine = {
         location
         for location in document.files

@@ -111,8 +111,12 @@ class Take:
     def report(self) -> TakeReport:
         """A report of the bytes that this rank writes and shares."""
         made = self.unchanged
+        base = "" if made.reference is None else made.reference.save_id
         omitted = sum(stored.nbytes for _, stored in made.omitted)
-        return TakeReport(self.plan.total_bytes, made.nbytes, len(made.files), omitted, tuple(made.notes))
+        tables = sum(len(table) for each in made.files for table in each.tables.values())
+        return TakeReport(
+            self.plan.total_bytes + tables, made.nbytes, len(made.files), omitted, base, tuple(made.notes)
+        )
 
     def emit(self, name: str, **fields: Any) -> None:
         """Emit an event of this take."""
@@ -132,6 +136,7 @@ class Take:
                     if self._verify is not None:
                         await self._while_all_go_on(self._verify(self.session, manifest))
                     await self.before_commit()
+                    await self.unchanged.expect_base()
                     await commit_with_ranks(self.session, self._exchange, transaction, manifest, done)
                     keep_plan(self._exchange.ranks, self._share.replication.own, self._share.replication.known_plan())
                 except BaseException as error:  # before the other ranks get the error, and files are deleted

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from snapshot.errors import SnapshotError
+from snapshot.events import log
 from snapshot.manifest.document import BaseReference, FileEntry
 from snapshot.manifest.entries import TensorEntry
 from snapshot.per_process import PerProcess
 from snapshot.plan.layout import LATE, LEFT_OUT, STABLE, Extent, place_box
+from snapshot.runtime.session import Session
+from snapshot.save.cleanup import committed_save_id
 from snapshot.save.rank_share import RankShare
 from snapshot.save.writer import WrittenFile
 from snapshot.state.leaves import Leaf
@@ -41,6 +45,10 @@ class Unchanged:
     """The base that has the omitted tensors."""
     compared: Mapping[tuple[str, str], tuple[str | None, str]] | None = None
     """The digest and the physical file of each range in the newest base, if there is one."""
+    base_session: Callable[[], Session] | None = None
+    """Opens the base that has the omitted tensors."""
+    base_id: str | None = None
+    """The save id that was found there."""
     used: int = 0
     """Numbers of data files that are used up."""
     notes: list[str] = field(default_factory=list)
@@ -50,6 +58,21 @@ class Unchanged:
     def nbytes(self) -> int:
         """Bytes of the shared files."""
         return sum(each.file.size for each in self.files)
+
+    async def expect_base(self) -> None:
+        """Raise if the base that has the omitted tensors was removed: this snapshot would be incomplete."""
+        if not self.base_files or self.base_session is None:
+            return
+        session = self.base_session()
+        try:
+            if await committed_save_id(session.storage) == self.base_id:
+                return
+        except SnapshotError as error:
+            log.warning("%s: cannot be checked before the commit: %s", session.url, error)
+            return
+        finally:
+            await session.close()
+        raise SnapshotError(f"{session.url}: was removed or replaced during a take that is based on it")
 
     def leave_out(self, leaves: Sequence[Leaf], numbers: set[int]) -> None:
         """Keep the planner from planning some leaves."""

@@ -168,8 +168,8 @@ class OverlapEligible:
         if parameter is None:
             return None
         here = find_local_tensor(parameter)
-        begin, end = _find_extent(here)
-        first, last = _find_extent(tensor)
+        begin, end = find_extent(here)
+        first, last = find_extent(tensor)
         return (
             parameter
             if begin <= first and last <= end and find_storage_begin(here) == find_storage_begin(tensor)
@@ -177,7 +177,7 @@ class OverlapEligible:
         )
 
 
-def _find_extent(tensor: torch.Tensor) -> tuple[int, int]:
+def find_extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the begin and end of a tensor's memory, including any gaps."""
     begin = tensor.data_ptr()
     if tensor.is_contiguous():
@@ -195,7 +195,7 @@ def _find_overlaps(leaves: Sequence[Leaf], others: Sequence[Leaf], elsewhere: Se
     """
     bases = {*_find_storage_begins(others), *map(find_storage_begin, elsewhere)}
     spoilt = [base in bases for base in _find_storage_begins(leaves)]
-    spans = np.concatenate([_find_extents(others), np.array([*map(_find_extent, elsewhere)], np.int64).reshape(-1, 2)])
+    spans = np.concatenate([_find_extents(others), np.array([*map(find_extent, elsewhere)], np.int64).reshape(-1, 2)])
     spans = spans[spans[:, 0] < spans[:, 1]]
     if not len(spans):
         return spoilt
@@ -222,7 +222,7 @@ def _find_extents(leaves: Sequence[Leaf]) -> np.ndarray[Any, np.dtype[np.int64]]
     ends = begins + np.fromiter(map(_nbytes, leaves), np.int64, len(leaves))
     for index, leaf in enumerate(leaves):
         if not leaf.plain:
-            begins[index], ends[index] = _find_extent(leaf.tensor)
+            begins[index], ends[index] = find_extent(leaf.tensor)
     return np.stack([begins, ends], axis=1)
 
 

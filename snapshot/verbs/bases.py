@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError, UnsupportedFormatError
+from snapshot.errors import (
+    CorruptSnapshotError,
+    RestoreError,
+    SnapshotNotFoundError,
+    StorageError,
+    UnsupportedFormatError,
+)
 from snapshot.events import log
 from snapshot.formats.foreign import ForeignDocument
+from snapshot.load.left_out import attach_base
 from snapshot.load.open import open_document
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.save.base_files import Base, open_base
+from snapshot.save.cleanup import committed_save_id
+from snapshot.save.comparison import Comparer
 from snapshot.save.omitted import omit_frozen
 from snapshot.save.rank_share import RankShare
 from snapshot.save.rendezvous import TakeOpening
@@ -22,8 +32,9 @@ from snapshot.save.take_options import TakeOptions
 from snapshot.save.unchanged import Unchanged, group_leaves
 from snapshot.state.frozen import find_frozen
 from snapshot.storage_options import locate_source, select_server
+from snapshot.url import URL
 
-ABSENT = (SnapshotNotFoundError, CorruptSnapshotError, UnsupportedFormatError)
+ABSENT = (SnapshotNotFoundError, CorruptSnapshotError, UnsupportedFormatError, StorageError)
 """Errors of a base that make a take write everything."""
 
 
@@ -48,24 +59,20 @@ def find_unchanged(
         unchanged.compared = bases[0].copies()
         stager = Stager(share.leaves, copies=False)
         opened.callback(stager.forget)
+        comparer = Comparer(opening, stager, unchanged.notes, read_all=options.verify_share == 1.0)
         left_out = set[int]()
-        if options.only:
-            left_out = run(omit_frozen(opening.session, share, frozen, bases[0], stager=stager, unchanged=unchanged))
-        sharing = FileSharing(
-            opening,
-            share,
-            bases,
-            stager,
-            unchanged,
-            two_copies=options.two_copies,
-            read_all=options.verify_share == 1.0,
-        )
-        run(sharing.run(left_out))
+        if options.only and _is_lasting(opening, bases[0], unchanged.notes):
+            left_out = run(omit_frozen(share, frozen, bases[0], comparer, unchanged))
+            unchanged.base_session = partial(_open_base, bases[0])
+            place = unchanged.base_session()
+            opened.callback(_close, place)
+            unchanged.base_id = run(committed_save_id(place.storage))
+        run(FileSharing(opening, share, bases, comparer, unchanged, two_copies=options.two_copies).run(left_out))
     return unchanged
 
 
 def _open_bases(opening: TakeOpening, options: TakeOptions, notes: list[str], opened: ExitStack) -> list[Base]:
-    """Open the bases. One that is not a snapshot of as many ranks is left out, with a note."""
+    """Open the newest two bases. One that is not a snapshot of as many ranks is left out, with a note."""
     session, exchange = opening.session, opening.exchange
     bases: list[Base] = []
     for source in options.bases[:2]:
@@ -85,10 +92,31 @@ def _open_bases(opening: TakeOpening, options: TakeOptions, notes: list[str], op
             notes.append(f"everything is written, since the base cannot be used: {error}")
             log.warning("%s: %s", session.url, notes[-1])
             continue
-        bases.append(
-            open_base(place, document, exchange.rank, shares=session.storage.capabilities.shares if same else "")
-        )
+        shares = session.storage.capabilities.shares if same else ""
+        bases.append(open_base(place, document, exchange.rank, shares=shares))
     return bases
+
+
+def _is_lasting(opening: TakeOpening, base: Base, notes: list[str]) -> bool:
+    """Return True if a base will have its data after this take: it is not replaced, and its own base is there."""
+    reference, session = base.reference, opening.session
+    needed = base.document.save_id if reference is None else reference.save_id
+    try:
+        if run(committed_save_id(session.storage)) == needed:
+            notes.append(f"everything is written, since this take replaces {session.url}, which would be its base")
+            return False
+        if reference is not None:
+            run(attach_base(base.session, base.document, URL.parse(reference.url), base.session.options))
+    except (*ABSENT, RestoreError) as error:
+        notes.append(f"everything is written, since the base cannot be used: {error}")
+        return False
+    return True
+
+
+def _open_base(base: Base) -> Session:
+    """Open the snapshot that has what is left out, once more."""
+    url = base.session.url if base.reference is None else URL.parse(base.reference.url)
+    return Session(url, base.session.options)
 
 
 def _close(session: Session) -> None:

@@ -114,7 +114,7 @@ def test_takes_with_bases_are_compared_with_full_ones(
         assert compared["written_mean"] == sum(written) / 2 / table["bytes"]
         assert compared["written_most"] == max(written) / table["bytes"]
         assert min(compared[each] for each in ("min", "median", "mean")) > 0
-    assert "means are of 2 takes; with one base, a file is linked at most 8 times in a row" in table["notes"][0]
+    assert "means are of 2 takes; with one base, a file is linked at most 16 times in a row" in table["notes"][0]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -125,7 +125,7 @@ def test_a_whole_cycle_of_takes_with_one_base_has_one_that_writes_everything(
     shown = bench(
         "--incremental", "lora", "--scale", "0.02", "--only", "take", "--report", "r.json", "--report", "r.html"
     )
-    assert "9 rounds at scale 0.02" in shown
+    assert "17 rounds at scale 0.02" in shown
     assert "written mean" in shown
     (table,) = json.loads((tmp_path / "r.json").read_text())["tables"]
     written = {row["name"]: [each / table["bytes"] > 0.9 for each in row["written_bytes"]] for row in table["rows"]}

@@ -38,6 +38,18 @@ def test_a_dry_run_removes_nothing(taken, capsys):
     assert Snapshot(taken).verify()
 
 
+def test_a_base_is_not_removed_before_the_snapshots_that_need_it(tmp_path, capsys):
+    model = torch.nn.Linear(200, 200).requires_grad_(False)
+    base = Snapshot.take(tmp_path / "base", {"m": model})
+    Snapshot.take(tmp_path / "adapter", {"m": model}, base=base, only="trainable")
+    assert rm(tmp_path / "base", "--yes") == 2
+    assert "has tensors that adapter left out; remove those first, or pass --bases" in capsys.readouterr().err
+    assert base.verify()
+    assert rm(tmp_path / "base", tmp_path / "adapter", "--yes", "--dry-run") == 0
+    assert rm(tmp_path / "base", "--yes", "--bases") == 0
+    assert not base.exists()
+
+
 def test_json_says_what_was_removed(taken, capsys):
     assert rm(taken, f"{taken}/", "--yes", "--json") == 0
     found = json.loads(capsys.readouterr().out)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from snapshot import RestoreError, Snapshot, SnapshotError, StateDict
+from snapshot.testing import Log, tapped
 from tests.save.test_based_takes import WIDTH, Run, expect_whole, files
 
 
@@ -162,3 +163,74 @@ def test_tied_and_split_parameters_are_left_out_whole(tmp_path, monkeypatch):
         made.restore({"m": model})
     made.restore({"m": model}, base=base)
     assert model.a.equal(value)
+
+
+def test_a_snapshot_that_replaces_its_base_leaves_nothing_out(trained, tmp_path):
+    values = trained.values()
+    for path in ("base", "adapter"):
+        made = Snapshot.take(tmp_path / "base", trained.state, base=tmp_path / path, only="trainable", overwrite=True)
+        assert made.report.omitted_bytes == 0
+        assert "replaces" in made.report.notes[0]
+        expect_whole(tmp_path / "base", values)
+        if path == "base":
+            Snapshot.take(tmp_path / "adapter", trained.state, base=made, only="trainable", overwrite=True)
+
+
+@pytest.mark.parametrize("what", ["missing", "short", "rotten", "no table"])
+def test_a_tensor_that_the_base_has_lost_is_saved(tmp_path, what):
+    run = Run(layers=1)  # short enough to be read whole
+    run.state["long"] = nn.Linear(WIDTH, 2 * WIDTH).requires_grad_(False)
+    base = Snapshot.take(tmp_path / "base", run.state)
+    (frozen,) = (each for each in files(tmp_path / "base").values() if each.stat().st_size > 1 << 18)
+    if what == "missing":
+        frozen.unlink()
+    elif what == "short":
+        frozen.write_bytes(frozen.read_bytes()[:-1])
+    elif what == "rotten":
+        frozen.write_bytes(frozen.read_bytes()[:-1] + b"?")
+    else:
+        (table,) = (each for each in files(tmp_path / "base").values() if each.suffix == ".bin")
+        table.unlink()
+    made = Snapshot.take(tmp_path / "s", run.state, base=base, only="trainable")
+    most = (WIDTH * WIDTH + WIDTH + 2 * WIDTH) * 4 if what == "no table" else 0
+    assert made.report.omitted_bytes <= most
+    if what != "no table":
+        shutil.rmtree(tmp_path / "base")
+    weight = run.state["long"].weight.clone()
+    run.state["long"].weight.data.zero_()
+    made.restore(run.state)
+    assert run.state["long"].weight.equal(weight)
+
+
+def test_the_base_of_a_base_that_is_gone_is_not_relied_on(trained, tmp_path):
+    shutil.rmtree(tmp_path / "base")
+    made = Snapshot.take(tmp_path / "later", trained.state, base=tmp_path / "adapter", only="trainable")
+    assert made.report.omitted_bytes == 0
+    expect_whole(tmp_path / "later", trained.values())
+
+
+def test_memory_that_is_shared_with_a_restored_tensor_is_an_error(tmp_path):
+    model = nn.Module()
+    model.a = nn.Parameter(torch.zeros(100), requires_grad=False)
+    model.b = nn.Parameter(torch.zeros(100))
+    base = Snapshot.take(tmp_path / "base", {"m": model})
+    model.b.data.fill_(7)
+    made = Snapshot.take(tmp_path / "s", {"m": model}, base=base, only="trainable")
+    model.b.data = model.a.data
+    with pytest.raises(RestoreError, match="share memory"):
+        made.restore({"m": model})
+    assert not model.a.any()
+
+
+def test_a_base_that_is_removed_during_the_take_fails_it(tmp_path):
+    run = Run()
+    Snapshot.take(tmp_path / "base", run.state)
+
+    class Remove(Log):
+        async def before(self, operation):
+            if operation.name == "finish":
+                shutil.rmtree(tmp_path / "base", ignore_errors=True)
+
+    with tapped("gone", Remove()), pytest.raises(SnapshotError, match="removed or replaced"):
+        Snapshot.take(f"gone+file://{tmp_path}/s", run.state, base=tmp_path / "base", only="trainable")
+    assert not (tmp_path / "s").exists()

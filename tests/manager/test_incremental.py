@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from snapshot import KeepBest, KeepEvery, KeepLatest, Snapshot, SnapshotManager
+from snapshot import KeepBest, KeepEvery, KeepLatest, Snapshot, SnapshotManager, StorageError
 from tests.save.test_based_takes import Run, entries, expect_whole, files
 
 
@@ -113,3 +113,79 @@ def test_an_overwritten_step_is_not_its_own_base(tmp_path):
         run.step()
         assert manager.take(3, run.state, overwrite=True).report.shared_files == 1
     expect_whole(tmp_path / "step-3", run.values())
+
+
+def test_a_base_stays_for_steps_that_are_pinned_or_later(tmp_path):
+    run = Run()
+    with SnapshotManager(tmp_path, keep=KeepLatest(2), signals=()) as manager:
+        for step in (10, 20, 30):
+            base = manager.snapshot(10) if step > 10 else None
+            manager.take(step, run.state, base=base, only="trainable" if base else None)
+        manager._cleaner.close()
+        manager.pin(20)
+        assert manager.steps() == [10, 20, 30]
+        for step in (11, 12, 13):  # a run that was resumed from an earlier step
+            manager.take(step, run.state)
+            manager._cleaner.close()
+        assert manager.steps() == [10, 12, 13, 20, 30]
+        Snapshot(tmp_path / "step-30").delete()
+        for step in (40, 50, 60):
+            manager.take(step, run.state)
+            manager._cleaner.close()
+    assert manager.steps() == [10, 20, 50, 60], "20 is pinned, and needs 10"
+
+
+def test_a_base_stays_while_a_take_is_based_on_it(tmp_path):
+    run = Run()
+    with SnapshotManager(tmp_path, keep=KeepLatest(1), signals=()) as manager:
+        manager.take(10, run.state)
+        base = manager.snapshot(10)
+        pending = manager.async_take(30, run.state, base=base, only="trainable")
+        assert pending.report.base == base.metadata.save_id
+        assert manager._spared(10) or pending.done()
+        pending.wait()
+        manager._cleaner.close()
+    assert manager.steps() == [10, 30]
+
+
+def test_rotten_bytes_are_not_shared_after_a_fallback(tmp_path):
+    """Steps 1, 3 and 5 have one physical copy, which is damaged: step 6 must not be based on 3."""
+    run = Run()
+    with SnapshotManager(tmp_path, incremental=True, signals=()) as manager:
+        for step in range(1, 6):
+            manager.take(step, run.state)
+        (name,) = (name for name, each in entries(tmp_path / "step-5").items() if each.get("origin"))
+        with (tmp_path / "step-5" / name).open("r+b") as file:
+            file.seek(900_000)
+            file.write(b"rot")
+        assert manager.restore_latest(run.state) == 4
+        for step in (6, 7, 8):
+            run.step()
+            assert manager.take(step, run.state).verify()
+
+
+def test_pinned_steps_have_two_copies_even_if_one_step_is_kept(tmp_path):
+    run = Run()
+    with SnapshotManager(tmp_path, keep=KeepLatest(1), incremental=True, signals=()) as manager:
+        for step in range(1, 6):
+            manager.take(step, run.state)
+            if step in (1, 3):
+                manager.pin(step)
+            manager._cleaner.close()
+    assert {1, 3, 5} <= set(manager.steps())
+    assert len(copies(tmp_path, manager.steps())) >= 2
+
+
+def test_a_root_that_cannot_be_listed_does_not_stop_a_take(tmp_path, caplog):
+    run = Run()
+    with SnapshotManager(tmp_path, incremental=True, signals=()) as manager:
+        manager.take(1, run.state)
+        with pytest.MonkeyPatch.context() as patch:
+
+            async def fail(self):
+                raise StorageError("the listing failed")
+
+            patch.setattr(type(manager._root), "folders", fail)
+            manager.take(2, run.state)
+    assert "nothing is shared with earlier steps: the listing failed" in caplog.text
+    expect_whole(tmp_path / "step-2", run.values())

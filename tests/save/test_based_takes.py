@@ -13,7 +13,8 @@ from torch import nn
 
 from snapshot import Snapshot, SnapshotExistsError, StateDict
 from snapshot.events import add_handler, remove_handler
-from snapshot.save import shared_files
+from snapshot.manifest.document import decode_document, encode
+from snapshot.save import comparison, shared_files
 from snapshot.testing import Log, tapped
 from tests.helpers.wrapper_tensors import quantised
 
@@ -254,13 +255,23 @@ def test_every_refusal_to_share_falls_back_to_writing(tmp_path, monkeypatch, num
     expect_whole(tmp_path / "b", run.values())
 
 
-def test_after_eight_takes_a_shared_file_of_one_base_is_written_anew(tmp_path):
+def test_after_some_takes_a_shared_file_of_one_base_is_written_anew(tmp_path):
     run, base, shared = Run(), None, []
-    for number in range(11):
+    most = shared_files.OLDEST
+    for number in range(most + 3):
         base = Snapshot.take(tmp_path / str(number), run.state, base=base, durable=False)
         shared.append(base.report.shared_bytes > 0)
-    assert shared == [False, *[True] * 8, False, True]
-    assert not inodes(tmp_path / "8") & inodes(tmp_path / "9")
+    assert shared == [False, *[True] * most, False, True]
+    assert not inodes(tmp_path / str(most)) & inodes(tmp_path / str(most + 1))
+
+
+def test_after_some_takes_the_file_of_a_fixed_base_is_written_anew(tmp_path):
+    run, shared = Run(), []
+    Snapshot.take(tmp_path / "base", run.state)
+    for number in range(shared_files.OLDEST + 2):
+        made = Snapshot.take(tmp_path / str(number), run.state, base=tmp_path / "base", durable=False)
+        shared.append(made.report.shared_bytes > 0)
+    assert shared == [*[True] * shared_files.OLDEST, False, True]
 
 
 def test_with_two_bases_two_physical_copies_remain(tmp_path):
@@ -282,7 +293,7 @@ def test_a_rotten_base_is_found_within_its_turns_and_written_anew(tmp_path):
     (frozen,) = (each for each in files(tmp_path / "a").values() if each.stat().st_size > 1 << 20)
     add_handler(handler)
     try:
-        for number in range(2 * shared_files.CHECKED + 6):
+        for number in range(2 * comparison.CHECKED + 6):
             if number == 3:
                 frozen.chmod(0o644)
                 with frozen.open("r+b") as file:
@@ -298,7 +309,7 @@ def test_a_rotten_base_is_found_within_its_turns_and_written_anew(tmp_path):
     finally:
         remove_handler(handler)
     assert found, "the rot must be found"
-    assert number <= 3 + 2 * shared_files.CHECKED
+    assert number <= 3 + 2 * comparison.CHECKED
     assert any("written again" in note for note in made.report.notes)
     assert not inodes(path) & {frozen.stat().st_ino}
     expect_whole(path, run.values())
@@ -419,3 +430,73 @@ def test_frozen_parameters_of_every_kind_can_be_taken(tmp_path):
     left_out = Snapshot.take(tmp_path / "c", {"m": model}, base=base, only="trainable")
     assert left_out.report.omitted_bytes >= model.plain.nbytes + 300_000
     left_out.restore({"m": model})
+
+
+def test_a_base_that_the_storage_cannot_read_costs_only_the_writing(tmp_path):
+    run = Run()
+    Snapshot.take(tmp_path / "a", run.state)
+    (tmp_path / "a" / ".snapshot_metadata").unlink()
+    (tmp_path / "a" / ".snapshot_metadata").symlink_to(".snapshot_metadata")  # ELOOP
+    made = Snapshot.take(tmp_path / "b", run.state, base=tmp_path / "a")
+    assert made.report.shared_bytes == 0
+    assert len(made.report.notes) == 1
+    expect_whole(tmp_path / "b", run.values())
+
+
+def test_a_table_beyond_its_file_is_not_read(tmp_path):
+    """A manifest may be damaged, or hostile: no memory is allocated for bytes that cannot exist."""
+    run = Run()
+    Snapshot.take(tmp_path / "a", {"t": StateDict(x=torch.randn(300, 300))} | run.state)
+    manifest = tmp_path / "a" / ".snapshot_metadata"
+    document = decode_document(manifest.read_bytes(), "a")
+    (entry,) = (each for path, each in document.manifest.items() if path == "0/t/x")
+    entry.blocks = (entry.blocks[0], 0, 1 << 50)
+    manifest.write_bytes(encode(document))
+    made = Snapshot.take(tmp_path / "b", {"t": StateDict(x=torch.randn(300, 300))}, base=tmp_path / "a")
+    assert made.report.shared_bytes == 0
+    assert made.verify()
+
+
+def test_a_damaged_header_is_found(tmp_path):
+    run = Run(layers=1)
+    base = Snapshot.take(tmp_path / "a", run.state)
+    (frozen,) = (each for each in files(tmp_path / "a").values() if each.stat().st_size > 1 << 18)
+    with frozen.open("r+b") as file:
+        file.seek(20)
+        file.write(b"x")
+    made = Snapshot.take(tmp_path / "b", run.state, base=base)
+    assert made.report.shared_bytes == 0
+    assert made.verify()
+
+
+def test_a_new_name_is_not_wider_than_the_umask(tmp_path, monkeypatch):
+    run = Run()
+    base = Snapshot.take(tmp_path / "a", run.state)
+    link = os.link
+
+    def refuse(*arguments, **_):
+        if "data/" in str(arguments[0]):
+            raise OSError(errno.EMLINK, "too many")
+        link(*arguments)
+
+    monkeypatch.setattr("os.link", refuse)
+    before = os.umask(0o077)
+    try:
+        made = Snapshot.take(tmp_path / "b", run.state, base=base)
+    finally:
+        os.umask(before)
+    assert made.report.shared_files == 1
+    assert {stat.S_IMODE(each.stat().st_mode) & 0o077 for each in files(tmp_path / "b").values()} == {0}
+    assert made.verify()
+
+
+def test_memory_that_is_trained_or_a_buffer_is_not_frozen(tmp_path):
+    model = nn.Module()
+    model.flat = nn.Parameter(torch.randn(80_000))
+    model.view = nn.Parameter(model.flat.detach()[:40_000], requires_grad=False)
+    model.register_buffer("average", torch.randn(40_000))
+    model.tied = nn.Parameter(model.average, requires_grad=False)
+    model.fixed = nn.Parameter(torch.randn(40_000), requires_grad=False)
+    base = Snapshot.take(tmp_path / "a", {"m": model})
+    made = Snapshot.take(tmp_path / "b", {"m": model}, base=base, only="trainable")
+    assert made.report.omitted_bytes == model.fixed.nbytes
