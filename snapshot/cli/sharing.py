@@ -67,7 +67,10 @@ class SharedFiles:
 
     def dependents(self, name: str) -> list[str]:
         """Return the snapshots that left out tensors that this one has."""
-        return [each for each, save_id in self._bases.items() if save_id == self._saves.get(name)]
+        mine = self._saves.get(name)
+        if any(save_id == mine for each, save_id in self._saves.items() if each != name and each in self._files):
+            return []  # it has a copy
+        return [each for each, save_id in self._bases.items() if save_id == mine]
 
     def remove(self, name: str) -> Sizes:
         """Forget a snapshot, as if it were removed. Return its sizes before: its own bytes are freed."""

@@ -28,7 +28,9 @@ def find_shared_memory(read_plan: ReadPlan) -> list[str]:
         same = first.address == second.address and first.stored.nbytes == second.stored.nbytes
         if not (same and first.stored.digest is not None and first.stored.digest == second.stored.digest):
             found.append((first.name, second.name))
-    targets = [*read_plan.targets, *(each.as_target() for each in read_plan.left_out if each.live)]
+    left_out = [each for each in read_plan.left_out if each.live]
+    targets = [*read_plan.targets, *(each.as_target() for each in left_out)]
+    digests = {each.path: each.stored.digest for each in left_out if each.piece == each.box}
     spans = [
         (
             request.address,
@@ -36,6 +38,7 @@ def find_shared_memory(read_plan: ReadPlan) -> list[str]:
             request.name,
             (request.location, request.begin),
             True,
+            request.stored.digest if request.end - request.begin == request.stored.nbytes else None,
         )
         for request in (requests if targets else ())
     ]
@@ -45,12 +48,13 @@ def find_shared_memory(read_plan: ReadPlan) -> list[str]:
             steps = sum((n - 1) * stride for n, stride in zip(target.shape, target.stride(), strict=True))
             end = begin + (steps + 1) * target.element_size()
             dense = end - begin == target.nbytes
-            spans.append((begin, end, name, source, dense))
-    reached: tuple[int, int, str, tuple[str, int], bool] | None = None
-    for span in sorted(spans):
+            spans.append((begin, end, name, source, dense, digests.get(name)))
+    reached: tuple[int, int, str, tuple[str, int], bool, str | None] | None = None
+    for span in sorted(spans, key=lambda span: span[:5]):
         # two strided tensors may interleave without sharing elements
         close = reached and span[0] < reached[1] and (span[:2] == reached[:2] or reached[4] or span[4])
-        if reached and close and span[3] != reached[3]:
+        alike = reached and span[:2] == reached[:2] and span[5] is not None and span[5] == reached[5]
+        if reached and close and span[3] != reached[3] and not alike:
             found.append((reached[2], span[2]))
         reached = span if reached is None or span[1] > reached[1] else reached
     return [

@@ -87,17 +87,18 @@ async def compare_left_out(session: Session, document: Document, left_out: Seque
     return [line for line in found if line]
 
 
-async def attach_base(session: Session, document: Document, url: URL, options: Mapping[str, Any] | None) -> None:
-    """Read what a snapshot left out from its base, from now on.
+async def attach_base(session: Session, document: Document, url: URL, options: Mapping[str, Any] | None) -> str:
+    """Read what a snapshot left out from its base, from now on. Return the save id that the base has.
 
     A copy of the base is accepted, too: its files have the same contents under names with another save id.
     """
     wanted = document.base
     if wanted is None:
-        return
+        return document.save_id
     base = Session(url, options)
     try:
-        places = _find_files(document, wanted, await open_document(base), url)
+        held = await open_document(base)
+        places = _find_files(document, wanted, held, url)
     except BaseException:
         await base.close()
         raise
@@ -105,6 +106,7 @@ async def attach_base(session: Session, document: Document, url: URL, options: M
         document.files[location].in_base = False
     document.base = None
     session.switch_storage(_WithBase(session.storage, base.storage, places))
+    return held.save_id
 
 
 def _find_files(document: Document, wanted: BaseReference, held: Document, url: URL) -> dict[str, str]:

@@ -51,24 +51,30 @@ def find_needed(heads: Mapping[int, ManifestHead], kept: Collection[int], going:
     steps share.
     """
     held: defaultdict[str, list[str]] = defaultdict(list)
+    bases: dict[str, int] = {}
 
     def add(step: int) -> None:
         for content, origin in heads[step].copies().items():
             held[content].append(origin)
+        if (base := heads[step].base) is not None:
+            bases.setdefault(base.save_id, step)
 
     for step in kept:
         add(step)
-    bases = {base.save_id: step for step in kept if (base := heads[step].base) is not None}
     needed: dict[int, str] = {}
-    for step in sorted(going, reverse=True):
-        head = heads[step]
-        if head.save_id in bases:
-            needed[step] = f"the base of step-{bases[head.save_id]}"
-        elif any(_is_second(origin, held[content]) for content, origin in head.copies().items()):
-            needed[step] = "has the second physical copy of data that kept steps share"
-        else:
-            continue
-        add(step)
+    found = True
+    while found:  # a step that stays may rely on another one
+        found = False
+        for step in sorted(set(going) - needed.keys(), reverse=True):
+            head = heads[step]
+            if head.save_id in bases:
+                needed[step] = f"the base of step-{bases[head.save_id]}"
+            elif any(_is_second(origin, held[content]) for content, origin in head.copies().items()):
+                needed[step] = "has the second physical copy of data that kept steps share"
+            else:
+                continue
+            add(step)
+            found = True
     return needed
 
 

@@ -25,6 +25,8 @@ from snapshot.text import listed
 
 CHECKED = 16
 """Each take reads one of this many parts of the shared bytes from the disk. So 16 takes in a row read all of them."""
+AT_RANDOM = 64
+"""The first time that a process shares a file, it also reads one of this many parts, chosen at random."""
 PART = 4 << 20
 IN_FLIGHT = 3
 """Reads of one file at once."""
@@ -47,7 +49,7 @@ def count_uses(held: BaseFile) -> int:
 def add_use(held: BaseFile, *, again: bool = True) -> None:
     """Count one more use. With `again=False`, the file was written instead, and counting starts from 0."""
     uses = _uses.get()
-    uses[held.place] = uses.pop(held.place, 0) + 1 if again else 0
+    uses[held.place] = uses.pop(held.place, 0) + 1 if again else -held.entry.age
     while len(uses) > KEPT:
         uses.pop(next(iter(uses)), None)
 
@@ -141,6 +143,7 @@ class Comparer:
         self._stager = stager
         self._notes = notes
         self._read_all = read_all
+        self._rotten: set[str] = set()
 
     async def compare(self, comparisons: Sequence[Comparison]) -> None:
         """Run some comparisons."""
@@ -184,17 +187,16 @@ class Comparer:
             compared.faults.append(str(error))
 
     def _turn(self, compared: Comparison) -> list[tuple[int, int]]:
-        """Return the blocks to read. The first use also reads a part at random, since it may be the only one."""
+        """Return the blocks to read. The first use in a process also reads some at random: it may be the only one."""
         blocks = list(compared.places())
         if self._read_all or compared.held.entry.size <= PART:
             return blocks
-        uses = count_uses(compared.held)
-        turns = {uses % CHECKED} if uses else {0, random.SystemRandom().randrange(CHECKED)}
-        return [
-            block
-            for turn in sorted(turns)
-            for block in blocks[turn * len(blocks) // CHECKED : (turn + 1) * len(blocks) // CHECKED]
-        ]
+        turn = count_uses(compared.held) % CHECKED
+        chosen = set(range(turn * len(blocks) // CHECKED, (turn + 1) * len(blocks) // CHECKED))
+        if compared.held.place not in _uses.get():
+            begin = random.SystemRandom().randrange(len(blocks))
+            chosen.update(range(begin, min(begin + -(-len(blocks) // AT_RANDOM), len(blocks))))
+        return [blocks[each] for each in sorted(chosen)]
 
     async def _read_back(self, compared: Comparison, blocks: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
         """Return the begin of each block, and the digest of its bytes on the disk; [] if the file differs anyway."""
@@ -225,8 +227,9 @@ class Comparer:
             for begin, digest in compared.read
             if live.get(begin, digest) != digest
         ]
-        if compared.faults:
-            place = str(held.base.session.url.join(held.location))
+        place = held.place
+        if compared.faults and place not in self._rotten:
+            self._rotten.add(place)
             self.note(held, f"damaged, so its tensors are written again: {'; '.join(compared.faults[:3])}")
             log.error("%s: damaged; its tensors are written again from memory:%s", place, listed(compared.faults, 10))
             url, verb = str(self._session.url), self._opening.meter.verb

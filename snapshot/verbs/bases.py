@@ -61,12 +61,10 @@ def find_unchanged(
         opened.callback(stager.forget)
         comparer = Comparer(opening, stager, unchanged.notes, read_all=options.verify_share == 1.0)
         left_out = set[int]()
-        if options.only and _is_lasting(opening, bases[0], unchanged.notes):
+        if options.only and (lasting := _find_lasting(opening, bases[0], unchanged.notes)) is not None:
             left_out = run(omit_frozen(share, frozen, bases[0], comparer, unchanged))
-            unchanged.base_session = partial(_open_base, bases[0])
-            place = unchanged.base_session()
-            opened.callback(_close, place)
-            unchanged.base_id = run(committed_save_id(place.storage))
+            unchanged.leave_out(share.leaves, left_out)
+            unchanged.base_session, unchanged.base_id = partial(_open_lasting, bases[0]), lasting
         run(FileSharing(opening, share, bases, comparer, unchanged, two_copies=options.two_copies).run(left_out))
     return unchanged
 
@@ -77,6 +75,8 @@ def _open_bases(opening: TakeOpening, options: TakeOptions, notes: list[str], op
     bases: list[Base] = []
     for source in options.bases[:2]:
         url, theirs = locate_source(source, options.storage_options)
+        if theirs is options.storage_options and url.scheme != session.url.scheme:
+            theirs = None  # they are for the take's storage
         same = url.scheme == session.url.scheme and select_server(theirs) == select_server(options.storage_options)
         place = Session(url, theirs)
         opened.callback(_close, place)
@@ -97,26 +97,37 @@ def _open_bases(opening: TakeOpening, options: TakeOptions, notes: list[str], op
     return bases
 
 
-def _is_lasting(opening: TakeOpening, base: Base, notes: list[str]) -> bool:
-    """Return True if a base will have its data after this take: it is not replaced, and its own base is there."""
+def _find_lasting(opening: TakeOpening, base: Base, notes: list[str]) -> str | None:
+    """Return the save id of the snapshot that will have what is left out.
+
+    Return None if it is not there, or if this take replaces it.
+    """
     reference, session = base.reference, opening.session
-    needed = base.document.save_id if reference is None else reference.save_id
+    save_id = base.document.save_id
     try:
-        if run(committed_save_id(session.storage)) == needed:
-            notes.append(f"everything is written, since this take replaces {session.url}, which would be its base")
-            return False
         if reference is not None:
-            run(attach_base(base.session, base.document, URL.parse(reference.url), base.session.options))
-    except (*ABSENT, RestoreError) as error:
-        notes.append(f"everything is written, since the base cannot be used: {error}")
-        return False
-    return True
+            save_id = run(attach_base(base.session, base.document, *_place_of(base)))
+        if run(committed_save_id(session.storage)) != save_id:
+            return save_id
+        why = f"this take replaces {session.url}"
+    except (*ABSENT, RestoreError, ValueError) as error:
+        why = str(error)
+    notes.append(f"nothing is left out, since the base cannot be relied on: {why}")
+    log.warning("%s: %s", session.url, notes[-1])
+    return None
 
 
-def _open_base(base: Base) -> Session:
-    """Open the snapshot that has what is left out, once more."""
-    url = base.session.url if base.reference is None else URL.parse(base.reference.url)
-    return Session(url, base.session.options)
+def _place_of(base: Base) -> tuple[URL, Mapping[str, Any] | None]:
+    """Return the URL and the options of the snapshot that has what is left out."""
+    url, options = base.session.url, base.session.options
+    if base.reference is not None:
+        url = URL.parse(base.reference.url)
+        options = options if url.scheme == base.session.url.scheme else None
+    return url, options
+
+
+def _open_lasting(base: Base) -> Session:
+    return Session(*_place_of(base))
 
 
 def _close(session: Session) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from snapshot import RestoreError, Snapshot, SnapshotError, StateDict
+from snapshot import RestoreError, Snapshot, SnapshotError, StateDict, StorageError
 from snapshot.testing import Log, tapped
 from tests.save.test_based_takes import WIDTH, Run, expect_whole, files
 
@@ -170,7 +170,7 @@ def test_a_snapshot_that_replaces_its_base_leaves_nothing_out(trained, tmp_path)
     for path in ("base", "adapter"):
         made = Snapshot.take(tmp_path / "base", trained.state, base=tmp_path / path, only="trainable", overwrite=True)
         assert made.report.omitted_bytes == 0
-        assert "replaces" in made.report.notes[0]
+        assert "nothing is left out, since" in made.report.notes[0]
         expect_whole(tmp_path / "base", values)
         if path == "base":
             Snapshot.take(tmp_path / "adapter", trained.state, base=made, only="trainable", overwrite=True)
@@ -234,3 +234,87 @@ def test_a_base_that_is_removed_during_the_take_fails_it(tmp_path):
     with tapped("gone", Remove()), pytest.raises(SnapshotError, match="removed or replaced"):
         Snapshot.take(f"gone+file://{tmp_path}/s", run.state, base=tmp_path / "base", only="trainable")
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("when", [("get", 2), ("stat", 1)])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_base_that_is_removed_during_the_comparison_is_noticed(tmp_path, when, replaced):
+    run = Run()
+    Snapshot.take(tmp_path / "base", run.state)
+
+    class Remove(Log):
+        async def before(self, operation):
+            await super().before(operation)
+            if [each.name for each in self.operations].count(when[0]) == when[1]:
+                shutil.rmtree(tmp_path / "base", ignore_errors=True)
+                if replaced:
+                    shutil.copytree(tmp_path / "other", tmp_path / "base", dirs_exist_ok=True)
+
+    Snapshot.take(tmp_path / "other", {"s": StateDict(x=1)})
+    with tapped("gone", Remove()):
+        made, failed = None, ""
+        try:
+            made = Snapshot.take(tmp_path / "s", run.state, base=f"gone+file://{tmp_path}/base", only="trainable")
+        except SnapshotError as error:
+            failed = str(error)
+    if made is None:
+        assert "removed or replaced" in failed
+        assert not (tmp_path / "s").exists()
+    else:
+        assert not made.report.omitted_bytes
+        expect_whole(tmp_path / "s", run.values())
+
+
+def test_what_is_left_out_is_not_written_if_nothing_can_be_shared(tmp_path):
+    run = Run()
+    Snapshot.take("memory://left-out/base", run.state, overwrite=True)
+    Snapshot.take(tmp_path / "base", run.state)
+    for base in ("memory://left-out/base", [tmp_path / "base"]):
+        made = Snapshot.take(tmp_path / "s", run.state, base=base, only="trainable", overwrite=True)
+        assert made.report.omitted_bytes == 4 * (WIDTH * WIDTH + WIDTH) * 4
+        assert made.report.written_bytes < 60_000
+        made.restore(run.state)
+
+
+def test_the_base_of_a_base_on_another_storage_has_no_options_of_this_one(tmp_path):
+    run = Run()
+    Snapshot.take(tmp_path / "base", run.state)
+    first = Snapshot.take("memory://left-out/a", run.state, base=tmp_path / "base", only="trainable", overwrite=True)
+    made = Snapshot.take(tmp_path / "s", run.state, base=first, only="trainable")
+    assert made.report.omitted_bytes == first.report.omitted_bytes
+    shutil.rmtree(tmp_path / "base")
+    made = Snapshot.take(tmp_path / "t", run.state, base=first, only="trainable")
+    assert made.report.omitted_bytes == 0
+    expect_whole(tmp_path / "t", run.values())
+
+
+@pytest.mark.parametrize("name", ["get", "stat", "read_into", "drop_caches"])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_base_that_breaks_in_the_middle_never_fails_a_take(tmp_path, name, nth):
+    run = Run()
+    Snapshot.take(tmp_path / "base", run.state)
+
+    class Break(Log):
+        async def before(self, operation):
+            await super().before(operation)
+            if operation.name == name and [each.name for each in self.operations].count(name) >= nth:
+                raise StorageError("the disk is broken")
+
+    for only in (None, "trainable"):
+        with tapped("sick", Break()):
+            made = Snapshot.take(tmp_path / str(only), run.state, base=f"sick+file://{tmp_path}/base", only=only)
+        assert made.verify()
+        if not made.report.omitted_bytes:
+            expect_whole(tmp_path / str(only), run.values())
+
+
+def test_equal_bytes_in_one_memory_fit(tmp_path):
+    model = nn.Module()
+    model.left_out = nn.Parameter(torch.zeros(100), requires_grad=False)
+    model.x = nn.Parameter(torch.ones(100))
+    model.y = nn.Parameter(torch.ones(100))
+    base = Snapshot.take(tmp_path / "base", {"m": model})
+    made = Snapshot.take(tmp_path / "s", {"m": model}, base=base, only="trainable")
+    model.y.data = model.x.data
+    for snapshot in (base, made):
+        snapshot.restore({"m": model})

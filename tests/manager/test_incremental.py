@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from snapshot import KeepBest, KeepEvery, KeepLatest, Snapshot, SnapshotManager, StorageError
+from snapshot import KeepBest, KeepEvery, KeepLatest, Snapshot, SnapshotManager, StateDict, StorageError
 from tests.save.test_based_takes import Run, entries, expect_whole, files
 
 
@@ -189,3 +190,21 @@ def test_a_root_that_cannot_be_listed_does_not_stop_a_take(tmp_path, caplog):
             manager.take(2, run.state)
     assert "nothing is shared with earlier steps: the listing failed" in caplog.text
     expect_whole(tmp_path / "step-2", run.values())
+
+
+def test_a_second_copy_that_left_something_out_keeps_its_base(tmp_path):
+    run = Run()
+    other = StateDict(still=torch.randn(300, 300))
+    state = {**run.state, "other": other}
+    with SnapshotManager(tmp_path, incremental=True, signals=()) as manager:
+        manager.take(1, state)
+        for step in range(2, 9):
+            manager.take(step, state, only="trainable")
+    from snapshot.cli import main
+
+    main(["prune", str(tmp_path), "--keep-every", "2", "--keep-latest", "1", "--yes"])
+    for step in manager.steps():
+        run.frozen[0].weight.data.zero_()
+        base = manager.snapshot(1)
+        manager.snapshot(step).restore(state, base=base)
+        assert run.frozen[0].weight.any()
