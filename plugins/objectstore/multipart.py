@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from snapshot.aio import gather_limited
 from snapshot.errors import StorageConflictError, StorageError, StorageNotFoundError
 from snapshot.plugins.network.retry import Attempt
 from snapshot.plugins.network.transfer import RequestBody
@@ -43,15 +44,11 @@ async def copy_object(storage: ConnectedStorage[Any], source: str, token: str, p
             await storage.send_request("share", path, once)
         else:
             length = max(longest, -(-size // storage.limits.most_parts))
-            free = asyncio.Semaphore(AT_ONCE)
 
             async def part(offset: int) -> None:
-                async with free:
-                    await writer.copy(source, token, offset, min(length, size - offset))
+                await writer.copy(source, token, offset, min(length, size - offset))
 
-            async with asyncio.TaskGroup() as group:
-                for offset in range(0, size, length):
-                    group.create_task(part(offset))
+            await gather_limited(range(0, size, length), part, AT_ONCE)
             await writer.finish()
         made = (await storage.stat(path)).size
         if made != size:
@@ -62,8 +59,6 @@ async def copy_object(storage: ConnectedStorage[Any], source: str, token: str, p
             with contextlib.suppress(asyncio.CancelledError, StorageError, TimeoutError):
                 async with asyncio.timeout(LAST_WORDS):
                     await storage.delete([path])
-        if isinstance(error, BaseExceptionGroup):  # of parts
-            raise error.exceptions[0] from error.exceptions[0].__cause__
         raise
 
 

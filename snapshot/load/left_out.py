@@ -19,7 +19,7 @@ from snapshot.manifest.entries import TensorEntry
 from snapshot.runtime.session import Session
 from snapshot.storage import Buffer, FileStat, Storage
 from snapshot.tensors.addresses import is_plain, view_memory
-from snapshot.tensors.digest import RunningDigest
+from snapshot.tensors.digest import RunningDigest, digest_bytes
 from snapshot.tensors.dtypes import BY_NAME
 from snapshot.tensors.geometry import Box, boxes_of_range, intersect
 from snapshot.url import URL
@@ -62,10 +62,9 @@ class LeftOut(NamedTuple):
 
 
 def _digest_tensor(tensor: torch.Tensor) -> str:
-    running = RunningDigest()
     if is_plain(tensor):
-        running.update(view_memory(tensor.data_ptr(), tensor.nbytes))
-        return running.finish()[0]
+        return digest_bytes(view_memory(tensor.data_ptr(), tensor.nbytes))
+    running = RunningDigest()
     for begin in range(0, tensor.numel(), COPIED):
         for _, box in boxes_of_range(tuple(tensor.shape), begin, min(begin + COPIED, tensor.numel())):
             held = torch.empty(box.sizes, dtype=tensor.dtype)

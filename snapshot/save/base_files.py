@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from snapshot.state.leaves import Leaf
 from snapshot.tensors.addresses import wrap_memory
 from snapshot.tensors.digest import BLOCK, SIZE, digest_range
 from snapshot.tensors.dtypes import ITEMSIZE
-from snapshot.tensors.geometry import Box, is_flat_range, is_inside, whole_box
+from snapshot.tensors.geometry import Box, find_flat_ranges, is_flat_range, is_inside, whole_box
 
 
 class BaseRange(NamedTuple):
@@ -89,10 +88,8 @@ class Base:
 
     session: Session
     document: Document
-    shares: bool
-    """True if the take's storage can share its files."""
-    links: bool
-    """True if shared files have one physical copy."""
+    shares: str
+    """The way in which the take's storage shares its files, as in `Capabilities.shares`; empty if it cannot."""
     files: dict[str, BaseFile]
     """This rank's data files, by location."""
     elsewhere: frozenset[str] = frozenset()
@@ -111,9 +108,9 @@ class Base:
 
 
 def open_base(session: Session, document: Document, rank: int, *, shares: str) -> Base:
-    """Return a base with the files that one rank wrote. `shares`: how the take's storage shares its files."""
+    """Return a base with the files that one rank wrote."""
     elsewhere = frozenset(location for location, file in document.files.items() if file.in_base)
-    base = Base(session, document, bool(shares), shares == "link", {}, elsewhere, document.base)
+    base = Base(session, document, shares, {}, elsewhere, document.base)
     mine = {
         location
         for location in document.files
@@ -178,7 +175,6 @@ def fit_leaf(number: int, leaf: Leaf, held: BaseRange) -> Piece | None:
             return number, 0, leaf.nbytes, None
     if not is_inside(box, leaf.shape) or not is_flat_range(leaf.shape, box):
         return None
-    itemsize, start = ITEMSIZE[leaf.dtype], 0
-    for axis, offset in enumerate(box.offsets):
-        start += offset * math.prod(leaf.shape[axis + 1 :])
+    itemsize = ITEMSIZE[leaf.dtype]
+    start = find_flat_ranges(leaf.shape, box, 0)[0][0] if box.numel else 0
     return number, start * itemsize, box.numel * itemsize, box

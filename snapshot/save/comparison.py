@@ -238,7 +238,7 @@ class Comparer:
 
     def note(self, held: BaseFile, what: str) -> None:
         """Add a line about a file to the report."""
-        self._notes.append(f"{held.base.session.url.join(held.location)}: {what}")
+        self._notes.append(f"{held.place}: {what}")
 
 
 def _runs_of(blocks: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:

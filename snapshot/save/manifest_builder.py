@@ -143,7 +143,7 @@ def _file_entry(written: WrittenFile, *, compare: bool) -> FileEntry:
         entry.content = digest_range("".join([header, *written.digests]).encode())
     if written.shared is not None:
         entry.age = written.shared.entry.age + 1
-        entry.origin = written.shared.origin if written.shared.base.links else None
+        entry.origin = written.shared.origin if written.shared.base.shares == "link" else None
     return entry
 
 

@@ -7,13 +7,13 @@ header names the same tensors in all snapshots.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from snapshot.aio import gather_limited
 from snapshot.errors import SnapshotError, StorageError
 from snapshot.events import emit, log
-from snapshot.plan.layout import FilePlan, name_data_file
+from snapshot.plan.layout import name_data_file
 from snapshot.save.base_files import Base, BaseFile
 from snapshot.save.comparison import CHECKED, Comparer, Comparison, add_use, count_uses, read_tables
 from snapshot.save.rank_share import RankShare
@@ -66,7 +66,8 @@ class FileSharing:
         await self._comparer.compare(comparisons)
         matches = self._whole_leaves([each for each in comparisons if each.equal])
         await self._share(self._whole_leaves([each for each in matches if self._may_share(each)]))
-        self._made.leave_out(self._leaves, left_out | _leaves_of(each.file for each in self._made.files))
+        shared = {extent.leaf for each in self._made.files for extent in each.file.extents}
+        self._made.leave_out(self._leaves, shared)
 
     def _candidates(self, base: Base) -> Iterator[BaseFile]:
         """Yield the files of a base that may be shared."""
@@ -135,10 +136,10 @@ class FileSharing:
         shared = [each for each, fine in zip(matches, done, strict=True) if fine]
         kept = self._whole_leaves(shared)
         for match, name in pairs:
-            if any(match is each for each in kept):
+            if match in kept:
                 add_use(match.held)
                 self._made.files.append(WrittenFile(match.plan, name, match.digests, match.tables, match.held))
-            elif any(match is each for each in shared):
+            elif match in shared:
                 await self._delete(name)
         if kept:
             nbytes = self._made.nbytes
@@ -162,7 +163,3 @@ class FileSharing:
         """Delete a name that is not used, if possible: it only costs space."""
         with suppress(SnapshotError):
             await self._session.storage.delete([name])
-
-
-def _leaves_of(plans: Iterable[FilePlan]) -> set[int]:
-    return {extent.leaf for plan in plans for extent in plan.extents}

@@ -98,9 +98,9 @@ def group_leaves(share: RankShare, frozen: bytes, newest: str | None) -> bytes:
     `newest`: the save id of the newest base.
     """
     known = _equal.get().get(newest) if newest is not None else None
-    marks = frozen if known is None else bytes(leaf.path in known for leaf in share.leaves)
+    marks = frozen if known is None else bytes(STABLE * (leaf.path in known) for leaf in share.leaves)
     stable = sum(leaf.nbytes for leaf, mark in zip(share.leaves, marks, strict=False) if mark)
-    return marks.replace(b"\1", bytes([STABLE])) if stable >= WORTH_SHARING else b""
+    return marks if stable >= WORTH_SHARING else b""
 
 
 def remember_unchanged(save_id: str, share: RankShare, unchanged: Unchanged, written: Sequence[WrittenFile]) -> None:

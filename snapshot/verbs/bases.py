@@ -47,9 +47,6 @@ def find_unchanged(
     """
     frozen = find_frozen(app_state, share.leaves)
     unchanged = Unchanged(compares=options.base is not None)
-    if not options.bases:
-        unchanged.groups = group_leaves(share, frozen, None)
-        return unchanged
     with ExitStack() as opened:
         bases = _open_bases(opening, options, unchanged.notes, opened)
         unchanged.groups = group_leaves(share, frozen, bases[0].document.save_id if bases else None)

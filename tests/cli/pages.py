@@ -72,7 +72,7 @@ def runs(command):
 
 
 def printed(command, folder, made):
-    """What a command prints in a folder, as a page shows it, and its exit status. Manifests name the folder `made`."""
+    """Return the output of a command, as on a page, and its exit status. Manifests name the folder `made`."""
     folder = Path(folder).resolve()
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):

@@ -1,4 +1,4 @@
-"""What the verbs tell of snapshots that share physical bytes, or leave tensors to a base."""
+"""Output of the verbs for snapshots that share physical bytes, or leave tensors to a base."""
 
 import json
 import os

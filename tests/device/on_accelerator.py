@@ -924,7 +924,7 @@ def test_a_copy_that_still_runs_does_not_overwrite_what_is_restored(path, how):
 
 
 def adapted():
-    """Frozen layers on the device, some of which no copy can read in place, and a head that changes."""
+    """Frozen layers on the device, a strided one among them, and a head that changes."""
     model = torch.nn.Module()
     model.long = torch.nn.Parameter(torch.randn(700, 600, device=DEVICE), requires_grad=False)
     model.strided = torch.nn.Parameter(torch.randn(300, 200, device=DEVICE).t(), requires_grad=False)

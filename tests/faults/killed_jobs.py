@@ -69,7 +69,7 @@ def do_async(url, version=SECOND, **options):
 
 
 def do_based(url, version=SECOND, **options):
-    """Share the file of the tower with the snapshot that stands there."""
+    """Share the file of the tower with the existing snapshot."""
     snapshot = Snapshot.take(url, state(version), metadata={"version": version}, base=url, overwrite=True, **options)
     assert snapshot.report.shared_files == 1
 

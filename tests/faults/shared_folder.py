@@ -33,7 +33,7 @@ BIG = 270_000  # elements: long enough to go around the page cache, where a file
 
 
 def state(version):
-    """An application of which every value tells its version, but for a frozen tower, which is always the same."""
+    """An application. Each value depends on the version, except those of a frozen tower."""
     model = torch.nn.Linear(40, 30)
     optimizer = torch.optim.SGD(model.parameters(), lr=float(version), momentum=0.9)
     with torch.no_grad():

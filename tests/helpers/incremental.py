@@ -22,7 +22,7 @@ def train(model):
 
 
 def take_steps(root, count=3, **options):
-    """Take steps of which each is based on the one before it. Return them, and the model."""
+    """Take steps, each based on the step before it. Return them, and the model."""
     model, taken = tuned(), []
     for step in range(count):
         base = taken[-1] if taken else []

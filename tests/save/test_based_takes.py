@@ -287,7 +287,11 @@ def test_with_two_bases_two_physical_copies_remain(tmp_path):
 def test_a_rotten_base_is_found_within_its_turns_and_written_anew(tmp_path):
     run = Run()
     found = []
-    handler = lambda event: found.append(event) if event.name == "rotten" else None  # noqa: E731
+
+    def handler(event):
+        if event.name == "rotten":
+            found.append(event)
+
     bases = [Snapshot.take(tmp_path / "a", run.state), Snapshot.take(tmp_path / "b", run.state)]
     bases.reverse()
     (frozen,) = (each for each in files(tmp_path / "a").values() if each.stat().st_size > 1 << 20)

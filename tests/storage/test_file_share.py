@@ -82,7 +82,7 @@ def real_disk(request, tmp_path):
     """A file system on an image, which root can mount."""
     kind = request.param
     if not shutil.which(f"mkfs.{kind}", path=os.environ["PATH"] + ":/usr/sbin:/sbin"):
-        pytest.skip(f"there is no mkfs.{kind} here")
+        pytest.skip(f"mkfs.{kind} is not installed")
     if kind not in Path("/proc/filesystems").read_text().split():
         pytest.skip(f"the kernel does not know {kind}")
     with disk(kind, tmp_path) as made:
@@ -128,7 +128,7 @@ def test_the_kernel_copies_if_a_link_is_refused(real_disk, monkeypatch):
 
 def test_another_file_system_refuses(tmp_path):
     if not os.path.ismount("/dev/shm") or os.stat("/dev/shm").st_dev == os.stat(tmp_path).st_dev:
-        pytest.skip("there is no other file system here")
+        pytest.skip("this machine has one file system only")
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as source:
         source.write(DATA)
         source.flush()
