@@ -6,9 +6,10 @@ import concurrent.futures
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Generic, Self, TypeVar
+from typing import Generic, Literal, Self, TypeVar
 
 from snapshot.errors import CancelledError, SnapshotError
 from snapshot.events import log
@@ -48,11 +49,25 @@ class PendingTake(Generic[T]):
         """Return True if it is committed, or has failed."""
         return self.work.done()
 
-    def wait(self, timeout: float | None = None) -> T:
+    def wait(self, until: float | Literal["near", "far"] | None = None, timeout: float | None = None) -> T:
         """Wait for the commit and return the snapshot. Raise `SnapshotError` on every rank if it failed.
 
-        Raise `TimeoutError` after `timeout` seconds. The take continues, and can be waited for again.
+        Raise `TimeoutError` after `timeout` seconds, which can also be the first argument. The take continues, and can
+        be waited for again. With `"far"`, also wait until the uploader of a manager with `near` has committed the step
+        in the far root.
         """
+        if until is not None and not isinstance(until, str):
+            until, timeout = None, until
+        deadline = None if timeout is None else time.monotonic() + timeout
+        snapshot = self._wait(timeout)
+        if until == "far" and self.wait_far is not None:
+            self.wait_far(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return snapshot
+
+    wait_far: Callable[[float | None], None] | None = None
+    """Waits until the snapshot is far, at most for some seconds, if it was taken near."""
+
+    def _wait(self, timeout: float | None) -> T:
         self._check_thread("wait()")
         self._waiting += 1
         try:

@@ -17,6 +17,8 @@ GROUP = "snapshot.storage"
 
 _BUILT_IN = {
     "file": ("snapshot.plugins.file.file_storage:FileStorage", None),
+    "near": ("snapshot.plugins.near:NearStorage", None),
+    "peer": ("snapshot.plugins.peer:PeerStorage", None),
     "memory": ("snapshot.plugins.memory:MemoryStorage", None),
     "s3": ("snapshot.plugins.objectstore.s3:S3Storage", "s3"),
     "gs": ("snapshot.plugins.objectstore.gcs:GcsStorage", "gcs"),

@@ -36,6 +36,8 @@ class RestoreReport:
     seconds: dict[str, float]
     """Seconds per phase: open, plan, check, read, place, hand back."""
     lines: tuple[Line, ...] = ()
+    sources: dict[str, int] = field(default_factory=dict)
+    """Bytes that were read from each tier, for a manager with `near`: `near`, `peer` and `far`."""
 
     def _of(self, kind: str) -> tuple[Line, ...]:
         return tuple(line for line in self.lines if line.kind == kind)

@@ -152,6 +152,8 @@ class Context:
     """Direct I/O for bulk data, if there is a page cache: `auto`, `always` or `never`."""
     lanes: int = 2
     """The number of files that the operation intends to write in parallel."""
+    resume: bool = False
+    """True if the same bytes may have been written by a process that died: unfinished uploads are continued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +212,12 @@ class Storage(ABC):
 
     capabilities: Capabilities = Capabilities()
     limits: Limits = Limits()
+    host: str = ""
+    """Set if each host has files of its own: a name for the files that this storage sees.
+
+    The ranks of a take then send each other manifest parts through their process group, and each host stores the
+    manifest.
+    """
 
     def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
         """Store the arguments. Plugins connect on first use, on the loop that calls them.
@@ -282,6 +290,10 @@ class Storage(ABC):
 
     def share_reads(self) -> None:  # noqa: B027 - few storages have a cache
         """Use a cache of the host for reads from now on: other processes of this host read the same bytes."""
+
+    def switch_source(self, path: str) -> bool:
+        """Read a file from another place from now on, since its bytes are damaged. Return False if there is none."""
+        return False
 
     async def share(self, source: URL, path: str, *, token: str | None = None) -> None:
         """Give the finished file at the URL `source` a further name, without transferring its bytes: see `shares`.

@@ -12,6 +12,8 @@ _SECRET_WITH_SLASH = re.compile(r"[^/:@]+:(?!\d+(?:/|$))[^@]*@")
 """Matches `name:secret@` with a `/` in the secret. It should be written `%2F`, but people paste keys unescaped."""
 _NAMES = {"abfs", "abfss", "sftp", "ssh", "ftp"}
 """Schemes with a container or user name before an `@`; in other schemes it may be a token."""
+PER_HOST = "near"
+"""Scheme of folders that each host of a job has for itself, possibly at different paths."""
 _ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/(?!/)")
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*(?:::[A-Za-z][A-Za-z0-9+.\-]*)*)://")
 
@@ -51,6 +53,8 @@ class URL:
                     raise ValueError(f"a file URL must have three slashes, as in file:///absolute/path, got {text!r}")
                 rest = "/" + path
             return cls("file", unquote(rest))
+        if scheme == PER_HOST:
+            return cls(scheme, unquote(rest))
         location, _, query = rest.partition("?")
         return cls(scheme, location.rstrip("/"), query)
 
@@ -60,8 +64,8 @@ class URL:
 
     def reveal(self) -> str:
         """Return the full URL with its secrets, for use by clients only. Parsing it gives this URL again."""
-        if self.scheme == "file":
-            return f"file://{quote(self.location)}"
+        if self.scheme in ("file", PER_HOST):
+            return f"{self.scheme}://{quote(self.location)}"
         return f"{self.scheme}://{self.location}" + (f"?{self.query}" if self.query else "")
 
     def apart(self) -> tuple[str, str]:

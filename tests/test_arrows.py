@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FLOORS = """
-    aio durations errors options per_process saved text url version
+    aio durations errors options peer_requests per_process saved text url version
     events progress reports storage trace
     registry storage_options tensors
     manifest runtime testing
@@ -14,6 +14,7 @@ FLOORS = """
     formats
     load save
     verbs worker
+    tiers
     checkpoint pending takes
     snapshot
     manager
@@ -29,7 +30,7 @@ FACE = {"snapshot", "snapshot.__main__"}
 """What gathers the names for users, and starts the command."""
 
 
-PLUGINS_USE = {"aio", "errors", "events", "per_process", "storage", "tensors", "url"}
+PLUGINS_USE = {"aio", "errors", "events", "peer_requests", "per_process", "storage", "tensors", "url"}
 """What plugins may import of the library."""
 
 

@@ -77,6 +77,14 @@ class Driver(ABC):
         """Return key, name and start time of the unfinished uploads."""
         return []
 
+    async def parts(self, key: str, upload: str) -> Mapping[int, str]:
+        """Return the tags of an unfinished upload's parts, by their numbers."""
+        return {}
+
+    def is_part(self, tag: str, body: RequestBody) -> bool:
+        """Return True if a tag proves that a stored part has the bytes of a body."""
+        return False
+
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete at most `batch` keys; no error for those that do not exist."""
         raise NotImplementedError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from snapshot.plugins.network.transfer import RequestBody
 from snapshot.plugins.objectstore.conditional_put import put_object
 from snapshot.plugins.objectstore.connection import ConnectedStorage
 from snapshot.plugins.objectstore.driver import Driver
-from snapshot.storage import ANYTHING, Buffer, FileWriter
+from snapshot.storage import ANYTHING, Buffer, FileWriter, in_thread
 
 LAST_WORDS = 10.0
 """Maximum seconds to clean up after a failure, since the caller waits for the error."""
@@ -77,6 +77,9 @@ class ObjectWriter(FileWriter):
         self._upload: asyncio.Task[str] | None = None
         self._parts: dict[int, str] = {}
         self._written: dict[int, int] = {}
+        self._stored: Mapping[int, str] = {}
+        """The tags of parts that an earlier process uploaded."""
+        self._resumes = storage.context.resume
         self._whole = self._over = False
 
     async def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
@@ -94,6 +97,11 @@ class ObjectWriter(FileWriter):
             self._whole = True
             return
         number, upload = await self._add_part(offset, body.nbytes)
+        if number in self._stored and await in_thread(
+            (await self._storage.driver()).is_part, self._stored[number], body
+        ):
+            self._parts[number] = self._stored[number]
+            return
 
         async def once(driver: Driver, attempt: Attempt) -> str:
             body.attempt = attempt
@@ -126,11 +134,21 @@ class ObjectWriter(FileWriter):
     async def _upload_name(self) -> str:
         """Return the name of the upload, which the first part begins."""
         if self._upload is None:
-            key, size = self._key, self._size
-            self._upload = asyncio.ensure_future(
-                self._storage.send_request("begin", self._path, lambda driver, _: driver.begin(key, size))
-            )
+            self._upload = asyncio.ensure_future(self._begin())
         return await asyncio.shield(self._upload)
+
+    async def _begin(self) -> str:
+        """Begin an upload, or continue the newest one of an earlier process."""
+        key, size, send = self._key, self._size, self._storage.send_request
+        if self._resumes:
+            found = await send("list uploads", self._path, lambda driver, _: driver.uploads(key))
+            begun = [(when, name) for each, name, when in found if each == key]
+            if begun:
+                upload = str(max(begun)[1])
+                self._stored = await send("list parts", self._path, lambda driver, _: driver.parts(key, upload))
+                return upload
+        name: str = await send("begin", self._path, lambda driver, _: driver.begin(key, size))
+        return name
 
     async def finish(self) -> None:
         """Complete the upload."""
@@ -167,7 +185,7 @@ class ObjectWriter(FileWriter):
             return
         self._over = True
         begun, key = self._upload, self._key
-        if begun is not None:
+        if begun is not None and not self._resumes:
             with contextlib.suppress(asyncio.CancelledError, StorageError, TimeoutError):
                 async with asyncio.timeout(LAST_WORDS):
                     upload = await begun

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import zlib
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
@@ -159,6 +160,29 @@ class S3Driver(Driver):
             if not found.get("IsTruncated"):
                 return uploads
             more = {"KeyMarker": found["NextKeyMarker"], "UploadIdMarker": found.get("NextUploadIdMarker", "")}
+
+    async def parts(self, key: str, upload: str) -> Mapping[int, str]:
+        """Send `ListParts` for all pages."""
+        found: dict[int, str] = {}
+        more: dict[str, int] = {}
+        while True:
+            page = await self._call("list_parts", Key=key, UploadId=upload, **more)
+            for each in page.get("Parts", ()):
+                checksum = each.get("ChecksumCRC32") if self._checksum else None
+                found[each["PartNumber"]] = " ".join(filter(None, [each["ETag"], checksum]))
+            if not page.get("IsTruncated"):
+                return found
+            more = {"PartNumberMarker": page["NextPartNumberMarker"]}
+
+    def is_part(self, tag: str, body: RequestBody) -> bool:
+        """Compare the MD5, which is the ETag of parts that the server does not encrypt with a key of its own."""
+        etag, _, checksum = tag.partition(" ")
+        if self._checksum and not checksum:
+            return False
+        made = hashlib.md5(usedforsecurity=False)
+        for piece in body.pieces():
+            made.update(piece)
+        return etag.strip('"') == made.hexdigest()
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Send `DeleteObjects`."""

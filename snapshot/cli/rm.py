@@ -17,13 +17,13 @@ from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError
 from snapshot.formats.foreign import is_absence
 from snapshot.load.open import is_foreign
-from snapshot.manager.root import PINNED
 from snapshot.manifest.document import METADATA
 from snapshot.runtime.loop import run as on_loop
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.snapshot import Snapshot
 from snapshot.text import counted, size_text
+from snapshot.tiers.near_steps import PINNED
 from snapshot.url import URL
 
 DATA = (".safetensors", ".bin")

@@ -8,7 +8,7 @@ import msgspec
 
 from snapshot.errors import SnapshotError
 from snapshot.events import warn
-from snapshot.url import URL
+from snapshot.url import PER_HOST, URL
 
 
 class Hello(msgspec.Struct, array_like=True):
@@ -30,9 +30,11 @@ def expect_same_verb(hellos: Sequence[Hello]) -> None:
 
 
 def agreed_url(url: URL, leader: str) -> URL:
-    """Return the leader's URL. Warn if this rank gave another one."""
+    """Return the leader's URL. Warn if this rank gave another one, unless each host has its own."""
     if leader == url.reveal():
         return url
     agreed = URL.parse(leader)
+    if agreed.scheme == url.scheme == PER_HOST:
+        return url
     warn(f"this rank gave the path {str(url)!r}; rank 0's is used: {str(agreed)!r}")
     return agreed

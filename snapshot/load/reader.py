@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -110,13 +110,20 @@ class Reader:
         return self.result
 
     async def again(self) -> None:
-        """Retry ranges that failed verification: over a network, bytes may be damaged in transit only."""
-        bad = list({id(request): request for request in self._bad}.values())
-        if not bad or self._blocking:
-            return
-        emit("retry", "read", str(self._storage.url), attempt=1, error="; ".join(self.result.faults), pause=0.0)
-        self._bad, self.result.faults = [], []
-        await self._all(bad, unmetered)
+        """Retry ranges that failed verification: from other places, or once more over a network."""
+        once_more = not self._blocking
+        while self._bad:
+            bad = list({id(request): request for request in self._bad}.values())
+            if not (self._switch_sources(request.location for request in bad) or once_more):
+                return
+            once_more = False
+            emit("retry", "read", str(self._storage.url), attempt=1, error="; ".join(self.result.faults), pause=0.0)
+            self._bad, self.result.faults = [], []
+            await self._all(bad, unmetered)
+
+    def _switch_sources(self, locations: Iterable[str]) -> bool:
+        """Read damaged files from other places from now on. Return False if one of them has no other place."""
+        return not [each for each in sorted(set(locations)) if not self._storage.switch_source(each)]
 
     async def _all(self, requests: Sequence[ReadRequest], progress: Callable[[int], None]) -> None:
         lanes: list[asyncio.Task[None]] = []
@@ -248,7 +255,9 @@ class Reader:
             elif stored.blocks is not None:
                 tables[stored.blocks].append(request)
         bad = await self._read_tables(tables)
-        if bad and not self._blocking:  # as in `again`
+        once_more = not self._blocking
+        while bad and (self._switch_sources(where[0] for where in bad) or once_more):  # as in `again`
+            once_more = False
             bad = await self._read_tables(bad)
         for (location, begin, end), whose in bad.items():
             raise CorruptSnapshotError(

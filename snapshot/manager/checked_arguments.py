@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from snapshot.manager.policies import Policy
+from snapshot.tiers.join import TierOptions
+from snapshot.url import URL
 
 
 def checked_root(root: Any) -> str:
@@ -52,3 +56,37 @@ def checked_signals(signals: Any) -> list[signal.Signals]:
             raise ValueError(f"signals must not include {signal.Signals(each).name}: no process can handle it")
         found.append(signal.Signals(each))
     return found
+
+
+def checked_tiers(
+    near: Any, far: URL, options: Mapping[str, Any] | None, *, upload: Any, replicas: Any, rate: Any
+) -> TierOptions:
+    """Return the arguments about tiers; raise TypeError or ValueError if invalid."""
+    folder = os.fspath(near) if isinstance(near, (str, os.PathLike)) else None
+    if not isinstance(folder, str) or not folder or "://" in folder:
+        raise ValueError(f"near must be a folder of this host, such as '/dev/shm/run', got {near!r}")
+    if far.scheme == "memory":
+        raise ValueError("root must be a storage that the uploader can reach, not the memory of this process")
+    whole = isinstance(upload, int) and not isinstance(upload, bool) and upload >= 1
+    if upload not in ("latest", None) and not whole:
+        raise ValueError(f"upload must be 'latest', a number of steps, or None, got {upload!r}")
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 0:
+        raise ValueError(f"replicas must be a number of hosts, at least 0, got {replicas!r}")
+    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0):
+        raise ValueError(f"rate must be a number of bytes per second above 0, got {rate!r}")
+    given = dict(options or {})
+    try:
+        msgspec.json.encode(given)
+    except TypeError as error:
+        raise TypeError(f"storage_options must be JSON values for a manager with near: {error}") from error
+    path = os.path.abspath(os.path.expanduser(folder))
+    if far.scheme == "file" and os.path.realpath(far.location) == os.path.realpath(path):
+        raise ValueError(f"near must be another folder than root, got {near!r} for both")
+    return TierOptions(near=path, far=far, options=given, upload=upload, replicas=replicas, rate=rate)
+
+
+def checked_grace(grace: Any) -> float:
+    """Return the grace in seconds; raise ValueError if it is not a number of at least 0."""
+    if isinstance(grace, bool) or not isinstance(grace, (int, float)) or not grace >= 0:
+        raise ValueError(f"grace must be a number of seconds, at least 0, got {grace!r}")
+    return grace

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from snapshot.errors import SnapshotError
 from snapshot.events import emit, log
 from snapshot.manager.cleaning import UnknownMetric, remove_steps, survey_steps
 from snapshot.manager.policies import Policy
@@ -56,6 +57,13 @@ class Cleaner:
         with self._change:
             self._change.wait_for(lambda: self._thread is None)
         self._work()
+
+    def clean_now(self, upto: int) -> None:
+        """Remove in this thread. Failures are logged."""
+        try:
+            self._clean(upto)
+        except SnapshotError as error:
+            log.warning("%s: failed to remove old snapshots: %s", self._root.url, error)
 
     def _work(self) -> None:
         while True:

@@ -17,9 +17,11 @@ from snapshot.events import emit, log
 from snapshot.manager.incremental import find_needed
 from snapshot.manager.policies import KeepBest, Policy, Taken, parts, reasons
 from snapshot.manager.root import UNREADABLE as CANNOT_READ
-from snapshot.manager.root import ManifestHead, NotOurs, Root, StepFolders
+from snapshot.manager.root import Root, StepFolders, taken_of
+from snapshot.manifest.head import ManifestHead, NotOurs
 from snapshot.save import cleanup
 from snapshot.storage import Storage
+from snapshot.tiers.tombstones import bury
 
 PINNED, BUSY = "pinned", "a take may be running there"
 NOT_OURS = "not a snapshot of this library"
@@ -109,7 +111,7 @@ async def _of_snapshots(
     fates = [Fate(step, "other", goes=False, why=str(error)) for step, error in folders.unreadable.items()]
     for step, head in heads.items():
         if isinstance(head, ManifestHead):
-            taken[step] = head.taken(step)
+            taken[step] = taken_of(step, head)
         elif isinstance(head, CorruptSnapshotError) and step in damaged:
             taken[step] = Taken(step)
         else:
@@ -250,6 +252,8 @@ async def _remove_step(root: Root, fate: Fate, older_than: float, spared: Callab
             return spared(fate.step) or bool(await root.pinned([fate.step]))
 
         try:
+            async with root.opened() as above:
+                await bury(above.storage, session.storage)
             removed = await cleanup.delete_if_unchanged(session.storage, fate.token, older_than, wanted)
         except StorageNotFoundError:
             return False

@@ -14,6 +14,7 @@ from snapshot.formats.detect import UnknownFormatError
 from snapshot.load.fetch import TOUCHED
 from snapshot.load.restore_options import RestoreOptions
 from snapshot.manager.root import Root
+from snapshot.reports import RestoreReport
 from snapshot.runtime.loop import run
 from snapshot.snapshot import Snapshot
 from snapshot.takes import AppState
@@ -27,6 +28,8 @@ class Tried(msgspec.Struct, array_like=True):
     """Result of a rank for the step that was tried; empty in the first round."""
 
     fault: str = ""
+    view: bytes = b""
+    """What this rank's host has, if each host has steps of its own."""
 
 
 class ChosenStep(msgspec.Struct, array_like=True):
@@ -39,6 +42,8 @@ class ChosenStep(msgspec.Struct, array_like=True):
     """Damaged steps: number, fault, and True if this library wrote the step and may replace it."""
     shares: int | None = None
     """A damaged step with which the step to try shares physical bytes, which are verified in any case."""
+    place: bytes = b""
+    """Where the files of the step are, if that is not only the root."""
 
 
 class Fallback:
@@ -48,7 +53,7 @@ class Fallback:
     """
 
     def __init__(
-        self, root: Root, snapshot_of: Callable[[int], Snapshot], begin: Callable[[], Exchange], using: set[int]
+        self, root: Root, snapshot_of: Callable[[int, bytes], Snapshot], begin: Callable[[], Exchange], using: set[int]
     ) -> None:
         self._root = root
         self._snapshot_of = snapshot_of
@@ -69,10 +74,12 @@ class Fallback:
         self._touched: set[str] = set()
         """Names of live tensors that a damaged step was read into."""
         self._notes: list[str] = []
+        self.report: RestoreReport | None = None
+        """Report of the last restore that succeeded on this rank."""
 
     def restore(self, app_state: AppState, options: RestoreOptions) -> tuple[int | None, list[int]]:
         """Return the restored step or None, and the damaged steps of this library."""
-        mine = Tried()
+        mine = Tried(view=self._root.view())
         error: BaseException | None = None
         try:
             while True:
@@ -83,12 +90,13 @@ class Fallback:
                     exchange.close()
                 self._now_at(chosen.step)
                 if chosen.over or chosen.step is None:
+                    self._root.ended(chosen.step, chosen.place)
                     break
                 if chosen.shares is not None:
                     url = self._root.step_url(chosen.step)
                     log.warning("%s: shares files with the damaged step-%s, so they are verified", url, chosen.shares)
                     options = replace(options, verify=True)
-                mine, error = self._try(chosen.step, app_state, options)
+                mine, error = self._try(chosen.step, chosen.place, app_state, options)
         finally:
             self._now_at(None)
         return self._outcome(chosen, exchange.rank)
@@ -96,9 +104,10 @@ class Fallback:
     def _lead(self, tried: list[Tried]) -> ChosenStep:
         """Choose the next step on rank 0: the first candidate without a fault that shows before data is read."""
         fault = next((each.fault for each in tried if each.fault), "")
+        self._root.see([each.view for each in tried])
         if self._current is not None and not fault:
             self._passed.pop(self._current, None)
-            return ChosenStep(self._current, over=True, passed=self._told())
+            return ChosenStep(self._current, over=True, passed=self._told(), place=self._root.end())
         if self._current is not None:
             self._pass(self._current, fault)
         while candidate := self._next():
@@ -108,7 +117,8 @@ class Fallback:
             self._token = candidate[1]
             fault = run(self._root.fault(step)) or ""
             if not fault:
-                return ChosenStep(step, over=False, passed=self._told(), shares=self._shares_with(step))
+                place = self._root.place(step)
+                return ChosenStep(step, over=False, passed=self._told(), shares=self._shares_with(step), place=place)
             self._pass(step, fault)
         return ChosenStep(None, over=True, passed=self._told())
 
@@ -151,10 +161,12 @@ class Fallback:
         if step is not None:
             self._using.add(step)
 
-    def _try(self, step: int, app_state: AppState, options: RestoreOptions) -> tuple[Tried, BaseException | None]:
+    def _try(
+        self, step: int, place: bytes, app_state: AppState, options: RestoreOptions
+    ) -> tuple[Tried, BaseException | None]:
         """Restore a step. Return this rank's result, and an error to raise if it does not concern the snapshot."""
         try:
-            self._snapshot_of(step).restore_with(app_state, options, self._touched)
+            self.report = self._snapshot_of(step, place).restore_with(app_state, options, self._touched)
         except BaseException as error:  # noqa: BLE001 - the caller raises it
             if not isinstance(error, DAMAGE) and not (isinstance(error, RankError) and error.kind in _KINDS):
                 return Tried(), error

@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from snapshot.errors import StorageError
 from snapshot.events import log
 from snapshot.manager.policies import KeepLatest, Policy, parts
-from snapshot.manager.root import ManifestHead, Root
+from snapshot.manager.root import Root
+from snapshot.manifest.head import ManifestHead
 from snapshot.runtime.loop import run
 
 

@@ -6,42 +6,69 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
-from snapshot.durations import Duration
-from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError
-from snapshot.events import emit, log
+from snapshot.errors import SnapshotError
+from snapshot.events import log
 from snapshot.load.restore_options import RestoreArguments, RestoreOptions
 from snapshot.manager import at_exit
-from snapshot.manager.advice import Advice, Measured
+from snapshot.manager.advice import Measured
 from snapshot.manager.channels import Channels
-from snapshot.manager.checked_arguments import checked_policy, checked_root, checked_signals, checked_timeout
+from snapshot.manager.checked_arguments import (
+    checked_grace,
+    checked_policy,
+    checked_root,
+    checked_signals,
+    checked_tiers,
+    checked_timeout,
+)
 from snapshot.manager.cleaner import Cleaner
+from snapshot.manager.decisions import StepDecisions
 from snapshot.manager.fallback import Fallback
 from snapshot.manager.incremental import choose_base, find_bases
-from snapshot.manager.pending_takes import PendingTakes
-from snapshot.manager.policies import KeepBest, Policy, parts
-from snapshot.manager.root import ManifestHead, Root
+from snapshot.manager.pending_takes import PendingTakes, failed_take
+from snapshot.manager.policies import KeepLatest, Policy
+from snapshot.manager.queries import StepQueries
+from snapshot.manager.root import Root
 from snapshot.manager.schedule import Every, Schedule
 from snapshot.manager.signals import Signals
-from snapshot.manager.step_agreement import agree_on
-from snapshot.manager.step_metadata import add_note, checked_metrics, checked_step, noted_metrics
+from snapshot.manager.step_agreement import StepBegin, agree_on, may_be_committed
+from snapshot.manager.step_metadata import add_note, checked_metrics, checked_step
+from snapshot.manager.tiers import ManagerTiers, TakePlace
+from snapshot.manager.tolerance import OnError, Tolerance
 from snapshot.options import Settings
-from snapshot.runtime.loop import LoopFuture, run
+from snapshot.reports import RestoreReport
+from snapshot.runtime.loop import LoopFuture
 from snapshot.save.take_options import AsyncTakeArguments, TakeArguments
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.takes import AppState
+from snapshot.tiers.upload_queue import Upload
 from snapshot.url import URL
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class SnapshotManager:
+OnException = Callable[[BaseException], tuple[int, AppState] | None]
+_KEEP_NEAR = KeepLatest(2)
+
+
+class Begun(NamedTuple):
+    """A take that all ranks have agreed on."""
+
+    step: int
+    place: TakePlace
+    pending: PendingSnapshot | None
+    """The asynchronous take that saved this state already."""
+    given: dict[str, Any]
+    """The arguments of `Snapshot.take`."""
+
+
+class SnapshotManager(StepQueries, StepDecisions):
     """Snapshots of one run, in `step-<n>` below a root: take, restore, remove, and decide when.
 
     Args:
@@ -50,6 +77,18 @@ class SnapshotManager:
         every: When `should_take` returns True: after some steps (an int) or a time (`timedelta`, `"10m"`), or
             whenever no take is running (`"continuous"`).
         incremental: Share files whose tensors are unchanged with earlier steps, so that two physical copies remain.
+        near: A folder of each host, on a local disk or in memory (`/dev/shm/run`). Takes are committed there, and the
+            host's uploader copies them to `root`, the far root. See docs/tiers.md.
+        keep_near: Policy of the near steps to keep. Those that are still wanted far are kept, too.
+        upload: Steps that are uploaded: `"latest"` (the newest one, again and again), each multiple of a number, or
+            None for those that `wait("far")` or `close` ask for.
+        replicas: Number of other hosts that keep a copy of each near file.
+        rate: Maximum bytes per second of a host's uploads.
+        grace: Seconds that `close`, and a take after `should_stop` returned True, wait for the upload.
+        on_error: `"warn"`: a failed take is logged, and training continues.
+        max_failures: Failed takes in a row after which `on_error="warn"` raises.
+        on_exception: Called with the exception that leaves `with manager:`. It returns a step and an app state to
+            save, or None.
         pg: Process group of the participating ranks.
         storage_options: Options for the storage plugin.
         signals: Signals that ask the job to stop. Only a manager created in the main thread can handle them.
@@ -74,6 +113,15 @@ class SnapshotManager:
         keep: Policy | None = None,
         every: Every | None = None,
         incremental: bool = False,
+        near: str | os.PathLike[str] | None = None,
+        keep_near: Policy | None = _KEEP_NEAR,
+        upload: Upload = "latest",
+        replicas: int = 1,
+        rate: float | None = None,
+        grace: float = 300.0,
+        on_error: OnError = "raise",
+        max_failures: int = 3,
+        on_exception: OnException | None = None,
         pg: ProcessGroup | None = None,
         storage_options: Mapping[str, Any] | None = None,
         signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
@@ -87,6 +135,8 @@ class SnapshotManager:
         self._incremental = incremental
         self._pg = pg
         self._options = storage_options
+        self._tolerance = Tolerance(on_error, max_failures)
+        self._on_exception = on_exception
         self._allow_pickle = allow_pickle
         self._timeout = checked_timeout(timeout)
         self._measured = Measured()
@@ -96,8 +146,13 @@ class SnapshotManager:
         self._damaged: set[int] = set()
         """Steps of this library that `restore_latest` passed over."""
         self._cleaner = None if keep is None else Cleaner(self._root, keep, self._spared, lambda: set(self._damaged))
+        self._tiers = None
+        if near is not None:
+            tiers = checked_tiers(near, self._url, storage_options, upload=upload, replicas=replicas, rate=rate)
+            self._tiers = ManagerTiers(tiers, checked_policy(keep_near), checked_grace(grace), self._root, self._spared)
         self._channels = Channels(pg, timeout)
         self._leads = True
+        self._report: RestoreReport | None = None
         self._stopping = False
         self._pid = os.getpid()
         self._signals = Signals(checked_signals(signals))
@@ -135,26 +190,39 @@ class SnapshotManager:
             SnapshotExistsError: There is a snapshot of this step. Nothing was written.
             SnapshotError: The ranks passed different steps.
         """
-        noted, number, pending, given = self._begin("take", step, metrics, metadata, given, overwrite=overwrite)
-        if pending is not None:
+        begun = self._begin("take", step, metrics, metadata, given, overwrite=overwrite)
+        number = begun.step
+        if begun.pending is not None:
             return self._snapshot(number)
         began = time.monotonic()
         self._using.add(number)
         try:
-            snapshot = Snapshot.take(
-                self._path(number),
-                app_state,
-                self._pg,
-                storage_options=self._options,
-                metadata=noted,
-                overwrite=overwrite or number in self._damaged,
-                **given,
-            )
+            snapshot = self._take_there(begun, app_state)
+        except BaseException as error:
+            self._tolerance.failed(begun.place.path, error)
+            if not self._tolerance.survives(error):
+                raise
+            return self._snapshot(number)
         finally:
             self._using.discard(number)
         self._took(number, began)
-        self._ended(number, began, given.get("durable", True))
+        self._ended(begun, began)
+        if self._tiers is not None and begun.place.near:
+            self._tiers.took(snapshot)
+            if self._stopping:
+                self._tiers.flush()
         return snapshot
+
+    def _take_there(self, begun: Begun, app_state: AppState) -> Snapshot:
+        """Take near, or far. A storage error of a near take leads to one more try, far."""
+        place = begun.place
+        try:
+            return Snapshot.take(place.path, app_state, self._pg, storage_options=place.options, **begun.given)
+        except SnapshotError as error:
+            if self._tiers is None or not place.near or not self._tiers.can_degrade(error):
+                raise
+            place = self._tiers.place_of(begun.step, str(error), "take")
+        return Snapshot.take(place.path, app_state, self._pg, storage_options=place.options, **begun.given)
 
     def async_take(
         self,
@@ -170,22 +238,24 @@ class SnapshotManager:
 
         Arguments are those of `take`; `given` are other arguments of `Snapshot.async_take`.
         """
-        noted, number, pending, given = self._begin("async_take", step, metrics, metadata, given, overwrite=overwrite)
-        if pending is not None:
-            return pending
+        begun = self._begin("async_take", step, metrics, metadata, given, overwrite=overwrite)
+        number, place = begun.step, begun.place
+        if begun.pending is not None:
+            return begun.pending
         began = time.monotonic()
-        pending = Snapshot.async_take(
-            self._path(number),
-            app_state,
-            self._pg,
-            storage_options=self._options,
-            metadata=noted,
-            overwrite=overwrite or number in self._damaged,
-            **given,
-        )
+        try:
+            pending = Snapshot.async_take(place.path, app_state, self._pg, storage_options=place.options, **begun.given)
+        except SnapshotError as error:
+            self._tolerance.failed(place.path, error)
+            if not self._tolerance.survives(error):
+                raise
+            return failed_take(place.path, self._snapshot(number), error)
+        if self._tiers is not None and place.near:
+            self._tiers.took(pending)
+            self._tiers.attach(number, pending)
         self._pendings.add(number, pending)
         self._took(number, began)
-        pending.work.add_done_callback(partial(self._done, number, began, given.get("durable", True)))
+        pending.work.add_done_callback(partial(self._done, begun, began))
         return pending
 
     def _begin(
@@ -197,113 +267,79 @@ class SnapshotManager:
         given: Mapping[str, Any],
         *,
         overwrite: bool,
-    ) -> tuple[dict[str, Any], int, PendingSnapshot | None, Any]:
-        """Agree on the step. Return its metadata, its number, the async take that saved it already, and arguments."""
+    ) -> Begun:
+        """Agree on the step, and on where it is written."""
+        tiers = self._tiers
         with self._exchange(verb, given.get("timeout")) as exchange:
             number = checked_step(step)
             noted = add_note(number, checked_metrics(metrics), metadata)
             before = self._pendings.of(number)
-            latest = self._pendings.is_latest(number) and number not in self._damaged and not overwrite
-            bases = partial(find_bases, self._root, number, self._damaged) if self._incremental else list[int]
-            begun = agree_on(exchange, self._root, number, before, latest=latest, find_bases=bases)
+            root = self._root
+            replaces = overwrite or number in self._damaged
+            if tiers is not None:
+                tiers.join(exchange, self._cleaner)
+                root = tiers.near
+                noted |= tiers.joined.note()
+            mine = StepBegin(
+                number,
+                may_be_committed(before) and self._pendings.is_latest(number) and not replaces,
+                near_fault=tiers.near_fault() if tiers is not None else "",
+                failures=self._tolerance.failures,
+            )
+            answer = agree_on(
+                exchange,
+                root,
+                before,
+                mine,
+                find_bases=partial(find_bases, root, number, self._damaged) if self._incremental else list[int],
+                expect_few=self._tolerance.expect_few,
+                expect_new=tiers.expect_new if tiers is not None and not replaces else None,
+            )
             exchange.close()
         self._leads = exchange.rank == 0
         self._measured.at_step(number)
-        if not begun.known:
+        if not answer.known:
             self._pendings.moved_on()
-        based = {"base": choose_base(self._root, self._keep, begun.bases)} if self._incremental else {}
-        return noted, number, before if begun.known else None, {**based, **given}
+        if tiers is None:
+            place = TakePlace(self._path(number), self._options, near=False)
+        else:
+            place = tiers.place_of(number, "" if answer.known else answer.near_fault, verb)
+        based = {"base": choose_base(root, self._keep, answer.bases)} if self._incremental else {}
+        arguments = {**based, **given, "metadata": noted, "overwrite": replaces}
+        return Begun(number, place, before if answer.known else None, arguments)
 
     def _took(self, step: int, began: float) -> None:
         self._cadence.began(step)
         self._measured.took(began, time.monotonic() - began)
 
-    def _done(self, step: int, began: float, durable: bool, work: LoopFuture[None]) -> None:
+    def _done(self, begun: Begun, began: float, work: LoopFuture[None]) -> None:
         """Handle the end of an async take. Called on the loop, so nothing here may block."""
-        if not work.cancelled() and work.exception() is None:
-            self._ended(step, began, durable)
+        if work.cancelled():
+            return
+        error = work.exception()
+        if error is None:
+            self._ended(begun, began)
+        else:
+            self._tolerance.failed(begun.place.path, error)
+            if self._tiers is not None and begun.place.near:
+                self._tiers.can_degrade(error)
 
-    def _ended(self, step: int, began: float, durable: bool) -> None:
-        """Record a committed take. If it is durable, rank 0 starts the removal of snapshots that the policy drops."""
-        self._damaged.discard(step)
+    def _ended(self, begun: Begun, began: float) -> None:
+        """Record a committed take, and start the removal of snapshots that the policies drop.
+
+        Rank 0 removes steps of the root once a take there is durable, each host its near steps.
+        """
+        self._damaged.discard(begun.step)
+        self._tolerance.succeeded()
         self._measured.durable(began)
-        if durable and self._leads and self._cleaner is not None:
-            self._cleaner.committed(step, began)
+        if self._tiers is not None and begun.place.near:
+            self._tiers.committed(begun.step, began)
+        elif begun.given.get("durable", True) and self._leads and self._cleaner is not None:
+            self._cleaner.committed(begun.step, began)
 
     def _spared(self, step: int) -> bool:
         """Return True if the step is being taken or restored, or a running take is based on it."""
         return step in self._using or self._pendings.running(step) or self._pendings.needs(self._root.save_id(step))
-
-    # Query
-
-    def steps(self) -> list[int]:
-        """Return the committed steps that this process sees now, ascending."""
-        return sorted(run(self._root.folders()).committed)
-
-    def latest(self, verify: bool = False) -> int | None:
-        """Return the newest committed step, or None if there is none.
-
-        With `verify`, read every byte, and pass over (and log) snapshots that fail verification.
-        """
-        for step in reversed(self.steps()):
-            if not verify:
-                return step
-            try:
-                report = self._snapshot(step).verify()
-                fault = "" if report else str(report)
-            except (CorruptSnapshotError, SnapshotNotFoundError) as error:
-                fault = str(error)
-            if not fault:
-                return step
-            log.warning("%s: passed over: verification failed: %s", self._root.step_url(step), fault)
-        return None
-
-    def best(self, metric: str | None = None, mode: str = "min") -> int | None:
-        """Return the best step by a metric, or by the first `KeepBest` of the policy.
-
-        Return None if no step has the metric.
-        """
-        if metric is not None:
-            policy = KeepBest(metric, 1, mode)
-        else:
-            found = [each for each in parts(self._keep) if isinstance(each, KeepBest)] if self._keep else []
-            if not found:
-                raise ValueError(
-                    "best: `keep` has no KeepBest; pass a metric, such as best('loss') or best('f1', 'max')"
-                )
-            policy = found[0]
-        heads = run(self._root.heads(run(self._root.folders()).committed))
-        for step, head in heads.items():
-            if not isinstance(head, ManifestHead):
-                log.warning("%s: passed over: %s", self._root.step_url(step), head)
-        ranked = policy.ranked([head.taken(step) for step, head in heads.items() if isinstance(head, ManifestHead)])
-        return ranked[0] if ranked else None
-
-    def metrics(self, step: int) -> dict[str, float]:
-        """Return the metrics of a step."""
-        return noted_metrics(self._snapshot(checked_step(step)).metadata.metadata)
-
-    def snapshot(self, step: int) -> Snapshot:
-        """Return the snapshot of a step, which need not exist."""
-        number = checked_step(step)
-        if not self._pendings.is_latest(number):
-            self._pendings.moved_on()  # after a restore the state is that of this step
-        return self._snapshot(number)
-
-    def _snapshot(self, step: int) -> Snapshot:
-        return Snapshot(self._path(step), self._pg, self._options, allow_pickle=self._allow_pickle)
-
-    def pin(self, step: int) -> None:
-        """Keep a step regardless of policies, also in other and later processes, until `unpin`."""
-        run(self._root.pin(checked_step(step)))
-
-    def unpin(self, step: int) -> None:
-        """Let the policy decide about a step again."""
-        run(self._root.unpin(checked_step(step)))
-
-    def pinned(self) -> list[int]:
-        """Return the pinned steps, ascending."""
-        return sorted(run(self._root.pinned(self.steps())))
 
     # Load
 
@@ -327,63 +363,32 @@ class SnapshotManager:
         began = time.monotonic()
         self._pendings.moved_on()
         begin = partial(self._exchange, "restore_latest", given.get("timeout"))
-        step, damaged = Fallback(self._root, self._snapshot, begin, self._using).restore(
-            app_state, RestoreOptions(**given)
-        )
+        root, snapshot_of = self._root, self._restored_from
+        if self._tiers is not None:
+            if not self._tiers.is_joined():
+                with begin() as exchange:
+                    self._tiers.join(exchange, self._cleaner)
+                    exchange.close()
+            root = tiered = self._tiers.root()
+            snapshot_of = partial(tiered.snapshot_of, pg=self._pg, allow_pickle=self._allow_pickle)
+        fallback = Fallback(root, snapshot_of, begin, self._using)
+        try:
+            step, damaged = fallback.restore(app_state, RestoreOptions(**given))
+        finally:
+            self._report = root.add_sources(fallback.report)
         self._damaged = set(damaged)
         if step is not None:
             self._cadence.began(step)
             self._measured.restore = time.monotonic() - began
         return step
 
-    # When
+    def _restored_from(self, step: int, place: bytes) -> Snapshot:
+        return self._snapshot(step)
 
-    def should_take(self, step: int) -> bool:
-        """Return True if `every` says to take this step. The result is equal on all ranks, which must all call it.
-
-        Call it at every step. No rank waits for another. If `every` is a time, all ranks take at the same step, soon
-        after it has passed on rank 0's clock.
-        """
-        number = checked_step(step)
-        self._measured.at_step(number)
-        self._pendings.at_call()
-        cadence = self._cadence
-        if not cadence.given:
-            raise ValueError("should_take: the manager was created without `every`")
-        if cadence.steps is not None:
-            return cadence.due_at(number)
-        wish = number != cadence.last and cadence.due_now(busy=self._pendings.busy())
-        return self._channels.ask("take", wish, leader_alone=True)
-
-    def should_stop(self) -> bool:
-        """Return True if a signal has asked any rank to stop: on all ranks from the same call on.
-
-        All ranks must call it once a step. No rank waits for another, and most calls only count. Ranks query the store
-        of their group about every half second, or at each call if calls are further apart. A rank that calls it more
-        often than others stops earlier than they do.
-
-        Raises:
-            RankError: The store of the group cannot be reached.
-        """
-        self._measured.at_call()
-        self._pendings.at_call()
-        if not self._stopping:
-            self._stopping = self._channels.ask("stop", self._signals.number is not None)
-            if self._stopping:
-                number = self._signals.number
-                own = signal.Signals(number).name if number else "another rank's signal"
-                emit("stopping", "should_stop", str(self._url), reason=own)
-                log.info("should_stop %s: stopping because of %s", self._url, own)
-        return self._stopping
-
-    def advice(self, mtbf: Duration) -> Advice:
-        """Return the interval between takes that loses least time, from the takes and steps of this rank so far.
-
-        `mtbf` is the mean time between failures: seconds, a `timedelta`, or a text such as `"12h"`.
-
-        Raises SnapshotError if takes or steps were not measured yet.
-        """
-        return self._measured.advice(mtbf)
+    @property
+    def report(self) -> RestoreReport | None:
+        """Report of the last `restore_latest` on this rank."""
+        return self._report
 
     # Close
 
@@ -396,6 +401,8 @@ class SnapshotManager:
             return
         try:
             self._pendings.close()
+            if self._tiers is not None:
+                self._tiers.close()
             if self._cleaner is not None:
                 self._cleaner.close()
         finally:
@@ -405,16 +412,25 @@ class SnapshotManager:
     def __enter__(self) -> SnapshotManager:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is not None and self._on_exception is not None:
+                self._save_on(error, self._on_exception)
+        finally:
+            self.close()
+
+    def _save_on(self, error: BaseException, hook: OnException) -> None:
+        """Save what a hook allows after an exception. A failure is logged, since the exception is being raised."""
+        try:
+            found = hook(error)
+            if found is not None:
+                self.take(*found)
+        except Exception as failure:  # noqa: BLE001 - the first exception is the important one
+            log.warning("%s: nothing was saved after %s: %s", self._url, type(error).__name__, failure)
 
     def _exchange(self, verb: str, timeout: float | None) -> Exchange:
         chosen = timeout if timeout is not None else self._timeout
         return Exchange(ranks_of(self._pg), verb, Settings.current().timeout if chosen is None else chosen)
-
-    def _path(self, step: int) -> str:
-        url = self._root.step_url(step)
-        return url.location if url.scheme == "file" else url.reveal()
 
     def __repr__(self) -> str:
         return f"<SnapshotManager {self._url}: keep {self._keep or 'all'}>"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 
-from snapshot.snapshot import PendingSnapshot
+from snapshot.errors import SnapshotError
+from snapshot.progress import Meter
+from snapshot.runtime.loop import start
+from snapshot.snapshot import PendingSnapshot, Snapshot
 
 REMEMBERED = 8
 """Maximum number of asynchronous takes that a later take of the same step can wait for."""
@@ -72,3 +75,15 @@ def wait_for_pending(pending: PendingSnapshot) -> None:
     """Wait until a take is over, without raising: `wait()` would keep its failure from being logged."""
     while not pending.done():
         time.sleep(0.005)
+
+
+def failed_take(path: str, snapshot: Snapshot, error: SnapshotError) -> PendingSnapshot:
+    """Return a take that failed before anything was written."""
+
+    async def fail() -> None:
+        raise error
+
+    work = start(fail())
+    pending = PendingSnapshot(path, work, Meter("async_take", None), snapshot)
+    work.settled()
+    return pending

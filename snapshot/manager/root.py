@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, TypeVar
-
-import msgspec
 
 from snapshot.aio import gather_limited
 from snapshot.errors import (
@@ -25,74 +23,25 @@ from snapshot.formats.foreign import is_absence
 from snapshot.load.open import expect_files, open_document
 from snapshot.manager.policies import Taken
 from snapshot.manager.step_metadata import noted_metrics
-from snapshot.manifest.document import FORMAT, METADATA, BaseReference, FileEntry, PartEntry
+from snapshot.manifest.document import METADATA
+from snapshot.manifest.head import OURS, ManifestHead, NotOurs, decode_head
+from snapshot.reports import RestoreReport
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
 from snapshot.storage import ANYTHING, FileStat, Storage
-from snapshot.tensors.digest import digest_range
+from snapshot.tiers.near_steps import PINNED
 from snapshot.url import URL
 
 T = TypeVar("T")
 Item = TypeVar("Item")
 UNREADABLE = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP}
 """Error numbers of a storage for a single file that cannot be read, while others can."""
-PINNED = ".pinned"
-"""File in a step's folder that protects it from removal. It belongs to no snapshot, so clean-up leaves it."""
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 
 
-class NotOurs(SnapshotError):
-    """The file at a manifest's path was not written by this version of the library."""
-
-
-class ManifestHead(msgspec.Struct):
-    """All fields of a manifest but its entries, which are skipped, since there may be many."""
-
-    format: str
-    version: str
-    save_id: str
-    world_size: int
-    created: str
-    metadata: dict[str, Any]
-    files: dict[str, FileEntry]
-    parts: list[PartEntry]
-    base: BaseReference | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the data files in bytes, counted as in `SnapshotMetadata.nbytes`."""
-        return sum(each.size for each in self.files.values() if not each.in_base)
-
-    def copies(self) -> dict[str, str]:
-        """Return the physical file of each content that an incremental take recorded."""
-        return {each.content: each.origin or name for name, each in self.files.items() if each.content is not None}
-
-    def taken(self, step: int) -> Taken:
-        """Return the snapshot as policies see it."""
-        return Taken(step, datetime.fromisoformat(self.created).timestamp(), noted_metrics(self.metadata))
-
-
-_heads = msgspec.json.Decoder(ManifestHead)
-_OURS = re.compile(rb'\{"format":"%s","version":"[^"]{1,80}","save_id":"[0-9a-f]{12}",' % FORMAT.encode())
-_DIGEST = re.compile(rb',"digest":"(xxh3:[0-9a-f]{32})"\}$')
-
-
-def decode_head(data: bytes, where: object) -> ManifestHead:
-    """Return the head of a manifest.
-
-    Raise NotOurs if the data does not begin like a manifest, and CorruptSnapshotError if its checksum is wrong.
-    """
-    if not _OURS.match(data):
-        raise NotOurs(f"{where}: not a manifest that this version of the library wrote")
-    tail = _DIGEST.search(data, max(0, len(data) - 64))
-    if tail is None or digest_range(memoryview(data)[: tail.start()]).encode() != tail[1]:
-        raise CorruptSnapshotError(f"{where}: the manifest's checksum is wrong")
-    try:
-        head = _heads.decode(data)
-        datetime.fromisoformat(head.created)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise CorruptSnapshotError(f"{where}: {error}") from error
-    return head
+def taken_of(step: int, head: ManifestHead) -> Taken:
+    """Return a snapshot as policies see it."""
+    return Taken(step, datetime.fromisoformat(head.created).timestamp(), noted_metrics(head.metadata))
 
 
 @dataclass(slots=True)
@@ -132,6 +81,30 @@ class Root:
             yield session
         finally:
             await session.close()
+
+    # Steps on hosts
+
+    def view(self) -> bytes:
+        """Return what this host has, if each host has steps of its own."""
+        return b""
+
+    def see(self, views: Sequence[bytes]) -> None:
+        """Take in what the hosts of all ranks have."""
+
+    def place(self, step: int) -> bytes:
+        """Return where the files of a step are, if that is not only this root."""
+        return b""
+
+    def end(self) -> bytes:
+        """Return what all ranks must know at the end of a restore."""
+        return b""
+
+    def ended(self, step: int | None, told: bytes) -> None:
+        """Record that a step was restored, or that there is none."""
+
+    def add_sources(self, report: RestoreReport | None) -> RestoreReport | None:
+        """Add to a report where the bytes came from, and release what the restore needed."""
+        return report
 
     # Steps
 
@@ -206,8 +179,7 @@ class Root:
         """
         if self._whole.get(step) == stat.token:
             return ""
-        sizes = {name: each.size for name, each in head.files.items() if not each.in_base}
-        sizes |= {each.location: each.size for each in head.parts}
+        sizes = head.sizes()
         async with self.opened(step) as session:
 
             async def fault(name: str) -> str:
@@ -252,7 +224,7 @@ class Root:
             try:
                 head = await session.storage.get(METADATA, limit=session.settings.manifest_bytes)
                 return bool(
-                    _OURS.match(head) or (not head.strip(b"\0") and await cleanup.list_save_files(session.storage))
+                    OURS.match(head) or (not head.strip(b"\0") and await cleanup.list_save_files(session.storage))
                 )
             except StorageError:
                 return False

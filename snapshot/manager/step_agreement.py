@@ -22,6 +22,8 @@ class StepAnswer(msgspec.Struct, array_like=True):
     """True if an earlier asynchronous take has saved the current state."""
     bases: list[int]
     """Committed steps that the take is based on, the newest first."""
+    near_fault: str = ""
+    """Why a host cannot write near, or ''."""
 
 
 class StepBegin(msgspec.Struct, array_like=True):
@@ -30,36 +32,46 @@ class StepBegin(msgspec.Struct, array_like=True):
     step: int
     saved: bool
     """True if an asynchronous take has already saved this very state, as far as this rank knows."""
+    near_fault: str = ""
+    """Why this host cannot write near, or ''."""
+    failures: int = 0
+    """Failed takes in a row, as this rank saw them."""
 
 
 def agree_on(
     exchange: Exchange,
     root: Root,
-    step: int,
     pending: PendingSnapshot | None,
+    mine: StepBegin,
     *,
-    latest: bool,
     find_bases: Callable[[], list[int]],
+    expect_few: Callable[[int], None],
+    expect_new: Callable[[int], None] | None,
 ) -> StepAnswer:
-    """Return whether `pending`, an earlier take of this step, has saved the current state. Wait for it to end.
+    """Return whether `pending`, an earlier take of this step, has saved the current state.
 
-    `latest`: nothing was taken or restored since. The leader checks that the snapshot of `pending` still exists, and
-    deletes a leftover pin if not. Raise SnapshotError on all ranks if they passed different steps.
+    The leader checks that the snapshot of `pending` still exists, and deletes a leftover pin if not. `expect_few` gets
+    the number of failures, `expect_new` the step. Raise SnapshotError on all ranks if they passed different steps.
     """
+    step = mine.step
 
     def lead(all_: list[StepBegin]) -> StepAnswer:
         ranks = {each.step: rank for rank, each in enumerate(all_)}
         if len(ranks) > 1:
             said = ", ".join(f"rank {rank} {number}" for number, rank in ranks.items())
             raise SnapshotError(f"{root.url}: all ranks must pass the same step, got {said}; nothing was done")
+        expect_few(max(each.failures for each in all_))
         run(root.forget_pin(step))
         known = all(each.saved for each in all_) and pending is not None and run(_is_committed(root, step, pending))
-        return StepAnswer(known, [] if known else find_bases())
+        if not known and expect_new is not None:
+            expect_new(step)
+        fault = next((each.near_fault for each in all_ if each.near_fault), "")
+        return StepAnswer(known, [] if known else find_bases(), fault)
 
-    return exchange.agree(StepBegin(step, _may_be_committed(pending) and latest), lead, StepBegin, StepAnswer)
+    return exchange.agree(mine, lead, StepBegin, StepAnswer)
 
 
-def _may_be_committed(pending: PendingSnapshot | None) -> bool:
+def may_be_committed(pending: PendingSnapshot | None) -> bool:
     """Wait for a pending take, and return True if it may be committed."""
     if pending is None:
         return False

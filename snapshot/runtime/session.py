@@ -33,6 +33,7 @@ class Session:
         budget: int | None = None,
         default_budget: int = 0,
         pool: Callable[[int], Pool] | None = None,
+        resume: bool = False,
     ) -> None:
         self.url = url
         self.options = options
@@ -46,7 +47,7 @@ class Session:
         expect_positive("memory_budget_bytes", limit)
         self.budget = MemoryBudget(limit, pool(limit) if pool is not None else None)
         self._context = Context(
-            durable, self.budget, shared_clients(), self.settings.direct_io, self.settings.lane_count()
+            durable, self.budget, shared_clients(), self.settings.direct_io, self.settings.lane_count(), resume
         )
         self.storage: Storage = open_storage(url, options, self._context)
 
@@ -59,14 +60,16 @@ class Session:
         self.storage = storage
 
     async def read_twice(self, path: str, read: Callable[[], Awaitable[T]]) -> T:
-        """Read something, and retry once if it is damaged, since that may have happened in transit over a network."""
-        try:
-            return await read()
-        except CorruptSnapshotError as error:
-            if self.storage.capabilities.blocking:
-                raise
-            emit("retry", "read", str(self.storage.url.join(path)), attempt=1, error=str(error), pause=0.0)
-            return await read()
+        """Read something, and retry if it is damaged: from other places that have it, or once more over a network."""
+        again = not self.storage.capabilities.blocking
+        while True:
+            try:
+                return await read()
+            except CorruptSnapshotError as error:
+                if not (self.storage.switch_source(path) or again):
+                    raise
+                again = False
+                emit("retry", "read", str(self.storage.url.join(path)), attempt=1, error=str(error), pause=0.0)
 
     async def close(self) -> None:
         """Release the storage's resources. An error is logged: it does not undo the operation."""

@@ -10,14 +10,23 @@ import msgspec
 
 from snapshot.aio import gather_limited, in_thread, shielded
 from snapshot.distributed.exchange import LEADER, Exchange, Undecided
-from snapshot.errors import CommitUnknown, CorruptSnapshotError, RankError, SnapshotError, StorageNotFoundError
+from snapshot.errors import (
+    CommitUnknown,
+    CorruptSnapshotError,
+    RankError,
+    SnapshotError,
+    StorageError,
+    StorageNotFoundError,
+)
 from snapshot.events import log
-from snapshot.manifest.document import ManifestPart, PartEntry, decode_part, encode
+from snapshot.manifest.document import METADATA, ManifestPart, PartEntry, decode_part, encode
 from snapshot.plan.consensus import add_sums
 from snapshot.runtime.loop import in_own_thread, run
 from snapshot.runtime.session import Session
+from snapshot.save.cleanup import clean_after_commit
 from snapshot.save.manifest_builder import RankManifest, build_document
 from snapshot.save.transaction import Transaction
+from snapshot.storage import ANYTHING
 
 T = TypeVar("T")
 PARTS_AT_ONCE = 64
@@ -43,6 +52,19 @@ class RankDone(msgspec.Struct, array_like=True):
     """Size, digest and entry count of the rank's own part."""
     shard_sums: tuple[bytes, bytes] = (b"", b"")
     """For a rank with its own part: its share of the checksums over all shards."""
+    host: str = ""
+    """The rank's host, if each host has files of its own."""
+    sent_part: bytes = b""
+    """The part for the leader, if the leader cannot read this rank's files."""
+
+
+class Committed(msgspec.Struct, array_like=True):
+    """The leader's answer."""
+
+    manifest: bytes = b""
+    """The committed manifest, for hosts that need a copy."""
+    keepers: list[int] = []
+    """Ranks that store the manifest on their host."""
 
 
 async def commit_with_ranks(
@@ -54,13 +76,19 @@ async def commit_with_ranks(
         return
     exchange.note_done()
 
-    def lead(reports: list[RankDone]) -> bool:
-        run(shielded(_commit(session, transaction, manifest, reports)))
-        return True
+    def lead(reports: list[RankDone]) -> Committed:
+        data = run(shielded(_commit(session, transaction, manifest, reports)))
+        first: dict[str, int] = {}
+        for rank, each in enumerate(reports):
+            first.setdefault(each.host, rank)
+        keepers = [rank for rank in first.values() if rank != LEADER]
+        return Committed(data, keepers) if keepers else Committed()
 
-    agreed = asyncio.ensure_future(in_own_thread(exchange.agree, done, lead, RankDone, bool))
+    agreed = asyncio.ensure_future(in_own_thread(exchange.agree, done, lead, RankDone, Committed))
     try:
-        await asyncio.shield(agreed)
+        committed = await asyncio.shield(agreed)
+        if exchange.rank in committed.keepers:
+            await shielded(_keep_manifest(session, transaction, committed.manifest))
     except asyncio.CancelledError as error:  # this rank was cancelled, not the exchange: abort if it is not too late
         await shielded(in_own_thread(exchange.fail, error))
         try:
@@ -97,8 +125,20 @@ async def _find_out(session: Session, transaction: Transaction, lost: Undecided)
     ) from lost
 
 
-async def _commit(session: Session, transaction: Transaction, manifest: RankManifest, done: Sequence[RankDone]) -> None:
-    """Merge all parts into one manifest, and commit it."""
+async def _keep_manifest(session: Session, transaction: Transaction, manifest: bytes) -> None:
+    """Store the committed manifest on this host, too. The snapshot does not depend on it, so a failure is logged."""
+    try:
+        await session.storage.put(METADATA, manifest, expect=ANYTHING)
+        await session.storage.settle()
+        await clean_after_commit(session.storage, transaction.save_id)
+    except StorageError as error:
+        log.warning("%s: committed, but this host has no copy of the manifest: %s", session.url, error)
+
+
+async def _commit(
+    session: Session, transaction: Transaction, manifest: RankManifest, done: Sequence[RankDone]
+) -> bytes:
+    """Merge all parts into one manifest, commit it, and return it."""
     if add_sums(each.shard_sums[0] for each in done) != add_sums(each.shard_sums[1] for each in done):
         raise CorruptSnapshotError("some shards were written twice or not at all; the take was aborted")
     save_id = transaction.save_id
@@ -113,14 +153,16 @@ async def _commit(session: Session, transaction: Transaction, manifest: RankMani
     others = await gather_limited(range(1, len(done)), read, PARTS_AT_ONCE)
     document = await in_thread(build_document, manifest, save_id, parts, others)
     data = await in_thread(encode, document)
-    await transaction.commit(data, [leader_part_path(save_id, rank) for rank in range(1, len(done))])
+    stored = [rank for rank in range(1, len(done)) if not done[rank].sent_part]
+    await transaction.commit(data, [leader_part_path(save_id, rank) for rank in stored])
+    return data
 
 
 async def _read_leader_part(session: Session, save_id: str, rank: int, done: RankDone) -> ManifestPart:
     path = leader_part_path(save_id, rank)
 
     async def read() -> ManifestPart:
-        data = await session.storage.get(path, limit=session.settings.manifest_bytes)
+        data = done.sent_part or await session.storage.get(path, limit=session.settings.manifest_bytes)
         return decode_part(data, PartEntry(path, *done.leader_part, [rank], -1), path)
 
     try:

@@ -196,7 +196,7 @@ class Take:
         if own_part:
             await write_small(storage, own_part_path(save_id, rank), [own_part])
         leader_part = await in_thread(encode_for_leader, manifest) if rank else b""
-        if leader_part:
+        if leader_part and not storage.host:
             await write_small(storage, leader_part_path(save_id, rank), [leader_part])
         if rank:
             await storage.settle()  # the leader's commit does it for the leader's files
@@ -204,6 +204,8 @@ class Take:
             (len(leader_part), digest_range(leader_part)),
             (len(own_part), digest_range(own_part), len(manifest.own)),
             shard_checksums(manifest) if manifest.cut else (b"", b""),
+            storage.host,
+            leader_part if storage.host else b"",
         )
         return manifest, done
 

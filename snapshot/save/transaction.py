@@ -180,7 +180,7 @@ class Transaction:
 
     async def revoke(self) -> bool:
         """Delete the claim of a lost leader, if a commit needs it. Return True if no commit is possible any more."""
-        if self._storage.capabilities.guarded_commit:
+        if self._storage.capabilities.guarded_commit and not self._storage.host:  # else the claim is on another host
             with contextlib.suppress(SnapshotError):
                 await self._storage.delete([claim_path(self.save_id)])
                 if await cleanup.committed_save_id(self._storage) != self.save_id:

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from snapshot.events import emit
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.load.checksums import expect_archive_checksums
 from snapshot.load.open import expect_files, load_parts, open_document, open_main, read_parts
-from snapshot.load.stored_ranges import TABLE, find_uncovered, requests_of, stored_in
+from snapshot.load.stored_ranges import stored_in
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document, ManifestPart, PartEntry, encode
 from snapshot.options import expect_positive
@@ -36,10 +37,9 @@ from snapshot.save.transaction import Transaction
 from snapshot.save.writer import write_small
 from snapshot.storage_options import select_server
 from snapshot.tensors.digest import digest_range
-from snapshot.text import listed
 from snapshot.url import URL
 from snapshot.verbs.copy_foreign import copy_files
-from snapshot.verbs.copy_stream import CheckedRange, CopiedFile, copy_files_through, stat_files
+from snapshot.verbs.copy_stream import CopiedFile, checked_files, copy_files_through, stat_files
 from snapshot.verbs.select import selected_locations
 from snapshot.verbs.to_snapshot import Selection, write_as_snapshot
 
@@ -160,7 +160,11 @@ class _Copy:
         names = [each.location for each in document.parts]
         own = document.own_files
         await expect_files(self._source, document, set(own))
-        files = await in_thread(self._files, parts, await stat_files(self._source.storage, own))
+        held = await stat_files(self._source.storage, own)
+        tokens = {location: token for location, (_, token) in held.items()}
+        files = await in_thread(
+            partial(checked_files, document, parts, tokens, url=self._source.url, verify=self._verify)
+        )
         nbytes = sum(file.size for file in files)
         for again in (False, True):
             exchange = solo_exchange("copy")
@@ -185,36 +189,6 @@ class _Copy:
                 emit("retry", "copy", url, attempt=1, error=str(error), pause=0.0)
         count = count_entries(document.manifest) + sum(count_entries(each.manifest) for each in parts)
         return CopyReport("snapshot", count, len(files), nbytes, "digests" if self._verify else "sizes")
-
-    def _files(self, parts: Sequence[ManifestPart], held: Mapping[str, tuple[int, str | None]]) -> list[CopiedFile]:
-        """Return the files, longest first, with the digests to compare."""
-        document, own = self._document, self._document.own_files
-        ranges: dict[str, list[CheckedRange]] = {location: [] for location in own}
-        if self._verify:
-            faults: list[str] = []
-            requests = requests_of([document.manifest, *(part.manifest for part in parts)], document.files, faults)
-            faults += find_uncovered(own, requests)
-            if faults:
-                raise CorruptSnapshotError(
-                    f"{self._source.url}: its manifest does not describe its files:{listed(faults)}", faults=faults
-                )
-            for location, file in own.items():
-                if file.header:
-                    ranges[location].append(
-                        CheckedRange(f"{location} (header)", 0, file.header, file.header_digest, True)
-                    )
-            for request in requests:
-                if request.begin < request.end and request.location in own:
-                    plain = getattr(request.stored, "serializer", "") == TABLE
-                    ranges[request.location].append(
-                        CheckedRange(request.name, request.begin, request.end, request.stored.digest, plain)
-                    )
-        return [
-            CopiedFile(
-                location, file.size, held[location][1], tuple(sorted(ranges[location], key=lambda each: each.begin))
-            )
-            for location, file in sorted(own.items(), key=lambda item: (-item[1].size, item[0]))
-        ]
 
     async def _write(
         self, transaction: Transaction, files: Sequence[CopiedFile], parts: Mapping[str, ManifestPart]

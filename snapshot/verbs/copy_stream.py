@@ -7,7 +7,7 @@ and compared when their last byte has passed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ import xxhash
 from snapshot.aio import gather_limited, shielded
 from snapshot.errors import CorruptSnapshotError
 from snapshot.load.reader import HOT
+from snapshot.load.stored_ranges import TABLE, find_uncovered, requests_of
+from snapshot.manifest.document import Document, ManifestPart
 from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.runtime.arena import Slot, arena, arena_bytes
 from snapshot.runtime.budget import MemoryBudget
@@ -25,6 +27,8 @@ from snapshot.save.staging import FileDigests, StagedPart, Stager
 from snapshot.save.writer import Writer
 from snapshot.storage import Buffer, Storage
 from snapshot.tensors.digest import BLOCK, RunningDigest, digest_range
+from snapshot.text import listed
+from snapshot.url import URL
 
 FILES = 16
 """The number of files that are written in parallel."""
@@ -58,6 +62,44 @@ class CopiedFile:
         return FilePlan(b"", tuple(Extent(0, each.begin, each.end) for each in self.ranges), self.size)
 
 
+def checked_files(
+    document: Document,
+    parts: Sequence[ManifestPart],
+    tokens: Mapping[str, str | None],
+    *,
+    url: URL,
+    verify: bool,
+) -> list[CopiedFile]:
+    """Return data files of a snapshot, longest first, with the digests to compare. `tokens` names the files.
+
+    Raise CorruptSnapshotError if the manifest and its parts do not describe all bytes of these files.
+    """
+    own = {location: document.files[location] for location in tokens}
+    ranges: dict[str, list[CheckedRange]] = {location: [] for location in own}
+    if verify:
+        faults: list[str] = []
+        some: list[dict[str, Any]] = [{}] if document.parts else []  # not all parts may be given
+        requests = requests_of([document.manifest, *some, *(each.manifest for each in parts)], document.files, faults)
+        faults += find_uncovered(own, [each for each in requests if each.location in own])
+        if faults:
+            raise CorruptSnapshotError(
+                f"{url}: its manifest does not describe its files:{listed(faults)}", faults=faults
+            )
+        for location, file in own.items():
+            if file.header:
+                ranges[location].append(CheckedRange(f"{location} (header)", 0, file.header, file.header_digest, True))
+        for request in requests:
+            if request.begin < request.end and request.location in own:
+                plain = getattr(request.stored, "serializer", "") == TABLE
+                ranges[request.location].append(
+                    CheckedRange(request.name, request.begin, request.end, request.stored.digest, plain)
+                )
+    return [
+        CopiedFile(location, file.size, tokens[location], tuple(sorted(ranges[location], key=lambda each: each.begin)))
+        for location, file in sorted(own.items(), key=lambda item: (-item[1].size, item[0]))
+    ]
+
+
 class FileStream(Stager):
     """The bytes of files on another storage."""
 
@@ -84,7 +126,7 @@ class FileStream(Stager):
         return Checked(file, self._files[id(file)])
 
 
-class _PlainDigest:
+class PlainDigest:
     """The digest of a range's bytes themselves."""
 
     def __init__(self) -> None:
@@ -103,7 +145,7 @@ class Checked(FileDigests):
     def __init__(self, file: FilePlan, passed: CopiedFile) -> None:
         super().__init__(file)
         self._passed = passed
-        self._open: RunningDigest | _PlainDigest | None = None
+        self._open: RunningDigest | PlainDigest | None = None
 
     def update(self, part: FilePart, shares: Sequence[Buffer]) -> None:
         """Add a part's share of each extent."""
@@ -115,7 +157,7 @@ class Checked(FileDigests):
                 self._compare(each, digest_range(share))
                 continue
             if self._open is None:
-                self._open = _PlainDigest() if each.plain else RunningDigest()
+                self._open = PlainDigest() if each.plain else RunningDigest()
             self._open.update(memoryview(share).cast("B"))
             if each.end <= part.end:
                 self._compare(each, self._open.finish()[0])

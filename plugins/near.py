@@ -1,0 +1,148 @@
+"""Folders that each host of a job has for itself: on a local disk, or in memory (tmpfs).
+
+Each rank writes to its host's folder. Reads prefer that folder; files that it lacks, or that are damaged in it, are
+read from other hosts and from the storage that all hosts share.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError
+from snapshot.peer_requests import host_of
+from snapshot.plugins.file.file_storage import FileStorage
+from snapshot.storage import URL, Buffer, Context, FileStat, Storage, map_exceptions
+
+_SAVE_ID = re.compile(rb'"save_id":"([0-9a-z]+)"')
+
+
+class Sources(Protocol):
+    """The places of a snapshot's files: an option of this storage."""
+
+    save_id: str
+    """The snapshot to read: another one may be at the same path on some hosts."""
+
+    def places(self, path: str) -> Sequence[Storage | None]:
+        """Return the storages that have a file, the nearest first; None stands for this host's folder.
+
+        All of them wait only in threads: see `Capabilities.blocking`.
+        """
+        ...
+
+    def size(self, path: str) -> int | None:
+        """Return the size that a file must have, if it is known."""
+        ...
+
+    def passed(self, path: str, place: Storage | None, error: str) -> None:
+        """Record that a file cannot be read from a place, or is damaged there."""
+        ...
+
+    def count(self, place: Storage | None, nbytes: int) -> None:
+        """Count bytes that were read from a place."""
+        ...
+
+
+class NearStorage(FileStorage):
+    """Files of this host in a folder: `near:///folder/step-1`. A manager with `near=` uses it.
+
+    Options:
+        sources: Places of the files that are read, by order; without it, only this host's folder.
+    """
+
+    def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
+        unknown = sorted(set(options) - {"sources"})
+        if unknown:
+            raise ValueError(f"{url}: the only storage option of near:// is 'sources', got {unknown[0]!r}")
+        super().__init__(url, {}, context)
+        self.options = dict(options)
+        self._sources: Sources | None = options.get("sources")
+        self._position: defaultdict[str, int] = defaultdict(int)
+        """The number of places of each file that were passed over."""
+        self._switching = threading.Lock()
+
+    @cached_property
+    def host(self) -> str:  # type: ignore[override]
+        """Identify the folder that has the steps, by its file system and the running system."""
+        above = os.path.dirname(self.url.location)
+        with map_exceptions(self.url):
+            return host_of(above)
+
+    def _place(self, path: str) -> tuple[int, Storage | None]:
+        assert self._sources is not None
+        places = self._sources.places(path)
+        position = self._position[path]
+        if position >= len(places):
+            raise StorageNotFoundError(f"{self.url.join(path)}: no host has it, nor the storage that all hosts share")
+        return position, places[position]
+
+    def _leave(self, path: str, position: int, error: str) -> bool:
+        """Go on to the next place of a file, unless another thread has done so. Return False if there is none."""
+        assert self._sources is not None
+        places = self._sources.places(path)
+        with self._switching:
+            if self._position[path] == position:
+                if position + 1 >= len(places):
+                    return False
+                self._position[path] = position + 1
+                self._sources.passed(path, places[position], error)
+        return True
+
+    def switch_source(self, path: str) -> bool:
+        """Read a file from the next place that has it."""
+        return self._sources is not None and self._leave(path, self._position[path], "its digest is wrong")
+
+    async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
+        """Read from the nearest place that answers with all bytes."""
+        if self._sources is None:
+            await super().read_into(path, offset, buffers, token=token)
+            return
+        while True:
+            position, place = self._place(path)
+            try:
+                if place is None:
+                    await super().read_into(path, offset, buffers)
+                else:
+                    await place.read_into(path, offset, buffers)
+            except (StorageError, CorruptSnapshotError) as error:
+                if not self._leave(path, position, str(error)):
+                    raise
+                continue
+            self._sources.count(place, sum(memoryview(each).nbytes for each in buffers))
+            return
+
+    async def get(self, path: str, *, limit: int | None = None) -> bytes:
+        """Return a small file from the nearest place that has it; a manifest only of the right snapshot."""
+        if self._sources is None:
+            return await super().get(path, limit=limit)
+        while True:
+            position, place = self._place(path)
+            try:
+                data = await (super().get(path, limit=limit) if place is None else place.get(path, limit=limit))
+                if path.startswith("data/") or _save_id_in(data) == self._sources.save_id:
+                    return data
+                fault = "belongs to another snapshot"
+            except (StorageError, CorruptSnapshotError) as error:
+                fault = str(error)
+            if not self._leave(path, position, fault):
+                raise StorageNotFoundError(f"{self.url.join(path)}: {fault}")
+
+    async def stat(self, path: str) -> FileStat:
+        """Return the size that a file must have, if another place than this host's folder will be read."""
+        if self._sources is None:
+            return await super().stat(path)
+        _, place = self._place(path)
+        size = self._sources.size(path)
+        if place is None:
+            return await super().stat(path)
+        return FileStat(size, 0.0, "") if size is not None else await place.stat(path)
+
+
+def _save_id_in(manifest: bytes) -> str:
+    found = _SAVE_ID.search(manifest[:1000])
+    return found[1].decode() if found else ""

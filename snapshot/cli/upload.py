@@ -1,0 +1,63 @@
+"""`snapshot upload`: upload near steps of a run, as its trainer's uploader does."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+
+from snapshot.cli.arguments import Verbs, add_storage, options_of, verb
+from snapshot.cli.screen import printable
+from snapshot.cli.status import ExitStatus
+from snapshot.errors import SnapshotError
+from snapshot.events import log
+from snapshot.tiers.by_hand import find_runs, upload_by_hand
+from snapshot.tiers.uploader_process import serve
+
+
+def add(verbs: Verbs) -> None:
+    """Describe the verb's arguments."""
+    parser = verb(
+        verbs,
+        "upload",
+        "Upload the near steps of a run to its far root, and end when they are there. A trainer with near folders "
+        "starts an uploader on each host by itself, which outlives it. This command is for what a host still has "
+        "after its uploader was killed, too. Run it on each host that has near steps.",
+        [
+            ("upload /nvme/run", "the newest step, as the manager does by default"),
+            ("upload /nvme/run --all", "all near steps"),
+            ("upload /nvme/run s3://bucket/run --rate 50000000", "with a limit of 50 MB/s"),
+        ],
+        run,
+    )
+    parser.add_argument("near", metavar="NEAR", help="the near folder of this host")
+    parser.add_argument("far", metavar="FAR", nargs="?", help="the far root; by default the one of the last trainer")
+    parser.add_argument("--all", action="store_true", help="upload all near steps, not only the newest")
+    parser.add_argument("--rate", type=float, metavar="BYTES", help="the maximum bytes per second")
+    parser.add_argument("--inherited", help=argparse.SUPPRESS)
+    add_storage(parser)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Upload, or be the uploader that a trainer has started."""
+    if given.inherited:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.handlers[:] = [handler]
+        log.setLevel(logging.INFO)
+        serve(given.near, [int(each) for each in given.inherited.split(",")])
+        return ExitStatus.OK
+    folders = find_runs(os.path.abspath(given.near), given.far)
+    for folder, record in folders:
+        began = time.monotonic()
+        far = given.far or record.far
+        done = upload_by_hand(folder, record, far, options_of(given), everything=given.all, rate=given.rate)
+        for step, state in sorted(done.items()):
+            print(printable(f"step-{step}: {state}"))
+        print(printable(f"{folder} -> {far}: {time.monotonic() - began:.1f} s"))
+        if any(state != "whole" for state in done.values()):
+            return ExitStatus.FOUND
+    if not folders:
+        raise SnapshotError(f"{given.near}: no run with near steps is here")
+    return ExitStatus.OK

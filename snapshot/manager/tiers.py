@@ -1,0 +1,215 @@
+"""The tiers of a manager: joined in its first collective call, and where each take goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from snapshot.distributed.exchange import Exchange
+from snapshot.errors import RankError, SnapshotError, SnapshotExistsError, StorageError
+from snapshot.events import emit, log
+from snapshot.manager.cleaner import Cleaner
+from snapshot.manager.near_cleaner import NearCleaner
+from snapshot.manager.policies import Policy
+from snapshot.manager.root import Root
+from snapshot.manager.tiered_root import TieredRoot
+from snapshot.manifest.head import ManifestHead
+from snapshot.runtime.loop import run
+from snapshot.snapshot import PendingSnapshot, Snapshot
+from snapshot.tiers.join import TierOptions, join
+from snapshot.tiers.run_record import origin_of
+from snapshot.tiers.tier_set import TierSet
+from snapshot.url import URL
+
+
+class TakePlace(NamedTuple):
+    """Where a take is written."""
+
+    path: str
+    options: Mapping[str, Any] | None
+    near: bool
+
+
+class ManagerTiers:
+    """What a manager does with its near folder, partners and the far root."""
+
+    def __init__(
+        self, options: TierOptions, keep: Policy | None, grace: float, far: Root, spared: Callable[[int], bool]
+    ) -> None:
+        self.options = options
+        self.grace = grace
+        self._keep = keep
+        self._far = far
+        self._spared = spared
+        self._set: TierSet | None = None
+        self._cleaner: NearCleaner | None = None
+        self._far_steps: set[int] | None = None
+        """The far steps at the first take; known to the leader only."""
+
+    # Join
+
+    @property
+    def joined(self) -> TierSet:
+        """The tiers of this rank."""
+        if self._set is None:
+            raise SnapshotError("near: the ranks join in the first take or restore_latest; call one of them first")
+        return self._set
+
+    def is_joined(self) -> bool:
+        """Return True if the ranks have joined."""
+        return self._set is not None
+
+    def join(self, exchange: Exchange, cleaner: Cleaner | None) -> None:
+        """Join the job's hosts, in the first collective call. `cleaner` removes far steps."""
+        if self._set is not None:
+            return
+        self._set = made = TierSet(self.options, join(exchange, self.options))
+        near = Root(URL("near", made.member.folder), None)
+        if self._keep is not None:
+            far = cleaner if exchange.rank == 0 else None
+            self._cleaner = NearCleaner(near, self._keep, self._spared, made, far)
+        self.near = near
+
+    near: Root
+    """The near steps of this host, after the ranks have joined."""
+
+    def root(self) -> TieredRoot:
+        """Return the steps on all tiers."""
+        return TieredRoot(self.options.far, self.options.options, self.joined)
+
+    # Take
+
+    def near_fault(self) -> str:
+        """Return why the next take cannot be written near, or ''. Give up uploads if the folder is full."""
+        member = self.joined.member
+        if not member.leads:  # its host's lowest rank looks
+            return member.fault
+        fault = self.joined.near_fault()
+        while fault and not member.fault and self._make_room():
+            fault = self.joined.near_fault()
+        return fault
+
+    def _make_room(self) -> bool:
+        try:
+            made = self.joined.make_room()
+            if made and self._cleaner is not None:
+                newest = max(self.joined.folder.steps(), default=-1)
+                self._cleaner.clean_now(newest)
+        except SnapshotError as error:
+            log.warning("%s", error)
+            return False
+        return made
+
+    def expect_new(self, step: int) -> None:
+        """Raise SnapshotExistsError if the far root has had the step from the beginning. Called on the leader."""
+        if self._far_steps is None:
+            try:
+                self._far_steps = set(run(self._far.folders()).committed)
+            except StorageError as error:
+                log.info("%s: its steps are unknown: %s", self._far.url, error)
+                self._far_steps = set()
+        if step not in self._far_steps:
+            return
+        committed = run(self._far.folders()).committed
+        if step not in committed:
+            return
+        head = run(self._far.heads(committed)).get(step)
+        record = self.joined.member.record
+        if not (isinstance(head, ManifestHead) and record.is_abandoned(step, origin_of(head.metadata))):
+            raise SnapshotExistsError(
+                f"{self._far.step_url(step)}: a snapshot exists already; take another step, or pass overwrite=True"
+            )
+
+    def place_of(self, step: int, fault: str, verb: str) -> TakePlace:
+        """Return where to write a take: near, or far if a host cannot use its near folder."""
+        if not fault:
+            return TakePlace(self.joined.url_of(step), None, near=True)
+        log.warning("step-%s: is written directly to %s: %s", step, self.options.far, fault)
+        emit("degraded", verb, str(self._far.step_url(step)), step=step, error=fault)
+        return TakePlace(self._far.step_url(step).reveal(), self.options.options, near=False)
+
+    def can_degrade(self, error: BaseException) -> bool:
+        """Record a failed near take. Return True if a storage failed, on any rank, so that far may succeed."""
+        self.joined.failed_near()
+        return isinstance(error, StorageError) or (isinstance(error, RankError) and error.kind in _STORAGE_ERRORS)
+
+    def took(self, snapshot: Snapshot | PendingSnapshot) -> None:
+        """Record the size of a take, for the space that the next one needs."""
+        report = snapshot.report
+        member = self.joined.member
+        if report is not None:
+            self.joined.last_bytes = report.written_bytes * len(member.hosts[member.index].ranks)
+
+    def committed(self, step: int, began: float) -> None:
+        """Start the removal of near steps after a commit. Called on the loop, so nothing here may block."""
+        if self._cleaner is not None and self.joined.member.leads:
+            self._cleaner.committed(step, began)
+
+    def attach(self, step: int, pending: PendingSnapshot) -> None:
+        """Let a pending take wait for the upload."""
+        pending.wait_far = lambda timeout: self.joined.wait_far(step, pending.save_id, timeout)
+
+    # Near steps of this host
+
+    def near_steps(self) -> set[int]:
+        """Return the near steps of this run, as this host sees them."""
+        if self._set is None:
+            return set()
+        run_id = self._set.member.record.run
+        return {step for step, each in self._set.folder.steps().items() if each.origin.run == run_id}
+
+    def is_whole_here(self, step: int) -> bool:
+        """Return True if this host has all files of a near step."""
+        if self._set is None:
+            return False
+        found = self._set.folder.steps().get(step)
+        files = self._set.folder.files(step)
+        return found is not None and all(files.get(name) == size for name, size in found.head.sizes().items())
+
+    def pin(self, step: int) -> bool:
+        """Pin a near step. Return False if this host does not have it."""
+        if step not in self.near_steps():
+            return False
+        run(self.near.pin(step))
+        return True
+
+    def unpin(self, step: int) -> None:
+        """Remove the pin of a near step."""
+        if self._set is not None:
+            run(self.near.unpin(step))
+
+    def pinned(self) -> set[int]:
+        """Return the near steps that are pinned."""
+        return run(self.near.pinned(self.near_steps())) if self._set is not None else set()
+
+    # Far
+
+    def flush(self) -> None:
+        """Wait until the newest near step is far, at most for the grace. Failures are logged: the uploader goes on."""
+        if self._set is None or self._set.member.fault:
+            return
+        run_id = self._set.member.record.run
+        steps = [each for each in self._set.folder.steps().values() if each.origin.run == run_id]
+        if not steps:
+            return
+        newest = steps[-1]
+        try:
+            self._set.wait_far(newest.step, newest.save_id, self.grace)
+        except (SnapshotError, TimeoutError) as error:
+            log.warning("%s; the uploader continues, if this host does", error)
+
+    def close(self) -> None:
+        """Flush, remove old steps, and leave the uploader alone."""
+        if self._set is None:
+            return
+        self.flush()
+        if self._cleaner is not None:
+            newest = max(self._set.folder.steps(), default=-1)
+            if newest >= 0 and self._set.member.leads:
+                self._cleaner.committed(newest, time.monotonic())
+            self._cleaner.close()
+        self._set.close()
+
+
+_STORAGE_ERRORS = {"StorageError", "StorageNotFoundError", "StorageConflictError", "TransientError", "OSError"}

@@ -1,0 +1,45 @@
+"""Failures of takes that training survives, up to a number in a row."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from snapshot.errors import SnapshotError, SnapshotExistsError
+from snapshot.events import emit, log
+
+OnError = Literal["raise", "warn"]
+
+
+class Tolerance:
+    """Counts failed takes. With `"warn"`, failures are logged until there are too many in a row."""
+
+    def __init__(self, on_error: OnError, most: int) -> None:
+        if on_error not in ("raise", "warn"):
+            raise ValueError(f"on_error must be 'raise' or 'warn', got {on_error!r}")
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise ValueError(f"max_failures must be a number of takes, at least 1, got {most!r}")
+        self._warns = on_error == "warn"
+        self._most = most
+        self.failures = 0
+        """Failures since the last take that was committed."""
+
+    def succeeded(self) -> None:
+        """Record a committed take."""
+        self.failures = 0
+
+    def failed(self, path: str, error: BaseException) -> None:
+        """Record a failed take."""
+        self.failures += 1
+        if self._warns:
+            log.warning("%s: the take failed (%d in a row): %s", path, self.failures, error)
+            emit("tolerated", "take", path, error=error, failures=self.failures)
+
+    def survives(self, error: BaseException) -> bool:
+        """Return True if training goes on after a failed take: not after wrong arguments, or too many failures."""
+        known = isinstance(error, SnapshotError) and not isinstance(error, SnapshotExistsError)
+        return self._warns and known and self.failures < self._most
+
+    def expect_few(self, failures: int) -> None:
+        """Raise if a rank has seen too many failures in a row."""
+        if self._warns and failures >= self._most:
+            raise SnapshotError(f"the last {failures} takes failed, and max_failures is {self._most}")

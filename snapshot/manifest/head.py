@@ -1,0 +1,68 @@
+"""The head of a manifest: all of its fields but the entries, of which there may be many."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from snapshot.errors import CorruptSnapshotError, SnapshotError
+from snapshot.manifest.document import FORMAT, BaseReference, FileEntry, PartEntry
+from snapshot.tensors.digest import digest_range
+
+
+class NotOurs(SnapshotError):
+    """The file at a manifest's path was not written by this version of the library."""
+
+
+class ManifestHead(msgspec.Struct):
+    """All fields of a manifest but its entries, which are skipped, since there may be many."""
+
+    format: str
+    version: str
+    save_id: str
+    world_size: int
+    created: str
+    metadata: dict[str, Any]
+    files: dict[str, FileEntry]
+    parts: list[PartEntry]
+    base: BaseReference | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data files in bytes, counted as in `SnapshotMetadata.nbytes`."""
+        return sum(each.size for each in self.files.values() if not each.in_base)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each file that the snapshot has: data, and parts of the manifest."""
+        sizes = {name: each.size for name, each in self.files.items() if not each.in_base}
+        return sizes | {each.location: each.size for each in self.parts}
+
+    def copies(self) -> dict[str, str]:
+        """Return the physical file of each content that an incremental take recorded."""
+        return {each.content: each.origin or name for name, each in self.files.items() if each.content is not None}
+
+
+_heads = msgspec.json.Decoder(ManifestHead)
+OURS = re.compile(rb'\{"format":"%s","version":"[^"]{1,80}","save_id":"[0-9a-f]{12}",' % FORMAT.encode())
+_DIGEST = re.compile(rb',"digest":"(xxh3:[0-9a-f]{32})"\}$')
+
+
+def decode_head(data: bytes, where: object) -> ManifestHead:
+    """Return the head of a manifest.
+
+    Raise NotOurs if the data does not begin like a manifest, and CorruptSnapshotError if its checksum is wrong.
+    """
+    if not OURS.match(data):
+        raise NotOurs(f"{where}: not a manifest that this version of the library wrote")
+    tail = _DIGEST.search(data, max(0, len(data) - 64))
+    if tail is None or digest_range(memoryview(data)[: tail.start()]).encode() != tail[1]:
+        raise CorruptSnapshotError(f"{where}: the manifest's checksum is wrong")
+    try:
+        head = _heads.decode(data)
+        datetime.fromisoformat(head.created)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise CorruptSnapshotError(f"{where}: {error}") from error
+    return head

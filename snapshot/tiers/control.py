@@ -1,0 +1,203 @@
+"""The control socket of an uploader: requests and answers as lines of JSON, for processes of the same user.
+
+The socket lies in the run's folder, which only its owner can open. A trainer keeps its connection open, so the uploader
+knows when the trainer died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from snapshot.errors import SnapshotError
+from snapshot.events import log
+from snapshot.tiers.hosts import Host
+from snapshot.tiers.run_record import RunRecord
+
+SOCKET, LOCK, LOG = ".uploader.sock", ".uploader.lock", ".uploader.log"
+PATIENCE = 30.0
+"""Seconds to wait for an answer. A new uploader needs some seconds to start."""
+
+
+class UploaderError(SnapshotError):
+    """The uploader of this host cannot be reached."""
+
+
+class Registration(msgspec.Struct):
+    """What a manager tells the uploader of its host."""
+
+    record: RunRecord
+    far: str
+    """The far root, with its secrets."""
+    options: dict[str, Any]
+    upload: str | int | None
+    replicas: int
+    hosts: list[Host]
+    index: int
+    """The position of this host."""
+    secret: str
+    rate: float | None = None
+    """The maximum bytes per second of uploads."""
+
+
+class StepStatus(msgspec.Struct):
+    """A near step, as its uploader sees it."""
+
+    save_id: str
+    far: str = "kept near"
+    """`kept near`, `queued`, `uploading`, `waiting` (for files of other hosts), `whole`, `dropped`, `outdated` or
+    `damaged`."""
+    sent: int = 0
+    total: int = 0
+    error: str = ""
+    seconds: float = 0.0
+    """Duration of the upload, once it is whole."""
+    files: dict[str, int] = {}
+    """The data files that are here."""
+    pulled: list[str] = []
+    """The files among them that are replicas of other hosts' files."""
+    replicated: bool = False
+    """True if all files that this host must keep for others are here."""
+
+
+class Status(msgspec.Struct):
+    """An uploader's state."""
+
+    run: str
+    address: str
+    pid: int
+    steps: dict[int, StepStatus] = {}
+    error: str = ""
+    """The last failure to reach the far root, if it cannot be reached now."""
+
+
+class Request(msgspec.Struct, omit_defaults=True):
+    """A request: `register`, `status`, `want`, `drop`, `heal`, `close` or `stop`."""
+
+    verb: str
+    registration: Registration | None = None
+    step: int = -1
+    files: list[str] = []
+
+
+_requests = msgspec.json.Decoder(Request)
+_statuses = msgspec.json.Decoder(Status)
+
+
+@contextlib.contextmanager
+def short_path(folder: str, name: str) -> Iterator[str]:
+    """Return a path of a file that is short enough for a socket, however long the folder's is."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)
+
+
+def listen(folder: str) -> socket.socket:
+    """Create the control socket, for this user only."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(f"{folder}/{SOCKET}")
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with short_path(folder, SOCKET) as path:
+        made.bind(path)
+    os.chmod(f"{folder}/{SOCKET}", 0o600)
+    made.listen(64)
+    return made
+
+
+class ControlClient:
+    """A connection to the uploader of this host."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(PATIENCE)
+        try:
+            with short_path(folder, SOCKET) as path:
+                self._socket.connect(path)
+        except OSError as error:
+            self._socket.close()
+            raise UploaderError(f"{folder}: its uploader cannot be reached: {error}") from error
+        self._lines = self._socket.makefile("rb")
+
+    def ask(self, request: Request) -> Status:
+        """Send a request, and return the uploader's state."""
+        with self._lock:
+            try:
+                self._socket.sendall(msgspec.json.encode(request) + b"\n")
+                line = self._lines.readline()
+            except (OSError, ValueError) as error:
+                raise UploaderError(f"{self._folder}: its uploader does not answer: {error}") from error
+        if not line:
+            raise UploaderError(f"{self._folder}: its uploader has ended")
+        try:
+            return _statuses.decode(line)
+        except msgspec.DecodeError as error:
+            raise UploaderError(f"{self._folder}: its uploader answers in another version: {error}") from error
+
+    def close(self) -> None:
+        """Close the connection."""
+        with contextlib.suppress(OSError):
+            self._lines.close()
+            self._socket.close()
+
+
+class ControlServer:
+    """Answers requests on the control socket. `handle` returns the state after a request."""
+
+    def __init__(self, listening: socket.socket, handle: Callable[[Request], Status]) -> None:
+        self._listening = listening
+        self._handle = handle
+        self._lock = threading.Lock()
+        self._trainers = 0
+        threading.Thread(target=self._accept, name="snapshot-control", daemon=True).start()
+
+    @property
+    def trainers(self) -> int:
+        """The number of connections that have registered."""
+        return self._trainers
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), name="snapshot-control", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        registered = False
+        try:
+            with connection, connection.makefile("rb") as lines:
+                for line in lines:
+                    request = _requests.decode(line)
+                    if request.verb == "register" and not registered:
+                        registered = True
+                        self._count(1)
+                    if request.verb == "close" and registered:
+                        registered = False
+                        self._count(-1)
+                    connection.sendall(msgspec.json.encode(self._handle(request)) + b"\n")
+        except (OSError, msgspec.DecodeError) as error:
+            log.debug("a control connection ended: %s", error)
+        finally:
+            if registered:
+                self._count(-1)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._trainers += change
+
+    def close(self) -> None:
+        """Stop listening."""
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()

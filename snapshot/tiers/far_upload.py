@@ -1,0 +1,223 @@
+"""The upload of one step: files under the same names, then the manifest, by whichever host sees all files.
+
+What is there already is not sent again. The manifest is put on condition that the path is as it was seen, so that one
+host commits. An uploaded step is an ordinary snapshot.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from snapshot.aio import gather_limited
+from snapshot.errors import SnapshotError, StorageConflictError, StorageError, StorageNotFoundError
+from snapshot.events import emit, log
+from snapshot.manifest.document import METADATA, Document, decode_document, encode
+from snapshot.manifest.head import ManifestHead, decode_head
+from snapshot.runtime.session import Session
+from snapshot.save import cleanup
+from snapshot.save.claims import claim_path
+from snapshot.storage import ABSENT, ANYTHING, Expect, Storage
+from snapshot.tiers.fetch import copy_verified, describe_files, remove_asides
+from snapshot.tiers.near_steps import PINNED, NearStep
+from snapshot.tiers.run_record import RunRecord, origin_of, publish_record
+from snapshot.tiers.tombstones import is_buried
+
+RENEWED = 1800.0
+"""Seconds after which a claim is renewed."""
+
+
+class Outdated(SnapshotError):
+    """The step must not be uploaded: it was removed, replaced, or abandoned by a later attempt."""
+
+
+class OtherRun(SnapshotError):
+    """The far root belongs to another run."""
+
+
+class FarUpload:
+    """The upload of one step by one host. `root`: the far root; `target`: the step's folder there."""
+
+    def __init__(
+        self, root: Storage, near: Session, target: Session, step: NearStep, progress: Callable[[int], None]
+    ) -> None:
+        self._root = root
+        self._near = near
+        self._target = target
+        self._step = step
+        self._progress = progress
+        self._renewed = 0.0
+        self._document: Document | None = None
+        self._replaces: Expect = ABSENT
+        self._wrong: set[str] = set()
+        """Files that must be sent again."""
+        self.record = RunRecord("")
+        """The record of the far root, as it was read last."""
+
+    async def advance(self, record: RunRecord, here: Sequence[str], *, commits: bool) -> bool:
+        """Send the files that are here and not there. Commit if all are there. Return True if the step is committed.
+
+        Without `commits`, leave the commit to another host, which then checks all files.
+
+        Raises:
+            Outdated: The step must not be uploaded.
+            OtherRun: The far root belongs to another run.
+        """
+        if not self._renewed:
+            await self._expect_wanted(record)
+        if await self._is_committed():
+            return True
+        await self._claim()
+        missing = await self._unlisted()
+        mine = [each for each in here if each in missing]
+        if mine:
+            files = await describe_files(self._near, self._load(), mine)
+            await copy_verified(self._near, self._target, files, self._progress)
+            self._wrong.difference_update(mine)
+            missing = await self._unlisted()
+        if missing or not commits:
+            return False
+        self._wrong = await self._find_wrong()
+        if self._wrong:
+            return False
+        await self._expect_wanted(record)
+        return await self._commit(record)
+
+    def _load(self) -> Document:
+        if self._document is None:
+            path = f"{self._near.url.location}/{METADATA}"
+            with open(path, "rb") as file:
+                document = decode_document(file.read(), path)
+            if document.save_id != self._step.save_id:
+                raise Outdated(f"{path}: was replaced")
+            self._document = document
+        return self._document
+
+    async def _expect_wanted(self, record: RunRecord) -> None:
+        """Raise if the step was removed from the far root, or a later attempt abandoned it."""
+        self.record = found = await publish_record(self._root, record)
+        step, origin = self._step.step, self._step.origin
+        if found.run != record.run:
+            raise OtherRun(f"{self._root.url}: belongs to another run ({found.run}), so nothing is uploaded to it")
+        if found.is_abandoned(step, origin):
+            raise Outdated(f"step-{step}: a later attempt began with an older step")
+        if await is_buried(self._root, self._step.save_id):
+            raise Outdated(f"step-{step}: was removed from {self._root.url}")
+
+    async def _is_committed(self) -> bool:
+        """Return True if this step is there. Raise Outdated for a newer snapshot of the step."""
+        storage = self._target.storage
+        try:
+            token = (await storage.stat(METADATA)).token
+            head: ManifestHead | None = decode_head(
+                await storage.get(METADATA, limit=self._target.settings.manifest_bytes), storage.url.join(METADATA)
+            )
+        except StorageNotFoundError:
+            self._replaces = ABSENT
+            return False
+        except StorageError:
+            raise
+        except SnapshotError:  # damaged
+            head = None
+        if head is not None and head.save_id == self._step.save_id:
+            return True
+        if head is not None and not self.record.is_newer(self._step.origin, origin_of(head.metadata)):
+            raise Outdated(f"step-{self._step.step}: {storage.url} has a newer snapshot of it")
+        self._replaces = token
+        return False
+
+    async def _claim(self) -> None:
+        """Put the claim, and renew it from time to time, so that no clean-up takes the files for leftovers."""
+        if time.monotonic() - self._renewed > RENEWED or not self._renewed:
+            await self._target.storage.put(claim_path(self._step.save_id), b"", expect=ANYTHING)
+            self._renewed = time.monotonic()
+
+    async def _unlisted(self) -> set[str]:
+        """Return the files that are not there, or were found with another size."""
+        try:
+            listed = await self._target.storage.list("data/")
+        except StorageNotFoundError:
+            listed = []
+        return self._step.head.sizes().keys() - set(listed) | self._wrong
+
+    async def _find_wrong(self) -> set[str]:
+        """Look at each file, and return those that are missing or do not have their size."""
+        storage, sizes = self._target.storage, self._step.head.sizes()
+
+        async def good(name: str) -> bool:
+            with suppress(StorageNotFoundError):
+                return (await storage.stat(name)).size == sizes[name]
+            return False
+
+        found = await gather_limited(sizes, good)
+        return {name for name, is_good in zip(sizes, found, strict=True) if not is_good}
+
+    async def _commit(self, record: RunRecord) -> bool:
+        """Put the manifest. Afterwards look again for a removal or a later attempt, which may have happened meanwhile.
+
+        Return False if files are missing by then.
+        """
+        storage, claim = self._target.storage, claim_path(self._step.save_id)
+        expect = self._replaces
+        if os.path.exists(f"{self._near.url.location}/{PINNED}"):
+            await storage.put(PINNED, b"", expect=ANYTHING)
+        if not storage.capabilities.conditional_put:
+            expect = ANYTHING
+        try:
+            if not storage.capabilities.guarded_commit:
+                await storage.stat(claim)  # raises if a clean-up took it
+            await storage.commit(claim, METADATA, _far_manifest(self._load()), expect=expect)
+        except (StorageConflictError, StorageNotFoundError):
+            self._renewed = 0.0
+            return await self._is_committed()
+        try:
+            await self._expect_wanted(record)
+        except Outdated:
+            await self._withdraw()
+            raise
+        self._wrong = await self._find_wrong()
+        if self._wrong:
+            await self._withdraw()
+            self._renewed = 0.0
+            return False
+        await remove_asides(storage)
+        await cleanup.clean_after_commit(storage, self._step.save_id)
+        emit("uploaded", "upload", str(storage.url), step=self._step.step, bytes=self._step.head.nbytes)
+        return True
+
+    async def _withdraw(self) -> None:
+        """Delete the manifest that was just put, if it is still there."""
+        storage = self._target.storage
+        if await cleanup.committed_save_id(storage) == self._step.save_id:
+            await storage.delete([METADATA])
+
+    async def discard(self) -> None:
+        """Delete the files of an outdated step, unless it is committed."""
+        storage = self._target.storage
+        try:
+            if await cleanup.committed_save_id(storage) != self._step.save_id:
+                await cleanup.delete_save(storage, self._step.save_id)
+                await remove_asides(storage)
+        except SnapshotError as error:
+            log.info("%s: cannot delete what was uploaded: %s", storage.url, error)
+
+
+def _far_manifest(document: Document) -> bytes:
+    """Return the manifest for the far storage: its files have bytes of their own, whatever they share near."""
+    files = {
+        name: file if file.origin is None else msgspec.structs.replace(file, origin=None, age=0)
+        for name, file in document.files.items()
+    }
+    return encode(msgspec.structs.replace(document, files=files))
+
+
+async def is_begun(root: Storage, step: int, save_id: str) -> bool:
+    """Return True if a host has begun to upload a step, which is not committed."""
+    with suppress(StorageNotFoundError):
+        await root.stat(f"step-{step}/{claim_path(save_id)}")
+        return True
+    return False

@@ -1,0 +1,199 @@
+"""The beginning of a job with near folders: all ranks learn the run, its hosts, and the uploaders' addresses."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from snapshot.distributed.exchange import Exchange
+from snapshot.errors import SnapshotError, StorageError
+from snapshot.events import log
+from snapshot.peer_requests import host_of
+from snapshot.runtime.loop import run
+from snapshot.runtime.session import Session
+from snapshot.tiers.control import Registration, UploaderError
+from snapshot.tiers.hosts import Host, hosts_of, job_address
+from snapshot.tiers.run_record import RECORD, Attempt, RunRecord, decode_record, new_name, publish_record, read_record
+from snapshot.tiers.upload_queue import Upload
+from snapshot.tiers.uploader_process import ensure_uploader
+from snapshot.url import URL
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierOptions:
+    """A manager's arguments about tiers."""
+
+    near: str
+    far: URL
+    options: dict[str, Any]
+    """Storage options of the far root."""
+    upload: Upload = "latest"
+    replicas: int = 1
+    rate: float | None = None
+
+
+class Arrived(msgspec.Struct, array_like=True):
+    """A rank's first message."""
+
+    key: str
+    name: str
+    records: list[RunRecord]
+    """The runs in this host's near folder that upload to the same far root."""
+    fault: str
+    """Why the near folder cannot be used, or ''."""
+
+
+class Joined(msgspec.Struct, array_like=True):
+    """The leader's first answer."""
+
+    record: RunRecord
+    attempt: str
+    hosts: list[Host]
+    secret: str
+    far_fault: str
+
+
+class Ready(msgspec.Struct, array_like=True):
+    """A rank's second message: the address of its host's uploader."""
+
+    address: str
+    fault: str
+
+
+@dataclass
+class Membership:
+    """What a rank knows of its job."""
+
+    record: RunRecord
+    attempt: str
+    hosts: list[Host]
+    index: int
+    """Position of this rank's host."""
+    secret: str
+    folder: str
+    """The folder of the run on this host."""
+    leads: bool
+    """True if this is the lowest rank of its host."""
+    fault: str
+    """Why a host cannot use its near folder, or ''."""
+
+    def registration(self, options: TierOptions) -> Registration:
+        """Return what the uploader must know."""
+        return Registration(
+            record=self.record,
+            far=options.far.reveal(),
+            options=options.options,
+            upload=options.upload,
+            replicas=options.replicas,
+            hosts=self.hosts,
+            index=self.index,
+            secret=self.secret,
+            rate=options.rate,
+        )
+
+
+def join(exchange: Exchange, options: TierOptions) -> Membership:
+    """Agree on the run and its hosts, and start or adopt this host's uploader. All ranks call it."""
+    mine = _arrive(options)
+
+    def lead(arrived: list[Arrived]) -> Joined:
+        return _lead(arrived, options)
+
+    joined = exchange.agree(mine, lead, Arrived, Joined)
+    if joined.far_fault and exchange.rank == 0:
+        log.warning("%s: cannot be reached, so uploads wait: %s", options.far, joined.far_fault)
+    index = next(at for at, host in enumerate(joined.hosts) if exchange.rank in host.ranks)
+    leads = exchange.rank == joined.hosts[index].ranks[0]
+    joined.record.far = str(options.far)
+    member = Membership(
+        record=joined.record,
+        attempt=joined.attempt,
+        hosts=joined.hosts,
+        index=index,
+        secret=joined.secret,
+        folder=f"{options.near}/{joined.record.run}",
+        leads=leads,
+        fault=mine.fault,
+    )
+    ready = _start(member) if leads and not mine.fault else Ready("", mine.fault)
+
+    def gather(all_: list[Ready]) -> list[Ready]:
+        return [all_[host.ranks[0]] for host in joined.hosts]
+
+    found = exchange.agree(ready, gather, Ready, list[Ready])
+    for host, each in zip(member.hosts, found, strict=True):
+        host.address = each.address
+    faults = [f"{host.name}: {each.fault}" for host, each in zip(member.hosts, found, strict=True) if each.fault]
+    member.fault = "; ".join(faults[:3])
+    return member
+
+
+def _arrive(options: TierOptions) -> Arrived:
+    """Create the near folder, and look for runs in it."""
+    name = socket.gethostname()
+    try:
+        os.makedirs(options.near, mode=0o700, exist_ok=True)
+        return Arrived(host_of(options.near), name, _records(options), "")
+    except OSError as error:
+        return Arrived(f"{name}:{options.near}", name, [], f"{options.near}: {error.strerror}")
+
+
+def _records(options: TierOptions) -> list[RunRecord]:
+    found = []
+    for entry in os.scandir(options.near):
+        path = f"{entry.path}/{RECORD}"
+        with suppress(OSError, SnapshotError), open(path, "rb") as file:
+            record = decode_record(file.read(), path)
+            if record.run == entry.name and record.far == str(options.far):
+                found.append(record)
+    return found
+
+
+def _lead(arrived: Sequence[Arrived], options: TierOptions) -> Joined:
+    """Find the run: by the record in the far root, else by those of the hosts, else it is a new one."""
+    records = [record for each in arrived for record in each.records]
+    far, fault = None, ""
+    session = Session(options.far, options.options)
+    try:
+        try:
+            far = run(read_record(session.storage))
+        except StorageError as error:
+            fault = str(error)
+        runs = [each.run for each in records]
+        chosen = far[0].run if far is not None else max(runs, key=runs.count, default=new_name())
+        record = far[0] if far is not None else RunRecord(chosen)
+        for each in records:
+            if each.run == chosen:
+                record = record.with_attempts(each.attempts)
+        attempt = Attempt(new_name(), None)
+        record = record.with_attempts([attempt])
+        if not fault:
+            try:
+                published = run(publish_record(session.storage, record))
+                if published.run != record.run:  # another job began a moment ago
+                    published = run(publish_record(session.storage, RunRecord(published.run, [attempt])))
+                record = published
+            except StorageError as error:
+                fault = str(error)
+    finally:
+        run(session.close())
+    hosts = hosts_of([(each.key, each.name) for each in arrived])
+    return Joined(record, attempt.name, hosts, secrets.token_hex(16), fault)
+
+
+def _start(member: Membership) -> Ready:
+    """Start or adopt the uploader of this host."""
+    try:
+        os.makedirs(member.folder, mode=0o700, exist_ok=True)
+        client, address = ensure_uploader(member.folder, job_address() if len(member.hosts) > 1 else None)
+        client.close()
+        return Ready(address, "")
+    except (OSError, UploaderError) as error:
+        return Ready("", f"{member.folder}: {error}")

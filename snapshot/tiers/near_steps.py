@@ -1,0 +1,129 @@
+"""The steps in a host's folder: which snapshot each is, and which of its files are here.
+
+Plain system calls: the folder is local. Files are removed by the id of their save, since a take of the same step may
+be running, whose claim is on another host.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+from contextlib import suppress
+from typing import NamedTuple
+
+from snapshot.errors import SnapshotError
+from snapshot.events import log
+from snapshot.manifest.document import METADATA
+from snapshot.manifest.head import ManifestHead, decode_head
+from snapshot.save.cleanup import belongs_to, save_id_of
+from snapshot.tiers.run_record import Origin, origin_of
+
+PINNED = ".pinned"
+"""File in a step's folder that protects it from removal. It belongs to no snapshot, so clean-up leaves it."""
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+
+
+class NearStep(NamedTuple):
+    """A committed step in a host's folder."""
+
+    step: int
+    head: ManifestHead
+    origin: Origin
+
+    @property
+    def save_id(self) -> str:
+        """The save id."""
+        return self.head.save_id
+
+
+class NearFolder:
+    """The folder of a run on this host."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._heads: dict[int, tuple[tuple[int, int, int], ManifestHead | None]] = {}
+
+    def step_path(self, step: int) -> str:
+        """Return the folder of a step."""
+        return f"{self.path}/step-{step}"
+
+    def steps(self) -> dict[int, NearStep]:
+        """Return the committed steps, ascending. One whose manifest is damaged is passed over."""
+        found = {}
+        for step in sorted(self.folders()):
+            head = self._head(step)
+            if head is not None:
+                found[step] = NearStep(step, head, origin_of(head.metadata))
+        return found
+
+    def folders(self) -> list[int]:
+        """Return the steps that have a folder."""
+        try:
+            names = os.listdir(self.path)
+        except OSError:
+            return []
+        return [int(match[1]) for match in map(_STEP.fullmatch, names) if match]
+
+    def _head(self, step: int) -> ManifestHead | None:
+        path = f"{self.step_path(step)}/{METADATA}"
+        try:
+            seen = os.stat(path)
+            identity = (seen.st_ino, seen.st_size, seen.st_mtime_ns)
+            known = self._heads.get(step)
+            if known is not None and known[0] == identity:
+                return known[1]
+            with open(path, "rb") as file:
+                data = file.read()
+        except OSError:
+            return None
+        try:
+            head: ManifestHead | None = decode_head(data, path)
+        except SnapshotError as error:
+            log.warning("%s", error)
+            head = None
+        self._heads[step] = identity, head
+        return head
+
+    def files(self, step: int) -> dict[str, int]:
+        """Return the data files in a step's folder, with their sizes."""
+        found = {}
+        with suppress(OSError), os.scandir(f"{self.step_path(step)}/data") as entries:
+            for entry in entries:
+                name = f"data/{entry.name}"
+                if save_id_of(name) is not None:
+                    with suppress(OSError):
+                        found[name] = entry.stat(follow_symlinks=False).st_size
+        return found
+
+    def remove(self, step: int, save_id: str) -> None:
+        """Remove a snapshot of a step, the manifest first, but no file of another save."""
+        folder = self.step_path(step)
+        head = self._head(step)
+        if head is not None and head.save_id == save_id:
+            _unlink(f"{folder}/{METADATA}")
+        for name in self.files(step):
+            if belongs_to(name, save_id, None):
+                _unlink(f"{folder}/{name}")
+        for empty in (f"{folder}/data", folder):
+            with suppress(OSError):
+                os.rmdir(empty)
+
+    def remove_leftovers(self, committed: Collection[str]) -> None:
+        """Remove the files of takes that were not committed. No take may be running.
+
+        `committed`: the save ids that are committed on any host.
+        """
+        for step in self.folders():
+            for save_id in {save_id_of(name) for name in self.files(step)}.difference(committed):
+                self.remove(step, save_id or "")
+            with suppress(OSError):
+                for name in os.listdir(self.step_path(step)):
+                    if save_id_of(name) is not None:  # a claim
+                        _unlink(f"{self.step_path(step)}/{name}")
+                os.rmdir(self.step_path(step))
+
+
+def _unlink(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)

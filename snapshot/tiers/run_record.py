@@ -1,0 +1,122 @@
+"""The record of a run: its id, and its attempts in order. It tells abandoned steps from those of the run's line.
+
+Each restore begins an attempt. The steps of earlier attempts that are newer than the restored step are abandoned: a
+host that returns with such a step must not publish it. The record lies in the far root, and a copy in each near root.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageNotFoundError
+from snapshot.storage import ABSENT, ANYTHING, Expect, Storage
+
+RECORD = ".run.json"
+"""File in the far root, and in the folder of the run in a near root."""
+KEY = "snapshot.tiers"
+"""Key in a snapshot's metadata."""
+KEPT = 1000
+"""Attempts that a record names. Earlier ones count as older than all others."""
+TRIES = 20
+
+
+class Attempt(msgspec.Struct, array_like=True, frozen=True):
+    """A time of training without a restore."""
+
+    name: str
+    restored: int | None
+    """The step that it began with; None if it began without a restore through the manager."""
+
+
+class Origin(NamedTuple):
+    """Where a step comes from, as its metadata says. It orders snapshots of one step: the greater one is newer."""
+
+    run: str
+    attempt: str
+    order: int
+    """Number of the take in its attempt."""
+
+
+def origin_of(metadata: Mapping[str, Any]) -> Origin:
+    """Return the origin of a step, empty if a manager without `near` took it."""
+    found = metadata.get(KEY)
+    match found:
+        case {"run": str(run), "attempt": str(attempt), "order": int(order)}:
+            return Origin(run, attempt, order)
+    return Origin("", "", 0)
+
+
+class RunRecord(msgspec.Struct):
+    """A run and its attempts, the newest last."""
+
+    run: str
+    attempts: list[Attempt] = []
+    far: str = ""
+    """The far root without secrets, in the copies of hosts."""
+
+    def age_of(self, attempt: str) -> int:
+        """Return the position of an attempt, -1 if it is older than all known ones."""
+        return next((at for at, each in enumerate(self.attempts) if each.name == attempt), -1)
+
+    def is_abandoned(self, step: int, origin: Origin) -> bool:
+        """Return True if a later attempt began with an older step."""
+        later = self.attempts[self.age_of(origin.attempt) + 1 :]
+        return any(each.restored is not None and each.restored < step for each in later)
+
+    def is_newer(self, one: Origin, other: Origin) -> bool:
+        """Return True if a snapshot of a step replaces another one of the same step."""
+        return (self.age_of(one.attempt), one.order) > (self.age_of(other.attempt), other.order)
+
+    def with_attempts(self, others: list[Attempt]) -> RunRecord:
+        """Return a record that also has these attempts, the unknown ones last."""
+        known = {each.name for each in self.attempts}
+        merged = [*self.attempts, *(each for each in others if each.name not in known)]
+        return RunRecord(self.run, merged[-KEPT:], self.far)
+
+
+def new_name() -> str:
+    """Return a name for a run or an attempt that no other has."""
+    return secrets.token_hex(6)
+
+
+def decode_record(data: bytes, where: object) -> RunRecord:
+    """Return a record."""
+    try:
+        return msgspec.json.decode(data, type=RunRecord)
+    except msgspec.DecodeError as error:
+        raise CorruptSnapshotError(f"{where}: not a record of a run: {error}") from error
+
+
+async def read_record(storage: Storage) -> tuple[RunRecord, str] | None:
+    """Return the record in a root and its version token; None if there is none."""
+    try:
+        token = (await storage.stat(RECORD)).token
+        return decode_record(await storage.get(RECORD, limit=1 << 20), storage.url.join(RECORD)), token
+    except StorageNotFoundError:
+        return None
+
+
+async def publish_record(storage: Storage, mine: RunRecord) -> RunRecord:
+    """Add a record's attempts to the one in a far root, and return the result. Another run's record is returned as is.
+
+    Several hosts may do this at once: each write expects what was read.
+    """
+    for _ in range(TRIES):
+        found = await read_record(storage)
+        if found is not None and found[0].run != mine.run:
+            return found[0]
+        merged = mine if found is None else found[0].with_attempts(mine.attempts)
+        if found is not None and merged.attempts == found[0].attempts:
+            return found[0]
+        expect: Expect = ABSENT if found is None else found[1]
+        try:
+            stored = msgspec.json.encode(RunRecord(merged.run, merged.attempts))
+            await storage.put(RECORD, stored, expect=expect if storage.capabilities.conditional_put else ANYTHING)
+        except StorageConflictError:
+            continue
+        return merged
+    raise StorageConflictError(f"{storage.url.join(RECORD)}: changed {TRIES} times while it was read")

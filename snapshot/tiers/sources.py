@@ -1,0 +1,152 @@
+"""The places of a step's files for one rank: its host's folder, other hosts, and the far storage, in this order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from snapshot.aio import in_thread
+from snapshot.errors import SnapshotError
+from snapshot.events import emit, log
+from snapshot.formats.foreign import ReadOnlyStorage
+from snapshot.manifest.document import METADATA
+from snapshot.registry import open_storage
+from snapshot.runtime.loop import run, shared_clients
+from snapshot.storage import Buffer, Capabilities, Context, Storage
+from snapshot.tiers.census import CensusStep
+from snapshot.tiers.hosts import Host
+from snapshot.url import URL
+
+NEAR, PEER, FAR = "near", "peer", "far"
+
+
+class Place(msgspec.Struct, array_like=True):
+    """Where the files of a step are, as the leader tells all ranks."""
+
+    save_id: str
+    sizes: dict[str, int]
+    held: list[bytes]
+    """For each host, a bit for each file in the order of `sizes`, and the last one for the manifest."""
+    far: bool
+    """True if the far storage can be read."""
+
+    def holders(self) -> dict[str, list[int]]:
+        """Return the hosts that have each file."""
+        names = [*self.sizes, METADATA]
+        found: dict[str, list[int]] = {name: [] for name in names}
+        for host, bits in enumerate(self.held):
+            number = int.from_bytes(bits, "little")
+            for at, name in enumerate(names):
+                if number >> at & 1:
+                    found[name].append(host)
+        return found
+
+
+def place_of(step: CensusStep, hosts: int, *, far: bool) -> Place:
+    """Return the place of a step.
+
+    >>> from snapshot.tiers.run_record import Origin
+    >>> step = CensusStep(1, "s", Origin("", "", 0), {"a": 1, "b": 2}, {1}, {"a": [0], "b": [0, 1]})
+    >>> place_of(step, 2, far=False).holders()
+    {'a': [0], 'b': [0, 1], '.snapshot_metadata': [1]}
+    """
+    bits = [0] * hosts
+    for at, name in enumerate(step.sizes):
+        for host in step.holders.get(name, ()):
+            bits[host] |= 1 << at
+    for host in step.keepers:
+        bits[host] |= 1 << len(step.sizes)
+    length = len(step.sizes) // 8 + 1
+    return Place(step.save_id, step.sizes, [each.to_bytes(length, "little") for each in bits], far)
+
+
+class StepSources:
+    """The places of one step's files, in the order in which this host reads them."""
+
+    def __init__(
+        self, step: int, place: Place, hosts: Sequence[Host], index: int, *, secret: str, far: URL, options: Any
+    ) -> None:
+        self.save_id = place.save_id
+        self.counts = {NEAR: 0, PEER: 0, FAR: 0}
+        self.damaged: dict[str, str] = {}
+        """The files that could not be read from this host's folder, although they are there, each with the reason."""
+        self._step = step
+        self._sizes = place.sizes
+        self._holders = place.holders()
+        self._hosts = hosts
+        self._index = index
+        self._secret = secret
+        self._far = _open_far(far, options) if place.far else None
+        self._peers: dict[int, Storage] = {}
+        self._places: dict[str, Sequence[Storage | None]] = {}
+        self._lock = threading.Lock()
+
+    def places(self, path: str) -> Sequence[Storage | None]:
+        """Return the storages that have a file, the nearest first; None stands for this host's folder."""
+        with self._lock:
+            found = self._places.get(path)
+            if found is None:
+                found = self._places[path] = self._find(path)
+            return found
+
+    def _find(self, path: str) -> Sequence[Storage | None]:
+        holders = self._holders.get(path, [])
+        found: list[Storage | None] = [None] if self._index in holders or not holders else []
+        count = len(self._hosts)
+        others = sorted(
+            (host for host in holders if host != self._index), key=lambda host: (host - self._index) % count
+        )
+        found += [self._peer(host) for host in others if self._hosts[host].address]
+        return found if self._far is None else [*found, self._far]
+
+    def _peer(self, host: int) -> Storage:
+        if host not in self._peers:
+            url = URL.parse(f"peer://{self._hosts[host].address}/step-{self._step}")
+            self._peers[host] = open_storage(url, {"secret": self._secret}, Context())
+        return self._peers[host]
+
+    def size(self, path: str) -> int | None:
+        """Return the size that a file must have, if it is known."""
+        return self._sizes.get(path)
+
+    def passed(self, path: str, place: Storage | None, error: str) -> None:
+        """Record that a file cannot be read from a place, or is damaged there."""
+        where = "this host" if place is None else str(place.url)
+        if place is None:
+            self.damaged[path] = error
+        log.warning("step-%s: %s is read from another place than %s: %s", self._step, path, where, error)
+        emit("healed", "restore", path, step=self._step, source=where, error=error)
+
+    def count(self, place: Storage | None, nbytes: int) -> None:
+        """Count bytes that were read from a place."""
+        tier = NEAR if place is None else FAR if place is self._far else PEER
+        with self._lock:
+            self.counts[tier] += nbytes
+
+    def close(self) -> None:
+        """Close the storages."""
+        for each in [*self._peers.values(), *([self._far] if self._far is not None else [])]:
+            try:
+                run(each.close())
+            except SnapshotError as error:
+                log.debug("%s", error)
+
+
+def _open_far(url: URL, options: Mapping[str, Any] | None) -> Storage:
+    storage = open_storage(url, options, Context(clients=shared_clients()))
+    return storage if storage.capabilities.blocking else WaitingStorage(storage)
+
+
+class WaitingStorage(ReadOnlyStorage):
+    """A storage that waits on the event loop, for callers that wait only in threads."""
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner, b"", links=True)
+        self.capabilities = Capabilities(write=False, delete=False, atomic_put=False, blocking=True)
+
+    async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
+        """Let the loop read, and wait in a thread."""
+        await in_thread(lambda: run(self.inner.read_into(path, offset, buffers, token=token)))

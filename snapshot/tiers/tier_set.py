@@ -1,0 +1,328 @@
+"""The tiers of one rank of a job: near steps of its host, replicas on other hosts, and the far root."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from snapshot.errors import SnapshotError, StorageError
+from snapshot.events import log
+from snapshot.manifest.document import METADATA
+from snapshot.peer_requests import STATUS
+from snapshot.registry import open_storage
+from snapshot.runtime.loop import run
+from snapshot.runtime.session import Session
+from snapshot.save.cleanup import committed_save_id
+from snapshot.storage import Context
+from snapshot.tiers.census import CensusStep, HostView, of_this_run, take_census, view_of
+from snapshot.tiers.control import ControlClient, Request, Status, StepStatus, UploaderError
+from snapshot.tiers.hosts import job_address
+from snapshot.tiers.join import Membership, TierOptions
+from snapshot.tiers.near_steps import PINNED, NearFolder, NearStep
+from snapshot.tiers.run_record import KEY, Attempt, publish_record
+from snapshot.tiers.sources import Place, StepSources
+from snapshot.tiers.uploader_process import ensure_uploader
+from snapshot.url import URL
+
+T = TypeVar("T")
+FAULTS = {"outdated": "is not uploaded", "damaged": "is damaged", "dropped": "is not uploaded"}
+SPARE = 1.05
+"""Free space that a near take needs, as a multiple of the last take's bytes."""
+_statuses = msgspec.json.Decoder(Status)
+
+
+class FarError(SnapshotError):
+    """A step cannot reach the far root."""
+
+
+class TierSet:
+    """The tiers, after the ranks have joined."""
+
+    def __init__(self, options: TierOptions, member: Membership) -> None:
+        self.options = options
+        self.member = member
+        self.folder = NearFolder(member.folder)
+        self._client: ControlClient | None = None
+        self._asking = threading.Lock()
+        self._order = 0
+        self._probing = False
+        """True if the last near take failed, so that the next one tries the folder first."""
+        self.last_bytes = 0
+        """Bytes of this host's share of the last take."""
+        if not member.fault:
+            self._register()
+
+    # Uploader
+
+    def ask(self, request: Request) -> Status:
+        """Send a request to this host's uploader. If it died, start it again."""
+        with self._asking:
+            for again in (False, True):
+                try:
+                    if self._client is None:
+                        self._connect()
+                    assert self._client is not None
+                    return self._client.ask(request)
+                except UploaderError:
+                    if self._client is not None:
+                        self._client.close()
+                    self._client = None
+                    if again:
+                        raise
+        raise AssertionError
+
+    def _connect(self) -> None:
+        member = self.member
+        address = job_address() if len(member.hosts) > 1 else None
+        self._client, offered = ensure_uploader(member.folder, address)
+        member.hosts[member.index].address = offered
+        self._client.ask(Request("register", member.registration(self.options)))
+
+    def _register(self) -> None:
+        """Tell the uploader about the job. A new one needs a second to start, for which nothing waits."""
+
+        def register() -> None:
+            try:
+                self.ask(Request("register", self.member.registration(self.options)))
+            except SnapshotError as error:
+                log.warning("%s", error)
+
+        threading.Thread(target=register, name="snapshot-register", daemon=True).start()
+
+    # Takes
+
+    def url_of(self, step: int) -> str:
+        """Return the URL of a near step."""
+        return URL("near", self.folder.step_path(step)).reveal()
+
+    def note(self) -> dict[str, Any]:
+        """Return the metadata of the next take: its run, its attempt, and its number in it."""
+        self._order += 1
+        return {KEY: {"run": self.member.record.run, "attempt": self.member.attempt, "order": self._order}}
+
+    def near_fault(self) -> str:
+        """Return why the next take cannot be written near, or ''."""
+        if self.member.fault:
+            return self.member.fault
+        try:
+            found = os.statvfs(self.member.folder)
+            free = found.f_bavail * found.f_frsize
+            if free < self.last_bytes * SPARE:
+                return f"{self.member.folder}: {free:,} bytes are free, and the last take had {self.last_bytes:,}"
+            if self._probing:
+                self._probe()
+        except OSError as error:
+            return f"{self.member.folder}: {error.strerror}"
+        self._probing = False
+        return ""
+
+    def _probe(self) -> None:
+        path = f"{self.member.folder}/.probe-{os.getpid()}"
+        try:
+            with open(path, "wb") as file:
+                file.write(os.urandom(4096))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+    def failed_near(self) -> None:
+        """Record that a near take failed."""
+        self._probing = True
+
+    # Restore
+
+    def view(self) -> HostView:
+        """Return what this host has."""
+        member = self.member
+        return view_of(self.folder, member.hosts[member.index].key) if not member.fault else HostView("")
+
+    def census(self, views: Sequence[HostView]) -> dict[int, CensusStep]:
+        """Return the near steps of this run by their numbers. `views`: one of each rank."""
+        firsts = [views[host.ranks[0]] for host in self.member.hosts]
+        return {each.step: each for each in of_this_run(take_census(firsts), self.member.record)}
+
+    def sources(self, step: int, place: Place) -> StepSources:
+        """Return the places of a step's files for this rank."""
+        member = self.member
+        return StepSources(
+            step,
+            place,
+            member.hosts,
+            member.index,
+            secret=member.secret,
+            far=self.options.far.join(f"step-{step}"),
+            options=self.options.options,
+        )
+
+    def began_attempt(self, name: str, restored: int, committed: Sequence[str]) -> None:
+        """Begin an attempt with a restored step. Remove abandoned steps, and what interrupted takes left behind."""
+        member = self.member
+        member.record = member.record.with_attempts([Attempt(name, restored)])
+        member.attempt, first = name, self._order == 0
+        self._order = 0
+        if member.fault or not member.leads:
+            return
+        for step, near in self.folder.steps().items():
+            if near.origin.run == member.record.run and member.record.is_abandoned(step, near.origin):
+                log.warning("step-%s: removed: the run continues from step-%s", step, restored)
+                self.folder.remove(step, near.save_id)
+        if first:
+            self.folder.remove_leftovers(committed)
+        self._register()
+
+    def publish(self) -> None:
+        """Add the attempts to the record in the far root. Uploaders do so, too, before they commit a step."""
+        session = Session(self.options.far, self.options.options)
+        try:
+            run(publish_record(session.storage, self.member.record))
+        except StorageError as error:
+            log.warning("%s: cannot be reached: %s", self.options.far, error)
+        finally:
+            run(session.close())
+
+    # Far
+
+    def far_state(self, step: int) -> StepStatus | None:
+        """Return what this host's uploader says of a step; None if the step is not near."""
+        return self.ask(Request("status")).steps.get(step)
+
+    def wait_far(self, step: int, save_id: str, timeout: float | None) -> None:
+        """Wait until a step is committed in the far root. Raise TimeoutError, or FarError if it will never be."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        status, pause = self.ask(Request("want", step=step)), 0.02
+        while True:
+            state = status.steps.get(step)
+            if state is None or state.save_id != save_id:
+                if self._is_far(step, save_id):
+                    return
+                raise FarError(f"step-{step}: was removed or replaced before it was uploaded")
+            if state.far == "whole":
+                return
+            if state.far in FAULTS:
+                raise FarError(
+                    f"step-{step}: {FAULTS[state.far]}: {state.error or 'a newer step was uploaded instead'}"
+                )
+            if deadline is not None and time.monotonic() > deadline:
+                why = f" ({status.error})" if status.error else ""
+                raise TimeoutError(f"step-{step}: not in {self.options.far} after {timeout} s: {_far_text(state)}{why}")
+            time.sleep(pause)
+            pause = min(1.0, pause * 1.5)
+            status = self.ask(Request("status"))
+
+    def _is_far(self, step: int, save_id: str) -> bool:
+        session = Session(self.options.far.join(f"step-{step}"), self.options.options)
+        try:
+            return run(committed_save_id(session.storage)) == save_id
+        finally:
+            run(session.close())
+
+    def where(self, step: int) -> dict[str, str | int]:
+        """Return where a step is: near, on how many further hosts, and far."""
+        statuses = self._statuses()
+        near = self.folder.steps().get(step)
+        views = []
+        for status in statuses:
+            state = status.steps.get(step)
+            views.append((state.save_id, state.files) if state is not None else ("", {}))
+        sizes = near.head.sizes() if near is not None else {}
+        held = [sum(files.get(name) == size for _, files in views) for name, size in sizes.items()]
+        whole = bool(held) and min(held) > 0
+        found: dict[str, str | int] = {
+            "near": "whole" if whole else "partial" if any(files for _, files in views) else "absent",
+            "replicas": min(held, default=0) - 1 if whole else 0,
+        }
+        states = [state for status in statuses if (state := status.steps.get(step)) is not None]
+        if any(state.far == "whole" for state in states):
+            found["far"] = "whole"
+        elif states:
+            sent, total = sum(each.sent for each in states), sum(each.total for each in states)
+            found["far"] = _far_text(next((each for each in states if each.far == "uploading"), states[0]), sent, total)
+        else:
+            found["far"] = "whole" if self._exists_far(step) else "absent"
+        return found
+
+    def _exists_far(self, step: int) -> bool:
+        session = Session(self.options.far.join(f"step-{step}"), self.options.options)
+        try:
+            run(session.storage.stat(METADATA))
+        except StorageError:
+            return False
+        finally:
+            run(session.close())
+        return True
+
+    def _statuses(self) -> list[Status]:
+        """Return the states of all uploaders that answer, this host's first."""
+        found = [] if self.member.fault else [self.ask(Request("status"))]
+        for at, host in enumerate(self.member.hosts):
+            if at != self.member.index and host.address:
+                storage = open_storage(URL.parse(f"peer://{host.address}"), {"secret": self.member.secret}, Context())
+                with contextlib.suppress(SnapshotError):
+                    found.append(_statuses.decode(run(storage.get(STATUS))))
+                run(storage.close())
+        return found
+
+    # Retention
+
+    def prune(self, upto: int, kept: Callable[[Sequence[NearStep]], set[int]], spared: Callable[[int], bool]) -> None:
+        """Remove near steps before `upto`, which was just committed, that are neither kept nor wanted far.
+
+        `kept`: the steps that the policy keeps, of those that are near. `spared`: steps that are in use.
+        """
+        if self.member.fault or not self.member.leads:
+            return
+        status = self.ask(Request("status"))
+        steps = {step: each for step, each in self.folder.steps().items() if each.origin.run == self.member.record.run}
+        keep = kept(list(steps.values()))
+        safe = len(self.member.hosts) == 1 or not self.options.replicas
+        newest = max((step for step, each in status.steps.items() if safe or each.replicated), default=-1)
+        for step, near in steps.items():
+            state = status.steps.get(step)
+            open_ = state is None or state.far in ("queued", "uploading", "waiting", "damaged")
+            if step >= min(upto, newest) or step in keep or open_ or spared(step):
+                continue
+            if not os.path.exists(f"{self.folder.step_path(step)}/{PINNED}"):
+                self.folder.remove(step, near.save_id)
+
+    def make_room(self) -> bool:
+        """Give up the upload of the oldest step that waits for one. Return False if only the newest waits."""
+        status = self.ask(Request("status"))
+        waiting = sorted(step for step, each in status.steps.items() if each.far in ("queued", "uploading", "waiting"))
+        if not waiting or waiting[0] == max(status.steps):
+            return False
+        log.warning("step-%s: its upload is given up, since %s is full", waiting[0], self.folder.path)
+        self.ask(Request("drop", step=waiting[0]))
+        return True
+
+    def heal(self, step: int, files: Sequence[str]) -> None:
+        """Let the uploader replace damaged files of a step."""
+        if files and not self.member.fault:
+            self.ask(Request("heal", step=step, files=list(files)))
+
+    def close(self) -> None:
+        """Tell the uploader that this trainer has ended: it may end after the last upload."""
+        if self._client is not None:
+            with contextlib.suppress(UploaderError):
+                self._client.ask(Request("close"))
+            self._client.close()
+            self._client = None
+
+
+def _far_text(state: StepStatus, sent: int = -1, total: int = -1) -> str:
+    """Return the state of an upload as text.
+
+    >>> _far_text(StepStatus("", "uploading", 41, 100))
+    'uploading 41 %'
+    """
+    if state.far != "uploading":
+        return state.far
+    done, whole = (sent, total) if total > 0 else (state.sent, state.total)
+    return f"uploading {min(100, 100 * done // max(1, whole))} %"

@@ -1,0 +1,340 @@
+"""The uploader of a host: sends near steps to the far root, keeps replicas for partners, and answers its trainer.
+
+It is a process of its own, which outlives the trainer. What it must do follows from the files that are there, so it can
+be killed and started again at any time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from snapshot.errors import CorruptSnapshotError, SnapshotError
+from snapshot.events import emit, log
+from snapshot.runtime.loop import run
+from snapshot.runtime.session import Session
+from snapshot.storage import Storage
+from snapshot.tiers.control import Registration, Request, Status, StepStatus
+from snapshot.tiers.far_upload import FarUpload, OtherRun, Outdated, is_begun
+from snapshot.tiers.near_steps import NearFolder, NearStep
+from snapshot.tiers.replicas import Replicas, heal_step
+from snapshot.tiers.run_record import RECORD, RunRecord
+from snapshot.tiers.throttle import Throttled
+from snapshot.tiers.upload_queue import choose_next, dropped_steps, wanted_steps
+from snapshot.url import URL
+
+LONGEST_PAUSE = 30.0
+"""Seconds between two tries to reach a far root that does not answer."""
+OTHERS = 60.0
+"""Seconds after which a host also uploads files that another host has not uploaded, if it has replicas of them."""
+BUDGET = 128 << 20
+DONE = ("whole", "dropped", "outdated", "kept near")
+
+
+class Uploader:
+    """The work of an uploader, in turns: `upload_turn` and `pull_turn` run in two threads."""
+
+    def __init__(self, folder: str, address: str = "") -> None:
+        self.folder = NearFolder(folder)
+        self.address = address
+        self._lock = threading.RLock()
+        self._registration: Registration | None = None
+        self._states: dict[int, StepStatus] = {}
+        self._uploads: dict[int, FarUpload] = {}
+        self._sessions: dict[int, tuple[Session, Session]] = {}
+        self._asked: set[int] = set()
+        self._healing: dict[int, set[str]] = {}
+        self._error = ""
+        self._pause = 0.0
+        self._root: Session | None = None
+        self._waiting_since: dict[int, float] = {}
+        self._replicas = Replicas(self.folder)
+        self.wake = threading.Event()
+        self.on_secret: Callable[[str], None] = lambda _: None
+
+    # Requests
+
+    def handle(self, request: Request) -> Status:
+        """Do what the trainer asks for, and return the state."""
+        with self._lock:
+            if request.verb == "register" and request.registration is not None:
+                self.register(request.registration)
+            elif request.verb == "want":
+                self._asked.add(request.step)
+                state = self._states.get(request.step)
+                if state is not None and state.far in ("dropped", "kept near"):
+                    state.far = "queued"
+            elif request.verb == "drop":
+                self._asked.discard(request.step)
+                self._drop(request.step)
+            elif request.verb == "heal":
+                self._healing.setdefault(request.step, set()).update(request.files)
+            self._refresh()
+            if request.verb != "status":
+                self.wake.set()
+            return self.status()
+
+    def register(self, registration: Registration) -> None:
+        """Serve a trainer: the new one, if there was another."""
+        with self._lock:
+            changed = self._registration is not None and self._registration.far != registration.far
+            self._registration = registration
+            self._replicas.register(registration)
+            self.on_secret(registration.secret)
+            self._pause = 0.0
+            if changed:
+                self._close_sessions()
+            self._store_record(registration.record)
+        self._refresh()
+
+    def _store_record(self, record: RunRecord) -> None:
+        stored = f"{self.folder.path}/{RECORD}"
+        with open(f"{stored}.tmp", "wb") as file:
+            file.write(msgspec.json.encode(record))
+        os.replace(f"{stored}.tmp", stored)
+
+    def status(self) -> Status:
+        """Return the state."""
+        with self._lock:
+            run_id = self._registration.record.run if self._registration is not None else ""
+            return Status(run_id, self.address, os.getpid(), dict(self._states), self._error)
+
+    def describe(self) -> bytes:
+        """Return the state, for other hosts."""
+        self._refresh()
+        return msgspec.json.encode(self.status())
+
+    def is_idle(self) -> bool:
+        """Return True if nothing is left to upload."""
+        self._refresh()
+        with self._lock:
+            return not self._healing and all(each.far in DONE for each in self._states.values())
+
+    # Steps
+
+    def _refresh(self) -> None:
+        """Look at the folder: which steps there are, and which of them are wanted far."""
+        with self._lock:
+            given = self._registration
+            if given is None:
+                return
+            steps = {}
+            for step, near in self.folder.steps().items():
+                if near.origin.run == given.record.run:
+                    if given.record.is_abandoned(step, near.origin):
+                        self._remove_abandoned(near)
+                    else:
+                        steps[step] = near
+            for step in list(self._states):
+                if step not in steps or self._states[step].save_id != steps[step].save_id:
+                    self._forget(step)
+            wanted = wanted_steps(given.upload, steps, self._asked)
+            for step, near in steps.items():
+                files = self.folder.files(step)
+                state = self._states.setdefault(step, StepStatus(near.save_id))
+                if step in wanted and state.far == "kept near":
+                    state.far = "queued"
+                state.files, state.pulled = files, self._replicas.pulled(step, files)
+                state.total = sum(size for name, size in files.items() if name not in state.pulled)
+                state.replicated = self._replicas.is_complete(step)
+            states = {step: each.far for step, each in self._states.items()}
+            for step in dropped_steps(given.upload, states, self._asked):
+                self._drop(step, log.info if given.upload == "latest" else log.warning)
+
+    def _remove_abandoned(self, near: NearStep) -> None:
+        log.warning("step-%s: removed: a later attempt began with an older step", near.step)
+        self._forget(near.step)
+        self.folder.remove(near.step, near.save_id)
+
+    def _drop(self, step: int, say: Callable[..., None] = log.warning) -> None:
+        """Give up an upload. The newest step is never given up."""
+        state = self._states.get(step)
+        if state is None or state.far in ("whole", "outdated", "dropped") or step == max(self._states):
+            return
+        newest = max(self._states)
+        say("step-%s: is not uploaded: step-%s is newer", step, newest)
+        emit("dropped", "upload", self.folder.step_path(step), step=step)
+        state.far = "dropped"
+        upload = self._uploads.get(step)
+        if upload is not None and step != self._current:
+            self._end(step, upload)
+
+    _current: int | None = None
+    """The step that is being uploaded in this moment."""
+
+    def _forget(self, step: int) -> None:
+        self._states.pop(step, None)
+        self._waiting_since.pop(step, None)
+        self._uploads.pop(step, None)
+        for session in self._sessions.pop(step, ()):
+            run(session.close())
+
+    def _end(self, step: int, upload: FarUpload) -> None:
+        """Delete what was uploaded of a step in vain."""
+        run(upload.discard())
+        self._uploads.pop(step, None)
+
+    # Upload
+
+    def upload_turn(self) -> float:
+        """Advance one upload, if any is wanted. Return the seconds to wait for the next turn."""
+        self._refresh()
+        with self._lock:
+            given = self._registration
+            healing, self._healing = self._healing, {}
+        if given is None:
+            return 0.5
+        for step, files in healing.items():
+            self._heal(step, files)
+        try:
+            chosen = self._choose(given)
+            if chosen is None:
+                return 1.0
+            done = self._advance(chosen, given)
+            self._error, self._pause = "", 0.0
+            if chosen in self._waiting_since:
+                return min(5.0, 0.2 + (time.monotonic() - self._waiting_since[chosen]) / 4)
+        except OtherRun as error:
+            self._failed(error)
+            self._pause = LONGEST_PAUSE
+            return self._pause
+        except (SnapshotError, OSError) as error:
+            self._failed(error)
+            self._pause = min(LONGEST_PAUSE, max(0.5, self._pause * 2))
+            return self._pause
+        return 0.0 if done else 0.5
+
+    def _failed(self, error: Exception) -> None:
+        if str(error) != self._error:
+            log.warning("upload: %s", error)
+            emit("failed", "upload", self.folder.path, error=error)
+        self._error = str(error) or type(error).__name__
+
+    def _choose(self, given: Registration) -> int | None:
+        with self._lock:
+            open_ = {
+                step: each
+                for step, each in self._states.items()
+                if each.far in ("queued", "uploading", "waiting")
+                or (each.far == "kept near" and given.upload == "latest" and len(given.hosts) > 1)
+            }
+        if not open_:
+            return None
+        root = self._far_root(given)
+        begun = [step for step, each in open_.items() if run(is_begun(root, step, each.save_id))]
+        turns = [step for step in begun if step != self._last] or begun  # each in turn: some wait for other hosts
+        queued = [step for step, each in open_.items() if each.far != "kept near"]
+        self._last = choose_next(queued, turns)
+        return self._last
+
+    _last: int | None = None
+
+    def _far_root(self, given: Registration) -> Storage:
+        if self._root is None:
+            self._root = Session(URL.parse(given.far), given.options)
+        return self._root.storage
+
+    def _advance(self, step: int, given: Registration) -> bool:
+        with self._lock:
+            state = self._states.get(step)
+            near = self.folder.steps().get(step)
+            if state is None or near is None or near.save_id != state.save_id:
+                return False
+            if state.far != "waiting":
+                state.far = "uploading"
+            self._current = step
+        upload = self._uploads.get(step) or self._begin(near, state, given)
+        began = time.monotonic()
+        try:
+            waited = time.monotonic() - self._waiting_since.get(step, began)
+            commits = given.index == 0 or waited > 2 + given.index % 64  # the first host, unless it is slow
+            here = self._to_send(state, waited)
+            whole = run(upload.advance(given.record, here, commits=commits))
+        except Outdated as error:
+            log.warning("%s", error)
+            state.far, state.error = "outdated", str(error)
+            self._end(step, upload)
+            if given.record.is_abandoned(step, near.origin) or upload.record.is_abandoned(step, near.origin):
+                self._remove_abandoned(near)
+            return True
+        except CorruptSnapshotError as error:
+            if not self._heal(step, set(state.files)):
+                state.far, state.error = "damaged", str(error)
+                log.error("step-%s: damaged, and no other host has it whole: %s", step, error)
+                emit("damaged", "upload", self.folder.step_path(step), step=step, error=error)
+            return False
+        finally:
+            with self._lock:
+                self._current = None
+            state.seconds += time.monotonic() - began
+        with self._lock:
+            if whole:
+                state.far, state.sent = "whole", state.total
+                log.info("step-%s: uploaded", step)
+            elif state.far == "dropped":
+                self._end(step, upload)
+            else:
+                state.far = "waiting"
+                self._waiting_since.setdefault(step, time.monotonic())
+        return whole
+
+    def _begin(self, near: NearStep, state: StepStatus, given: Registration) -> FarUpload:
+        source = Session(URL.parse(f"near://{self.folder.step_path(near.step)}"), None, budget=BUDGET)
+        if given.rate:
+            source.switch_storage(Throttled(source.storage, given.rate))
+        far = URL.parse(given.far).join(f"step-{near.step}")
+        target = Session(far, given.options, budget=BUDGET, resume=True)
+
+        def progress(nbytes: int) -> None:
+            state.sent += nbytes
+
+        upload = FarUpload(self._far_root(given), source, target, near, progress)
+        self._uploads[near.step] = upload
+        self._sessions[near.step] = (source, target)
+        return upload
+
+    def _to_send(self, state: StepStatus, waited: float) -> list[str]:
+        """Return the files to send: this host's own, and later those of a host that does not send them."""
+        return [name for name in state.files if waited > OTHERS or name not in state.pulled]
+
+    def _heal(self, step: int, files: set[str]) -> bool:
+        """Replace damaged files by the copies of other hosts or of the far step. Return True if none is left."""
+        near, given = self.folder.steps().get(step), self._registration
+        if near is None or given is None:
+            return False
+        places = [*self._replicas.sessions(step), Session(URL.parse(given.far).join(f"step-{step}"), given.options)]
+        try:
+            left = heal_step(self.folder, near, files, places)
+        except (SnapshotError, OSError) as error:
+            log.warning("step-%s: cannot be healed: %s", step, error)
+            return False
+        finally:
+            for each in places:
+                run(each.close())
+        return not left
+
+    # Replicas
+
+    def pull_turn(self) -> float:
+        """Fetch new files of the partners. Return the seconds to wait for the next turn."""
+        try:
+            return 0.1 if self._replicas.pull() else 0.5
+        except (SnapshotError, OSError) as error:
+            log.info("replicas: %s", error)
+            return 2.0
+
+    def close(self) -> None:
+        """Close all sessions."""
+        with self._lock:
+            self._close_sessions()
+
+    def _close_sessions(self) -> None:
+        for step in list(self._sessions):
+            self._forget(step)
+        if self._root is not None:
+            run(self._root.close())
+            self._root = None

@@ -1,0 +1,173 @@
+"""The process of an uploader: started by a trainer or by hand, one for each folder of a run.
+
+The trainer creates the lock and the sockets, and the new process inherits them. So no second one can start, and the
+sockets can be used at once, although the process needs some seconds to begin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from snapshot.events import log
+from snapshot.tiers.control import (
+    LOCK,
+    LOG,
+    ControlClient,
+    ControlServer,
+    Request,
+    Status,
+    UploaderError,
+    listen,
+)
+from snapshot.tiers.peer_server import PeerServer
+from snapshot.tiers.uploader import Uploader
+
+OFFERED = ".uploader.address"
+"""File with the address on which an uploader offers files."""
+TRIES = 600
+LINGER = 3600.0
+"""Seconds that an uploader without work stays, for restores from its host, after a trainer that did not say goodbye."""
+LONGEST_LOG = 10 << 20
+_IDLE_CLASS = 3 << 13
+"""The priority of a process whose disk access must wait for that of others, for `ioprio_set`."""
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+
+
+def lock_folder(folder: str) -> int | None:
+    """Lock a folder of a run for an uploader. Return the lock's descriptor, or None if an uploader runs."""
+    descriptor = os.open(f"{folder}/{LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def ensure_uploader(folder: str, address: str | None) -> tuple[ControlClient, str]:
+    """Connect to the uploader of a folder, and return the address on which it offers files to other hosts.
+
+    Start one if there is none, or if the one that runs offers nothing although an address of this host is given.
+    """
+    for _ in range(TRIES):
+        lock = lock_folder(folder)
+        if lock is not None:
+            offered = _start(folder, lock, address)
+            return ControlClient(folder), offered
+        with contextlib.suppress(UploaderError, OSError):
+            client = ControlClient(folder)
+            offered = Path(f"{folder}/{OFFERED}").read_text("ascii")
+            if offered or address is None:
+                return client, offered
+            client.ask(Request("stop"))  # it was started for a job on a single host
+            client.close()
+        time.sleep(0.05)  # it is ending, or beginning
+    raise UploaderError(f"{folder}: its uploader neither answers nor ends")
+
+
+def _start(folder: str, lock: int, address: str | None) -> str:
+    """Start an uploader as a detached process. Return the address on which it offers files."""
+    peers = socket.create_server((address, 0), backlog=256) if address is not None else None
+    offered = "{}:{}".format(*peers.getsockname()[:2]) if peers is not None else ""
+    Path(f"{folder}/{OFFERED}").write_text(offered, "ascii")
+    control = listen(folder)
+    inherited = [lock, control.fileno(), *([peers.fileno()] if peers is not None else [])]
+    log_path = f"{folder}/{LOG}"
+    with contextlib.suppress(OSError):
+        if os.path.getsize(log_path) > LONGEST_LOG:
+            os.replace(log_path, f"{log_path}.1")
+    package = str(Path(__file__).parents[2])
+    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    try:
+        with open(log_path, "ab") as output:
+            process = subprocess.Popen(  # noqa: S603 - this very program
+                [sys.executable, "-m", "snapshot", "upload", folder, "--inherited", ",".join(map(str, inherited))],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=inherited,
+                start_new_session=True,
+                env=environment,
+                cwd="/",
+            )
+        threading.Thread(target=process.wait, name="snapshot-uploader", daemon=True).start()  # else it stays a zombie
+    finally:
+        os.close(lock)
+        control.close()
+        if peers is not None:
+            peers.close()
+    return offered
+
+
+def lower_priority() -> None:
+    """Let all other processes go first, on the CPU and on disks."""
+    with contextlib.suppress(OSError):
+        os.nice(19)
+    number = _IOPRIO_SET.get(os.uname().machine)
+    if number is not None:
+        ctypes.CDLL(None, use_errno=True).syscall(number, 1, 0, _IDLE_CLASS)
+
+
+def serve(folder: str, inherited: list[int], *, linger: float = LINGER) -> None:
+    """Run an uploader until it has no work and no trainer."""
+    lower_priority()
+    control = socket.socket(fileno=inherited[1])
+    peers = socket.socket(fileno=inherited[2]) if len(inherited) > 2 else None
+    address = ""
+    uploader = Uploader(folder)
+    server = None
+    if peers is not None:
+        server = PeerServer(peers, folder, uploader.describe)
+        address = server.address
+        uploader.address = address
+        uploader.on_secret = server.secrets.append
+    run_until_done(uploader, control, linger)
+    if server is not None:
+        server.close()
+    os.close(inherited[0])
+
+
+def run_until_done(uploader: Uploader, listening: socket.socket, linger: float) -> None:
+    """Answer requests, upload and pull, until there is no work and no trainer."""
+    stopped = threading.Event()
+    closed = False
+
+    def handle(request: Request) -> Status:
+        nonlocal closed
+        if request.verb in ("register", "close"):
+            closed = request.verb == "close"
+        if request.verb == "stop":
+            stopped.set()
+        return uploader.handle(request)
+
+    def pull() -> None:
+        while not stopped.wait(uploader.pull_turn()):
+            pass
+
+    control = ControlServer(listening, handle)
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    threading.Thread(target=pull, name="snapshot-replicas", daemon=True).start()
+    quiet = time.monotonic()
+    while not stopped.is_set():
+        pause = uploader.upload_turn()
+        if control.trainers or not uploader.is_idle():
+            quiet = time.monotonic()
+        elif closed or time.monotonic() - quiet > linger or not os.path.isdir(uploader.folder.path):
+            break
+        uploader.wake.wait(pause)
+        uploader.wake.clear()
+    log.info("the uploader of %s ends", uploader.folder.path)
+    stopped.set()
+    control.close()
+    uploader.close()

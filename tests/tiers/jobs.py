@@ -1,0 +1,95 @@
+"""Jobs with near folders: each host is a folder, with ranks, an uploader and a port of its own."""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from snapshot import SnapshotManager, StateDict
+from snapshot.tiers.control import ControlClient, Request, UploaderError
+
+ELEMENTS = 4000
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def state(value=0, elements=ELEMENTS):
+    """An app state: values that differ on each rank, and replicated ones."""
+    own = torch.full((elements,), float(value * 10 + rank()))
+    return {"own": StateDict(tensor=own, value=value), "same": StateDict(tensor=torch.full((elements,), float(value)))}
+
+
+def holds(app_state, value):
+    """Say whether an app state is the one of a value on this rank."""
+    own, same = app_state["own"], app_state["same"]
+    return bool(
+        own["value"] == value
+        and (own["tensor"] == float(value * 10 + rank())).all()
+        and (same["tensor"] == float(value)).all()
+    )
+
+
+def manager_of(root, near, **options):
+    given = {"signals": (), "timeout": 40, "replicas": 0, "grace": 30.0, **options}
+    return SnapshotManager(str(root), near=str(near), **given)
+
+
+def until(done, seconds=40):
+    """Wait until something is true, and return it."""
+    end = time.monotonic() + seconds
+    while not (found := done()):
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.02)
+    return found
+
+
+def runs_in(near):
+    """The folders of runs in a near folder."""
+    return [path for path in Path(near).iterdir() if (path / ".uploader.lock").exists()] if Path(near).exists() else []
+
+
+def ask(folder, verb="status", **fields):
+    client = ControlClient(str(folder))
+    try:
+        return client.ask(Request(verb, **fields))
+    finally:
+        client.close()
+
+
+def stop_uploaders(*nears, how=signal.SIGKILL):
+    """Kill the uploaders of near folders, and wait until they have ended."""
+    for near in nears:
+        for folder in runs_in(near):
+            with contextlib.suppress(UploaderError):
+                pid = ask(folder).pid
+                os.kill(pid, how)
+                until(lambda pid=pid: _is_dead(pid))
+
+
+def _is_dead(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def data_files(near, step):
+    """The data files of a step in a near folder."""
+    return sorted(path for folder in runs_in(near) for path in (folder / f"step-{step}" / "data").glob("*-*"))
+
+
+def flip(path, at=-5):
+    """Flip a bit of a file, and leave its time as it was."""
+    path = Path(path)
+    seen = path.stat()
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+    os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
