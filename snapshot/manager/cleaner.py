@@ -22,7 +22,7 @@ class Cleaner:
     """
 
     def __init__(
-        self, root: Root, policy: Policy, spared: Callable[[int], bool], damaged: Callable[[], set[int]]
+        self, root: Root, policy: Policy | None, spared: Callable[[int], bool], damaged: Callable[[], set[int]]
     ) -> None:
         self._root = root
         self._policy = policy

@@ -107,7 +107,7 @@ class Fallback:
         self._root.see([each.view for each in tried])
         if self._current is not None and not fault:
             self._passed.pop(self._current, None)
-            return ChosenStep(self._current, over=True, passed=self._told(), place=self._root.end())
+            return ChosenStep(self._current, over=True, passed=self._told(), place=self._root.end(self._current))
         if self._current is not None:
             self._pass(self._current, fault)
         while candidate := self._next():

@@ -21,7 +21,7 @@ class NearCleaner(Cleaner):
     """
 
     def __init__(
-        self, root: Root, policy: Policy, spared: Callable[[int], bool], tiers: TierSet, far: Cleaner | None
+        self, root: Root, policy: Policy | None, spared: Callable[[int], bool], tiers: TierSet, far: Cleaner | None
     ) -> None:
         super().__init__(root, policy, spared, set)
         self._tiers = tiers

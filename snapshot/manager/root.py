@@ -95,8 +95,8 @@ class Root:
         """Return where the files of a step are, if that is not only this root."""
         return b""
 
-    def end(self) -> bytes:
-        """Return what all ranks must know at the end of a restore."""
+    def end(self, step: int) -> bytes:
+        """Return what all ranks must know at the end of a restore of a step."""
         return b""
 
     def ended(self, step: int | None, told: bytes) -> None:

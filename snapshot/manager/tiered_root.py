@@ -17,7 +17,7 @@ from snapshot.reports import RestoreReport
 from snapshot.snapshot import Snapshot
 from snapshot.storage import FileStat
 from snapshot.tiers.census import CensusStep, HostView
-from snapshot.tiers.run_record import Origin, new_name, origin_of
+from snapshot.tiers.run_record import NO_ORIGIN, Attempt, origin_of
 from snapshot.tiers.sources import FAR, NEAR, PEER, Place, StepSources, place_of
 from snapshot.tiers.tier_set import TierSet
 from snapshot.url import URL
@@ -32,7 +32,7 @@ _places = msgspec.msgpack.Decoder(Place)
 class Ended(msgspec.Struct, array_like=True):
     """What all ranks must know at the end of a restore."""
 
-    attempt: str
+    attempt: Attempt
     committed: list[str]
     """The save ids that are committed on any host."""
 
@@ -73,15 +73,16 @@ class TieredRoot(Root):
         hosts = len(self._tiers.member.hosts)
         return msgspec.msgpack.encode(place_of(found, hosts, far=self._far_answers))
 
-    def end(self) -> bytes:
+    def end(self, step: int) -> bytes:
         """Name the attempt that begins."""
-        return msgspec.msgpack.encode(Ended(new_name(), self._committed))
+        attempt = self._tiers.member.record.next_attempt(step)
+        return msgspec.msgpack.encode(Ended(attempt, self._committed))
 
     def ended(self, step: int | None, told: bytes) -> None:
         """Begin an attempt with the restored step."""
         if step is not None:
             ended = msgspec.msgpack.decode(told, type=Ended)
-            self._tiers.began_attempt(ended.attempt, step, ended.committed)
+            self._tiers.began_attempt(ended.attempt, ended.committed)
             if self._is_leader and self._far_answers:
                 self._tiers.publish()
 
@@ -144,7 +145,7 @@ class TieredRoot(Root):
             return
         for step in sorted(folders.committed, reverse=True):
             head = await self._head(step, folders.committed[step])
-            origin = origin_of(head.metadata) if isinstance(head, ManifestHead) else Origin("", "", 0)
+            origin = origin_of(head.metadata) if isinstance(head, ManifestHead) else NO_ORIGIN
             if not record.is_abandoned(step, origin):
                 return
             log.info("%s: passed over: a later attempt began with an older step", self.step_url(step))

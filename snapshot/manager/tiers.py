@@ -66,9 +66,8 @@ class ManagerTiers:
             return
         self._set = made = TierSet(self.options, join(exchange, self.options))
         near = Root(URL("near", made.member.folder), None)
-        if self._keep is not None:
-            far = cleaner if exchange.rank == 0 else None
-            self._cleaner = NearCleaner(near, self._keep, self._spared, made, far)
+        far = cleaner if exchange.rank == 0 else None
+        self._cleaner = NearCleaner(near, self._keep, self._spared, made, far)
         self.near = near
 
     near: Root

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from snapshot.tiers.near_steps import NearFolder
-from snapshot.tiers.run_record import Origin, RunRecord
+from snapshot.tiers.run_record import NO_ORIGIN, Origin, RunRecord
 
 
 class StepView(msgspec.Struct, array_like=True):
@@ -17,7 +17,7 @@ class StepView(msgspec.Struct, array_like=True):
     step: int
     save_id: str
     """The snapshot whose manifest is here; empty if there is none."""
-    origin: tuple[str, str, int]
+    origin: tuple[str, int, str, int]
     sizes: dict[str, int]
     """The files that the snapshot must have, by the manifest; only the first host of several sends them."""
     files: dict[str, int]
@@ -40,7 +40,7 @@ def view_of(folder: NearFolder, key: str) -> HostView:
         if found is not None:
             views.append(StepView(step, found.save_id, (*found.origin,), found.head.sizes(), files))
         elif files:
-            views.append(StepView(step, "", ("", "", 0), {}, files))
+            views.append(StepView(step, "", (*NO_ORIGIN,), {}, files))
     return HostView(key, views)
 
 
@@ -71,8 +71,8 @@ class CensusStep:
 def take_census(views: Sequence[HostView]) -> list[CensusStep]:
     """Return every snapshot whose manifest a host shows, with the holders of its files.
 
-    >>> a = HostView("a", [StepView(1, "s", ("r", "t", 1), {"x": 1, "y": 2}, {"x": 1})])
-    >>> b = HostView("b", [StepView(1, "", ("", "", 0), {}, {"x": 1, "y": 2})])
+    >>> a = HostView("a", [StepView(1, "s", ("r", 1, "t", 1), {"x": 1, "y": 2}, {"x": 1})])
+    >>> b = HostView("b", [StepView(1, "", ("", 0, "", 0), {}, {"x": 1, "y": 2})])
     >>> [(each.step, each.missing, each.replicas) for each in take_census([a, b])]
     [(1, [], 0)]
     """

@@ -54,7 +54,7 @@ class Joined(msgspec.Struct, array_like=True):
     """The leader's first answer."""
 
     record: RunRecord
-    attempt: str
+    attempt: Attempt
     hosts: list[Host]
     secret: str
     far_fault: str
@@ -72,7 +72,7 @@ class Membership:
     """What a rank knows of its job."""
 
     record: RunRecord
-    attempt: str
+    attempt: Attempt
     hosts: list[Host]
     index: int
     """Position of this rank's host."""
@@ -112,6 +112,7 @@ def join(exchange: Exchange, options: TierOptions) -> Membership:
     index = next(at for at, host in enumerate(joined.hosts) if exchange.rank in host.ranks)
     leads = exchange.rank == joined.hosts[index].ranks[0]
     joined.record.far = str(options.far)
+    joined.record.published |= not joined.far_fault
     member = Membership(
         record=joined.record,
         attempt=joined.attempt,
@@ -166,13 +167,13 @@ def _lead(arrived: Sequence[Arrived], options: TierOptions) -> Joined:
             far = run(read_record(session.storage))
         except StorageError as error:
             fault = str(error)
-        runs = [each.run for each in records]
+        runs = [each.run for each in records if fault or not each.published]
         chosen = far[0].run if far is not None else max(runs, key=runs.count, default=new_name())
         record = far[0] if far is not None else RunRecord(chosen)
         for each in records:
             if each.run == chosen:
                 record = record.with_attempts(each.attempts)
-        attempt = Attempt(new_name(), None)
+        attempt = record.next_attempt(None)
         record = record.with_attempts([attempt])
         if not fault:
             try:
@@ -185,7 +186,7 @@ def _lead(arrived: Sequence[Arrived], options: TierOptions) -> Joined:
     finally:
         run(session.close())
     hosts = hosts_of([(each.key, each.name) for each in arrived])
-    return Joined(record, attempt.name, hosts, secrets.token_hex(16), fault)
+    return Joined(record, attempt, hosts, secrets.token_hex(16), fault)
 
 
 def _start(member: Membership) -> Ready:

@@ -7,7 +7,7 @@ host that returns with such a step must not publish it. The record lies in the f
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,34 +20,40 @@ RECORD = ".run.json"
 KEY = "snapshot.tiers"
 """Key in a snapshot's metadata."""
 KEPT = 1000
-"""Attempts that a record names. Earlier ones count as older than all others."""
+"""The newest attempts, which a record names."""
 TRIES = 20
 
 
 class Attempt(msgspec.Struct, array_like=True, frozen=True):
     """A time of training without a restore."""
 
+    number: int
+    """One more than the highest number that its hosts knew."""
     name: str
     restored: int | None
     """The step that it began with; None if it began without a restore through the manager."""
 
 
 class Origin(NamedTuple):
-    """Where a step comes from, as its metadata says. It orders snapshots of one step: the greater one is newer."""
+    """Where a step comes from, as its metadata says."""
 
     run: str
+    number: int
+    """Number of the attempt."""
     attempt: str
     order: int
     """Number of the take in its attempt."""
 
 
+NO_ORIGIN = Origin("", 0, "", 0)
+
+
 def origin_of(metadata: Mapping[str, Any]) -> Origin:
-    """Return the origin of a step, empty if a manager without `near` took it."""
-    found = metadata.get(KEY)
-    match found:
-        case {"run": str(run), "attempt": str(attempt), "order": int(order)}:
-            return Origin(run, attempt, order)
-    return Origin("", "", 0)
+    """Return the origin of a step. It is empty if a manager without `near` took the step."""
+    match metadata.get(KEY):
+        case {"run": str(run), "number": int(number), "attempt": str(attempt), "order": int(order)}:
+            return Origin(run, number, attempt, order)
+    return NO_ORIGIN
 
 
 class RunRecord(msgspec.Struct):
@@ -57,25 +63,38 @@ class RunRecord(msgspec.Struct):
     attempts: list[Attempt] = []
     far: str = ""
     """The far root without secrets, in the copies of hosts."""
+    published: bool = False
+    """True in the copy of a host if the record was in the far root. If it is missing there, the run was deleted."""
 
-    def age_of(self, attempt: str) -> int:
-        """Return the position of an attempt, -1 if it is older than all known ones."""
-        return next((at for at, each in enumerate(self.attempts) if each.name == attempt), -1)
+    def next_attempt(self, restored: int | None) -> Attempt:
+        """Return a new attempt."""
+        return Attempt(self.attempts[-1].number + 1 if self.attempts else 1, new_name(), restored)
+
+    def _later(self, origin: Origin) -> list[Attempt]:
+        """Return the attempts that began after that of a step."""
+        for at, each in enumerate(self.attempts):
+            if each.name == origin.attempt:
+                return self.attempts[at + 1 :]
+        return [each for each in self.attempts if each.number >= origin.number]
 
     def is_abandoned(self, step: int, origin: Origin) -> bool:
         """Return True if a later attempt began with an older step."""
-        later = self.attempts[self.age_of(origin.attempt) + 1 :]
-        return any(each.restored is not None and each.restored < step for each in later)
+        return any(each.restored is not None and each.restored < step for each in self._later(origin))
 
     def is_newer(self, one: Origin, other: Origin) -> bool:
         """Return True if a snapshot of a step replaces another one of the same step."""
-        return (self.age_of(one.attempt), one.order) > (self.age_of(other.attempt), other.order)
+        ages = [(-len(self._later(each)), each.number, each.order) for each in (one, other)]
+        return ages[0] > ages[1]
 
-    def with_attempts(self, others: list[Attempt]) -> RunRecord:
-        """Return a record that also has these attempts, the unknown ones last."""
+    def with_attempts(self, others: Sequence[Attempt]) -> RunRecord:
+        """Return a record that also has these attempts.
+
+        An unknown one comes before those with its number: its hosts were alone when the others were recorded here.
+        """
         known = {each.name for each in self.attempts}
-        merged = [*self.attempts, *(each for each in others if each.name not in known)]
-        return RunRecord(self.run, merged[-KEPT:], self.far)
+        new = [each for each in others if each.name not in known]
+        merged = sorted([*new, *self.attempts], key=lambda each: each.number)
+        return RunRecord(self.run, merged[-KEPT:], self.far, self.published)
 
 
 def new_name() -> str:

@@ -48,8 +48,8 @@ class Place(msgspec.Struct, array_like=True):
 def place_of(step: CensusStep, hosts: int, *, far: bool) -> Place:
     """Return the place of a step.
 
-    >>> from snapshot.tiers.run_record import Origin
-    >>> step = CensusStep(1, "s", Origin("", "", 0), {"a": 1, "b": 2}, {1}, {"a": [0], "b": [0, 1]})
+    >>> from snapshot.tiers.run_record import NO_ORIGIN
+    >>> step = CensusStep(1, "s", NO_ORIGIN, {"a": 1, "b": 2}, {1}, {"a": [0], "b": [0, 1]})
     >>> place_of(step, 2, far=False).holders()
     {'a': [0], 'b': [0, 1], '.snapshot_metadata': [1]}
     """

@@ -13,7 +13,6 @@ import msgspec
 
 from snapshot.errors import SnapshotError, StorageError
 from snapshot.events import log
-from snapshot.manifest.document import METADATA
 from snapshot.peer_requests import STATUS
 from snapshot.registry import open_storage
 from snapshot.runtime.loop import run
@@ -25,7 +24,7 @@ from snapshot.tiers.control import ControlClient, Request, Status, StepStatus, U
 from snapshot.tiers.hosts import job_address
 from snapshot.tiers.join import Membership, TierOptions
 from snapshot.tiers.near_steps import PINNED, NearFolder, NearStep
-from snapshot.tiers.run_record import KEY, Attempt, publish_record
+from snapshot.tiers.run_record import KEY, Attempt, Origin, publish_record
 from snapshot.tiers.sources import Place, StepSources
 from snapshot.tiers.uploader_process import ensure_uploader
 from snapshot.url import URL
@@ -50,6 +49,7 @@ class TierSet:
         self.folder = NearFolder(member.folder)
         self._client: ControlClient | None = None
         self._asking = threading.Lock()
+        self._registering: threading.Thread | None = None
         self._order = 0
         self._probing = False
         """True if the last near take failed, so that the next one tries the folder first."""
@@ -62,6 +62,11 @@ class TierSet:
 
     def ask(self, request: Request) -> Status:
         """Send a request to this host's uploader. If it died, start it again."""
+        if self._registering is not None:
+            self._registering.join()
+        return self._ask(request)
+
+    def _ask(self, request: Request) -> Status:
         with self._asking:
             for again in (False, True):
                 try:
@@ -89,11 +94,12 @@ class TierSet:
 
         def register() -> None:
             try:
-                self.ask(Request("register", self.member.registration(self.options)))
+                self._ask(Request("register", self.member.registration(self.options)))
             except SnapshotError as error:
                 log.warning("%s", error)
 
-        threading.Thread(target=register, name="snapshot-register", daemon=True).start()
+        self._registering = threading.Thread(target=register, name="snapshot-register", daemon=True)
+        self._registering.start()
 
     # Takes
 
@@ -104,7 +110,9 @@ class TierSet:
     def note(self) -> dict[str, Any]:
         """Return the metadata of the next take: its run, its attempt, and its number in it."""
         self._order += 1
-        return {KEY: {"run": self.member.record.run, "attempt": self.member.attempt, "order": self._order}}
+        attempt = self.member.attempt
+        origin = Origin(self.member.record.run, attempt.number, attempt.name, self._order)
+        return {KEY: origin._asdict()}
 
     def near_fault(self) -> str:
         """Return why the next take cannot be written near, or ''."""
@@ -162,17 +170,17 @@ class TierSet:
             options=self.options.options,
         )
 
-    def began_attempt(self, name: str, restored: int, committed: Sequence[str]) -> None:
+    def began_attempt(self, attempt: Attempt, committed: Sequence[str]) -> None:
         """Begin an attempt with a restored step. Remove abandoned steps, and what interrupted takes left behind."""
         member = self.member
-        member.record = member.record.with_attempts([Attempt(name, restored)])
-        member.attempt, first = name, self._order == 0
+        member.record = member.record.with_attempts([attempt])
+        member.attempt, first = attempt, self._order == 0
         self._order = 0
         if member.fault or not member.leads:
             return
         for step, near in self.folder.steps().items():
             if near.origin.run == member.record.run and member.record.is_abandoned(step, near.origin):
-                log.warning("step-%s: removed: the run continues from step-%s", step, restored)
+                log.warning("step-%s: removed: the run continues from step-%s", step, attempt.restored)
                 self.folder.remove(step, near.save_id)
         if first:
             self.folder.remove_leftovers(committed)
@@ -218,9 +226,11 @@ class TierSet:
             status = self.ask(Request("status"))
 
     def _is_far(self, step: int, save_id: str) -> bool:
+        """Return True if a step is committed far: this snapshot, or any if no save id is given."""
         session = Session(self.options.far.join(f"step-{step}"), self.options.options)
         try:
-            return run(committed_save_id(session.storage)) == save_id
+            found = run(committed_save_id(session.storage))
+            return found is not None and save_id in ("", found)
         finally:
             run(session.close())
 
@@ -246,18 +256,8 @@ class TierSet:
             sent, total = sum(each.sent for each in states), sum(each.total for each in states)
             found["far"] = _far_text(next((each for each in states if each.far == "uploading"), states[0]), sent, total)
         else:
-            found["far"] = "whole" if self._exists_far(step) else "absent"
+            found["far"] = "whole" if self._is_far(step, near.save_id if near is not None else "") else "absent"
         return found
-
-    def _exists_far(self, step: int) -> bool:
-        session = Session(self.options.far.join(f"step-{step}"), self.options.options)
-        try:
-            run(session.storage.stat(METADATA))
-        except StorageError:
-            return False
-        finally:
-            run(session.close())
-        return True
 
     def _statuses(self) -> list[Status]:
         """Return the states of all uploaders that answer, this host's first."""
@@ -309,6 +309,8 @@ class TierSet:
 
     def close(self) -> None:
         """Tell the uploader that this trainer has ended: it may end after the last upload."""
+        if self._registering is not None:
+            self._registering.join()
         if self._client is not None:
             with contextlib.suppress(UploaderError):
                 self._client.ask(Request("close"))

@@ -271,6 +271,9 @@ class Uploader:
             with self._lock:
                 self._current = None
             state.seconds += time.monotonic() - began
+        if upload.record.run == given.record.run and not given.record.published:
+            given.record.published = True
+            self._store_record(given.record)
         with self._lock:
             if whole:
                 state.far, state.sent = "whole", state.total

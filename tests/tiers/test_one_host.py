@@ -1,0 +1,318 @@
+"""A job on one host with a near folder: where steps are, what a restore reads, and what stays."""
+
+import os
+import shutil
+
+import pytest
+
+from snapshot import KeepLatest, Snapshot, SnapshotExistsError, SnapshotManager
+from snapshot import events as happening
+from snapshot.errors import SnapshotError, StorageError
+from snapshot.tiers.by_hand import find_runs, upload_by_hand
+from tests.tiers.jobs import ask, data_files, flip, holds, manager_of, runs_in, state, stop_uploaders, until
+
+
+@pytest.fixture
+def told():
+    """Events, as they happen."""
+    found = []
+    happening.add_handler(found.append)
+    yield found
+    happening.remove_handler(found.append)
+
+
+def names(told):
+    return [each.name for each in told]
+
+
+def test_a_take_is_committed_near_and_then_far(tmp_path, hosts):
+    live = state(10)
+    with manager_of(tmp_path / "far", hosts("a")) as manager:
+        pending = manager.async_take(10, live)
+        assert pending.wait().read_object("0/same/tensor").sum() == 10 * 4000
+        near = manager.where(10)
+        assert (near["near"], near["replicas"]) == ("whole", 0)
+        pending.wait("far", timeout=40)
+        assert manager.where(10)["far"] == "whole"
+        assert manager.steps() == [10]
+        assert manager.where(20) == {"near": "absent", "replicas": 0, "far": "absent"}
+    uploaded = Snapshot(str(tmp_path / "far/step-10"))
+    assert uploaded.verify()
+    live = state(-1)
+    uploaded.restore(live)
+    assert holds(live, 10)
+    with SnapshotManager(str(tmp_path / "far"), signals=()) as plain:  # an uploaded step is an ordinary snapshot
+        live = state(-1)
+        assert plain.restore_latest(live) == 10
+        assert holds(live, 10)
+
+
+def test_a_restore_reads_the_near_copy(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a")) as manager:
+        manager.take(10, state(10))
+    with manager_of(tmp_path / "far", hosts("a")) as manager:
+        live = state(-1)
+        assert manager.restore_latest(live) == 10
+        assert holds(live, 10)
+        assert manager.report.sources["near"] > 0
+        assert manager.report.sources["far"] == 0
+
+
+def test_a_new_host_reads_the_far_step(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a")) as manager:
+        manager.take(10, state(10))
+    with manager_of(tmp_path / "far", hosts("b")) as manager:
+        live = state(-1)
+        assert manager.restore_latest(live) == 10
+        assert holds(live, 10)
+        assert manager.report.sources["near"] == 0
+        assert manager.report.sources["far"] > 0
+
+
+def test_near_steps_go_when_newer_ones_are_there(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a"), keep_near=KeepLatest(2), upload=20, keep=KeepLatest(2)) as manager:
+        for step in range(10, 90, 10):
+            manager.take(step, state(step))
+            if step % 20 == 0:
+                until(lambda step=step: manager.where(step)["far"] == "whole")
+    near = {path.name for path in runs_in(hosts("a"))[0].glob("step-*")}
+    far = {path.name for path in (tmp_path / "far").glob("step-*")}
+    assert near == {"step-70", "step-80"}
+    assert far == {"step-60", "step-80"}
+
+
+def test_only_what_is_asked_for_is_uploaded_with_none(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a"), upload=None, keep_near=None) as manager:
+        for step in (10, 20, 30, 40):
+            pending = manager.async_take(step, state(step))
+            if step == 20:
+                pending.wait("far", timeout=40)
+        pending.wait()
+        assert manager.where(10)["far"] == "kept near"
+        assert manager.where(20)["far"] == "whole"
+    assert {path.name for path in (tmp_path / "far").glob("step-*")} == {
+        "step-20",
+        "step-40",
+    }  # the exit saves the last
+
+
+def test_a_damaged_near_file_is_read_from_far_and_healed(tmp_path, hosts, told):
+    with manager_of(tmp_path / "far", hosts("a"), keep_near=None) as manager:
+        manager.take(10, state(10))
+    damaged = next(path for path in data_files(hosts("a"), 10) if path.suffix == ".safetensors")
+    good = damaged.read_bytes()
+    flip(damaged)
+    with manager_of(tmp_path / "far", hosts("a")) as manager:
+        live = state(-1)
+        assert manager.restore_latest(live) == 10
+        assert holds(live, 10)
+        assert manager.report.sources["far"] > 0
+        healed = [each for each in told if each.name == "healed"]
+        assert [each.path for each in healed] == [f"data/{damaged.name}"]
+        until(lambda: damaged.read_bytes() == good)
+
+
+@pytest.mark.parametrize("fault", ["flip", "cut", "gone"])
+def test_what_no_tier_has_whole_is_not_restored(tmp_path, hosts, fault):
+    with manager_of(tmp_path / "far", hosts("a"), keep_near=None, upload=1) as manager:
+        for step in (10, 20):
+            manager.take(step, state(step)), until(lambda step=step: manager.where(step)["far"] == "whole")
+    for path in (*data_files(hosts("a"), 20), *(tmp_path / "far/step-20/data").iterdir()):
+        if fault == "flip":
+            flip(path)
+        elif fault == "cut":
+            path.chmod(0o644), os.truncate(path, 8)
+        else:
+            path.unlink()
+    with manager_of(tmp_path / "far", hosts("a")) as manager:
+        live = state(-1)
+        assert manager.restore_latest(live) == 10
+        assert holds(live, 10)
+        manager.take(20, state(20))  # the damaged one is replaced, on both tiers
+    assert Snapshot(str(tmp_path / "far/step-20")).verify()
+    with manager_of(tmp_path / "far", hosts("a")) as manager:
+        live = state(-1)
+        assert (manager.restore_latest(live), holds(live, 20)) == (20, True)
+
+
+def test_damage_is_not_uploaded(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a"), upload=None, grace=0) as manager:
+        pending = manager.async_take(10, state(10))
+        pending.wait()
+        for path in data_files(hosts("a"), 10):
+            flip(path)
+        with pytest.raises(SnapshotError, match="damaged"):
+            pending.wait("far", timeout=40)
+        assert manager.where(10)["far"] == "damaged"
+    assert not (tmp_path / "far/step-10/.snapshot_metadata").exists()
+
+
+def test_a_step_that_exists_far_is_not_replaced_by_mistake(tmp_path, hosts):
+    with SnapshotManager(str(tmp_path / "far"), signals=()) as plain:
+        plain.take(10, state(1))
+    with manager_of(tmp_path / "far", hosts("a")) as manager:
+        with pytest.raises(SnapshotExistsError):
+            manager.take(10, state(2))
+        manager.take(20, state(20))
+        with pytest.raises(SnapshotExistsError):
+            manager.take(20, state(21))
+        manager.take(20, state(22), overwrite=True)
+        manager.take(10, state(12), overwrite=True)
+        until(lambda: manager.where(20)["far"] == "whole")
+    live = state(-1)
+    Snapshot(str(tmp_path / "far/step-20")).restore(live)
+    assert holds(live, 22)
+
+
+def test_another_run_in_the_near_folder_is_ignored(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a")) as manager:
+        manager.take(50, state(50))
+    shutil.rmtree(tmp_path / "far")  # the user begins the run again
+    with manager_of(tmp_path / "far", hosts("a")) as manager:
+        assert manager.restore_latest(state(-1)) is None
+        manager.take(10, state(10))
+        assert manager.steps() == [10]
+    assert len(runs_in(hosts("a"))) == 2
+
+
+def test_two_jobs_share_one_uploader(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a")) as one, manager_of(tmp_path / "far", hosts("a")) as other:
+        one.take(10, state(10))
+        other.take(20, state(20))
+        [folder] = runs_in(hosts("a"))
+        assert ask(folder).pid == ask(folder).pid
+        with pytest.raises(SnapshotExistsError):
+            other.take(10, state(11))
+    assert Snapshot(str(tmp_path / "far/step-20")).verify()
+
+
+def test_an_older_attempt_is_never_published(tmp_path, hosts):
+    """A host that returns has a step that the run has left behind: neither its uploader nor a restore uses it."""
+    with manager_of(tmp_path / "far", hosts("a"), upload=None, grace=0, keep_near=None) as manager:
+        for step in (100, 120):
+            manager.async_take(step, state(step)).wait()
+        manager.async_take(110, state(110)).wait("far", timeout=40)
+    stop_uploaders(hosts("a"))
+    shutil.copytree(hosts("a"), hosts("old"), ignore=shutil.ignore_patterns(".uploader*"))
+    shutil.rmtree(runs_in(hosts("a"))[0] / "step-120")
+    with manager_of(tmp_path / "far", hosts("a")) as manager:
+        assert manager.restore_latest(state(-1)) == 110
+        manager.take(115, state(115))
+        until(lambda: manager.where(115)["far"] == "whole")
+    [folder] = list(hosts("old").iterdir())
+    [(path, record)] = find_runs(str(hosts("old")), None)
+    states = upload_by_hand(path, record, str(tmp_path / "far"), {}, everything=True, rate=None)
+    assert not (tmp_path / "far/step-120").exists(), states
+    assert not (folder / "step-120").exists()
+    with SnapshotManager(str(tmp_path / "far"), signals=()) as plain:
+        assert plain.steps()[-1] == 115
+
+
+def test_a_restore_passes_over_abandoned_steps(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a"), upload=1, keep_near=None) as manager:
+        for step in (100, 120):
+            manager.take(step, state(step))
+            until(lambda step=step: manager.where(step)["far"] == "whole")
+    shutil.rmtree(hosts("a"))
+    for path in (tmp_path / "far/step-120/data").iterdir():
+        shutil.move(path, tmp_path / path.name)
+    with manager_of(tmp_path / "far", hosts("b")) as manager:  # 120 cannot be read now
+        assert manager.restore_latest(state(-1)) == 100
+    for path in tmp_path.glob("*-*.*"):
+        shutil.move(path, tmp_path / "far/step-120/data" / path.name)
+    with manager_of(tmp_path / "far", hosts("c")) as manager:  # and is there again, but the run went on from 100
+        assert manager.restore_latest(state(-1)) == 100
+        manager.take(120, state(121))
+        until(lambda: manager.where(120)["far"] == "whole")
+    live = state(-1)
+    Snapshot(str(tmp_path / "far/step-120")).restore(live)
+    assert holds(live, 121)
+
+
+def test_removed_steps_are_not_put_back(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a"), upload=1, keep_near=None, keep=KeepLatest(1)) as manager:
+        manager.take(10, state(10))
+        until(lambda: manager.where(10)["far"] == "whole")
+        stop_uploaders(hosts("a"))
+        shutil.copytree(hosts("a"), hosts("old"), ignore=shutil.ignore_patterns(".uploader*"))
+        manager.take(20, state(20))
+        until(lambda: manager.where(20)["far"] == "whole")
+    assert {path.name for path in (tmp_path / "far").glob("step-*")} == {"step-20"}
+    [(path, record)] = find_runs(str(hosts("old")), None)
+    states = upload_by_hand(path, record, str(tmp_path / "far"), {}, everything=True, rate=None)
+    assert states == {10: "outdated"}
+    assert {path.name for path in (tmp_path / "far").glob("step-*")} == {"step-20"}
+
+
+def test_pins_hold_on_both_tiers(tmp_path, hosts):
+    options = {"keep": KeepLatest(1), "keep_near": KeepLatest(1), "upload": 1}
+    with manager_of(tmp_path / "far", hosts("a"), **options) as manager:
+        manager.take(10, state(10))
+        manager.pin(10)
+        for step in (20, 30):
+            manager.take(step, state(step))
+            until(lambda step=step: manager.where(step)["far"] == "whole")
+        assert manager.pinned() == [10]
+    assert {path.name for path in (tmp_path / "far").glob("step-*")} == {"step-10", "step-30"}
+    assert {path.name for path in runs_in(hosts("a"))[0].glob("step-*")} == {"step-10", "step-30"}
+    with manager_of(tmp_path / "far", hosts("a")) as manager, pytest.raises(SnapshotError):
+        manager.pin(40)
+
+
+def test_an_exception_saves_what_the_hook_allows_and_flushes(tmp_path, hosts):
+    manager = manager_of(tmp_path / "far", hosts("a"), on_exception=lambda error: (30, state(30)), upload=None)
+
+    def train():
+        with manager:
+            manager.take(10, state(10))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    live = state(-1)
+    Snapshot(str(tmp_path / "far/step-30")).restore(live)
+    assert holds(live, 30)
+
+
+def test_failed_takes_are_survived_up_to_a_number(tmp_path, hosts, told):
+    (tmp_path / "blocked").write_text("a file")
+    live = state(1)
+    with SnapshotManager(str(tmp_path / "blocked/far"), on_error="warn", max_failures=3, signals=()) as manager:
+        assert manager.take(1, live).path.endswith("step-1")
+        with pytest.raises(StorageError):
+            manager.async_take(2, live).wait()
+        assert names(told).count("tolerated") == 2
+        with pytest.raises(SnapshotError):
+            manager.take(3, live)
+        with pytest.raises(SnapshotError, match="the last 3 takes failed"):
+            manager.take(4, live)
+        with pytest.raises(TypeError):
+            manager.take("five", live)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("near", ""),
+        ("near", "s3://bucket"),
+        ("upload", "always"),
+        ("upload", 0),
+        ("replicas", -1),
+        ("rate", 0),
+        ("grace", -1),
+        ("on_error", "ignore"),
+        ("max_failures", 0),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(tmp_path, option, value):
+    with pytest.raises(ValueError, match=option):
+        SnapshotManager(str(tmp_path / "far"), signals=(), **{"near": str(tmp_path / "near"), option: value})
+
+
+def test_near_must_not_be_the_root(tmp_path):
+    with pytest.raises(ValueError, match="another folder"):
+        SnapshotManager(str(tmp_path), near=str(tmp_path), signals=())
+    with pytest.raises(ValueError, match="memory"):
+        SnapshotManager("memory://x", near=str(tmp_path), signals=())
+    with pytest.raises(TypeError, match="JSON"):
+        SnapshotManager("s3://b/x", near=str(tmp_path), storage_options={"a": object()}, signals=())
