@@ -20,7 +20,16 @@ from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.tiers.control import Registration, UploaderError
 from snapshot.tiers.hosts import Host, hosts_of, job_address
-from snapshot.tiers.run_record import RECORD, Attempt, RunRecord, decode_record, new_name, publish_record, read_record
+from snapshot.tiers.run_record import (
+    RECORD,
+    Attempt,
+    RunRecord,
+    decode_record,
+    new_name,
+    publish_record,
+    read_record,
+    store_record,
+)
 from snapshot.tiers.upload_queue import Upload
 from snapshot.tiers.uploader_process import ensure_uploader
 from snapshot.url import URL
@@ -193,6 +202,7 @@ def _start(member: Membership) -> Ready:
     """Start or adopt the uploader of this host."""
     try:
         os.makedirs(member.folder, mode=0o700, exist_ok=True)
+        store_record(member.folder, member.record)
         client, address = ensure_uploader(member.folder, job_address() if len(member.hosts) > 1 else None)
         client.close()
         return Ready(address, "")

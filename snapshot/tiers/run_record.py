@@ -6,6 +6,7 @@ host that returns with such a step must not publish it. The record lies in the f
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -108,6 +109,14 @@ def decode_record(data: bytes, where: object) -> RunRecord:
         return msgspec.json.decode(data, type=RunRecord)
     except msgspec.DecodeError as error:
         raise CorruptSnapshotError(f"{where}: not a record of a run: {error}") from error
+
+
+def store_record(folder: str, record: RunRecord) -> None:
+    """Store a host's copy of a record."""
+    aside = f"{folder}/{RECORD}.{secrets.token_hex(4)}.tmp"
+    with open(aside, "wb") as file:
+        file.write(msgspec.json.encode(record))
+    os.replace(aside, f"{folder}/{RECORD}")
 
 
 async def read_record(storage: Storage) -> tuple[RunRecord, str] | None:

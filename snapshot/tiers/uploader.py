@@ -22,7 +22,7 @@ from snapshot.tiers.control import Registration, Request, Status, StepStatus
 from snapshot.tiers.far_upload import FarUpload, OtherRun, Outdated, is_begun
 from snapshot.tiers.near_steps import NearFolder, NearStep
 from snapshot.tiers.replicas import Replicas, heal_step
-from snapshot.tiers.run_record import RECORD, RunRecord
+from snapshot.tiers.run_record import store_record
 from snapshot.tiers.throttle import Throttled
 from snapshot.tiers.upload_queue import choose_next, dropped_steps, wanted_steps
 from snapshot.url import URL
@@ -88,14 +88,8 @@ class Uploader:
             self._pause = 0.0
             if changed:
                 self._close_sessions()
-            self._store_record(registration.record)
+            store_record(self.folder.path, registration.record)
         self._refresh()
-
-    def _store_record(self, record: RunRecord) -> None:
-        stored = f"{self.folder.path}/{RECORD}"
-        with open(f"{stored}.tmp", "wb") as file:
-            file.write(msgspec.json.encode(record))
-        os.replace(f"{stored}.tmp", stored)
 
     def status(self) -> Status:
         """Return the state."""
@@ -273,7 +267,7 @@ class Uploader:
             state.seconds += time.monotonic() - began
         if upload.record.run == given.record.run and not given.record.published:
             given.record.published = True
-            self._store_record(given.record)
+            store_record(self.folder.path, given.record)
         with self._lock:
             if whole:
                 state.far, state.sent = "whole", state.total

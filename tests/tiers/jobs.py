@@ -69,10 +69,11 @@ def stop_uploaders(*nears, how=signal.SIGKILL):
             with contextlib.suppress(UploaderError):
                 pid = ask(folder).pid
                 os.kill(pid, how)
-                until(lambda pid=pid: _is_dead(pid))
+                until(lambda pid=pid: is_dead(pid))
 
 
-def _is_dead(pid):
+def is_dead(pid):
+    """Say whether a process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:

@@ -1,0 +1,199 @@
+"""The way to the bucket breaks, or the uploader is killed: training goes on, and each step is committed once."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from snapshot import KeepLatest, Snapshot
+from snapshot.errors import SnapshotError
+from snapshot.testing import FaultProxy
+from snapshot.tiers.by_hand import find_runs, upload_by_hand
+from tests.tiers.jobs import ask, data_files, holds, is_dead, manager_of, runs_in, state, stop_uploaders, until
+
+MiB = 1 << 20
+LARGE = 5 * MiB  # elements: 20 MiB for each of two tensors
+PARTS = "*partNumber=*"
+MANIFEST = "*.snapshot_metadata"
+
+
+@pytest.fixture
+def proxy(moto):
+    with FaultProxy(moto.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def bucket(moto, proxy):
+    """The far root, and the options with which it is reached through the proxy."""
+    return f"s3://{moto.bucket()}/run", {
+        "key": moto.key,
+        "secret": moto.secret,
+        "endpoint_url": proxy.url,
+        "client_kwargs": {"region_name": moto.region},
+        "part_bytes": 5 * MiB,
+        "timeout": 5,
+        "deadline": 5,
+    }
+
+
+def job(bucket, near, **options):
+    return manager_of(bucket[0], near, storage_options=bucket[1], **options)
+
+
+def is_uploaded(bucket, step, value):
+    live = state(-1)
+    there = Snapshot(f"{bucket[0]}/step-{step}", storage_options=bucket[1])
+    assert there.verify()
+    there.restore(live)
+    return holds(live, value)
+
+
+def test_a_killed_uploader_continues_its_parts(bucket, proxy, hosts):
+    live = state(10, LARGE)
+    with job(bucket, hosts("a"), rate=8 * MiB) as manager:
+        manager.take(10, live)
+        size = sum(path.stat().st_size for path in data_files(hosts("a"), 10))
+        kills = 0
+        while manager.where(10)["far"] != "whole":
+            sent = proxy.count("PUT", PARTS)
+            if sent >= 2 * (kills + 1) and kills < 2:
+                kills += 1
+                stop_uploaders(hosts("a"))
+        assert kills == 2
+        sent = sum(each.request_bytes for each in proxy.requests if each.method == "PUT")
+        assert size <= sent <= size + 2 * 4 * 5 * MiB  # the parts that were on their way at each kill
+        assert proxy.count("POST", "*?uploads*") <= 2  # one for each file
+    big = state(-1, LARGE)
+    Snapshot(f"{bucket[0]}/step-10", storage_options=bucket[1]).restore(big)
+    assert holds(big, 10)
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_an_uploader_that_is_killed_around_the_manifest_commits_once(bucket, proxy, hosts, how):
+    mishap = {"hang": True} if how == "before" else {"lose_answer": "hang"}
+    fault = proxy.fault("PUT", MANIFEST, **mishap)
+    with job(bucket, hosts("a")) as manager:
+        manager.take(10, state(10))
+        until(lambda: fault.hits)
+        stop_uploaders(hosts("a"))
+        fault.release()
+        until(lambda: manager.where(10)["far"] == "whole")
+    stored = [each for each in proxy.requests if each.method == "PUT" and each.path.endswith(".snapshot_metadata")]
+    assert len(stored) == (2 if how == "before" else 1)  # the answer of the only one was lost
+    assert is_uploaded(bucket, 10, 10)
+
+
+def test_a_lost_answer_of_the_manifest_is_not_a_second_commit(bucket, proxy, hosts):
+    proxy.fault("PUT", MANIFEST, lose_answer="reset")
+    with job(bucket, hosts("a")) as manager:
+        manager.take(10, state(10))
+        until(lambda: manager.where(10)["far"] == "whole")
+    assert is_uploaded(bucket, 10, 10)
+
+
+def test_a_bucket_that_is_down_holds_up_nothing_and_loses_nothing(bucket, proxy, hosts):
+    down = proxy.fault(times=None, status=503)
+    with job(bucket, hosts("a"), keep_near=KeepLatest(2), grace=0.5) as manager:
+        assert not manager._tiers.is_joined()
+        for step in range(10, 70, 10):
+            manager.async_take(step, state(step)).wait()
+        with pytest.raises(TimeoutError, match="step-60: not in"):
+            manager.async_take(60, state(60)).wait("far", timeout=1)
+        assert manager.where(60)["near"] == "whole"
+    assert len(list(runs_in(hosts("a"))[0].glob("step-*"))) <= 6
+    with job(bucket, hosts("a"), grace=0.5) as manager:
+        live = state(-1)
+        assert manager.restore_latest(live) == 60  # from the near folder alone
+        assert holds(live, 60)
+        proxy.drop(down)
+        until(lambda: manager.where(60)["far"] == "whole")
+    assert is_uploaded(bucket, 60, 60)
+    names = {path.name for path in runs_in(hosts("a"))[0].glob("step-*")}
+    assert "step-60" in names
+
+
+def test_a_queue_stays_bounded(bucket, proxy, hosts):
+    down = proxy.fault(times=None, status=503)
+    with job(bucket, hosts("a"), keep_near=KeepLatest(1), grace=0, upload=1) as manager:
+        for step in range(1, 21):
+            manager.take(step, state(step))
+        [folder] = runs_in(hosts("a"))
+        near = until(lambda: sorted(ask(folder).steps))
+        assert near[-1] == 20
+        assert len(near) <= 10
+        assert manager.where(20)["far"] in ("queued", "uploading")
+        proxy.drop(down)
+    assert is_uploaded(bucket, 20, 20) if manager.where(20)["far"] == "whole" else True
+
+
+def test_the_uploader_outlives_its_trainer(bucket, proxy, hosts, fresh_pool):
+    pool = fresh_pool(1)
+    pool.start(_take_and_wait, bucket, hosts("a"))
+    until(lambda: runs_in(hosts("a")) and (runs_in(hosts("a"))[0] / "step-10/.snapshot_metadata").exists())
+    pool.kill(0)
+    [folder] = runs_in(hosts("a"))
+    until(lambda: ask(folder).steps and ask(folder).steps[10].far == "whole")
+    assert is_uploaded(bucket, 10, 10)
+    pid = ask(folder).pid
+    with job(bucket, hosts("a")) as manager:  # and is adopted by the next one
+        live = state(-1)
+        assert manager.restore_latest(live) == 10
+        assert holds(live, 10)
+        assert ask(folder).pid == pid
+    until(lambda: is_dead(pid))
+
+
+def _take_and_wait(bucket, near):
+    manager = job(bucket, near, rate=MiB)
+    manager.take(10, state(10))
+    signal.pause()
+
+
+def test_a_trainer_killed_at_any_moment_of_its_takes_leaves_whole_steps(tmp_path, hosts, fresh_pool):
+    for round_ in range(4):
+        pool = fresh_pool(1)
+        pool.start(_take_for_ever, str(tmp_path / "far"), hosts("a"))
+        until(lambda base=round_ * 1000: _newest(hosts("a")) > base + 3)
+        pool.kill(0)
+        with manager_of(tmp_path / "far", hosts("a"), grace=0) as manager:
+            live = state(-1)
+            step = manager.restore_latest(live)
+            assert step is not None
+            assert step >= round_ * 1000
+            assert holds(live, step)
+
+
+def _newest(near):
+    found = [int(path.parent.name[5:]) for folder in runs_in(near) for path in folder.glob("step-*/.snapshot_metadata")]
+    return max(found, default=-1)
+
+
+def _take_for_ever(far, near):
+    manager = manager_of(far, near)
+    restored = manager.restore_latest(state(-1))
+    step = 0 if restored is None else (restored // 1000 + 1) * 1000
+    while True:
+        step += 1
+        manager.async_take(step, state(step)) if step % 2 else manager.take(step, state(step))
+
+
+def test_nothing_secret_is_in_the_arguments_of_the_uploader(bucket, hosts):
+    with job(bucket, hosts("a")) as manager:
+        manager.take(10, state(10))
+        [folder] = runs_in(hosts("a"))
+        pid = ask(folder).pid
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert bucket[1]["secret"].encode() not in arguments
+        for name in (".run.json", ".uploader.log", ".uploader.address"):
+            assert bucket[1]["secret"] not in (folder / name).read_text()
+        assert (folder / ".uploader.sock").stat().st_mode & 0o077 == 0
+        assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_a_second_uploader_does_not_start(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a")) as manager:
+        manager.take(10, state(10))
+        [(path, record)] = find_runs(str(hosts("a")), None)
+        with pytest.raises(SnapshotError, match="its uploader runs"):
+            upload_by_hand(path, record, str(tmp_path / "far"), {}, everything=True, rate=None)
