@@ -7,9 +7,10 @@ import os
 import platform
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -47,10 +48,12 @@ def add(verbs: Verbs) -> None:
             ("doctor", "this machine: versions, extras, limits"),
             ("doctor s3://bucket/run", "and a place, with settings to paste"),
             ("doctor /scratch --size 1GiB --seconds 60", "measured more thoroughly"),
+            ("doctor s3://bucket/run --near /nvme/run", "both tiers of a manager with near="),
         ],
         run,
     )
     parser.add_argument("url", nargs="?", metavar="URL", help="where snapshots will be saved")
+    parser.add_argument("--near", metavar="FOLDER", help="also test the near folder of a manager")
     parser.add_argument("--size", type=size, default=128 * MiB, metavar="SIZE", help="bytes to write (128MiB)")
     parser.add_argument("--seconds", type=count, default=20, metavar="N", help="approximate seconds to measure (20)")
     add_json(parser)
@@ -62,19 +65,46 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     findings = Findings()
     options = options_of(arguments)
     _machine(findings)
+    near = Findings()
+    if arguments.near is not None:
+        _examine(URL.parse(arguments.near), {}, arguments, near)
     if arguments.url:
-        url = URL.parse(arguments.url)
-        open_once(url, options)  # an invalid URL or option is raised before any test
-        with as_it_was(url):
-            if wait(try_abilities(url, options, findings)) and findings.ok:
-                measure_speeds(url, options, arguments.size, arguments.seconds, findings)
+        _examine(URL.parse(arguments.url), options, arguments, findings)
     if arguments.json:
-        told = {"ok": findings.ok, "checks": findings.checks, "speeds": findings.speeds}
-        print(as_json(told | {"advice": findings.advice, "settings": findings.settings}))
+        told = _as_json(findings) | ({"near": _as_json(near)} if arguments.near is not None else {})
+        print(as_json({"ok": findings.ok and near.ok} | told))
     else:
         for line in _lines(findings):
             print(line)
+        if arguments.near is not None:
+            print(f"\n{paint(f'near: {printable(arguments.near)}', 'bold')}")
+            for line in _lines(near):
+                print(line)
+            for line in _compare(near, findings):
+                print(line)
+    findings.checks += near.checks
     return ExitStatus.OK if findings.ok else ExitStatus.FOUND
+
+
+def _examine(url: URL, options: Mapping[str, Any], arguments: argparse.Namespace, findings: Findings) -> None:
+    """Test one storage."""
+    open_once(url, options)  # an invalid URL or option is raised before any test
+    with as_it_was(url):
+        if wait(try_abilities(url, options, findings)) and findings.ok:
+            measure_speeds(url, options, arguments.size, arguments.seconds, findings)
+
+
+def _as_json(findings: Findings) -> dict[str, Any]:
+    names = ("ok", "checks", "speeds", "advice", "settings")
+    return {name: getattr(findings, name) for name in names}
+
+
+def _compare(near: Findings, far: Findings) -> Iterator[str]:
+    """Yield how long one GiB takes on each tier."""
+    fastest = [max((each["write"] for each in found.speeds), default=0.0) for found in (near, far)]
+    if all(fastest):
+        seconds = [(1 << 30) / each for each in fastest]
+        yield f"\none GiB is near after {seconds[0]:.2g} s, and far after {seconds[1]:.2g} s more"
 
 
 def _lines(findings: Findings) -> Iterator[str]:

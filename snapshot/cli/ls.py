@@ -15,10 +15,12 @@ from snapshot.cli.locate import explain_missing, snapshots_below, suggest, work_
 from snapshot.cli.screen import Column, ScreenTable, as_json, paint, printable, width, wrapped
 from snapshot.cli.sharing import SharedFiles, bytes_in_base, describe_sharing, shared_bytes
 from snapshot.cli.status import ExitStatus
+from snapshot.cli.tiered import list_tiers
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.metadata import SnapshotMetadata
 from snapshot.plan.globs import matcher
 from snapshot.text import counted, entries_text, size_text
+from snapshot.tiers.run_record import KEY
 from snapshot.url import URL
 
 FOLDED = 40
@@ -40,6 +42,7 @@ def add(verbs: Verbs) -> None:
             ("ls run/step-100 --flat | grep bias", "a line for each object"),
             ("ls run/step-100 --du --depth 3", "sizes by name"),
             ("ls run --du", "the bytes that each snapshot of a folder has alone, and shares with others"),
+            ("ls s3://bucket/run --near /nvme/run", "where each step is, as this host sees it"),
         ],
         run,
     )
@@ -52,6 +55,7 @@ def add(verbs: Verbs) -> None:
     shape.add_argument("--tree", action="store_true", help="all objects, as a tree")
     shape.add_argument("--du", action="store_true", help="sizes by name, largest first; of a folder: sizes by snapshot")
     parser.add_argument("--depth", type=count, metavar="N", help="number of name parts in --du and --tree")
+    parser.add_argument("--near", metavar="FOLDER", help="the near folder of this host: show where each step is")
     parser.add_argument("--all", action="store_true", help=f"show more than {FOLDED} lines for a key")
     add_json(parser)
     add_storage(parser)
@@ -60,6 +64,8 @@ def add(verbs: Verbs) -> None:
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """List the snapshot or folder at the URL."""
     options = suggest(URL.parse(arguments.url), options_of(arguments))
+    if arguments.near is not None:
+        return list_tiers(arguments.url, arguments.near, options, json=arguments.json)
     snapshot = Checkpoint(arguments.url, storage_options=options)
     try:
         metadata = snapshot.metadata
@@ -352,8 +358,10 @@ def _steps(found: Sequence[_Found]) -> Iterator[str]:
 
 
 def _flat(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the user's own metadata, with nested mappings flattened."""
+    """Yield the metadata without that of tiers, with nested mappings flattened."""
     for key, value in metadata.items():
+        if key == KEY:
+            continue
         if isinstance(value, Mapping):
             yield from _flat(value)
         else:

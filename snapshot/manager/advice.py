@@ -44,6 +44,13 @@ class Advice:
     interval_now: float | None
     """Current interval; None after a single take."""
     lost_now: float | None
+    upload: float = 0.0
+    """Mean duration of an upload to the far root, for a manager with `near`; 0 if none was measured."""
+
+    @property
+    def upload_steps(self) -> int:
+        """The interval between uploads in steps. Uploads block nothing, so it is as short as they allow."""
+        return max(self.steps, math.ceil(self.upload / self.step))
 
     @property
     def steps(self) -> int:
@@ -63,6 +70,8 @@ class Advice:
             + (f", a restore {duration_text(self.restore)}" if self.restore else ""),
             f"  one failure in {duration_text(self.mtbf)}: Young's interval is {duration_text(self.young)}",
         ]
+        if self.upload:
+            lines.append(f"  an upload takes {duration_text(self.upload)}: upload every {self.upload_steps:,} steps")
         return "\n".join(lines)
 
 

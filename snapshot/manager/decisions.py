@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 from snapshot.durations import Duration
 from snapshot.events import emit, log
@@ -12,6 +13,7 @@ from snapshot.manager.pending_takes import PendingTakes
 from snapshot.manager.schedule import Schedule
 from snapshot.manager.signals import Signals
 from snapshot.manager.step_metadata import checked_step
+from snapshot.manager.tiers import ManagerTiers
 from snapshot.url import URL
 
 
@@ -25,6 +27,7 @@ class StepDecisions:
     _channels: Channels
     _signals: Signals
     _stopping: bool
+    _tiers: ManagerTiers | None
 
     def should_take(self, step: int) -> bool:
         """Return True if `every` says to take this step. The result is equal on all ranks, which must all call it.
@@ -67,8 +70,11 @@ class StepDecisions:
     def advice(self, mtbf: Duration) -> Advice:
         """Return the interval between takes that loses least time, from the takes and steps of this rank so far.
 
+        With `near`, the interval is that of near takes, and `upload_steps` that of uploads.
+
         `mtbf` is the mean time between failures: seconds, a `timedelta`, or a text such as `"12h"`.
 
         Raises SnapshotError if takes or steps were not measured yet.
         """
-        return self._measured.advice(mtbf)
+        advice = self._measured.advice(mtbf)
+        return advice if self._tiers is None else replace(advice, upload=self._tiers.upload_seconds())

@@ -29,7 +29,7 @@ class Tried(msgspec.Struct, array_like=True):
 
     fault: str = ""
     view: bytes = b""
-    """What this rank's host has, if each host has steps of its own."""
+    """The steps of this rank's host, if each host has its own."""
 
 
 class ChosenStep(msgspec.Struct, array_like=True):
@@ -43,7 +43,7 @@ class ChosenStep(msgspec.Struct, array_like=True):
     shares: int | None = None
     """A damaged step with which the step to try shares physical bytes, which are verified in any case."""
     place: bytes = b""
-    """Where the files of the step are, if that is not only the root."""
+    """The places of the step's files, if that is not only the root."""
 
 
 class Fallback:

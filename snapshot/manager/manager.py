@@ -6,14 +6,13 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError
-from snapshot.events import log
 from snapshot.load.restore_options import RestoreArguments, RestoreOptions
 from snapshot.manager import at_exit
 from snapshot.manager.advice import Measured
@@ -38,8 +37,8 @@ from snapshot.manager.schedule import Every, Schedule
 from snapshot.manager.signals import Signals
 from snapshot.manager.step_agreement import StepBegin, agree_on, may_be_committed
 from snapshot.manager.step_metadata import add_note, checked_metrics, checked_step
-from snapshot.manager.tiers import ManagerTiers, TakePlace
-from snapshot.manager.tolerance import OnError, Tolerance
+from snapshot.manager.tiers import Begun, ManagerTiers, TakePlace
+from snapshot.manager.tolerance import OnError, OnException, Tolerance, save_after
 from snapshot.options import Settings
 from snapshot.reports import RestoreReport
 from snapshot.runtime.loop import LoopFuture
@@ -53,19 +52,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-OnException = Callable[[BaseException], tuple[int, AppState] | None]
 _KEEP_NEAR = KeepLatest(2)
-
-
-class Begun(NamedTuple):
-    """A take that all ranks have agreed on."""
-
-    step: int
-    place: TakePlace
-    pending: PendingSnapshot | None
-    """The asynchronous take that saved this state already."""
-    given: dict[str, Any]
-    """The arguments of `Snapshot.take`."""
 
 
 class SnapshotManager(StepQueries, StepDecisions):
@@ -415,18 +402,9 @@ class SnapshotManager(StepQueries, StepDecisions):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:
             if error is not None and self._on_exception is not None:
-                self._save_on(error, self._on_exception)
+                save_after(error, self._on_exception, self.take)
         finally:
             self.close()
-
-    def _save_on(self, error: BaseException, hook: OnException) -> None:
-        """Save what a hook allows after an exception. A failure is logged, since the exception is being raised."""
-        try:
-            found = hook(error)
-            if found is not None:
-                self.take(*found)
-        except Exception as failure:  # noqa: BLE001 - the first exception is the important one
-            log.warning("%s: nothing was saved after %s: %s", self._url, type(error).__name__, failure)
 
     def _exchange(self, verb: str, timeout: float | None) -> Exchange:
         chosen = timeout if timeout is not None else self._timeout

@@ -30,7 +30,7 @@ _places = msgspec.msgpack.Decoder(Place)
 
 
 class Ended(msgspec.Struct, array_like=True):
-    """What all ranks must know at the end of a restore."""
+    """The end of a restore, as the leader tells all ranks."""
 
     attempt: Attempt
     committed: list[str]

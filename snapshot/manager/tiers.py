@@ -1,4 +1,4 @@
-"""The tiers of a manager: joined in its first collective call, and where each take goes."""
+"""The tiers of a manager: the join in its first collective call, and the place of each take."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from snapshot.manager.tiered_root import TieredRoot
 from snapshot.manifest.head import ManifestHead
 from snapshot.runtime.loop import run
 from snapshot.snapshot import PendingSnapshot, Snapshot
+from snapshot.tiers.control import Request
 from snapshot.tiers.join import TierOptions, join
 from snapshot.tiers.run_record import origin_of
 from snapshot.tiers.tier_set import TierSet
@@ -24,15 +25,26 @@ from snapshot.url import URL
 
 
 class TakePlace(NamedTuple):
-    """Where a take is written."""
+    """The place of a take."""
 
     path: str
     options: Mapping[str, Any] | None
     near: bool
 
 
+class Begun(NamedTuple):
+    """A take that all ranks have agreed on."""
+
+    step: int
+    place: TakePlace
+    pending: PendingSnapshot | None
+    """The asynchronous take that saved this state already."""
+    given: dict[str, Any]
+    """The arguments of `Snapshot.take`."""
+
+
 class ManagerTiers:
-    """What a manager does with its near folder, partners and the far root."""
+    """The work of a manager with its near folder, its partners and the far root."""
 
     def __init__(
         self, options: TierOptions, keep: Policy | None, grace: float, far: Root, spared: Callable[[int], bool]
@@ -185,7 +197,7 @@ class ManagerTiers:
     # Far
 
     def flush(self) -> None:
-        """Wait until the newest near step is far, at most for the grace. Failures are logged: the uploader goes on."""
+        """Wait until the newest near step is far, at most for the grace. After a failure the uploader continues."""
         if self._set is None or self._set.member.fault:
             return
         run_id = self._set.member.record.run
@@ -197,6 +209,13 @@ class ManagerTiers:
             self._set.wait_far(newest.step, newest.save_id, self.grace)
         except (SnapshotError, TimeoutError) as error:
             log.warning("%s; the uploader continues, if this host does", error)
+
+    def upload_seconds(self) -> float:
+        """Return the mean duration of the uploads of near steps, 0 if there was none."""
+        if self._set is None or self._set.member.fault:
+            return 0.0
+        found = [each.seconds for each in self._set.ask(Request("status")).steps.values() if each.far == "whole"]
+        return sum(found) / len(found) if found else 0.0
 
     def close(self) -> None:
         """Flush, remove old steps, and leave the uploader alone."""

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from snapshot.errors import SnapshotError, SnapshotExistsError
 from snapshot.events import emit, log
+from snapshot.takes import AppState
 
 OnError = Literal["raise", "warn"]
+
+
+OnException = Callable[[BaseException], tuple[int, AppState] | None]
+"""A function of the exception that leaves a manager's context. It returns a step and an app state to save, or None."""
+
+
+def save_after(error: BaseException, hook: OnException, take: Callable[[int, AppState], object]) -> None:
+    """Save what a hook allows after an exception. A failure is logged, since the exception is being raised."""
+    try:
+        found = hook(error)
+        if found is not None:
+            take(*found)
+    except Exception as failure:  # noqa: BLE001 - the first exception is the important one
+        log.warning("nothing was saved after %s: %s", type(error).__name__, failure)
 
 
 class Tolerance:
@@ -35,7 +51,7 @@ class Tolerance:
             emit("tolerated", "take", path, error=error, failures=self.failures)
 
     def survives(self, error: BaseException) -> bool:
-        """Return True if training goes on after a failed take: not after wrong arguments, or too many failures."""
+        """Return True if training continues after a failed take: not after wrong arguments, or too many failures."""
         known = isinstance(error, SnapshotError) and not isinstance(error, SnapshotExistsError)
         return self._warns and known and self.failures < self._most
 

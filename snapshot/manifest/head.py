@@ -1,4 +1,4 @@
-"""The head of a manifest: all of its fields but the entries, of which there may be many."""
+"""The head of a manifest: all of its fields but the entries, since there may be many."""
 
 from __future__ import annotations
 

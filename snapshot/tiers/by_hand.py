@@ -20,14 +20,16 @@ WAITING = 20.0
 
 
 def find_runs(near: str, far: str | None) -> list[tuple[str, RunRecord]]:
-    """Return the folders of runs in a near folder, or the folder itself if it is a run's, with their records."""
-    found = []
+    """Return the folders of runs in a near folder, or the folder itself if it is a run's, with their records.
+
+    `far` chooses the runs that were uploaded there. A single run may have been uploaded to another place.
+    """
+    found: list[tuple[str, RunRecord]] = []
     for folder in (near, *sorted(entry.path for entry in os.scandir(near) if entry.is_dir())):
         with suppress(OSError, SnapshotError), open(f"{folder}/{RECORD}", "rb") as file:
-            record = decode_record(file.read(), folder)
-            if far is None or record.far == far:
-                found.append((folder, record))
-    return found
+            found.append((folder, decode_record(file.read(), folder)))
+    chosen = [each for each in found if far is None or each[1].far == far]
+    return chosen or (found if len(found) == 1 else [])
 
 
 def upload_by_hand(

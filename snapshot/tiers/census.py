@@ -1,4 +1,4 @@
-"""The census: which steps are whole in the union of what all hosts show. No marker says so, since markers can lie."""
+"""The census: which steps are whole in the union of what all hosts show. Markers are not used: they can be wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepView(msgspec.Struct, array_like=True):
 
 
 class HostView(msgspec.Struct, array_like=True):
-    """What one host shows."""
+    """The steps of one host."""
 
     key: str
     steps: list[StepView] = []

@@ -1,6 +1,6 @@
 """The control socket of an uploader: requests and answers as lines of JSON, for processes of the same user.
 
-The socket lies in the run's folder, which only its owner can open. A trainer keeps its connection open, so the uploader
+The socket is in the run's folder, which only its owner can open. A trainer keeps its connection open, so the uploader
 knows when the trainer died.
 """
 
@@ -30,7 +30,7 @@ class UploaderError(SnapshotError):
 
 
 class Registration(msgspec.Struct):
-    """What a manager tells the uploader of its host."""
+    """The message of a manager to the uploader of its host."""
 
     record: RunRecord
     far: str

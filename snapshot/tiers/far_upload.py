@@ -1,7 +1,7 @@
-"""The upload of one step: files under the same names, then the manifest, by whichever host sees all files.
+"""The upload of one step: files under the same names, then the manifest, by one of the hosts that see all files.
 
-What is there already is not sent again. The manifest is put on condition that the path is as it was seen, so that one
-host commits. An uploaded step is an ordinary snapshot.
+Files that are in the far root already are not sent again. The manifest is put under the condition that the path has not
+changed, so that one host commits. An uploaded step is an ordinary snapshot.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class FarUpload:
         self._wrong: set[str] = set()
         """Files that must be sent again."""
         self.record = RunRecord("")
-        """The record of the far root, as it was read last."""
+        """The record of the far root, when it was last read."""
 
     async def advance(self, record: RunRecord, here: Sequence[str], *, commits: bool) -> bool:
         """Send the files that are here and not there. Commit if all are there. Return True if the step is committed.
@@ -207,7 +207,7 @@ class FarUpload:
 
 
 def _far_manifest(document: Document) -> bytes:
-    """Return the manifest for the far storage: its files have bytes of their own, whatever they share near."""
+    """Return the manifest for the far storage, where no file shares its bytes."""
     files = {
         name: file if file.origin is None else msgspec.structs.replace(file, origin=None, age=0)
         for name, file in document.files.items()

@@ -1,4 +1,4 @@
-"""The hosts of a job: their names, addresses and ranks, and which hosts keep replicas of which."""
+"""The hosts of a job: their names, addresses and ranks, and the hosts that keep replicas of others."""
 
 from __future__ import annotations
 

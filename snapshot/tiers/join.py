@@ -78,7 +78,7 @@ class Ready(msgspec.Struct, array_like=True):
 
 @dataclass
 class Membership:
-    """What a rank knows of its job."""
+    """The job, as one rank knows it."""
 
     record: RunRecord
     attempt: Attempt

@@ -1,7 +1,7 @@
 """The record of a run: its id, and its attempts in order. It tells abandoned steps from those of the run's line.
 
 Each restore begins an attempt. The steps of earlier attempts that are newer than the restored step are abandoned: a
-host that returns with such a step must not publish it. The record lies in the far root, and a copy in each near root.
+host that returns with such a step must not publish it. The record is in the far root, and a copy in each near root.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Attempt(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Origin(NamedTuple):
-    """Where a step comes from, as its metadata says."""
+    """The origin of a step, as its metadata has it."""
 
     run: str
     number: int

@@ -24,7 +24,7 @@ NEAR, PEER, FAR = "near", "peer", "far"
 
 
 class Place(msgspec.Struct, array_like=True):
-    """Where the files of a step are, as the leader tells all ranks."""
+    """The places of a step's files, as the leader tells all ranks."""
 
     save_id: str
     sizes: dict[str, int]

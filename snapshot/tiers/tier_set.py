@@ -90,7 +90,7 @@ class TierSet:
         self._client.ask(Request("register", member.registration(self.options)))
 
     def _register(self) -> None:
-        """Tell the uploader about the job. A new one needs a second to start, for which nothing waits."""
+        """Tell the uploader about the job, in a thread: a new one needs a second to start."""
 
         def register() -> None:
             try:

@@ -65,8 +65,8 @@ def ensure_uploader(folder: str, address: str | None) -> tuple[ControlClient, st
             offered = _start(folder, lock, address)
             return ControlClient(folder), offered
         with contextlib.suppress(UploaderError, OSError):
-            client = ControlClient(folder)
             offered = Path(f"{folder}/{OFFERED}").read_text("ascii")
+            client = ControlClient(folder)
             if offered or address is None:
                 return client, offered
             client.ask(Request("stop"))  # it was started for a job on a single host

@@ -124,7 +124,8 @@ def test_a_queue_stays_bounded(bucket, proxy, hosts):
         assert len(near) <= 10
         assert manager.where(20)["far"] in ("queued", "uploading")
         proxy.drop(down)
-    assert is_uploaded(bucket, 20, 20) if manager.where(20)["far"] == "whole" else True
+        until(lambda: manager.where(20)["far"] == "whole")
+    assert is_uploaded(bucket, 20, 20)
 
 
 def test_the_uploader_outlives_its_trainer(bucket, proxy, hosts, fresh_pool):

@@ -1,0 +1,80 @@
+"""Steps of a run with near folders: where each of them is, as this host sees it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from snapshot.cli.screen import Column, ScreenTable, as_json, printable
+from snapshot.cli.status import ExitStatus
+from snapshot.errors import SnapshotNotFoundError
+from snapshot.manager.root import Root
+from snapshot.manifest.head import ManifestHead
+from snapshot.runtime.loop import run
+from snapshot.text import size_text
+from snapshot.tiers.by_hand import find_runs
+from snapshot.tiers.control import ControlClient, Request, StepStatus, UploaderError
+from snapshot.tiers.near_steps import NearFolder, NearStep
+from snapshot.url import URL
+
+
+def list_tiers(far: str, near: str, options: Mapping[str, Any] | None, *, json: bool) -> ExitStatus:
+    """Print a line for each step that is near or far."""
+    url = URL.parse(far)
+    runs = find_runs(os.path.abspath(os.path.expanduser(near)), str(url))
+    if not runs:
+        raise SnapshotNotFoundError(f"{near}: has no run that is uploaded to {url}")
+    root = Root(url, options)
+    committed = run(root.folders()).committed
+    heads = run(root.heads(committed))
+    rows: list[dict[str, Any]] = []
+    for folder, record in runs:
+        here = NearFolder(folder)
+        states = _states(folder)
+        steps = {step: each for step, each in here.steps().items() if each.origin.run == record.run}
+        for step in sorted(steps.keys() | committed.keys()):
+            head = heads.get(step)
+            far_id = head.save_id if isinstance(head, ManifestHead) else ""
+            rows.append(_row(here, step, steps.get(step), states.get(step), far_id))
+    if json:
+        print(as_json({"url": str(url), "near": near, "steps": rows}))
+    else:
+        columns = [Column("step", right=True), Column("size", right=True), Column("near"), Column("far")]
+        table = ScreenTable(columns)
+        for row in rows:
+            table.add(f"{row['step']}", size_text(row["bytes"]) if row["bytes"] else "", row["near"], row["far"])
+        print(printable(f"{url}, with near steps in {near}"))
+        for line in table.lines():
+            print(line)
+    return ExitStatus.OK
+
+
+def _states(folder: str) -> dict[int, StepStatus]:
+    """Return what the uploader of a folder says, if it runs."""
+    try:
+        client = ControlClient(folder)
+    except UploaderError:
+        return {}
+    try:
+        return client.ask(Request("status")).steps
+    except UploaderError:
+        return {}
+    finally:
+        client.close()
+
+
+def _row(folder: NearFolder, step: int, near: NearStep | None, state: StepStatus | None, far_id: str) -> dict[str, Any]:
+    text, nbytes = "absent", 0
+    if near is not None:
+        files, sizes = folder.files(step), near.head.sizes()
+        held = sum(files.get(name) == size for name, size in sizes.items())
+        text = "whole" if held == len(sizes) else f"{held} of {len(sizes)} files"
+        nbytes = near.head.nbytes
+    if far_id and (near is None or near.save_id == far_id):
+        far = "whole"
+    else:
+        far = state.far if state is not None else "absent"
+        if far == "uploading" and state is not None:
+            far = f"uploading {min(100, 100 * state.sent // max(1, state.total))} %"
+    return {"step": step, "bytes": nbytes, "near": text, "far": far}
