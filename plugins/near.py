@@ -11,14 +11,16 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
 
 from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError
 from snapshot.peer_requests import host_of
 from snapshot.plugins.file.file_storage import FileStorage
-from snapshot.storage import URL, Buffer, Context, FileStat, Storage, map_exceptions
+from snapshot.storage import URL, Buffer, Context, FileStat, Limits, Storage, map_exceptions
 
+REMOTE_PART = 16 << 20
 _SAVE_ID = re.compile(rb'"save_id":"([0-9a-z]+)"')
 
 
@@ -27,6 +29,9 @@ class Sources(Protocol):
 
     save_id: str
     """The snapshot to read: another one may be at the same path on some hosts."""
+
+    remote: bool
+    """True if most files are not on this host."""
 
     def places(self, path: str) -> Sequence[Storage | None]:
         """Return the storages that have a file, the nearest first; None stands for this host's folder.
@@ -72,6 +77,12 @@ class NearStorage(FileStorage):
         above = os.path.dirname(self.url.location)
         with map_exceptions(self.url):
             return host_of(above)
+
+    @property
+    def limits(self) -> Limits:  # type: ignore[override]
+        """Longer reads if most files are on other hosts, since each of them is a request."""
+        limits = super().limits
+        return replace(limits, hot_part=REMOTE_PART) if self._sources is not None and self._sources.remote else limits
 
     def _place(self, path: str) -> tuple[int, Storage | None]:
         assert self._sources is not None

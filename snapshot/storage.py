@@ -101,6 +101,8 @@ class Limits:
     """The maximum number of concurrent parts of one file that is written."""
     parallel_files: int = 2
     """The preferred number of parallel files for one rank's bytes."""
+    hot_part: int = 4 << 20
+    """The preferred length of a read that the same thread digests, for a `blocking` storage: fits into a CPU cache."""
     merge_gap: int = 64 << 10
     """Two ranges at most this many bytes apart are read in one request."""
 

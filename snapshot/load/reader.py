@@ -39,9 +39,6 @@ from snapshot.storage import Buffer, Storage
 from snapshot.tensors.addresses import wrap_memory
 from snapshot.tensors.digest import BLOCK, digest_range, digest_table
 
-HOT = 4 << 20
-"""Bytes that a thread reads and then digests in one step: small enough to stay in a CPU cache."""
-
 LOOK = 1 << 20
 """Bytes per read of a range that must be parsed sequentially."""
 
@@ -95,7 +92,7 @@ class Reader:
         self._gap = limits.merge_gap
         self._blocking = storage.capabilities.blocking
         self._lanes = limits.parallel_parts
-        part = wanted_part or (HOT if self._blocking else min(limits.preferred_part, limits.largest_part))
+        part = wanted_part or (limits.hot_part if self._blocking else min(limits.preferred_part, limits.largest_part))
         # Threads take their slots in turn; requests without a slot must not wait for those with one.
         self._part = max(BLOCK, min(part, budget.limit // (max(2, limits.parallel_parts) if self._blocking else 2)))
         self._uploads = Uploads((), 0)

@@ -70,8 +70,7 @@ class TieredRoot(Root):
         found = self._census.get(step)
         if found is None:
             return b""
-        hosts = len(self._tiers.member.hosts)
-        return msgspec.msgpack.encode(place_of(found, hosts, far=self._far_answers))
+        return msgspec.msgpack.encode(place_of(found, far=self._far_answers))
 
     def end(self, step: int) -> bytes:
         """Name the attempt that begins."""

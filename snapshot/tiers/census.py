@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -18,8 +18,6 @@ class StepView(msgspec.Struct, array_like=True):
     save_id: str
     """The snapshot whose manifest is here; empty if there is none."""
     origin: tuple[str, int, str, int]
-    sizes: dict[str, int]
-    """The files that the snapshot must have, by the manifest; only the first host of several sends them."""
     files: dict[str, int]
     """The data files that are here."""
 
@@ -38,9 +36,9 @@ def view_of(folder: NearFolder, key: str) -> HostView:
         found = committed.get(step)
         files = folder.files(step)
         if found is not None:
-            views.append(StepView(step, found.save_id, (*found.origin,), found.head.sizes(), files))
+            views.append(StepView(step, found.save_id, (*found.origin,), files))
         elif files:
-            views.append(StepView(step, "", (*NO_ORIGIN,), {}, files))
+            views.append(StepView(step, "", (*NO_ORIGIN,), files))
     return HostView(key, views)
 
 
@@ -51,9 +49,10 @@ class CensusStep:
     step: int
     save_id: str
     origin: Origin
-    sizes: dict[str, int]
     keepers: set[int] = field(default_factory=set)
     """Hosts that have the manifest, by their positions."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """The files that the snapshot must have, by its manifest."""
     holders: dict[str, list[int]] = field(default_factory=dict)
     """Hosts that have each file with its right size."""
 
@@ -68,40 +67,36 @@ class CensusStep:
         return min((len(self.holders.get(name, ())) for name in self.sizes), default=1) - 1
 
 
-def take_census(views: Sequence[HostView]) -> list[CensusStep]:
-    """Return every snapshot whose manifest a host shows, with the holders of its files.
+def take_census(
+    views: Sequence[HostView], record: RunRecord, sizes_of: Callable[[CensusStep], dict[str, int]]
+) -> list[CensusStep]:
+    """Return the snapshots of a run that no later attempt abandoned, with the holders of their files.
 
-    >>> a = HostView("a", [StepView(1, "s", ("r", 1, "t", 1), {"x": 1, "y": 2}, {"x": 1})])
-    >>> b = HostView("b", [StepView(1, "", ("", 0, "", 0), {}, {"x": 1, "y": 2})])
-    >>> [(each.step, each.missing, each.replicas) for each in take_census([a, b])]
-    [(1, [], 0)]
+    There is one for each step: the newest. `sizes_of` reads the manifest of one; it is empty if no host can read it.
+
+    >>> a = HostView("a", [StepView(1, "s", ("r", 1, "t", 1), {"x": 1})])
+    >>> b = HostView("b", [StepView(1, "", ("", 0, "", 0), {"x": 1, "y": 2})])
+    >>> [found] = take_census([a, b], RunRecord("r"), lambda step: {"x": 1, "y": 2})
+    >>> found.step, found.missing, found.replicas
+    (1, [], 0)
     """
-    found: dict[tuple[int, str], CensusStep] = {}
-    for at, view in enumerate(views):
-        for each in view.steps:
-            if each.save_id:
-                made = CensusStep(each.step, each.save_id, Origin(*each.origin), each.sizes)
-                found.setdefault((each.step, each.save_id), made).keepers.add(at)
-    at_step: dict[int, list[CensusStep]] = {}
-    for (step, _), known in found.items():
-        at_step.setdefault(step, []).append(known)
-    for at, view in enumerate(views):
-        for each in view.steps:
-            for known in at_step.get(each.step, ()):
-                sizes, holders = known.sizes, known.holders
-                for name, size in each.files.items():
-                    if sizes.get(name) == size:
-                        holders.setdefault(name, []).append(at)
-    return list(found.values())
-
-
-def of_this_run(found: Sequence[CensusStep], record: RunRecord) -> list[CensusStep]:
-    """Return the snapshots of a run that no later attempt abandoned: one for each step, the newest."""
     best: dict[int, CensusStep] = {}
-    for each in found:
-        if each.origin.run != record.run or record.is_abandoned(each.step, each.origin):
-            continue
-        known = best.get(each.step)
-        if known is None or record.is_newer(each.origin, known.origin):
-            best[each.step] = each
-    return list(best.values())
+    for at, view in enumerate(views):
+        for each in view.steps:
+            origin = Origin(*each.origin)
+            if not each.save_id or origin.run != record.run or record.is_abandoned(each.step, origin):
+                continue
+            known = best.get(each.step)
+            if known is None or record.is_newer(origin, known.origin):
+                known = best[each.step] = CensusStep(each.step, each.save_id, origin)
+            if known.save_id == each.save_id:
+                known.keepers.add(at)
+    for known in best.values():
+        known.sizes = sizes_of(known)
+    for at, view in enumerate(views):
+        for each in view.steps:
+            if (known := best.get(each.step)) is not None:
+                for name, size in each.files.items():
+                    if known.sizes.get(name) == size:
+                        known.holders.setdefault(name, []).append(at)
+    return [each for each in best.values() if each.sizes]

@@ -114,12 +114,11 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError:
             self._refuse(HTTPStatus.NOT_FOUND, "this host does not have it")
             return
-        try:
-            size = os.fstat(descriptor).st_size
+        with os.fdopen(descriptor, "rb") as file:
             if not wanted and self.command == "GET":  # manifests and their parts
-                with os.fdopen(os.dup(descriptor), "rb") as file:
-                    self._send_signed(secret, file.read())
+                self._send_signed(secret, file.read())
                 return
+            size = os.fstat(descriptor).st_size
             found = _RANGE.fullmatch(wanted)
             begin, end = (int(found[1]), min(int(found[2]) + 1, size)) if found else (0, size)
             if begin >= end and size:
@@ -128,13 +127,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_response(HTTPStatus.PARTIAL_CONTENT if found else HTTPStatus.OK)
             self.send_header("Content-Length", str(end - begin))
             self.end_headers()
-            while self.command == "GET" and begin < end:
-                sent = os.sendfile(self.connection.fileno(), descriptor, begin, end - begin)
-                if not sent:
-                    raise ConnectionError("the file became shorter")
-                begin += sent
-        finally:
-            os.close(descriptor)
+            if self.command == "GET" and self.connection.sendfile(file, begin, end - begin) < end - begin:
+                raise ConnectionError("the file became shorter")
 
     def log_message(self, *_: object) -> None:
         """Log nothing: the requests of a restore are many."""

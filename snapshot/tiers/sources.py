@@ -13,6 +13,7 @@ from snapshot.errors import SnapshotError
 from snapshot.events import emit, log
 from snapshot.formats.foreign import ReadOnlyStorage
 from snapshot.manifest.document import METADATA
+from snapshot.manifest.head import decode_head
 from snapshot.registry import open_storage
 from snapshot.runtime.loop import run, shared_clients
 from snapshot.storage import Buffer, Capabilities, Context, Storage
@@ -21,61 +22,54 @@ from snapshot.tiers.hosts import Host
 from snapshot.url import URL
 
 NEAR, PEER, FAR = "near", "peer", "far"
+MOST_KEEPERS, MOST_HOLDERS = 16, 8
+"""Hosts that are named for a manifest, and for another file."""
 
 
 class Place(msgspec.Struct, array_like=True):
     """The places of a step's files, as the leader tells all ranks."""
 
     save_id: str
-    sizes: dict[str, int]
-    held: list[bytes]
-    """For each host, a bit for each file in the order of `sizes`, and the last one for the manifest."""
+    keepers: list[int]
+    """Some of the hosts that have the manifest."""
+    holders: list[list[int]]
+    """For each file that the manifest names, in the order of names: the hosts that have it."""
     far: bool
     """True if the far storage can be read."""
 
-    def holders(self) -> dict[str, list[int]]:
-        """Return the hosts that have each file."""
-        names = [*self.sizes, METADATA]
-        found: dict[str, list[int]] = {name: [] for name in names}
-        for host, bits in enumerate(self.held):
-            number = int.from_bytes(bits, "little")
-            for at, name in enumerate(names):
-                if number >> at & 1:
-                    found[name].append(host)
-        return found
 
-
-def place_of(step: CensusStep, hosts: int, *, far: bool) -> Place:
+def place_of(step: CensusStep, *, far: bool) -> Place:
     """Return the place of a step.
 
     >>> from snapshot.tiers.run_record import NO_ORIGIN
-    >>> step = CensusStep(1, "s", NO_ORIGIN, {"a": 1, "b": 2}, {1}, {"a": [0], "b": [0, 1]})
-    >>> place_of(step, 2, far=False).holders()
-    {'a': [0], 'b': [0, 1], '.snapshot_metadata': [1]}
+    >>> place_of(CensusStep(1, "s", NO_ORIGIN, {1}, {"b": 2, "a": 1}, {"b": [0, 1]}), far=False).holders
+    [[], [0, 1]]
     """
-    bits = [0] * hosts
-    for at, name in enumerate(step.sizes):
-        for host in step.holders.get(name, ()):
-            bits[host] |= 1 << at
-    for host in step.keepers:
-        bits[host] |= 1 << len(step.sizes)
-    length = len(step.sizes) // 8 + 1
-    return Place(step.save_id, step.sizes, [each.to_bytes(length, "little") for each in bits], far)
+    holders = [step.holders.get(name, [])[:MOST_HOLDERS] for name in sorted(step.sizes)]
+    return Place(step.save_id, sorted(step.keepers)[:MOST_KEEPERS], holders, far)
 
 
 class StepSources:
     """The places of one step's files, in the order in which this host reads them."""
 
     def __init__(
-        self, step: int, place: Place, hosts: Sequence[Host], index: int, *, secret: str, far: URL, options: Any
+        self,
+        step: int,
+        place: Place,
+        folder: str,
+        hosts: Sequence[Host],
+        index: int,
+        *,
+        secret: str,
+        far: URL,
+        options: Any,
     ) -> None:
+        """`folder`: this host's folder of the step; `index`: its position in `hosts`."""
         self.save_id = place.save_id
         self.counts = {NEAR: 0, PEER: 0, FAR: 0}
         self.damaged: dict[str, str] = {}
         """The files that could not be read from this host's folder, although they are there, each with the reason."""
         self._step = step
-        self._sizes = place.sizes
-        self._holders = place.holders()
         self._hosts = hosts
         self._index = index
         self._secret = secret
@@ -83,6 +77,25 @@ class StepSources:
         self._peers: dict[int, Storage] = {}
         self._places: dict[str, Sequence[Storage | None]] = {}
         self._lock = threading.Lock()
+        self._sizes: dict[str, int] = {}
+        self._holders = {METADATA: place.keepers}
+        self._read_sizes(folder, place)
+
+    def _read_sizes(self, folder: str, place: Place) -> None:
+        """Read the names and sizes of all files from the nearest manifest that is not damaged."""
+        own = open_storage(URL("near", folder), None, Context())
+        for each in self.places(METADATA):
+            try:
+                data = run((own if each is None else each).get(METADATA))
+                head = decode_head(data, METADATA)
+            except SnapshotError as error:
+                log.info("step-%s: %s", self._step, error)
+                continue
+            if head.save_id == self.save_id:
+                self._sizes = head.sizes()
+                self._holders |= zip(sorted(self._sizes), place.holders, strict=True)
+                break
+        self.remote = 2 * sum(self._index in each for each in place.holders) < len(place.holders)
 
     def places(self, path: str) -> Sequence[Storage | None]:
         """Return the storages that have a file, the nearest first; None stands for this host's folder."""

@@ -13,13 +13,15 @@ import msgspec
 
 from snapshot.errors import SnapshotError, StorageError
 from snapshot.events import log
+from snapshot.manifest.document import METADATA
+from snapshot.manifest.head import decode_head
 from snapshot.peer_requests import STATUS
 from snapshot.registry import open_storage
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.save.cleanup import committed_save_id
 from snapshot.storage import Context
-from snapshot.tiers.census import CensusStep, HostView, of_this_run, take_census, view_of
+from snapshot.tiers.census import CensusStep, HostView, take_census, view_of
 from snapshot.tiers.control import ControlClient, Request, Status, StepStatus, UploaderError
 from snapshot.tiers.hosts import job_address
 from snapshot.tiers.join import Membership, TierOptions
@@ -155,7 +157,27 @@ class TierSet:
     def census(self, views: Sequence[HostView]) -> dict[int, CensusStep]:
         """Return the near steps of this run by their numbers. `views`: one of each rank."""
         firsts = [views[host.ranks[0]] for host in self.member.hosts]
-        return {each.step: each for each in of_this_run(take_census(firsts), self.member.record)}
+        return {each.step: each for each in take_census(firsts, self.member.record, self._sizes_of)}
+
+    def _sizes_of(self, step: CensusStep) -> dict[str, int]:
+        """Return the files of a snapshot by its manifest, from the nearest host that has it undamaged."""
+        member = self.member
+        near = self.folder.steps().get(step.step)
+        if near is not None and near.save_id == step.save_id:
+            return near.head.sizes()
+        for host in sorted(step.keepers - {member.index}):
+            if member.hosts[host].address:
+                url = URL.parse(f"peer://{member.hosts[host].address}/step-{step.step}")
+                storage = open_storage(url, {"secret": member.secret}, Context())
+                try:
+                    head = decode_head(run(storage.get(METADATA)), url)
+                    if head.save_id == step.save_id:
+                        return head.sizes()
+                except SnapshotError as error:
+                    log.info("step-%s: %s", step.step, error)
+                finally:
+                    run(storage.close())
+        return {}
 
     def sources(self, step: int, place: Place) -> StepSources:
         """Return the places of a step's files for this rank."""
@@ -163,6 +185,7 @@ class TierSet:
         return StepSources(
             step,
             place,
+            self.folder.step_path(step),
             member.hosts,
             member.index,
             secret=member.secret,

@@ -15,7 +15,6 @@ import xxhash
 
 from snapshot.aio import gather_limited, shielded
 from snapshot.errors import CorruptSnapshotError
-from snapshot.load.reader import HOT
 from snapshot.load.stored_ranges import TABLE, find_uncovered, requests_of
 from snapshot.manifest.document import Document, ManifestPart
 from snapshot.plan.layout import Extent, FilePart, FilePlan
@@ -242,7 +241,14 @@ async def copy_files_through(
     part = target.settings.part_bytes
     writer = Writer(target.storage, passing, target.budget, progress, wanted_part=part, most_files=FILES)
     if writer.serial:
-        writer = Writer(target.storage, passing, target.budget, progress, wanted_part=part or HOT, most_files=FILES)
+        writer = Writer(
+            target.storage,
+            passing,
+            target.budget,
+            progress,
+            wanted_part=part or source.storage.limits.hot_part,
+            most_files=FILES,
+        )
         await write(writer, passing.plans, None)
         return
     ahead = ReadAhead(writer, passing, target.budget, source.storage.limits.parallel_parts)
