@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError
+from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, StorageNotFoundError
 from snapshot.peer_requests import SIGNATURE, is_signed, sign
 from snapshot.storage import (
     URL,
@@ -135,6 +135,9 @@ class PeerStorage(Storage):
                     kind = StorageNotFoundError if answer.status == 404 else StorageError
                     raise kind(f"{url}: {reason}")
                 use(answer)
+            except SnapshotError:
+                connection.close()
+                raise
             except (OSError, http.client.HTTPException, ValueError) as error:
                 connection.close()
                 if old is None:

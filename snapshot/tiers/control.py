@@ -78,12 +78,11 @@ class Status(msgspec.Struct):
 
 
 class Request(msgspec.Struct, omit_defaults=True):
-    """A request: `register`, `status`, `want`, `drop`, `heal`, `close` or `stop`."""
+    """A request: `register`, `status`, `want`, `drop`, `close` or `stop`."""
 
     verb: str
     registration: Registration | None = None
     step: int = -1
-    files: list[str] = []
 
 
 _requests = msgspec.json.Decoder(Request)

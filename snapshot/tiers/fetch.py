@@ -5,6 +5,7 @@ A file is written aside first. A damaged file is never overwritten, since anothe
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -34,9 +35,9 @@ AT_ONCE = 4
 
 
 def aside_of(location: str) -> str:
-    """Return the name of a file until it is whole."""
+    """Return a name for a file until it is whole. No other process uses it."""
     folder, _, name = location.rpartition("/")
-    return f"{folder}/.{name}.aside"
+    return f"{folder}/.{name}.{secrets.token_hex(4)}.aside"
 
 
 async def describe_files(session: Session, document: Document, locations: Sequence[str]) -> list[CopiedFile]:

@@ -21,6 +21,8 @@ from snapshot.tiers.run_record import Origin, origin_of
 
 PINNED = ".pinned"
 """File in a step's folder that protects it from removal. It belongs to no snapshot, so clean-up leaves it."""
+PULLED = ".pulled"
+"""File in a step's folder that names the replicas in it. Only a hint: without it, more is replicated or uploaded."""
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 
 
@@ -105,9 +107,15 @@ class NearFolder:
         for name in self.files(step):
             if belongs_to(name, save_id, None):
                 _unlink(f"{folder}/{name}")
-        for empty in (f"{folder}/data", folder):
-            with suppress(OSError):
-                os.rmdir(empty)
+        with suppress(OSError):
+            for name in os.listdir(f"{folder}/data"):
+                if save_id in name and name.endswith(".aside"):
+                    _unlink(f"{folder}/data/{name}")
+            os.rmdir(f"{folder}/data")
+            for name in (PULLED, PINNED):
+                _unlink(f"{folder}/{name}")
+        with suppress(OSError):
+            os.rmdir(folder)
 
     def remove_leftovers(self, committed: Collection[str]) -> None:
         """Remove the files of takes that were not committed. No take may be running.

@@ -17,11 +17,9 @@ from snapshot.storage import ABSENT
 from snapshot.tiers.control import Registration, Status
 from snapshot.tiers.fetch import copy_verified, describe_files, is_intact
 from snapshot.tiers.hosts import partners
-from snapshot.tiers.near_steps import NearFolder, NearStep
+from snapshot.tiers.near_steps import PULLED, NearFolder, NearStep
 from snapshot.url import URL
 
-PULLED = ".pulled"
-"""File in a step's folder that names the replicas in it. Only a hint: without it, more is replicated or uploaded."""
 _statuses = msgspec.json.Decoder(Status)
 
 

@@ -131,7 +131,7 @@ class StepSources:
         if place is None:
             self.damaged[path] = error
         log.warning("step-%s: %s is read from another place than %s: %s", self._step, path, where, error)
-        emit("healed", "restore", path, step=self._step, source=where, error=error)
+        emit("rerouted", "restore", path, step=self._step, source=where, error=error)
 
     def count(self, place: Storage | None, nbytes: int) -> None:
         """Count bytes that were read from a place."""

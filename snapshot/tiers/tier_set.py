@@ -26,6 +26,7 @@ from snapshot.tiers.control import ControlClient, Request, Status, StepStatus, U
 from snapshot.tiers.hosts import job_address
 from snapshot.tiers.join import Membership, TierOptions
 from snapshot.tiers.near_steps import PINNED, NearFolder, NearStep
+from snapshot.tiers.replicas import heal_step
 from snapshot.tiers.run_record import KEY, Attempt, Origin, publish_record
 from snapshot.tiers.sources import Place, StepSources
 from snapshot.tiers.uploader_process import ensure_uploader
@@ -150,8 +151,10 @@ class TierSet:
     # Restore
 
     def view(self) -> HostView:
-        """Return what this host has."""
+        """Return what this host has, once its uploader offers that to the others."""
         member = self.member
+        if self._registering is not None:
+            self._registering.join()
         return view_of(self.folder, member.hosts[member.index].key) if not member.fault else HostView("")
 
     def census(self, views: Sequence[HostView]) -> dict[int, CensusStep]:
@@ -326,9 +329,23 @@ class TierSet:
         return True
 
     def heal(self, step: int, files: Sequence[str]) -> None:
-        """Let the uploader replace damaged files of a step."""
-        if files and not self.member.fault:
-            self.ask(Request("heal", step=step, files=list(files)))
+        """Replace damaged near files of a step by copies from other hosts or the far root."""
+        near = self.folder.steps().get(step)
+        if not files or near is None:
+            return
+        member = self.member
+        urls = [
+            URL.parse(f"peer://{host.address}/step-{step}")
+            for at, host in enumerate(member.hosts)
+            if at != member.index and host.address
+        ]
+        places = [Session(url, {"secret": member.secret}) for url in urls]
+        places.append(Session(self.options.far.join(f"step-{step}"), self.options.options))
+        try:
+            heal_step(self.folder, near, files, places)
+        finally:
+            for each in places:
+                run(each.close())
 
     def close(self) -> None:
         """Tell the uploader that this trainer has ended: it may end after the last upload."""

@@ -47,7 +47,6 @@ class Uploader:
         self._uploads: dict[int, FarUpload] = {}
         self._sessions: dict[int, tuple[Session, Session]] = {}
         self._asked: set[int] = set()
-        self._healing: dict[int, set[str]] = {}
         self._error = ""
         self._pause = 0.0
         self._root: Session | None = None
@@ -71,8 +70,6 @@ class Uploader:
             elif request.verb == "drop":
                 self._asked.discard(request.step)
                 self._drop(request.step)
-            elif request.verb == "heal":
-                self._healing.setdefault(request.step, set()).update(request.files)
             self._refresh()
             if request.verb != "status":
                 self.wake.set()
@@ -106,7 +103,7 @@ class Uploader:
         """Return True if nothing is left to upload."""
         self._refresh()
         with self._lock:
-            return not self._healing and all(each.far in DONE for each in self._states.values())
+            return all(each.far in DONE for each in self._states.values())
 
     # Steps
 
@@ -179,11 +176,8 @@ class Uploader:
         self._refresh()
         with self._lock:
             given = self._registration
-            healing, self._healing = self._healing, {}
         if given is None:
             return 0.5
-        for step, files in healing.items():
-            self._heal(step, files)
         try:
             chosen = self._choose(given)
             if chosen is None:

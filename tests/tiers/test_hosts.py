@@ -25,7 +25,7 @@ def take_steps(root, near, steps, value=None, **options):
     manager = manager_of(root, f"{near}/{'abcd'[rank()]}", **options)
     with manager:
         for step in steps:
-            pending = manager.async_take(step, state(step if value is None else value))
+            pending = manager.async_take(step, state(step if value is None else value), replicated=["same/**"])
             pending.wait()
         if options.get("upload", "latest") is not None:
             pending.wait("far", timeout=40)
@@ -45,7 +45,7 @@ def restore(root, near, names, **options):
         with manager_of(root, f"{near}/{names[rank()]}", **options) as manager:
             step = manager.restore_latest(live)
             sources = manager.report.sources if manager.report else None
-            healed = [each.path for each in told if each.name == "healed"]
+            healed = [each.path for each in told if each.name == "rerouted"]
             dist.barrier()
             return step, step is not None and holds(live, live["own"]["value"]), live["own"]["value"], sources, healed
     finally:

@@ -107,9 +107,9 @@ def test_a_damaged_near_file_is_read_from_far_and_healed(tmp_path, hosts, told):
         assert manager.restore_latest(live) == 10
         assert holds(live, 10)
         assert manager.report.sources["far"] > 0
-        healed = [each for each in told if each.name == "healed"]
-        assert [each.path for each in healed] == [f"data/{damaged.name}"]
-        until(lambda: damaged.read_bytes() == good)
+        assert [each.path for each in told if each.name == "rerouted"] == [f"data/{damaged.name}"]
+        assert [each.path for each in told if each.name == "healed"] == [str(damaged)]
+        assert damaged.read_bytes() == good
 
 
 @pytest.mark.parametrize("fault", ["flip", "cut", "gone"])

@@ -1,0 +1,147 @@
+"""The rules of tiers, as functions of values: what is uploaded, who keeps replicas, which steps are abandoned."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from snapshot.tiers.census import HostView, StepView, take_census
+from snapshot.tiers.hosts import hosts_of, job_address, partners
+from snapshot.tiers.run_record import NO_ORIGIN, Attempt, Origin, RunRecord, origin_of
+from snapshot.tiers.upload_queue import MOST_QUEUED, choose_next, dropped_steps, wanted_steps
+
+steps = some.sets(some.integers(0, 50))
+
+
+@given(some.integers(1, 60), some.integers(0, 5))
+def test_each_host_keeps_the_files_of_others_and_each_is_kept_as_often(count, replicas):
+    kept = [partners(index, count, replicas) for index in range(count)]
+    assert all(index not in held and len(set(held)) == len(held) for index, held in enumerate(kept))
+    assert all(len(held) == min(replicas, count - 1) for held in kept)
+    times = [sum(index in held for held in kept) for index in range(count)]
+    assert set(times) == {min(replicas, count - 1)}
+
+
+@given(some.integers(4, 60))
+def test_neighbours_do_not_keep_each_others_files(count):
+    assert all(abs(index - held) > 1 for index in range(count) for held in partners(index, count, 1))
+
+
+@given(some.lists(some.sampled_from("abc"), min_size=1))
+def test_hosts_are_in_the_order_of_their_ranks(keys):
+    found = hosts_of([(key, key) for key in keys])
+    assert sorted(rank for host in found for rank in host.ranks) == list(range(len(keys)))
+    assert [host.ranks[0] for host in found] == sorted(host.ranks[0] for host in found)
+    assert all(keys[rank] == host.key for host in found for rank in host.ranks)
+
+
+def test_an_address_of_all_interfaces_is_refused(monkeypatch):
+    for wrong in ("0.0.0.0", "::"):
+        monkeypatch.setenv("SNAPSHOT_PEER_ADDRESS", wrong)
+        with pytest.raises(ValueError, match="one address"):
+            job_address()
+    monkeypatch.setenv("SNAPSHOT_PEER_ADDRESS", "10.1.2.3")
+    assert job_address() == "10.1.2.3"
+    monkeypatch.delenv("SNAPSHOT_PEER_ADDRESS")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert job_address() == "127.0.0.1"
+
+
+@given(some.one_of(some.none(), some.just("latest"), some.integers(1, 10)), steps, steps)
+def test_what_is_asked_for_is_uploaded_and_the_newest_with_latest(upload, near, asked):
+    wanted = wanted_steps(upload, near, asked)
+    assert set(asked & near) <= set(wanted) <= near
+    if upload == "latest" and near:
+        assert max(near) in wanted
+    if isinstance(upload, int):
+        assert all(step in wanted for step in near if step % upload == 0)
+    assert (choose_next(wanted, []) is None) == (not wanted)
+
+
+STATES = some.sampled_from(["queued", "uploading", "waiting", "whole", "dropped", "outdated", "kept near", "damaged"])
+
+
+@given(some.sampled_from(["latest", 1, None]), some.dictionaries(some.integers(0, 50), STATES), steps)
+def test_only_superseded_steps_are_dropped_and_the_queue_is_bounded(upload, states, asked):
+    dropped = dropped_steps(upload, states, asked)
+    open_ = {step for step, state in states.items() if state in ("queued", "uploading", "waiting", "damaged")}
+    assert set(dropped) <= open_
+    assert len(open_ - set(dropped)) <= MOST_QUEUED
+    assert (
+        not open_
+        or max(open_) not in dropped
+        or any(state == "whole" and step > max(open_) for step, state in states.items())
+    )
+
+
+attempts = some.lists(some.one_of(some.none(), some.integers(0, 50)), max_size=8).map(
+    lambda restored: [Attempt(at + 1, f"a{at + 1}", step) for at, step in enumerate(restored)]
+)
+
+
+@given(attempts, some.integers(0, 50), some.integers(0, 9))
+def test_a_step_is_abandoned_by_later_attempts_only(all_, step, number):
+    record = RunRecord("r", all_)
+    abandoned = record.is_abandoned(step, Origin("r", number, f"a{number}", 1))
+    assert abandoned == any(
+        each.number > number and each.restored is not None and each.restored < step for each in all_
+    )
+
+
+@given(attempts, some.integers(0, 8), some.integers(0, 8))
+def test_records_merge_in_any_order(all_, here, there):
+    one, other = RunRecord("r", all_[:here]), RunRecord("r", all_[:there])
+    assert one.with_attempts(other.attempts).attempts == other.with_attempts(one.attempts).attempts
+
+
+def test_an_attempt_that_was_alone_does_not_come_before_the_published_one():
+    """Two sets of hosts began the same number: the one that reached the bucket first is the run."""
+    published = RunRecord("r", [Attempt(1, "a", None), Attempt(2, "b", 100)])
+    merged = published.with_attempts([Attempt(1, "a", None), Attempt(2, "x", None)])
+    assert [each.name for each in merged.attempts] == ["a", "x", "b"]
+    for record in (published, merged):
+        assert record.is_abandoned(120, Origin("r", 2, "x", 5))
+        assert not record.is_abandoned(120, Origin("r", 2, "b", 1))
+        assert record.is_newer(Origin("r", 2, "b", 1), Origin("r", 2, "x", 5))
+
+
+def test_a_later_attempt_that_a_record_does_not_know_yet_is_not_abandoned():
+    record = RunRecord("r", [Attempt(1, "a", None), Attempt(2, "b", 100)])
+    assert not record.is_abandoned(120, Origin("r", 3, "c", 1))
+    assert record.is_abandoned(120, NO_ORIGIN)
+
+
+@pytest.mark.parametrize("note", [{}, {"run": "r"}, {"run": 1, "number": 1, "attempt": "a", "order": 1}, "text", None])
+def test_metadata_of_others_has_no_origin(note):
+    assert origin_of({"snapshot.tiers": note}) == NO_ORIGIN
+
+
+@given(some.lists(some.sets(some.integers(0, 5)), min_size=1, max_size=5), some.integers(1, 6))
+def test_a_step_is_whole_if_the_union_has_every_file(held, count):
+    sizes = {f"f{n}": n for n in range(count)}
+    origin = ("r", 1, "a", 1)
+    views = [
+        HostView(
+            str(at),
+            [StepView(7, "s" if at == 0 else "", origin if at == 0 else tuple(NO_ORIGIN), {f"f{n}": n for n in files})],
+        )
+        for at, files in enumerate(held)
+    ]
+    [found] = take_census(views, RunRecord("r", [Attempt(1, "a", None)]), lambda _: sizes)
+    union = set().union(*held)
+    assert set(found.missing) == {f"f{n}" for n in range(count) if n not in union}
+    if not found.missing:
+        assert found.replicas == min(sum(n in files for files in held) for n in range(count)) - 1
+
+
+def test_a_file_with_another_size_does_not_count():
+    view = HostView("a", [StepView(7, "s", ("r", 1, "a", 1), {"x": 9})])
+    [found] = take_census([view], RunRecord("r"), lambda _: {"x": 10})
+    assert found.missing == ["x"]
+
+
+def test_steps_of_other_runs_and_abandoned_ones_are_left_out():
+    record = RunRecord("r", [Attempt(1, "a", None), Attempt(2, "b", 5)])
+    views = [
+        HostView("a", [StepView(step, "s", (run, 1, "a", 1), {"x": 1}) for step, run in ((4, "r"), (7, "r"), (9, "q"))])
+    ]
+    assert [each.step for each in take_census(views, record, lambda _: {"x": 1})] == [4]
