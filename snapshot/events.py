@@ -24,8 +24,8 @@ class Event:
     `file` of the base and its `faults`.
 
     A manager with `near` sends `degraded` for a take that is written directly to the far root. It sends `rerouted` for
-    a file that is read from another place than the `source` that failed, and `healed` for a damaged near file that was
-    replaced. With `on_error="warn"` it sends `tolerated`, with the number of `failures`. The events of an uploader are
+    a file that is read from another place than the `source` that failed. It sends `healed` for a damaged near file that
+    was replaced. With `on_error="warn"` it sends `tolerated`, with the number of `failures`. The events of an uploader are
     sent in its own process: `uploaded`, `replicated`, `dropped`, `damaged` and `healed`.
 
     A `retry` event has a request as its verb and a file as its path, with `attempt`, `error` and `pause` (in seconds).

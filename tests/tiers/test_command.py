@@ -1,0 +1,69 @@
+"""The command with near folders: `upload` by hand, `ls --near` and `doctor --near`."""
+
+import json
+import shutil
+
+from snapshot import Snapshot
+from snapshot.cli import main
+from tests.tiers.jobs import holds, manager_of, state, stop_uploaders
+
+
+def run(capsys, *words):
+    status = main([str(word) for word in words])
+    return status, capsys.readouterr().out
+
+
+def steps_of(capsys, far, near):
+    status, text = run(capsys, "ls", far, "--near", near, "--json")
+    assert status == 0
+    return {each["step"]: (each["near"], each["far"]) for each in json.loads(text)["steps"]}
+
+
+def test_upload_and_ls_tell_where_steps_are(tmp_path, hosts, capsys):
+    far, near = tmp_path / "far", hosts("a")
+    with manager_of(far, near, upload=None, grace=0, keep_near=None) as manager:
+        for step in (10, 20, 30):
+            manager.take(step, state(step))
+        stop_uploaders(near)
+    stop_uploaders(near)
+    shutil.rmtree(far / "step-30", ignore_errors=True)  # the end of the job may have sent it
+    assert steps_of(capsys, far, near) == {step: ("whole", "absent") for step in (10, 20, 30)}
+    status, text = run(capsys, "upload", near)
+    assert (status, text.splitlines()[0]) == (0, "step-30: whole")
+    assert steps_of(capsys, far, near)[30] == ("whole", "whole")
+    assert run(capsys, "upload", near, far, "--all")[0] == 0
+    assert set(steps_of(capsys, far, near).values()) == {("whole", "whole")}
+    live = state(-1)
+    Snapshot(str(far / "step-10")).restore(live)
+    assert holds(live, 10)
+    status, text = run(capsys, "ls", far, "--near", near)
+    assert [line.split() for line in text.splitlines()[2:]] == [
+        [str(step), *text.splitlines()[2].split()[1:3], "whole", "whole"] for step in (10, 20, 30)
+    ]
+
+
+def test_what_is_not_there_is_an_error(tmp_path, capsys):
+    (tmp_path / "near").mkdir()
+    assert run(capsys, "upload", tmp_path / "near")[0] == 2
+    assert run(capsys, "upload", tmp_path / "missing")[0] == 2
+    assert run(capsys, "ls", tmp_path / "far", "--near", tmp_path / "near")[0] == 2
+
+
+def test_an_upload_that_cannot_finish_says_so(tmp_path, hosts, capsys):
+    far, near = tmp_path / "far", hosts("a")
+    with manager_of(far, near, upload=None, grace=0) as manager:
+        manager.take(10, state(10))
+        stop_uploaders(near)
+    stop_uploaders(near)
+    shutil.rmtree(far, ignore_errors=True)
+    (tmp_path / "file").write_text("")
+    assert run(capsys, "upload", near, tmp_path / "file/far")[0] == 2
+
+
+def test_doctor_measures_both_tiers(tmp_path, capsys):
+    status, text = run(
+        capsys, "doctor", tmp_path / "far", "--near", tmp_path / "near", "--size", "1MiB", "--seconds", "1"
+    )
+    assert status == 0
+    assert f"near: {tmp_path / 'near'}" in text
+    assert "one GiB is near after" in text
