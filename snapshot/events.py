@@ -25,8 +25,8 @@ class Event:
 
     A manager with `near` sends `degraded` for a take that is written directly to the far root. It sends `rerouted` for
     a file that is read from another place than the `source` that failed. It sends `healed` for a damaged near file that
-    was replaced. With `on_error="warn"` it sends `tolerated`, with the number of `failures`. The events of an uploader are
-    sent in its own process: `uploaded`, `replicated`, `dropped`, `damaged` and `healed`.
+    was replaced. The events of an uploader are sent in its own process: `uploaded`, `replicated`, `dropped`, `damaged`
+    and `healed`. With `on_error="warn"`, a manager sends `tolerated`, with the number of `failures`.
 
     A `retry` event has a request as its verb and a file as its path, with `attempt`, `error` and `pause` (in seconds).
     A `swept` event has the number of `uploads` that were dropped.

@@ -3,9 +3,13 @@
 import json
 import shutil
 
+import pytest
+
 from snapshot import Snapshot
 from snapshot.cli import main
 from tests.tiers.jobs import holds, manager_of, state, stop_uploaders
+
+pytestmark = pytest.mark.slow
 
 
 def run(capsys, *words):
@@ -27,7 +31,7 @@ def test_upload_and_ls_tell_where_steps_are(tmp_path, hosts, capsys):
         stop_uploaders(near)
     stop_uploaders(near)
     shutil.rmtree(far / "step-30", ignore_errors=True)  # the end of the job may have sent it
-    assert steps_of(capsys, far, near) == {step: ("whole", "absent") for step in (10, 20, 30)}
+    assert steps_of(capsys, far, near) == dict.fromkeys((10, 20, 30), ("whole", "absent"))
     status, text = run(capsys, "upload", near)
     assert (status, text.splitlines()[0]) == (0, "step-30: whole")
     assert steps_of(capsys, far, near)[30] == ("whole", "whole")
