@@ -147,11 +147,16 @@ class NearStorage(FileStorage):
         """Return the size that a file must have, if another place than this host's folder will be read."""
         if self._sources is None:
             return await super().stat(path)
-        _, place = self._place(path)
-        size = self._sources.size(path)
-        if place is None:
-            return await super().stat(path)
-        return FileStat(size, 0.0, "") if size is not None else await place.stat(path)
+        while True:
+            position, place = self._place(path)
+            size = self._sources.size(path)
+            try:
+                if place is None:
+                    return await super().stat(path)
+                return FileStat(size, 0.0, "") if size is not None else await place.stat(path)
+            except StorageError as error:
+                if not self._leave(path, position, str(error)):
+                    raise
 
 
 def _save_id_in(manifest: bytes) -> str:

@@ -266,7 +266,7 @@ class SnapshotManager(StepQueries, StepDecisions):
             if tiers is not None:
                 tiers.join(exchange, self._cleaner)
                 root = tiers.near
-                noted |= tiers.joined.note()
+                noted |= tiers.joined.note(replaces=replaces)
             mine = StepBegin(
                 number,
                 may_be_committed(before) and self._pendings.is_latest(number) and not replaces,
@@ -352,6 +352,7 @@ class SnapshotManager(StepQueries, StepDecisions):
         begin = partial(self._exchange, "restore_latest", given.get("timeout"))
         root, snapshot_of = self._root, self._restored_from
         if self._tiers is not None:
+            self._pendings.settle()  # they belong to the attempt that ends here
             if not self._tiers.is_joined():
                 with begin() as exchange:
                     self._tiers.join(exchange, self._cleaner)

@@ -30,7 +30,7 @@ class NearCleaner(Cleaner):
 
     def _clean(self, upto: int) -> None:
         tiers = self._tiers
-        tiers.prune(upto, self._kept, self._spared)
+        tiers.prune(upto, self.kept, self._spared)
         if self._far is None or tiers.member.fault:
             return
         states = tiers.ask(Request("status")).steps
@@ -38,7 +38,7 @@ class NearCleaner(Cleaner):
             self._uploaded.add(step)
             self._far.committed(step, time.monotonic())
 
-    def _kept(self, steps: Sequence[NearStep]) -> set[int]:
+    def kept(self, steps: Sequence[NearStep]) -> set[int]:
         """Return the steps that the policy keeps, and the bases of what they left out."""
         kept = set(reasons(self._policy, [taken_of(each.step, each.head) for each in steps], time.time()))
         heads = {each.step: each.head for each in steps}

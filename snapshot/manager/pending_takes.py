@@ -63,10 +63,14 @@ class PendingTakes:
         """Return True if any take is running."""
         return any(not each.done() for each in list(self._all.values()))
 
-    def close(self) -> None:
-        """Wait for all takes, and forget them."""
+    def settle(self) -> None:
+        """Wait for all takes."""
         for pending in list(self._all.values()):
             wait_for_pending(pending)
+
+    def close(self) -> None:
+        """Wait for all takes, and forget them."""
+        self.settle()
         self._all.clear()
         self._latest = None
 

@@ -17,8 +17,10 @@ from snapshot.reports import RestoreReport
 from snapshot.snapshot import Snapshot
 from snapshot.storage import FileStat
 from snapshot.tiers.census import CensusStep, HostView
+from snapshot.tiers.join import FAR_PATIENCE, limited
+from snapshot.tiers.manifests import Keepers
 from snapshot.tiers.run_record import NO_ORIGIN, Attempt, origin_of
-from snapshot.tiers.sources import FAR, NEAR, PEER, Place, StepSources, place_of
+from snapshot.tiers.sources import FAR, MOST_KEEPERS, NEAR, PEER, Place, StepSources, place_of
 from snapshot.tiers.tier_set import TierSet
 from snapshot.url import URL
 
@@ -35,6 +37,8 @@ class Ended(msgspec.Struct, array_like=True):
     attempt: Attempt
     committed: list[str]
     """The save ids that are committed on any host."""
+    manifests: dict[int, Keepers]
+    """The hosts that have the manifest of each near step."""
 
 
 class TieredRoot(Root):
@@ -75,13 +79,16 @@ class TieredRoot(Root):
     def end(self, step: int) -> bytes:
         """Name the attempt that begins."""
         attempt = self._tiers.member.record.next_attempt(step)
-        return msgspec.msgpack.encode(Ended(attempt, self._committed))
+        return msgspec.msgpack.encode(Ended(attempt, self._committed, self._manifests()))
+
+    def _manifests(self) -> dict[int, Keepers]:
+        return {step: (each.save_id, sorted(each.keepers)[:MOST_KEEPERS]) for step, each in self._census.items()}
 
     def ended(self, step: int | None, told: bytes) -> None:
         """Begin an attempt with the restored step."""
         if step is not None:
             ended = msgspec.msgpack.decode(told, type=Ended)
-            self._tiers.began_attempt(ended.attempt, ended.committed)
+            self._tiers.began_attempt(ended.attempt, ended.committed, ended.manifests)
             if self._is_leader and self._far_answers:
                 self._tiers.publish()
 
@@ -117,7 +124,7 @@ class TieredRoot(Root):
     async def folders(self) -> StepFolders:
         """Return the steps of the far root and the near ones: of each step the newer snapshot."""
         try:
-            folders = await super().folders()
+            folders = await limited(super().folders(), FAR_PATIENCE if self._census else None)
         except StorageError as error:
             if not self._census:
                 raise

@@ -93,24 +93,30 @@ class ManagerTiers:
 
     def near_fault(self) -> str:
         """Return why the next take cannot be written near, or ''. Give up uploads if the folder is full."""
-        member = self.joined.member
-        if not member.leads:  # its host's lowest rank looks
-            return member.fault
-        fault = self.joined.near_fault()
-        while fault and not member.fault and self._make_room():
-            fault = self.joined.near_fault()
+        tiers = self.joined
+        if tiers.superseded:
+            raise SnapshotError(f"{self._far.url}: {tiers.superseded}; nothing was saved")
+        if not tiers.member.leads:  # its host's lowest rank looks
+            return tiers.member.fault
+        fault = tiers.near_fault()
+        while fault and tiers.is_full and self._make_room():
+            fault = tiers.near_fault()
         return fault
 
     def _make_room(self) -> bool:
+        """Remove old steps, then give up the oldest upload. Return False if that frees no space."""
+        tiers, cleaner = self.joined, self._cleaner
+        if cleaner is None:
+            return False
         try:
-            made = self.joined.make_room()
-            if made and self._cleaner is not None:
-                newest = max(self.joined.folder.steps(), default=-1)
-                self._cleaner.clean_now(newest)
-        except SnapshotError as error:
+            free, newest = tiers.free_bytes(), max(tiers.folder.steps(), default=-1)
+            cleaner.clean_now(newest)
+            if tiers.free_bytes() <= free and tiers.make_room(cleaner.kept):
+                cleaner.clean_now(newest)
+            return tiers.free_bytes() > free
+        except (SnapshotError, OSError) as error:
             log.warning("%s", error)
             return False
-        return made
 
     def expect_new(self, step: int) -> None:
         """Raise SnapshotExistsError if the far root has had the step from the beginning. Called on the leader."""

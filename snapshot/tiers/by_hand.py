@@ -44,6 +44,7 @@ def upload_by_hand(
         uploader.register(
             Registration(
                 record=record,
+                attempt="",
                 far=far,
                 options=dict(options or {}),
                 upload=1 if everything else "latest",

@@ -17,7 +17,7 @@ class StepView(msgspec.Struct, array_like=True):
     step: int
     save_id: str
     """The snapshot whose manifest is here; empty if there is none."""
-    origin: tuple[str, int, str, int]
+    origin: tuple[str, int, str, int, bool]
     files: dict[str, int]
     """The data files that are here."""
 
@@ -74,8 +74,8 @@ def take_census(
 
     There is one for each step: the newest. `sizes_of` reads the manifest of one; it is empty if no host can read it.
 
-    >>> a = HostView("a", [StepView(1, "s", ("r", 1, "t", 1), {"x": 1})])
-    >>> b = HostView("b", [StepView(1, "", ("", 0, "", 0), {"x": 1, "y": 2})])
+    >>> a = HostView("a", [StepView(1, "s", ("r", 1, "t", 1, False), {"x": 1})])
+    >>> b = HostView("b", [StepView(1, "", ("", 0, "", 0, False), {"x": 1, "y": 2})])
     >>> [found] = take_census([a, b], RunRecord("r"), lambda step: {"x": 1, "y": 2})
     >>> found.step, found.missing, found.replicas
     (1, [], 0)

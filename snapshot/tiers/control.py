@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +21,7 @@ import msgspec
 from snapshot.errors import SnapshotError
 from snapshot.events import log
 from snapshot.tiers.hosts import Host
-from snapshot.tiers.run_record import RunRecord
+from snapshot.tiers.run_record import Attempt, RunRecord
 
 SOCKET, LOCK, LOG = ".uploader.sock", ".uploader.lock", ".uploader.log"
 PATIENCE = 30.0
@@ -33,6 +36,8 @@ class Registration(msgspec.Struct):
     """The message of a manager to the uploader of its host."""
 
     record: RunRecord
+    attempt: str
+    """The attempt of the trainer."""
     far: str
     """The far root, with its secrets."""
     options: dict[str, Any]
@@ -75,6 +80,10 @@ class Status(msgspec.Struct):
     steps: dict[int, StepStatus] = {}
     error: str = ""
     """The last failure to reach the far root, if it cannot be reached now."""
+    newest: list[Attempt] = []
+    """The newest attempt of the run."""
+    jobs: int = 0
+    """The number of jobs with a trainer on this host."""
 
 
 class Request(msgspec.Struct, omit_defaults=True):
@@ -111,6 +120,14 @@ def listen(folder: str) -> socket.socket:
     return made
 
 
+def _expect_same_user(connected: socket.socket) -> None:
+    """Raise PermissionError if another user listens: it would get secrets."""
+    found = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    uid = int.from_bytes(found[4:8], sys.byteorder)
+    if uid != os.geteuid():
+        raise PermissionError(f"it belongs to user {uid}")
+
+
 class ControlClient:
     """A connection to the uploader of this host."""
 
@@ -122,6 +139,7 @@ class ControlClient:
         try:
             with short_path(folder, SOCKET) as path:
                 self._socket.connect(path)
+            _expect_same_user(self._socket)
         except OSError as error:
             self._socket.close()
             raise UploaderError(f"{folder}: its uploader cannot be reached: {error}") from error
@@ -156,47 +174,50 @@ class ControlServer:
         self._listening = listening
         self._handle = handle
         self._lock = threading.Lock()
-        self._trainers = 0
+        self._registered: Counter[str] = Counter()
+        """Connections of trainers, by the secrets of their jobs."""
+        self._closed = False
         threading.Thread(target=self._accept, name="snapshot-control", daemon=True).start()
 
-    @property
-    def trainers(self) -> int:
-        """The number of connections that have registered."""
-        return self._trainers
+    def jobs(self) -> int:
+        """Return the number of jobs with a trainer that is connected."""
+        with self._lock:
+            return len(+self._registered)
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 connection, _ = self._listening.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), name="snapshot-control", daemon=True).start()
+                threading.Thread(target=self._serve, args=(connection,), name="snapshot-control", daemon=True).start()
+            except (OSError, RuntimeError):  # too many files or threads: later there may be fewer
+                time.sleep(0.1)
 
     def _serve(self, connection: socket.socket) -> None:
-        registered = False
+        job = ""
         try:
             with connection, connection.makefile("rb") as lines:
                 for line in lines:
                     request = _requests.decode(line)
-                    if request.verb == "register" and not registered:
-                        registered = True
-                        self._count(1)
-                    if request.verb == "close" and registered:
-                        registered = False
-                        self._count(-1)
+                    if request.verb == "register" and request.registration is not None and not job:
+                        job = request.registration.secret
+                        self._count(job, 1)
+                    if request.verb == "close" and job:
+                        self._count(job, -1)
+                        job = ""
                     connection.sendall(msgspec.json.encode(self._handle(request)) + b"\n")
         except (OSError, msgspec.DecodeError) as error:
             log.debug("a control connection ended: %s", error)
         finally:
-            if registered:
-                self._count(-1)
+            if job:
+                self._count(job, -1)
 
-    def _count(self, change: int) -> None:
+    def _count(self, job: str, change: int) -> None:
         with self._lock:
-            self._trainers += change
+            self._registered[job] += change
 
     def close(self) -> None:
         """Stop listening."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()

@@ -51,6 +51,7 @@ class FarUpload:
         self._step = step
         self._progress = progress
         self._renewed = 0.0
+        self._live = ""
         self._document: Document | None = None
         self._replaces: Expect = ABSENT
         self._wrong: set[str] = set()
@@ -58,15 +59,17 @@ class FarUpload:
         self.record = RunRecord("")
         """The record of the far root, when it was last read."""
 
-    async def advance(self, record: RunRecord, here: Sequence[str], *, commits: bool) -> bool:
+    async def advance(self, record: RunRecord, here: Sequence[str], *, live: str, commits: bool) -> bool:
         """Send the files that are here and not there. Commit if all are there. Return True if the step is committed.
 
-        Without `commits`, leave the commit to another host, which then checks all files.
+        Without `commits`, leave the commit to another host, which then checks all files. `live`: the attempt of a
+        trainer that runs now.
 
         Raises:
             Outdated: The step must not be uploaded.
             OtherRun: The far root belongs to another run.
         """
+        self._live = live
         if not self._renewed:
             await self._expect_wanted(record)
         if await self._is_committed():
@@ -99,7 +102,7 @@ class FarUpload:
 
     async def _expect_wanted(self, record: RunRecord) -> None:
         """Raise if the step was removed from the far root, or a later attempt abandoned it."""
-        self.record = found = await publish_record(self._root, record)
+        self.record = found = await publish_record(self._root, record, self._live)
         step, origin = self._step.step, self._step.origin
         if found.run != record.run:
             raise OtherRun(f"{self._root.url}: belongs to another run ({found.run}), so nothing is uploaded to it")

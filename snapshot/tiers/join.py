@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from snapshot.distributed.exchange import Exchange
-from snapshot.errors import SnapshotError, StorageError
+from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError
 from snapshot.events import log
 from snapshot.peer_requests import host_of
 from snapshot.runtime.loop import run
@@ -31,8 +32,12 @@ from snapshot.tiers.run_record import (
     store_record,
 )
 from snapshot.tiers.upload_queue import Upload
-from snapshot.tiers.uploader_process import ensure_uploader
+from snapshot.tiers.uploader_process import ensure_uploader, expect_own_folder
 from snapshot.url import URL
+
+T = TypeVar("T")
+FAR_PATIENCE = 20.0
+"""Seconds to wait for the far root at the beginning of a job, if there are near steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +102,7 @@ class Membership:
         """Return what the uploader must know."""
         return Registration(
             record=self.record,
+            attempt=self.attempt.name,
             far=options.far.reveal(),
             options=options.options,
             upload=options.upload,
@@ -156,40 +162,49 @@ def _arrive(options: TierOptions) -> Arrived:
 
 
 def _records(options: TierOptions) -> list[RunRecord]:
+    """Return the records of this host for the far root, the one that was used last first."""
     found = []
     for entry in os.scandir(options.near):
         path = f"{entry.path}/{RECORD}"
         with suppress(OSError, SnapshotError), open(path, "rb") as file:
             record = decode_record(file.read(), path)
             if record.run == entry.name and record.far == str(options.far):
-                found.append(record)
-    return found
+                found.append((os.fstat(file.fileno()).st_mtime_ns, record))
+    return [record for _, record in sorted(found, key=lambda each: -each[0])]
 
 
 def _lead(arrived: Sequence[Arrived], options: TierOptions) -> Joined:
     """Find the run: by the record in the far root, else by those of the hosts, else it is a new one."""
-    records = [record for each in arrived for record in each.records]
-    far, fault = None, ""
+    far, fault, deleted = None, "", True
     session = Session(options.far, options.options)
+    patience = FAR_PATIENCE if any(each.records for each in arrived) else None
     try:
         try:
-            far = run(read_record(session.storage))
+            found = run(limited(read_record(session.storage), patience))
+            far = found[0] if found is not None else None
         except StorageError as error:
             fault = str(error)
-        runs = [each.run for each in records if fault or not each.published]
-        chosen = far[0].run if far is not None else max(runs, key=runs.count, default=new_name())
-        record = far[0] if far is not None else RunRecord(chosen)
-        for each in records:
+        except CorruptSnapshotError as error:
+            log.warning("%s: it is written again from the copies of the hosts", error)
+            deleted = False
+        newest = [each.records[0].run for each in arrived if each.records]
+        if not fault and deleted:  # a published record that is missing now was deleted with the run
+            newest = [each.records[0].run for each in arrived if each.records and not each.records[0].published]
+        chosen = far.run if far is not None else max(newest, key=newest.count, default=new_name())
+        record = far if far is not None else RunRecord(chosen)
+        for each in (record for host in arrived for record in host.records):
             if each.run == chosen:
                 record = record.with_attempts(each.attempts)
         attempt = record.next_attempt(None)
         record = record.with_attempts([attempt])
         if not fault:
             try:
-                published = run(publish_record(session.storage, record))
+                published = run(limited(publish_record(session.storage, record, attempt.name), patience))
                 if published.run != record.run:  # another job began a moment ago
-                    published = run(publish_record(session.storage, RunRecord(published.run, [attempt])))
+                    alone = RunRecord(published.run, [attempt])
+                    published = run(limited(publish_record(session.storage, alone, attempt.name), patience))
                 record = published
+                attempt = next(each for each in record.attempts if each.name == attempt.name)
             except StorageError as error:
                 fault = str(error)
     finally:
@@ -198,10 +213,20 @@ def _lead(arrived: Sequence[Arrived], options: TierOptions) -> Joined:
     return Joined(record, attempt, hosts, secrets.token_hex(16), fault)
 
 
+async def limited(work: Coroutine[Any, Any, T], seconds: float | None) -> T:
+    """Await a request to the far root. Raise StorageError after some seconds."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError as error:
+        raise StorageError(f"the far root did not answer within {seconds} s") from error
+
+
 def _start(member: Membership) -> Ready:
     """Start or adopt the uploader of this host."""
     try:
         os.makedirs(member.folder, mode=0o700, exist_ok=True)
+        expect_own_folder(member.folder)
         store_record(member.folder, member.record)
         client, address = ensure_uploader(member.folder, job_address() if len(member.hosts) > 1 else None)
         client.close()

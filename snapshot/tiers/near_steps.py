@@ -123,11 +123,13 @@ class NearFolder:
         `committed`: the save ids that are committed on any host.
         """
         for step in self.folders():
-            for save_id in {save_id_of(name) for name in self.files(step)}.difference(committed):
-                self.remove(step, save_id or "")
+            head = self._head(step)
+            spared = {*committed, head.save_id if head is not None else ""}
+            for save_id in {save_id_of(name) or "" for name in self.files(step)} - spared:
+                self.remove(step, save_id)
             with suppress(OSError):
                 for name in os.listdir(self.step_path(step)):
-                    if save_id_of(name) is not None:  # a claim
+                    if save_id_of(name) not in (None, *spared):  # a claim
                         _unlink(f"{self.step_path(step)}/{name}")
                 os.rmdir(self.step_path(step))
 

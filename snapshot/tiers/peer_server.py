@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from snapshot.events import log
 from snapshot.peer_requests import SIGNATURE, STATUS, is_signed, parse_target, sign
@@ -19,6 +20,10 @@ from snapshot.peer_requests import SIGNATURE, STATUS, is_signed, parse_target, s
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 PATIENCE = 120.0
 """Seconds after which an idle connection is closed."""
+FIRST = 10.0
+"""Seconds after which a connection without a signed request is closed."""
+MOST = 1024
+"""Connections at a time."""
 
 
 class PeerServer:
@@ -33,7 +38,7 @@ class PeerServer:
         self._server = _Server(listening.getsockname()[:2], handler, bind_and_activate=False)
         self._server.socket.close()
         self._server.socket = listening
-        threading.Thread(target=self._server.serve_forever, name="snapshot-peers", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), name="snapshot-peers", daemon=True).start()
 
     @property
     def address(self) -> str:
@@ -62,6 +67,25 @@ class PeerServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
+    free = threading.BoundedSemaphore(MOST)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection, if there are not too many."""
+        if self.free.acquire(blocking=False):
+            try:
+                super().process_request(request, client_address)
+            except RuntimeError:  # no more threads
+                self.free.release()
+                self.shutdown_request(request)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in its thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.free.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
         log.debug("a connection from %s ended early", client_address)
@@ -69,7 +93,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    timeout = PATIENCE
+    timeout = FIRST
     peer: PeerServer
     wbufsize = 0
     disable_nagle_algorithm = True
@@ -84,8 +108,11 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = self.headers["Range"] or ""
         secret = self.peer.find_secret(self.headers[SIGNATURE], self.command, self.path, wanted)
         if secret is None:
+            self.close_connection = True
             self._refuse(HTTPStatus.FORBIDDEN, "the request is not signed with the secret of this run")
-        elif self.path == f"/{STATUS}":
+            return
+        self.connection.settimeout(PATIENCE)
+        if self.path == f"/{STATUS}":
             self._send_signed(secret, self.peer.describe())
         elif (found := parse_target(self.path)) is None:
             self._refuse(HTTPStatus.NOT_FOUND, "not a name of a file that hosts offer")

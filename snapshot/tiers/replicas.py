@@ -96,7 +96,7 @@ class Replicas:
 
     def _pull_step(self, address: str, step: int, save_id: str, wanted: set[str]) -> int:
         source = self._session(address, step)
-        near = Session(URL.parse(f"near://{self._folder.step_path(step)}"), None, durable=False)
+        near = Session(URL("near", self._folder.step_path(step)), None, durable=False)
         try:
             document = self._manifest(source, near, step, save_id)
             if document is None:
@@ -144,7 +144,7 @@ def _own(files: dict[str, int], pulled: Collection[str]) -> dict[str, int]:
 def heal_step(folder: NearFolder, near: NearStep, files: Collection[str], places: Sequence[Session]) -> set[str]:
     """Replace the damaged ones of a step's files by copies from other places. Return those that are damaged still."""
     path = folder.step_path(near.step)
-    session = Session(URL.parse(f"near://{path}"), None)
+    session = Session(URL("near", path), None)
     try:
         with open(f"{path}/{METADATA}", "rb") as file:
             document = decode_document(file.read(), f"{path}/{METADATA}")

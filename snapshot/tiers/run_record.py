@@ -7,6 +7,7 @@ host that returns with such a step must not publish it. The record is in the far
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageNotFoundError
+from snapshot.events import log
 from snapshot.storage import ABSENT, ANYTHING, Expect, Storage
 
 RECORD = ".run.json"
@@ -23,6 +25,8 @@ KEY = "snapshot.tiers"
 KEPT = 1000
 """The newest attempts, which a record names."""
 TRIES = 20
+_RUN = re.compile(r"[0-9a-f]{12}")
+"""Ids of runs, which are names of folders."""
 
 
 class Attempt(msgspec.Struct, array_like=True, frozen=True):
@@ -44,6 +48,8 @@ class Origin(NamedTuple):
     attempt: str
     order: int
     """Number of the take in its attempt."""
+    replaces: bool = False
+    """True if the take may replace another snapshot of the step."""
 
 
 NO_ORIGIN = Origin("", 0, "", 0)
@@ -52,8 +58,14 @@ NO_ORIGIN = Origin("", 0, "", 0)
 def origin_of(metadata: Mapping[str, Any]) -> Origin:
     """Return the origin of a step. It is empty if a manager without `near` took the step."""
     match metadata.get(KEY):
-        case {"run": str(run), "number": int(number), "attempt": str(attempt), "order": int(order)}:
-            return Origin(run, number, attempt, order)
+        case {
+            "run": str(run),
+            "number": int(number),
+            "attempt": str(attempt),
+            "order": int(order),
+            "replaces": bool(replaces),
+        }:
+            return Origin(run, number, attempt, order, replaces)
     return NO_ORIGIN
 
 
@@ -79,11 +91,18 @@ class RunRecord(msgspec.Struct):
         return [each for each in self.attempts if each.number >= origin.number]
 
     def is_abandoned(self, step: int, origin: Origin) -> bool:
-        """Return True if a later attempt began with an older step."""
+        """Return True if a later attempt of the step's run began with an older step."""
+        if origin.run != self.run:
+            return False
         return any(each.restored is not None and each.restored < step for each in self._later(origin))
 
     def is_newer(self, one: Origin, other: Origin) -> bool:
-        """Return True if a snapshot of a step replaces another one of the same step."""
+        """Return True if a snapshot of a step replaces another one of the same step.
+
+        A snapshot that is not of this run is replaced only on purpose.
+        """
+        if other.run != self.run:
+            return one.replaces
         ages = [(-len(self._later(each)), each.number, each.order) for each in (one, other)]
         return ages[0] > ages[1]
 
@@ -106,9 +125,12 @@ def new_name() -> str:
 def decode_record(data: bytes, where: object) -> RunRecord:
     """Return a record."""
     try:
-        return msgspec.json.decode(data, type=RunRecord)
+        record = msgspec.json.decode(data, type=RunRecord)
     except msgspec.DecodeError as error:
         raise CorruptSnapshotError(f"{where}: not a record of a run: {error}") from error
+    if not _RUN.fullmatch(record.run):
+        raise CorruptSnapshotError(f"{where}: not a record of a run: its id is {record.run[:40]!r}")
+    return record
 
 
 def store_record(folder: str, record: RunRecord) -> None:
@@ -128,16 +150,21 @@ async def read_record(storage: Storage) -> tuple[RunRecord, str] | None:
         return None
 
 
-async def publish_record(storage: Storage, mine: RunRecord) -> RunRecord:
+async def publish_record(storage: Storage, mine: RunRecord, live: str = "") -> RunRecord:
     """Add a record's attempts to the one in a far root, and return the result. Another run's record is returned as is.
 
-    Several hosts may do this at once: each write expects what was read.
+    `live`: the attempt of a trainer that runs now. If others were published while it could not reach the root, it comes
+    after them. Several hosts may do this at once: each write expects what was read.
     """
     for _ in range(TRIES):
-        found = await read_record(storage)
+        try:
+            found = await read_record(storage)
+        except CorruptSnapshotError as error:
+            log.warning("%s: it is written again from the copies of the hosts", error)
+            found = RunRecord(mine.run), (await storage.stat(RECORD)).token
         if found is not None and found[0].run != mine.run:
             return found[0]
-        merged = mine if found is None else found[0].with_attempts(mine.attempts)
+        merged = mine if found is None else found[0].with_attempts(_renumbered(mine.attempts, found[0], live))
         if found is not None and merged.attempts == found[0].attempts:
             return found[0]
         expect: Expect = ABSENT if found is None else found[1]
@@ -148,3 +175,15 @@ async def publish_record(storage: Storage, mine: RunRecord) -> RunRecord:
             continue
         return merged
     raise StorageConflictError(f"{storage.url.join(RECORD)}: changed {TRIES} times while it was read")
+
+
+def _renumbered(attempts: Sequence[Attempt], far: RunRecord, live: str) -> list[Attempt]:
+    """Return attempts, the live one with a number above all published ones, if it is not published yet."""
+    known = {each.name for each in far.attempts}
+    top = max((each.number for each in far.attempts), default=0)
+    return [
+        msgspec.structs.replace(each, number=max(each.number, top + 1))
+        if each.name == live and live not in known
+        else each
+        for each in attempts
+    ]

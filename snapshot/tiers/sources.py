@@ -106,8 +106,8 @@ class StepSources:
             return found
 
     def _find(self, path: str) -> Sequence[Storage | None]:
-        holders = self._holders.get(path, [])
-        found: list[Storage | None] = [None] if self._index in holders or not holders else []
+        holders = self._holders.get(path, [self._index])  # an unknown file is not offered by other hosts
+        found: list[Storage | None] = [None] if self._index in holders else []
         count = len(self._hosts)
         others = sorted(
             (host for host in holders if host != self._index), key=lambda host: (host - self._index) % count

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,12 +19,14 @@ from snapshot.peer_requests import STATUS
 from snapshot.registry import open_storage
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
+from snapshot.save.claims import pending_saves
 from snapshot.save.cleanup import committed_save_id
 from snapshot.storage import Context
 from snapshot.tiers.census import CensusStep, HostView, take_census, view_of
 from snapshot.tiers.control import ControlClient, Request, Status, StepStatus, UploaderError
 from snapshot.tiers.hosts import job_address
-from snapshot.tiers.join import Membership, TierOptions
+from snapshot.tiers.join import FAR_PATIENCE, Membership, TierOptions, limited
+from snapshot.tiers.manifests import Keepers, fetch_manifests, read_manifest
 from snapshot.tiers.near_steps import PINNED, NearFolder, NearStep
 from snapshot.tiers.replicas import heal_step
 from snapshot.tiers.run_record import KEY, Attempt, Origin, publish_record
@@ -34,6 +36,10 @@ from snapshot.url import URL
 
 T = TypeVar("T")
 FAULTS = {"outdated": "is not uploaded", "damaged": "is damaged", "dropped": "is not uploaded"}
+APPEARS = 10.0
+"""Seconds that the manifest of a committed take may need to appear on a host."""
+MOST_HELD = 4
+"""Steps before the newest that wait for their replicas before older ones are removed."""
 SPARE = 1.05
 """Free space that a near take needs, as a multiple of the last take's bytes."""
 _statuses = msgspec.json.Decoder(Status)
@@ -56,6 +62,12 @@ class TierSet:
         self._order = 0
         self._probing = False
         """True if the last near take failed, so that the next one tries the folder first."""
+        self.is_full = False
+        self._cleaned = False
+        """True once leftovers of interrupted takes were removed."""
+        self.superseded = ""
+        """Why this job must not go on: a later attempt has begun, as the uploader says."""
+        self._last_step = -1
         self.last_bytes = 0
         """Bytes of this host's share of the last take."""
         if not member.fault:
@@ -77,12 +89,12 @@ class TierSet:
                         self._connect()
                     assert self._client is not None
                     return self._client.ask(request)
-                except UploaderError:
+                except (UploaderError, OSError) as error:
                     if self._client is not None:
                         self._client.close()
                     self._client = None
                     if again:
-                        raise
+                        raise UploaderError(str(error)) from error
         raise AssertionError
 
     def _connect(self) -> None:
@@ -110,21 +122,27 @@ class TierSet:
         """Return the URL of a near step."""
         return URL("near", self.folder.step_path(step)).reveal()
 
-    def note(self) -> dict[str, Any]:
+    def note(self, *, replaces: bool) -> dict[str, Any]:
         """Return the metadata of the next take: its run, its attempt, and its number in it."""
         self._order += 1
         attempt = self.member.attempt
-        origin = Origin(self.member.record.run, attempt.number, attempt.name, self._order)
+        origin = Origin(self.member.record.run, attempt.number, attempt.name, self._order, replaces)
         return {KEY: origin._asdict()}
 
+    def free_bytes(self) -> int:
+        """Return the free space of the near folder."""
+        found = os.statvfs(self.member.folder)
+        return found.f_bavail * found.f_frsize
+
     def near_fault(self) -> str:
-        """Return why the next take cannot be written near, or ''."""
+        """Return why the next take cannot be written near, or ''. `is_full` tells if that is for lack of space."""
+        self.is_full = False
         if self.member.fault:
             return self.member.fault
         try:
-            found = os.statvfs(self.member.folder)
-            free = found.f_bavail * found.f_frsize
+            free = self.free_bytes()
             if free < self.last_bytes * SPARE:
+                self.is_full = True
                 return f"{self.member.folder}: {free:,} bytes are free, and the last take had {self.last_bytes:,}"
             if self._probing:
                 self._probe()
@@ -169,17 +187,12 @@ class TierSet:
         if near is not None and near.save_id == step.save_id:
             return near.head.sizes()
         for host in sorted(step.keepers - {member.index}):
-            if member.hosts[host].address:
-                url = URL.parse(f"peer://{member.hosts[host].address}/step-{step.step}")
-                storage = open_storage(url, {"secret": member.secret}, Context())
-                try:
-                    head = decode_head(run(storage.get(METADATA)), url)
-                    if head.save_id == step.save_id:
-                        return head.sizes()
-                except SnapshotError as error:
-                    log.info("step-%s: %s", step.step, error)
-                finally:
-                    run(storage.close())
+            try:
+                data = read_manifest(member, step.step, host)
+                if data is not None and (head := decode_head(data, METADATA)).save_id == step.save_id:
+                    return head.sizes()
+            except SnapshotError as error:
+                log.info("step-%s: %s", step.step, error)
         return {}
 
     def sources(self, step: int, place: Place) -> StepSources:
@@ -196,27 +209,31 @@ class TierSet:
             options=self.options.options,
         )
 
-    def began_attempt(self, attempt: Attempt, committed: Sequence[str]) -> None:
-        """Begin an attempt with a restored step. Remove abandoned steps, and what interrupted takes left behind."""
+    def began_attempt(self, attempt: Attempt, committed: Sequence[str], manifests: Mapping[int, Keepers]) -> None:
+        """Begin an attempt with a restored step. Remove abandoned steps, and what interrupted takes left behind.
+
+        `committed`: the save ids that are committed on any host. `manifests`: the hosts that have each step's manifest.
+        """
         member = self.member
         member.record = member.record.with_attempts([attempt])
-        member.attempt, first = attempt, self._order == 0
-        self._order = 0
+        member.attempt, self._order = attempt, 0
         if member.fault or not member.leads:
             return
         for step, near in self.folder.steps().items():
-            if near.origin.run == member.record.run and member.record.is_abandoned(step, near.origin):
+            if member.record.is_abandoned(step, near.origin):
                 log.warning("step-%s: removed: the run continues from step-%s", step, attempt.restored)
                 self.folder.remove(step, near.save_id)
-        if first:
-            self.folder.remove_leftovers(committed)
+        fetch_manifests(self.folder, member, manifests)
+        if not self._cleaned and self.ask(Request("status")).jobs <= 1:
+            self.folder.remove_leftovers({*committed, *pending_saves()})
+        self._cleaned = True
         self._register()
 
     def publish(self) -> None:
         """Add the attempts to the record in the far root. Uploaders do so, too, before they commit a step."""
         session = Session(self.options.far, self.options.options)
         try:
-            run(publish_record(session.storage, self.member.record))
+            run(limited(publish_record(session.storage, self.member.record, self.member.attempt.name), FAR_PATIENCE))
         except StorageError as error:
             log.warning("%s: cannot be reached: %s", self.options.far, error)
         finally:
@@ -231,12 +248,16 @@ class TierSet:
     def wait_far(self, step: int, save_id: str, timeout: float | None) -> None:
         """Wait until a step is committed in the far root. Raise TimeoutError, or FarError if it will never be."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        status, pause = self.ask(Request("want", step=step)), 0.02
+        status, pause, began = self.ask(Request("want", step=step)), 0.02, time.monotonic()
         while True:
             state = status.steps.get(step)
             if state is None or state.save_id != save_id:
                 if self._is_far(step, save_id):
                     return
+                if time.monotonic() - began < APPEARS:  # another rank of this host stores the manifest
+                    time.sleep(0.1)
+                    status = self.ask(Request("status"))
+                    continue
                 raise FarError(f"step-{step}: was removed or replaced before it was uploaded")
             if state.far == "whole":
                 return
@@ -306,10 +327,13 @@ class TierSet:
         if self.member.fault or not self.member.leads:
             return
         status = self.ask(Request("status"))
+        self._look_for_later_attempt(status, upto)
         steps = {step: each for step, each in self.folder.steps().items() if each.origin.run == self.member.record.run}
         keep = kept(list(steps.values()))
         safe = len(self.member.hosts) == 1 or not self.options.replicas
         newest = max((step for step, each in status.steps.items() if safe or each.replicated), default=-1)
+        if len(steps) > len(keep) + MOST_HELD:  # a partner that is lost must not fill the folder
+            newest = max(steps, default=-1)
         for step, near in steps.items():
             state = status.steps.get(step)
             open_ = state is None or state.far in ("queued", "uploading", "waiting", "damaged")
@@ -318,11 +342,21 @@ class TierSet:
             if not os.path.exists(f"{self.folder.step_path(step)}/{PINNED}"):
                 self.folder.remove(step, near.save_id)
 
-    def make_room(self) -> bool:
-        """Give up the upload of the oldest step that waits for one. Return False if only the newest waits."""
+    def _look_for_later_attempt(self, status: Status, step: int) -> None:
+        """Record that another job has restored an older step than this job has saved."""
+        later = [each for each in status.newest if each.name not in {mine.name for mine in self.member.record.attempts}]
+        if any(each.restored is not None and each.restored < step for each in later):
+            self.superseded = (
+                f"another job has continued this run from step {later[0].restored}, so steps of this one are removed"
+            )
+
+    def make_room(self, kept: Callable[[Sequence[NearStep]], set[int]]) -> bool:
+        """Give up the upload of the oldest step that waits for one, if the policy then lets it go."""
         status = self.ask(Request("status"))
+        keep = kept(list(self.folder.steps().values()))
         waiting = sorted(step for step, each in status.steps.items() if each.far in ("queued", "uploading", "waiting"))
-        if not waiting or waiting[0] == max(status.steps):
+        waiting = [step for step in waiting if step not in keep and step != max(status.steps)]
+        if not waiting:
             return False
         log.warning("step-%s: its upload is given up, since %s is full", waiting[0], self.folder.path)
         self.ask(Request("drop", step=waiting[0]))

@@ -28,15 +28,17 @@ def wanted_steps(upload: Upload, steps: Collection[int], asked: Collection[int])
     return sorted(wanted)
 
 
-def choose_next(wanted: Collection[int], begun: Collection[int]) -> int | None:
-    """Return the step to upload next: the newest that a host has begun, so that all upload the same, or the newest.
+def choose_next(wanted: Collection[int], begun: Collection[int], last: int | None = None) -> int | None:
+    """Return the step to upload next: the newest wanted one, and those that some host has begun, in turns.
 
-    >>> choose_next([10, 30], [10])
-    10
-    >>> choose_next([10, 30], [])
-    30
+    Hosts finish what others have begun, so that all upload the same steps. One that waits for a lost host must not
+    hold up a newer one. `last`: the step that had the last turn.
+
+    >>> choose_next([10, 30], [10]), choose_next([10, 30], [10], 30), choose_next([10, 30], [])
+    (30, 10, 30)
     """
-    return max(begun, default=max(wanted, default=None))
+    turns = {*begun, *([max(wanted)] if wanted else [])}
+    return max(turns - {last} or turns, default=None)
 
 
 def dropped_steps(upload: Upload, states: Mapping[int, str], asked: Collection[int]) -> list[int]:
@@ -44,12 +46,14 @@ def dropped_steps(upload: Upload, states: Mapping[int, str], asked: Collection[i
 
     `states`: what an uploader says of each step.
 
-    >>> dropped_steps("latest", {10: "waiting", 20: "queued", 30: "whole", 40: "queued"}, [])
-    [10, 20]
+    >>> dropped_steps("latest", {10: "waiting", 20: "queued", 30: "whole", 40: "queued", 50: "queued"}, [])
+    [10, 20, 40]
     """
     open_ = sorted(step for step, state in states.items() if state in ("queued", "uploading", "waiting", "damaged"))
     dropped = open_[:-MOST_QUEUED]
     if upload == "latest":
-        newest = max((step for step, state in states.items() if state == "whole"), default=-1)
-        dropped += [step for step in open_ if step < newest and step not in asked]
+        whole = max((step for step, state in states.items() if state == "whole"), default=-1)
+        newest = max(states, default=-1)
+        dropped += [step for step in open_ if step < whole and step not in asked]
+        dropped += [step for step in open_ if step < newest and states[step] == "queued" and step not in asked]
     return sorted(set(dropped))

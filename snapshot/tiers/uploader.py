@@ -32,7 +32,7 @@ LONGEST_PAUSE = 30.0
 OTHERS = 60.0
 """Seconds after which a host also uploads files that another host has not uploaded, if it has replicas of them."""
 BUDGET = 128 << 20
-DONE = ("whole", "dropped", "outdated", "kept near")
+DONE = ("whole", "dropped", "outdated", "damaged", "kept near")
 
 
 class Uploader:
@@ -47,6 +47,11 @@ class Uploader:
         self._uploads: dict[int, FarUpload] = {}
         self._sessions: dict[int, tuple[Session, Session]] = {}
         self._asked: set[int] = set()
+        self._reset = False
+        """True if the far root is reached with other options from now on."""
+        self._vain: list[FarUpload] = []
+        """Uploads whose files must be deleted."""
+        self.jobs: Callable[[], int] = lambda: 0
         self._error = ""
         self._pause = 0.0
         self._root: Session | None = None
@@ -78,13 +83,19 @@ class Uploader:
     def register(self, registration: Registration) -> None:
         """Serve a trainer: the new one, if there was another."""
         with self._lock:
-            changed = self._registration is not None and self._registration.far != registration.far
+            old = self._registration
+            if old is not None and old.record.run == registration.record.run:
+                registration.record = registration.record.with_attempts(old.record.attempts)
+            changed = old is not None and (old.far, old.options, old.rate) != (
+                registration.far,
+                registration.options,
+                registration.rate,
+            )
             self._registration = registration
             self._replicas.register(registration)
             self.on_secret(registration.secret)
             self._pause = 0.0
-            if changed:
-                self._close_sessions()
+            self._reset = self._reset or changed
             store_record(self.folder.path, registration.record)
         self._refresh()
 
@@ -92,7 +103,8 @@ class Uploader:
         """Return the state."""
         with self._lock:
             run_id = self._registration.record.run if self._registration is not None else ""
-            return Status(run_id, self.address, os.getpid(), dict(self._states), self._error)
+            newest = self._registration.record.attempts[-1:] if self._registration is not None else []
+            return Status(run_id, self.address, os.getpid(), dict(self._states), self._error, newest, self.jobs())
 
     def describe(self) -> bytes:
         """Return the state, for other hosts."""
@@ -123,6 +135,7 @@ class Uploader:
             for step in list(self._states):
                 if step not in steps or self._states[step].save_id != steps[step].save_id:
                     self._forget(step)
+            self._asked |= {step for step, near in steps.items() if near.origin.replaces}
             wanted = wanted_steps(given.upload, steps, self._asked)
             for step, near in steps.items():
                 files = self.folder.files(step)
@@ -165,8 +178,8 @@ class Uploader:
             run(session.close())
 
     def _end(self, step: int, upload: FarUpload) -> None:
-        """Delete what was uploaded of a step in vain."""
-        run(upload.discard())
+        """Let the next turn delete what was uploaded of a step in vain."""
+        self._vain.append(upload)
         self._uploads.pop(step, None)
 
     # Upload
@@ -176,6 +189,12 @@ class Uploader:
         self._refresh()
         with self._lock:
             given = self._registration
+            vain, self._vain = self._vain, []
+            if self._reset:
+                self._reset = False
+                self._close_sessions()
+        for upload in vain:
+            run(upload.discard())
         if given is None:
             return 0.5
         try:
@@ -207,16 +226,15 @@ class Uploader:
             open_ = {
                 step: each
                 for step, each in self._states.items()
-                if each.far in ("queued", "uploading", "waiting")
-                or (each.far == "kept near" and given.upload == "latest" and len(given.hosts) > 1)
+                if each.far in ("queued", "uploading", "waiting") or (each.far == "kept near" and len(given.hosts) > 1)
             }
         if not open_:
             return None
         root = self._far_root(given)
         begun = [step for step, each in open_.items() if run(is_begun(root, step, each.save_id))]
-        turns = [step for step in begun if step != self._last] or begun  # each in turn: some wait for other hosts
+        begun += [step for step, each in open_.items() if each.far == "waiting" and step not in begun]
         queued = [step for step, each in open_.items() if each.far != "kept near"]
-        self._last = choose_next(queued, turns)
+        self._last = choose_next(queued, begun, self._last)
         return self._last
 
     _last: int | None = None
@@ -241,7 +259,8 @@ class Uploader:
             waited = time.monotonic() - self._waiting_since.get(step, began)
             commits = given.index == 0 or waited > 2 + given.index % 64  # the first host, unless it is slow
             here = self._to_send(state, waited)
-            whole = run(upload.advance(given.record, here, commits=commits))
+            live = given.attempt if self.jobs() else ""
+            whole = run(upload.advance(given.record, here, live=live, commits=commits))
         except Outdated as error:
             log.warning("%s", error)
             state.far, state.error = "outdated", str(error)
@@ -259,22 +278,31 @@ class Uploader:
             with self._lock:
                 self._current = None
             state.seconds += time.monotonic() - began
-        if upload.record.run == given.record.run and not given.record.published:
-            given.record.published = True
-            store_record(self.folder.path, given.record)
+        if upload.record.run == given.record.run:
+            merged = upload.record.with_attempts(given.record.attempts)
+            if not given.record.published or merged.attempts != given.record.attempts:
+                given.record.attempts, given.record.published = merged.attempts, True
+                store_record(self.folder.path, given.record)
+        self._ended(step, near, state, upload, whole=whole)
+        return whole
+
+    def _ended(self, step: int, near: NearStep, state: StepStatus, upload: FarUpload, *, whole: bool) -> None:
+        """Record the state of an upload after its turn."""
         with self._lock:
+            given = self._registration
             if whole:
                 state.far, state.sent = "whole", state.total
                 log.info("step-%s: uploaded", step)
             elif state.far == "dropped":
                 self._end(step, upload)
+            elif given is not None and len(given.hosts) == 1 and near.head.sizes().keys() - state.files.keys():
+                state.far, state.error = "damaged", "this host lacks some of its files"
             else:
                 state.far = "waiting"
                 self._waiting_since.setdefault(step, time.monotonic())
-        return whole
 
     def _begin(self, near: NearStep, state: StepStatus, given: Registration) -> FarUpload:
-        source = Session(URL.parse(f"near://{self.folder.step_path(near.step)}"), None, budget=BUDGET)
+        source = Session(URL("near", self.folder.step_path(near.step)), None, budget=BUDGET)
         if given.rate:
             source.switch_storage(Throttled(source.storage, given.rate))
         far = URL.parse(given.far).join(f"step-{near.step}")

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
+import resource
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -77,7 +80,7 @@ def ensure_uploader(folder: str, address: str | None) -> tuple[ControlClient, st
 
 def _start(folder: str, lock: int, address: str | None) -> str:
     """Start an uploader as a detached process. Return the address on which it offers files."""
-    peers = socket.create_server((address, 0), backlog=256) if address is not None else None
+    peers = _listen_again(folder, address) if address is not None else None
     offered = "{}:{}".format(*peers.getsockname()[:2]) if peers is not None else ""
     Path(f"{folder}/{OFFERED}").write_text(offered, "ascii")
     control = listen(folder)
@@ -110,6 +113,27 @@ def _start(folder: str, lock: int, address: str | None) -> str:
     return offered
 
 
+def _listen_again(folder: str, address: str) -> socket.socket:
+    """Listen on the port of the last uploader, which other hosts know, or on another one."""
+    known = ""
+    with contextlib.suppress(OSError):
+        known = Path(f"{folder}/{OFFERED}").read_text("ascii")
+    host, _, port = known.rpartition(":")
+    if host == address and port.isdecimal():
+        for _ in range(20):  # its last process may be ending
+            with contextlib.suppress(OSError):
+                return socket.create_server((address, int(port)), backlog=256)
+            time.sleep(0.05)
+    return socket.create_server((address, 0), backlog=256)
+
+
+def expect_own_folder(folder: str) -> None:
+    """Raise PermissionError if another user could change the files in a folder, or listen there."""
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "must be a folder of this user, which no other user can write to", folder)
+
+
 def lower_priority() -> None:
     """Let all other processes go first, on the CPU and on disks."""
     with contextlib.suppress(OSError):
@@ -122,6 +146,8 @@ def lower_priority() -> None:
 def serve(folder: str, inherited: list[int], *, linger: float = LINGER) -> None:
     """Run an uploader until it has no work and no trainer."""
     lower_priority()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     control = socket.socket(fileno=inherited[1])
     peers = socket.socket(fileno=inherited[2]) if len(inherited) > 2 else None
     address = ""
@@ -156,12 +182,13 @@ def run_until_done(uploader: Uploader, listening: socket.socket, linger: float) 
             pass
 
     control = ControlServer(listening, handle)
+    uploader.jobs = control.jobs
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     threading.Thread(target=pull, name="snapshot-replicas", daemon=True).start()
     quiet = time.monotonic()
     while not stopped.is_set():
         pause = uploader.upload_turn()
-        if control.trainers or not uploader.is_idle():
+        if control.jobs() or not uploader.is_idle():
             quiet = time.monotonic()
         elif closed or time.monotonic() - quiet > linger or not os.path.isdir(uploader.folder.path):
             break

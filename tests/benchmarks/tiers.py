@@ -235,7 +235,7 @@ def _census() -> str:
         own = names[host * 16 : host * 16 + 16]
         partner = names[(host + 512) % HOSTS * 16 :][:16]
         held = dict.fromkeys((*own, *partner), 1 << 30)
-        steps = [StepView(step, "0123456789ab", ("run", 1, "one", step), held) for step in (100, 200)]
+        steps = [StepView(step, "0123456789ab", ("run", 1, "one", step, False), held) for step in (100, 200)]
         views.append(HostView(f"host-{host}", steps))
     began = time.perf_counter()
     found = take_census([_again(each) for each in views], record, lambda _: sizes)
