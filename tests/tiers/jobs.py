@@ -51,7 +51,7 @@ def until(done, seconds=40):
 
 def runs_in(near):
     """The folders of runs in a near folder."""
-    return [path for path in Path(near).iterdir() if (path / ".uploader.lock").exists()] if Path(near).exists() else []
+    return [path.parent for path in Path(near).glob("*/.uploader.lock")]
 
 
 def ask(folder, verb="status", **fields):

@@ -1,0 +1,386 @@
+"""A run that changes: other jobs at its root, restores in the middle, plain managers, lost hosts without replicas."""
+
+import contextlib
+import os
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from snapshot import KeepLatest, Snapshot, SnapshotError, SnapshotExistsError, SnapshotManager
+from snapshot import events as happening
+from snapshot.errors import CorruptSnapshotError
+from snapshot.tiers.run_record import RunRecord, decode_record
+from tests.tiers.jobs import ask, data_files, holds, manager_of, rank, runs_in, state, stop_uploaders, until
+from tests.tiers.test_hosts import restore
+
+pytestmark = pytest.mark.slow
+
+
+def _lone(far, near, names, steps):
+    """Take steps on hosts without replicas, until all of them are far."""
+    with manager_of(far, f"{near}/{names[rank()]}", upload=1, keep_near=None) as manager:
+        for step in steps:
+            manager.take(step, state(step), replicated=["same/**"])
+            until(lambda step=step: manager.where(step)["far"] == "whole")
+        dist.barrier()
+
+
+def test_a_lost_host_without_replicas_is_restored_from_the_far_root(two, tmp_path, hosts):
+    far, near = tmp_path / "far", hosts("a").parent
+    hosts("b"), hosts("c")
+    two.run(_lone, far, near, "ab", [10, 20], timeout=60)
+    stop_uploaders(hosts("a"), hosts("b"))
+    found = two.run(restore, far, near, "ac", timeout=60)
+    assert [each[:3] for each in found] == [(20, True, 20)] * 2
+    assert found[1][3]["far"] > 0
+
+
+def test_a_job_that_began_without_the_far_root_is_not_abandoned(tmp_path, hosts):
+    """Its attempt comes after those that it could not see, once it reaches the far root."""
+    far, away = tmp_path / "far", tmp_path / "away"
+    with manager_of(far, hosts("a"), keep_near=None) as manager:
+        manager.take(10, state(10))
+    with manager_of(far, hosts("b")) as manager:  # another host continues, and saves 50
+        assert manager.restore_latest(state(-1)) == 10
+        manager.take(50, state(50))
+    far.rename(away)
+    far.write_text("down")
+    with manager_of(far, hosts("a"), upload=1, keep_near=None) as manager:
+        assert manager.restore_latest(state(-1)) == 10
+        manager.take(15, state(15))
+        far.unlink()
+        away.rename(far)
+        for step in (25, 35):
+            manager.take(step, state(step))
+        until(lambda: manager.where(35)["far"] == "whole")
+        assert manager.where(25)["near"] == "whole"
+    with manager_of(far, hosts("c")) as manager:
+        live = state(-1)
+        assert manager.restore_latest(live) == 35
+        assert holds(live, 35)
+
+
+def test_a_job_that_another_one_replaced_is_told(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a"), keep_near=None) as one:
+        one.take(10, state(10))
+        until(lambda: one.where(10)["far"] == "whole")
+        with manager_of(tmp_path / "far", hosts("a")) as other:
+            assert other.restore_latest(state(-1)) == 10
+
+            def told():
+                try:
+                    one.take(20 + len(happened), state(20))
+                except SnapshotError as error:
+                    return str(error)
+                happened.append(1)
+                return ""
+
+            happened = []
+            assert "another job has continued this run from step 10" in until(told)
+
+
+def test_restores_in_the_middle_of_a_run_lose_nothing(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a")) as manager:
+        manager.take(10, state(10))
+        for turn in range(4):
+            pending = manager.async_take(15 + turn, state(15 + turn))
+            live = state(-1)
+            assert manager.restore_latest(live) == 15 + turn
+            assert holds(live, 15 + turn)
+            pending.wait()
+            assert manager.where(15 + turn)["near"] == "whole"
+
+
+def test_another_job_on_the_host_keeps_the_files_of_a_running_take(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a")) as one:
+        one.take(10, state(10))
+        folder = runs_in(hosts("a"))[0] / "step-30"
+        (folder / "data").mkdir(parents=True)
+        running = folder / "data/0123456789ab-0-0.safetensors"
+        running.write_bytes(b"being written")
+        with manager_of(tmp_path / "far", hosts("a")) as other:
+            assert other.restore_latest(state(-1)) == 10
+            assert running.exists()
+    with manager_of(tmp_path / "far", hosts("a")) as alone:
+        assert alone.restore_latest(state(-1)) == 10
+        assert not folder.exists()  # without another job, it is a leftover
+
+
+def test_steps_of_a_plain_manager_belong_to_the_run(tmp_path, hosts):
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a")) as manager:
+        manager.take(100, state(100))
+    with manager_of(far, hosts("a")) as manager:
+        assert manager.restore_latest(state(-1)) == 100
+    with SnapshotManager(str(far), signals=()) as plain:
+        plain.take(200, state(200))
+        plain.take(300, state(300))
+    with manager_of(far, hosts("a")) as manager:
+        live = state(-1)
+        assert manager.restore_latest(live) == 300
+        assert holds(live, 300)
+        with pytest.raises(SnapshotExistsError):
+            manager.take(200, state(201))
+        manager.take(200, state(202), overwrite=True)
+        until(lambda: manager.where(200)["far"] == "whole")
+    live = state(-1)
+    Snapshot(str(far / "step-200")).restore(live)
+    assert holds(live, 202)
+
+
+def test_an_older_step_that_is_replaced_is_uploaded(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a"), upload="latest", keep_near=KeepLatest(1)) as manager:
+        for step in (10, 20, 30):
+            manager.take(step, state(step))
+            until(lambda step=step: manager.where(step)["far"] == "whole")
+        manager.take(20, state(21), overwrite=True)
+        for step in (40, 50):
+            manager.take(step, state(step))
+        until(lambda: manager.where(20)["far"] == "whole")
+    live = state(-1)
+    Snapshot(str(tmp_path / "far/step-20")).restore(live)
+    assert holds(live, 21)
+
+
+def test_the_run_that_was_used_last_is_chosen_without_the_far_root(tmp_path, hosts):
+    far = tmp_path / "far"
+    for value in (50, 10):
+        with manager_of(far, hosts("a")) as manager:
+            manager.take(value, state(value))
+        shutil.rmtree(far)
+    far.write_text("down")
+    with manager_of(far, hosts("a"), grace=0) as manager:
+        assert manager.restore_latest(state(-1)) == 10
+
+
+def test_a_near_folder_that_vanishes_does_not_stop_the_run(tmp_path, hosts):
+    told = []
+    happening.add_handler(told.append)
+    try:
+        with manager_of(tmp_path / "far", hosts("a"), grace=5) as manager:
+            manager.take(1, state(1))
+            stop_uploaders(hosts("a"))
+            shutil.rmtree(hosts("a"))
+            hosts("a").write_text("a file")
+            for step in (2, 3):
+                manager.take(step, state(step))
+            manager.async_take(4, state(4)).wait()
+    finally:
+        happening.remove_handler(told.append)
+    assert {2, 3, 4} <= {each.fields["step"] for each in told if each.name == "degraded"}
+    live = state(-1)
+    Snapshot(str(tmp_path / "far/step-4")).restore(live)
+    assert holds(live, 4)
+
+
+def test_an_adopted_uploader_takes_new_options(moto, tmp_path, hosts):
+    far = f"s3://{moto.bucket()}/run"
+    options = {"key": moto.key, "secret": moto.secret, "client_kwargs": {"region_name": moto.region}}
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        wrong = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    old = {**options, "endpoint_url": wrong, "timeout": 1, "deadline": 1}
+    with manager_of(far, hosts("a"), storage_options=old, grace=0) as manager:
+        manager.take(10, state(10))
+        with manager_of(far, hosts("a"), storage_options={**options, "endpoint_url": moto.url}) as other:
+            assert other.restore_latest(state(-1)) == 10
+            until(lambda: other.where(10)["far"] == "whole")
+
+
+def _one_waits(far, near):
+    with manager_of(far, f"{near}/{'ab'[rank()]}", upload=None, grace=0) as manager:
+        pending = manager.async_take(10, state(10))
+        pending.wait()
+        if rank() == 1:
+            pending.wait("far", timeout=40)
+        dist.barrier()
+        return manager.where(10)["far"]
+
+
+def test_one_rank_can_wait_for_the_upload_of_all(two, tmp_path, hosts):
+    hosts("a"), hosts("b")
+    assert two.run(_one_waits, tmp_path / "far", tmp_path / "hosts", timeout=60) == ["whole", "whole"]
+
+
+def _all_wait(far, near):
+    with manager_of(far, f"{near}/{'aabb'[rank()]}") as manager:
+        for step in range(6):
+            manager.async_take(step, state(step)).wait("far", timeout=40)
+        dist.barrier()
+
+
+def test_all_ranks_of_a_host_can_wait(four, tmp_path, hosts):
+    hosts("a"), hosts("b")
+    four.run(_all_wait, tmp_path / "far", tmp_path / "hosts", timeout=90)
+    assert Snapshot(str(tmp_path / "far/step-5")).verify()
+
+
+def _taken(far, near):
+    with manager_of(far, f"{near}/{'ab'[rank()]}", upload=None, grace=0) as manager:
+        manager.take(10, state(10))
+        dist.barrier()
+
+
+def _again(far, near):
+    with manager_of(far, f"{near}/{'ab'[rank()]}") as manager:
+        step = manager.restore_latest(state(-1))
+        until(lambda: manager.where(10)["far"] == "whole")
+        dist.barrier()
+        return step
+
+
+def test_a_host_that_missed_the_manifest_gets_it(two, tmp_path, hosts):
+    far, near = tmp_path / "far", tmp_path / "hosts"
+    hosts("a"), hosts("b")
+    two.run(_taken, far, near, timeout=60)
+    stop_uploaders(hosts("a"), hosts("b"))
+    shutil.rmtree(far / "step-10", ignore_errors=True)
+    (runs_in(hosts("b"))[0] / "step-10/.snapshot_metadata").unlink()
+    assert two.run(_again, far, near, timeout=60) == [10, 10]
+    assert Snapshot(str(far / "step-10")).verify()
+
+
+def _killed_uploader(far, near):
+    folder = f"{near}/{'ab'[rank()]}"
+    with manager_of(far, folder, replicas=1, keep_near=KeepLatest(1)) as manager:
+        manager.take(1, state(1))
+        until(lambda: manager.where(1)["replicas"] == 1)
+        before = ask(runs_in(folder)[0]).address
+        dist.barrier()
+        if rank() == 1:
+            stop_uploaders(folder)
+        for step in range(2, 12):
+            manager.take(step, state(step))
+        until(lambda: manager.where(11)["replicas"] == 1)
+        dist.barrier()
+        manager.take(12, state(12))
+        manager._tiers._cleaner.close()
+        after = ask(runs_in(folder)[0]).address
+        steps = len(list(runs_in(folder)[0].glob("step-*")))
+        dist.barrier()
+        return before == after, steps
+
+
+def test_replicas_continue_after_an_uploader_was_killed(two, tmp_path, hosts):
+    hosts("a"), hosts("b")
+    for same, steps in two.run(_killed_uploader, tmp_path / "far", tmp_path / "hosts", timeout=90):
+        assert same
+        assert steps <= 6
+
+
+def test_an_uploader_survives_connections_of_strangers(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a")) as manager:
+        manager.take(1, state(1))
+        [folder] = runs_in(hosts("a"))
+        ask(folder)
+        strangers = []
+        for _ in range(300):
+            each = socket.socket(socket.AF_UNIX)
+            with contextlib.suppress(OSError):
+                descriptor = os.open(folder, os.O_RDONLY)
+                each.connect(f"/proc/self/fd/{descriptor}/.uploader.sock")
+            os.close(descriptor)
+            strangers.append(each)
+        manager.take(2, state(2))
+        until(lambda: manager.where(2)["far"] == "whole")
+        for each in strangers:
+            each.close()
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path, hosts):
+    if os.geteuid():
+        pytest.skip("only root can make folders of others")
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a")) as manager:
+        manager.take(1, state(1))
+    [folder] = runs_in(hosts("a"))
+    stop_uploaders(hosts("a"))
+    os.chown(folder, 65534, 65534)
+    told = []
+    happening.add_handler(told.append)
+    try:
+        with manager_of(far, hosts("a")) as manager:
+            manager.take(2, state(2))
+    finally:
+        happening.remove_handler(told.append)
+        os.chown(folder, 0, 0)
+    assert [each.fields["step"] for each in told if each.name == "degraded"] == [2]
+
+
+@pytest.mark.parametrize("run", ["../other/job", "", "a" * 11, "A" * 12, "0123456789ab/x"])
+def test_the_id_of_a_run_is_never_a_path(run):
+    with pytest.raises(CorruptSnapshotError, match="not a record"):
+        decode_record(b'{"run":"%s","attempts":[]}' % run.encode(), "far")
+    assert decode_record(b'{"run":"0123456789ab","attempts":[]}', "far") == RunRecord("0123456789ab")
+
+
+def test_a_damaged_record_is_written_again(tmp_path, hosts):
+    far = tmp_path / "far"
+    with manager_of(far, hosts("a")) as manager:
+        manager.take(1, state(1))
+    (far / ".run.json").write_bytes(b"")
+    with manager_of(far, hosts("a")) as manager:
+        live = state(-1)
+        assert manager.restore_latest(live) == 1
+        assert manager.report.sources["near"] > 0
+        manager.take(2, state(2))
+    assert decode_record((far / ".run.json").read_bytes(), "far").run == runs_in(hosts("a"))[0].name
+
+
+@pytest.mark.parametrize("name", ["a%41b%20c", "with space", "what?", "ä#;"])
+def test_any_path_can_be_near(tmp_path, name):
+    near = tmp_path / name / "near"
+    try:
+        with manager_of(tmp_path / "far", near) as manager:
+            manager.take(1, state(1))
+            until(lambda: manager.where(1)["far"] == "whole")
+        with manager_of(tmp_path / "far", near) as manager:
+            assert manager.restore_latest(state(-1)) == 1
+            assert manager.report.sources["near"] > 0
+    finally:
+        stop_uploaders(near)
+
+
+def test_a_step_that_cannot_be_completed_does_not_hold_up_a_newer_one(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a"), upload=10, keep_near=None) as manager:
+        stopped = tmp_path / "far"
+        stopped.mkdir(exist_ok=True)
+        manager.take(10, state(10))
+        for path in data_files(hosts("a"), 10):
+            path.unlink()
+        manager.take(40, state(40))
+        until(lambda: manager.where(40)["far"] == "whole")
+
+
+def test_a_job_with_incremental_takes(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a"), incremental=True, upload=1) as manager:
+        live = state(1, 200_000)
+        for step in range(1, 6):
+            live["own"]["value"] = step
+            manager.take(step, live)
+        until(lambda: manager.where(5)["far"] == "whole")
+        assert manager.take(6, live).report.written_bytes < 5000
+    for path in (tmp_path / "far").glob("step-*"):
+        assert Snapshot(str(path)).verify(), path
+    shutil.rmtree(hosts("a"))
+    with manager_of(tmp_path / "far", hosts("b"), incremental=True) as manager:
+        live = state(-1, 200_000)
+        assert manager.restore_latest(live) == 6
+        assert live["own"]["value"] == 5
+
+
+def test_time_is_not_compared(tmp_path, hosts, monkeypatch):
+    """Hosts' clocks may differ by years: steps and attempts decide."""
+    real = time.time
+    with manager_of(tmp_path / "far", hosts("a")) as manager:
+        for step, years in ((10, 5), (20, 0), (30, -5)):
+            monkeypatch.setattr(time, "time", lambda years=years: real() + years * 31e6)
+            manager.take(step, state(step))
+            until(lambda step=step: manager.where(step)["far"] == "whole")
+    shutil.rmtree(hosts("a"), ignore_errors=True)
+    with manager_of(tmp_path / "far", hosts("b")) as manager:
+        assert manager.restore_latest(state(-1)) == 30
+    assert Path(tmp_path / "far/step-30").exists()
