@@ -81,7 +81,7 @@ class Status(msgspec.Struct):
     error: str = ""
     """The last failure to reach the far root, if it cannot be reached now."""
     newest: list[Attempt] = []
-    """The newest attempt of the run."""
+    """The newest attempts of the run."""
     jobs: int = 0
     """The number of jobs with a trainer on this host."""
 

@@ -53,7 +53,10 @@ class NearFolder:
     def steps(self) -> dict[int, NearStep]:
         """Return the committed steps, ascending. One whose manifest is damaged is passed over."""
         found = {}
-        for step in sorted(self.folders()):
+        folders = sorted(self.folders())
+        for gone in self._heads.keys() - set(folders):
+            self._heads.pop(gone, None)
+        for step in folders:
             head = self._head(step)
             if head is not None:
                 found[step] = NearStep(step, head, origin_of(head.metadata))

@@ -67,7 +67,6 @@ class TierSet:
         """True once leftovers of interrupted takes were removed."""
         self.superseded = ""
         """Why this job must not go on: a later attempt has begun, as the uploader says."""
-        self._last_step = -1
         self.last_bytes = 0
         """Bytes of this host's share of the last take."""
         if not member.fault:
@@ -344,11 +343,13 @@ class TierSet:
 
     def _look_for_later_attempt(self, status: Status, step: int) -> None:
         """Record that another job has restored an older step than this job has saved."""
-        later = [each for each in status.newest if each.name not in {mine.name for mine in self.member.record.attempts}]
-        if any(each.restored is not None and each.restored < step for each in later):
-            self.superseded = (
-                f"another job has continued this run from step {later[0].restored}, so steps of this one are removed"
-            )
+        known = {each.name for each in self.member.record.attempts}
+        for each in status.newest:
+            if each.name not in known and each.restored is not None and each.restored < step:
+                self.superseded = (
+                    f"another job has continued this run from step {each.restored}, so later steps of this one are "
+                    "removed"
+                )
 
     def make_room(self, kept: Callable[[Sequence[NearStep]], set[int]]) -> bool:
         """Give up the upload of the oldest step that waits for one, if the policy then lets it go."""

@@ -31,7 +31,11 @@ LONGEST_PAUSE = 30.0
 """Seconds between two tries to reach a far root that does not answer."""
 OTHERS = 60.0
 """Seconds after which a host also uploads files that another host has not uploaded, if it has replicas of them."""
+JOINS = 5.0
+"""Seconds between two searches for steps that only other hosts upload."""
 BUDGET = 128 << 20
+RECENT = 8
+"""Attempts that a status names."""
 DONE = ("whole", "dropped", "outdated", "damaged", "kept near")
 
 
@@ -51,6 +55,9 @@ class Uploader:
         """True if the far root is reached with other options from now on."""
         self._vain: list[FarUpload] = []
         """Uploads whose files must be deleted."""
+        self._unused: list[Session] = []
+        self._looked = 0.0
+        """Time of the last search for steps that only other hosts have begun."""
         self.jobs: Callable[[], int] = lambda: 0
         self._error = ""
         self._pause = 0.0
@@ -70,7 +77,7 @@ class Uploader:
             elif request.verb == "want":
                 self._asked.add(request.step)
                 state = self._states.get(request.step)
-                if state is not None and state.far in ("dropped", "kept near"):
+                if state is not None and state.far in ("dropped", "kept near", "damaged"):
                     state.far = "queued"
             elif request.verb == "drop":
                 self._asked.discard(request.step)
@@ -103,7 +110,7 @@ class Uploader:
         """Return the state."""
         with self._lock:
             run_id = self._registration.record.run if self._registration is not None else ""
-            newest = self._registration.record.attempts[-1:] if self._registration is not None else []
+            newest = self._registration.record.attempts[-RECENT:] if self._registration is not None else []
             return Status(run_id, self.address, os.getpid(), dict(self._states), self._error, newest, self.jobs())
 
     def describe(self) -> bytes:
@@ -173,19 +180,36 @@ class Uploader:
     def _forget(self, step: int) -> None:
         self._states.pop(step, None)
         self._waiting_since.pop(step, None)
+        self._release(step)
+
+    def _release(self, step: int) -> None:
+        """Let the next turn close what an upload used. This one may still use it."""
         self._uploads.pop(step, None)
-        for session in self._sessions.pop(step, ()):
-            run(session.close())
+        self._unused += self._sessions.pop(step, ())
 
     def _end(self, step: int, upload: FarUpload) -> None:
         """Let the next turn delete what was uploaded of a step in vain."""
         self._vain.append(upload)
-        self._uploads.pop(step, None)
+        self._release(step)
 
     # Upload
 
     def upload_turn(self) -> float:
         """Advance one upload, if any is wanted. Return the seconds to wait for the next turn."""
+        try:
+            return self._upload_turn()
+        except OtherRun as error:
+            self._failed(error)
+            self._pause = LONGEST_PAUSE
+        except (SnapshotError, OSError) as error:
+            self._failed(error)
+            self._pause = min(LONGEST_PAUSE, max(0.5, self._pause * 2))
+        except Exception as error:  # noqa: BLE001 - the process must outlive any fault of one step
+            log.exception("the upload failed unexpectedly, and is tried again")
+            self._error, self._pause = str(error) or type(error).__name__, LONGEST_PAUSE
+        return self._pause
+
+    def _upload_turn(self) -> float:
         self._refresh()
         with self._lock:
             given = self._registration
@@ -193,26 +217,22 @@ class Uploader:
             if self._reset:
                 self._reset = False
                 self._close_sessions()
+            unused, self._unused = self._unused, []
         for upload in vain:
             run(upload.discard())
+        for session in unused:
+            run(session.close())
         if given is None:
             return 0.5
-        try:
-            chosen = self._choose(given)
-            if chosen is None:
-                return 1.0
-            done = self._advance(chosen, given)
-            self._error, self._pause = "", 0.0
-            if chosen in self._waiting_since:
-                return min(5.0, 0.2 + (time.monotonic() - self._waiting_since[chosen]) / 4)
-        except OtherRun as error:
-            self._failed(error)
-            self._pause = LONGEST_PAUSE
-            return self._pause
-        except (SnapshotError, OSError) as error:
-            self._failed(error)
-            self._pause = min(LONGEST_PAUSE, max(0.5, self._pause * 2))
-            return self._pause
+        chosen = self._choose(given)
+        if chosen is None:
+            return 1.0
+        done = self._advance(chosen, given)
+        self._error, self._pause = "", 0.0
+        with self._lock:
+            since = self._waiting_since.get(chosen)
+            if since is not None and not any(each.far == "queued" for each in self._states.values()):
+                return min(5.0, 0.2 + (time.monotonic() - since) / 4)
         return 0.0 if done else 0.5
 
     def _failed(self, error: Exception) -> None:
@@ -222,11 +242,14 @@ class Uploader:
         self._error = str(error) or type(error).__name__
 
     def _choose(self, given: Registration) -> int | None:
+        joins = len(given.hosts) > 1 and time.monotonic() - self._looked > JOINS
+        if joins:
+            self._looked = time.monotonic()
         with self._lock:
             open_ = {
                 step: each
                 for step, each in self._states.items()
-                if each.far in ("queued", "uploading", "waiting") or (each.far == "kept near" and len(given.hosts) > 1)
+                if each.far in ("queued", "uploading", "waiting") or (each.far == "kept near" and joins)
             }
         if not open_:
             return None
@@ -293,6 +316,8 @@ class Uploader:
             if whole:
                 state.far, state.sent = "whole", state.total
                 log.info("step-%s: uploaded", step)
+                self._waiting_since.pop(step, None)
+                self._release(step)
             elif state.far == "dropped":
                 self._end(step, upload)
             elif given is not None and len(given.hosts) == 1 and near.head.sizes().keys() - state.files.keys():
@@ -344,7 +369,9 @@ class Uploader:
             return 0.1 if self._replicas.pull() else 0.5
         except (SnapshotError, OSError) as error:
             log.info("replicas: %s", error)
-            return 2.0
+        except Exception:  # noqa: BLE001 - as above
+            log.exception("fetching replicas failed unexpectedly, and is tried again")
+        return 2.0
 
     def close(self) -> None:
         """Close all sessions."""
@@ -353,7 +380,10 @@ class Uploader:
 
     def _close_sessions(self) -> None:
         for step in list(self._sessions):
-            self._forget(step)
+            self._release(step)
+        for session in self._unused:
+            run(session.close())
+        self._unused.clear()
         if self._root is not None:
             run(self._root.close())
             self._root = None

@@ -157,7 +157,7 @@ def serve(folder: str, inherited: list[int], *, linger: float = LINGER) -> None:
         server = PeerServer(peers, folder, uploader.describe)
         address = server.address
         uploader.address = address
-        uploader.on_secret = server.secrets.append
+        uploader.on_secret = server.accept_secret
     run_until_done(uploader, control, linger)
     if server is not None:
         server.close()
