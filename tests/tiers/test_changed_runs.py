@@ -363,6 +363,7 @@ def test_a_job_with_incremental_takes(tmp_path, hosts):
             manager.take(step, live)
         until(lambda: manager.where(5)["far"] == "whole")
         assert manager.take(6, live).report.written_bytes < 5000
+        until(lambda: all(manager.where(step)["far"] == "whole" for step in range(1, 7)))
     for path in (tmp_path / "far").glob("step-*"):
         assert Snapshot(str(path)).verify(), path
     shutil.rmtree(hosts("a"))
