@@ -240,10 +240,6 @@ class TierSet:
 
     # Far
 
-    def far_state(self, step: int) -> StepStatus | None:
-        """Return what this host's uploader says of a step; None if the step is not near."""
-        return self.ask(Request("status")).steps.get(step)
-
     def wait_far(self, step: int, save_id: str, timeout: float | None) -> None:
         """Wait until a step is committed in the far root. Raise TimeoutError, or FarError if it will never be."""
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -255,7 +251,7 @@ class TierSet:
                     return
                 if time.monotonic() - began < APPEARS:  # another rank of this host stores the manifest
                     time.sleep(0.1)
-                    status = self.ask(Request("status"))
+                    status = self.ask(Request("want", step=step))
                     continue
                 raise FarError(f"step-{step}: was removed or replaced before it was uploaded")
             if state.far == "whole":
@@ -269,7 +265,8 @@ class TierSet:
                 raise TimeoutError(f"step-{step}: not in {self.options.far} after {timeout} s: {_far_text(state)}{why}")
             time.sleep(pause)
             pause = min(1.0, pause * 1.5)
-            status = self.ask(Request("status"))
+            verb = "want" if state.far == "kept near" else "status"  # a new uploader does not know the wish
+            status = self.ask(Request(verb, step=step))
 
     def _is_far(self, step: int, save_id: str) -> bool:
         """Return True if a step is committed far: this snapshot, or any if no save id is given."""
