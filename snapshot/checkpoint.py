@@ -32,6 +32,7 @@ from snapshot.reports import ConvertReport, CopyReport, Diff, VerifyReport
 from snapshot.runtime.loop import refuse_on_loop, run
 from snapshot.runtime.session import Session
 from snapshot.save import cleanup
+from snapshot.tiers.tombstones import bury_step
 from snapshot.url import URL
 from snapshot.verbs.verification import verify_files
 
@@ -363,6 +364,7 @@ class Checkpoint:
         session = self.new_session(None)
 
         try:
+            run(bury_step(session))
             run(cleanup.delete_snapshot(session.storage))
         except (SnapshotNotFoundError, StorageError) as error:
             foreign = False

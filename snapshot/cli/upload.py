@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import time
 
@@ -14,6 +15,7 @@ from snapshot.errors import SnapshotError
 from snapshot.events import log
 from snapshot.tiers.by_hand import find_runs, upload_by_hand
 from snapshot.tiers.uploader_process import serve
+from snapshot.url import URL
 
 
 def add(verbs: Verbs) -> None:
@@ -39,7 +41,7 @@ def add(verbs: Verbs) -> None:
     add_storage(parser)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> ExitStatus:
     """Upload, or be the uploader that a trainer has started."""
     if given.inherited:
         handler = logging.StreamHandler()
@@ -48,16 +50,27 @@ def run(given: argparse.Namespace) -> int:
         log.setLevel(logging.INFO)
         serve(given.near, [int(each) for each in given.inherited.split(",")])
         return ExitStatus.OK
-    folders = find_runs(os.path.abspath(given.near), given.far)
-    for folder, record in folders:
-        began = time.monotonic()
-        far = given.far or record.far
-        done = upload_by_hand(folder, record, far, options_of(given), everything=given.all, rate=given.rate)
-        for step, state in sorted(done.items()):
-            print(printable(f"step-{step}: {state}"))
-        print(printable(f"{folder} -> {far}: {time.monotonic() - began:.1f} s"))
-        if any(state != "whole" for state in done.values()):
-            return ExitStatus.FOUND
+    if given.rate is not None and not 0 < given.rate < math.inf:
+        raise ValueError(f"--rate must be a number of bytes above 0, got {given.rate}")
+    far = None if given.far is None else URL.parse(given.far)
+    folders = find_runs(os.path.abspath(given.near), None if far is None else str(far))
     if not folders:
         raise SnapshotError(f"{given.near}: no run with near steps is here")
-    return ExitStatus.OK
+    status = ExitStatus.OK
+    for folder, record in folders:
+        target = record.far if far is None else far.reveal()
+        began = time.monotonic()
+        try:
+            done = upload_by_hand(folder, record, target, options_of(given), everything=given.all, rate=given.rate)
+        except SnapshotError as error:
+            if len(folders) == 1:
+                raise
+            print(printable(f"{folder}: {error}"))
+            status = ExitStatus.FOUND
+            continue
+        for step, state in sorted(done.items()):
+            print(printable(f"step-{step}: {state}"))
+        print(printable(f"{folder} -> {URL.parse(target)}: {time.monotonic() - began:.1f} s"))
+        if any(state != "whole" for state in done.values()):
+            status = ExitStatus.FOUND
+    return status

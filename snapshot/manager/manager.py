@@ -180,6 +180,7 @@ class SnapshotManager(StepQueries, StepDecisions):
         begun = self._begin("take", step, metrics, metadata, given, overwrite=overwrite)
         number = begun.step
         if begun.pending is not None:
+            self._flush_if_stopping()
             return self._snapshot(number)
         began = time.monotonic()
         self._using.add(number)
@@ -196,9 +197,12 @@ class SnapshotManager(StepQueries, StepDecisions):
         self._ended(begun, began)
         if self._tiers is not None and begun.place.near:
             self._tiers.took(snapshot)
-            if self._stopping:
-                self._tiers.flush()
+            self._flush_if_stopping()
         return snapshot
+
+    def _flush_if_stopping(self) -> None:
+        if self._stopping and self._tiers is not None:
+            self._tiers.flush()
 
     def _take_there(self, begun: Begun, app_state: AppState) -> Snapshot:
         """Take near, or far. A storage error of a near take leads to one more try, far."""

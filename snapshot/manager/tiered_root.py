@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from snapshot.tiers.manifests import Keepers
 from snapshot.tiers.run_record import NO_ORIGIN, Attempt, origin_of
 from snapshot.tiers.sources import FAR, MOST_KEEPERS, NEAR, PEER, Place, StepSources, place_of
 from snapshot.tiers.tier_set import TierSet
+from snapshot.tiers.tombstones import is_buried
 from snapshot.url import URL
 
 if TYPE_CHECKING:
@@ -35,8 +37,8 @@ class Ended(msgspec.Struct, array_like=True):
     """The end of a restore, as the leader tells all ranks."""
 
     attempt: Attempt
-    committed: list[str]
-    """The save ids that are committed on any host."""
+    attempts: list[Attempt]
+    """The attempts before it, as far as the leader knows."""
     manifests: dict[int, Keepers]
     """The hosts that have the manifest of each near step."""
 
@@ -48,7 +50,6 @@ class TieredRoot(Root):
         super().__init__(url, options)
         self._tiers = tiers
         self._census: dict[int, CensusStep] = {}
-        self._committed: list[str] = []
         self._is_leader = False
         self._far_answers = True
         self.sources: StepSources | None = None
@@ -67,7 +68,6 @@ class TieredRoot(Root):
         if any(views):
             seen = [_views.decode(view) if view else HostView("") for view in views]
             self._census = self._tiers.census(seen)
-            self._committed = sorted({each.save_id for view in seen for each in view.steps if each.save_id})
 
     def place(self, step: int) -> bytes:
         """Return where the files of a near step are."""
@@ -78,8 +78,11 @@ class TieredRoot(Root):
 
     def end(self, step: int) -> bytes:
         """Name the attempt that begins."""
-        attempt = self._tiers.member.record.next_attempt(step)
-        return msgspec.msgpack.encode(Ended(attempt, self._committed, self._manifests()))
+        tiers = self._tiers
+        tiers.refresh_record(far=self._far_answers)
+        # a host that could not show its steps may have a newer one, which must not be abandoned
+        attempt = tiers.member.record.next_attempt(None if tiers.member.fault else step)
+        return msgspec.msgpack.encode(Ended(attempt, tiers.member.record.attempts, self._manifests()))
 
     def _manifests(self) -> dict[int, Keepers]:
         return {step: (each.save_id, sorted(each.keepers)[:MOST_KEEPERS]) for step, each in self._census.items()}
@@ -88,7 +91,7 @@ class TieredRoot(Root):
         """Begin an attempt with the restored step."""
         if step is not None:
             ended = msgspec.msgpack.decode(told, type=Ended)
-            self._tiers.began_attempt(ended.attempt, ended.committed, ended.manifests)
+            self._tiers.began_attempt(ended.attempt, ended.attempts, ended.manifests)
             if self._is_leader and self._far_answers:
                 self._tiers.publish()
 
@@ -131,6 +134,8 @@ class TieredRoot(Root):
             log.warning("%s: cannot be reached, so only near steps are considered: %s", self.url, error)
             folders, self._far_answers = StepFolders(), False
         await self._leave_out_abandoned(folders)
+        if self._far_answers:
+            await self._leave_out_removed(folders)
         for step, found in list(self._census.items()):
             far = folders.committed.get(step)
             head = await self._head(step, far) if far is not None else None
@@ -140,6 +145,15 @@ class TieredRoot(Root):
                 folders.committed[step] = FileStat(0, 0.0, f"near:{found.save_id}")
         folders.committed = dict(sorted(folders.committed.items()))
         return folders
+
+    async def _leave_out_removed(self, folders: StepFolders) -> None:
+        """Leave out near steps that were removed from the far root on purpose."""
+        async with self.opened() as session:
+            for step, found in list(self._census.items()):
+                with suppress(StorageError):  # a root that cannot be read says nothing
+                    if step not in folders.committed and await is_buried(session.storage, found.save_id):
+                        log.info("step-%s: passed over: it was removed from %s", step, self.url)
+                        del self._census[step]
 
     def _is_newer(self, near: CensusStep, far: ManifestHead) -> bool:
         return self._tiers.member.record.is_newer(near.origin, origin_of(far.metadata))

@@ -18,7 +18,7 @@ from snapshot.manifest.head import ManifestHead
 from snapshot.runtime.loop import run
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.tiers.control import Request
-from snapshot.tiers.join import TierOptions, join
+from snapshot.tiers.join import FAR_PATIENCE, TierOptions, join, limited
 from snapshot.tiers.run_record import origin_of
 from snapshot.tiers.tier_set import TierSet
 from snapshot.url import URL
@@ -122,13 +122,13 @@ class ManagerTiers:
         """Raise SnapshotExistsError if the far root has had the step from the beginning. Called on the leader."""
         if self._far_steps is None:
             try:
-                self._far_steps = set(run(self._far.folders()).committed)
+                self._far_steps = set(run(limited(self._far.folders(), FAR_PATIENCE)).committed)
             except StorageError as error:
                 log.info("%s: its steps are unknown: %s", self._far.url, error)
                 self._far_steps = set()
         if step not in self._far_steps:
             return
-        committed = run(self._far.folders()).committed
+        committed = run(limited(self._far.folders(), FAR_PATIENCE)).committed
         if step not in committed:
             return
         head = run(self._far.heads(committed)).get(step)
@@ -210,7 +210,7 @@ class ManagerTiers:
         steps = [each for each in self._set.folder.steps().values() if each.origin.run == run_id]
         if not steps:
             return
-        newest = steps[-1]
+        newest = max(steps, key=lambda each: self.joined.member.record.age(each.origin))
         try:
             self._set.wait_far(newest.step, newest.save_id, self.grace)
         except (SnapshotError, TimeoutError) as error:

@@ -50,6 +50,10 @@ class Registration(msgspec.Struct):
     rate: float | None = None
     """The maximum bytes per second of uploads."""
 
+    def is_alone(self) -> bool:
+        """Return True if no other host has files of the run's steps. An upload by hand does not know."""
+        return len(self.hosts) == 1 and bool(self.attempt)
+
 
 class StepStatus(msgspec.Struct):
     """A near step, as its uploader sees it."""

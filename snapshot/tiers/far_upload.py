@@ -52,6 +52,8 @@ class FarUpload:
         self._progress = progress
         self._renewed = 0.0
         self._live = ""
+        self._put = False
+        """True if this host may have put the manifest, and has not looked again since."""
         self._document: Document | None = None
         self._replaces: Expect = ABSENT
         self._wrong: set[str] = set()
@@ -73,7 +75,7 @@ class FarUpload:
         if not self._renewed:
             await self._expect_wanted(record)
         if await self._is_committed():
-            return True
+            return await self._check_commit(record) if self._put else True
         await self._claim()
         missing = await self._unlisted()
         mine = [each for each in here if each in missing]
@@ -173,10 +175,16 @@ class FarUpload:
         try:
             if not storage.capabilities.guarded_commit:
                 await storage.stat(claim)  # raises if a clean-up took it
+            self._put = True
             await storage.commit(claim, METADATA, _far_manifest(self._load()), expect=expect)
         except (StorageConflictError, StorageNotFoundError):
-            self._renewed = 0.0
+            self._renewed, self._put = 0.0, False
             return await self._is_committed()
+        return await self._check_commit(record)
+
+    async def _check_commit(self, record: RunRecord) -> bool:
+        """Look again for a removal, a later attempt, and all files. Withdraw the manifest if it must not be there."""
+        storage = self._target.storage
         try:
             await self._expect_wanted(record)
         except Outdated:
@@ -189,6 +197,7 @@ class FarUpload:
             return False
         await remove_asides(storage)
         await cleanup.clean_after_commit(storage, self._step.save_id)
+        self._put = False
         emit("uploaded", "upload", str(storage.url), step=self._step.step, bytes=self._step.head.nbytes)
         return True
 
@@ -204,6 +213,7 @@ class FarUpload:
         try:
             if await cleanup.committed_save_id(storage) != self._step.save_id:
                 await cleanup.delete_save(storage, self._step.save_id)
+                await cleanup.drop_unfinished_uploads(storage, {self._step.save_id}, 0.0)
                 await remove_asides(storage)
         except SnapshotError as error:
             log.info("%s: cannot delete what was uploaded: %s", storage.url, error)

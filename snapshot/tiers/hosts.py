@@ -60,6 +60,8 @@ def job_address() -> str:
             raise ValueError(f"{ADDRESS} must be one address of this host, got {given!r}, which means all of them")
         return given
     master = os.environ.get("MASTER_ADDR", "")
+    if ":" in master:
+        raise OSError(f"the job's network has IPv6 addresses ({master}); set {ADDRESS} to an IPv4 address of this host")
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
             probe.connect((master or "127.0.0.1", 9))

@@ -175,23 +175,27 @@ def _records(options: TierOptions) -> list[RunRecord]:
 
 def _lead(arrived: Sequence[Arrived], options: TierOptions) -> Joined:
     """Find the run: by the record in the far root, else by those of the hosts, else it is a new one."""
-    far, fault, deleted = None, "", True
+    far, fault, deleted, copied = None, "", False, False
     session = Session(options.far, options.options)
-    patience = FAR_PATIENCE if any(each.records for each in arrived) else None
+    patience = FAR_PATIENCE if any(each.records for each in arrived) else 3 * FAR_PATIENCE
     try:
         try:
             found = run(limited(read_record(session.storage), patience))
-            far = found[0] if found is not None else None
+            far = found[0] if found is not None and found[0].far in ("", str(options.far)) else None
+            deleted = found is None
+            copied = found is not None and far is None
         except StorageError as error:
             fault = str(error)
         except CorruptSnapshotError as error:
             log.warning("%s: it is written again from the copies of the hosts", error)
-            deleted = False
         newest = [each.records[0].run for each in arrived if each.records]
         if not fault and deleted:  # a published record that is missing now was deleted with the run
             newest = [each.records[0].run for each in arrived if each.records and not each.records[0].published]
         chosen = far.run if far is not None else max(newest, key=newest.count, default=new_name())
-        record = far if far is not None else RunRecord(chosen)
+        if copied:  # the root is a copy of another one, whose run continues there
+            log.warning("%s: has the record of a run in another place, so a new run begins", options.far)
+            chosen = new_name()
+        record = far if far is not None else RunRecord(chosen, far=str(options.far))
         for each in (record for host in arrived for record in host.records):
             if each.run == chosen:
                 record = record.with_attempts(each.attempts)
@@ -199,6 +203,8 @@ def _lead(arrived: Sequence[Arrived], options: TierOptions) -> Joined:
         record = record.with_attempts([attempt])
         if not fault:
             try:
+                if copied:
+                    run(limited(session.storage.delete([RECORD]), patience))
                 published = run(limited(publish_record(session.storage, record, attempt.name), patience))
                 if published.run != record.run:  # another job began a moment ago
                     alone = RunRecord(published.run, [attempt])

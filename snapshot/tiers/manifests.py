@@ -11,7 +11,7 @@ from snapshot.manifest.head import decode_head
 from snapshot.registry import open_storage
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
-from snapshot.storage import ABSENT, Context
+from snapshot.storage import ANYTHING, Context
 from snapshot.tiers.join import Membership
 from snapshot.tiers.near_steps import NearFolder
 from snapshot.url import URL
@@ -21,17 +21,18 @@ Keepers = tuple[str, list[int]]
 
 
 def fetch_manifests(folder: NearFolder, member: Membership, manifests: Mapping[int, Keepers]) -> None:
-    """Fetch the manifests of steps whose files are in a host's folder without one."""
+    """Fetch the manifests of steps whose files are in a host's folder without one, or with that of an older save."""
     committed = folder.steps()
     for step, (save_id, keepers) in manifests.items():
-        if step in committed or not any(save_id in name for name in folder.files(step)):
+        own = committed.get(step)
+        if (own is not None and own.save_id == save_id) or not any(save_id in name for name in folder.files(step)):
             continue
         near = Session(URL("near", folder.step_path(step)), None)
         try:
             for host in keepers:
                 data = read_manifest(member, step, host) if host != member.index else None
                 if data is not None and decode_head(data, METADATA).save_id == save_id:
-                    run(near.storage.put(METADATA, data, expect=ABSENT))
+                    run(near.storage.put(METADATA, data, expect=ANYTHING))
                     break
         except SnapshotError as error:
             log.info("step-%s: %s", step, error)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -23,7 +24,9 @@ PINNED = ".pinned"
 """File in a step's folder that protects it from removal. It belongs to no snapshot, so clean-up leaves it."""
 PULLED = ".pulled"
 """File in a step's folder that names the replicas in it. Only a hint: without it, more is replicated or uploaded."""
-_STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+FRESH = 300.0
+"""Seconds after which files without a manifest count as left behind."""
+STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 
 
 class NearStep(NamedTuple):
@@ -68,7 +71,7 @@ class NearFolder:
             names = os.listdir(self.path)
         except OSError:
             return []
-        return [int(match[1]) for match in map(_STEP.fullmatch, names) if match]
+        return [int(match[1]) for match in map(STEP.fullmatch, names) if match]
 
     def _head(self, step: int) -> ManifestHead | None:
         path = f"{self.step_path(step)}/{METADATA}"
@@ -120,21 +123,26 @@ class NearFolder:
         with suppress(OSError):
             os.rmdir(folder)
 
-    def remove_leftovers(self, committed: Collection[str]) -> None:
-        """Remove the files of takes that were not committed. No take may be running.
+    def remove_leftovers(self, upto: int, spared: Callable[[int], bool]) -> None:
+        """Remove files of steps before `upto` that have no manifest: of interrupted takes, and late replicas.
 
-        `committed`: the save ids that are committed on any host.
+        Those that changed a moment ago may belong to a take of another job, whose claim is on another host.
         """
         for step in self.folders():
-            head = self._head(step)
-            spared = {*committed, head.save_id if head is not None else ""}
-            for save_id in {save_id_of(name) or "" for name in self.files(step)} - spared:
-                self.remove(step, save_id)
+            folder = self.step_path(step)
+            if step >= upto or spared(step) or os.path.exists(f"{folder}/{METADATA}"):
+                continue
             with suppress(OSError):
-                for name in os.listdir(self.step_path(step)):
-                    if save_id_of(name) not in (None, *spared):  # a claim
-                        _unlink(f"{self.step_path(step)}/{name}")
-                os.rmdir(self.step_path(step))
+                found = [*os.listdir(folder), *(f"data/{name}" for name in os.listdir(f"{folder}/data"))]
+                names = [name for name in found if save_id_of(name) is not None]
+                if all(os.stat(f"{folder}/{name}").st_mtime < time.time() - FRESH for name in names):
+                    for save_id in {save_id_of(name) for name in names} - {None}:
+                        self.remove(step, save_id or "")
+                    for name in names:
+                        if save_id_of(name) is not None:  # a claim
+                            _unlink(f"{folder}/{name}")
+            with suppress(OSError):
+                os.rmdir(folder)
 
 
 def _unlink(path: str) -> None:

@@ -82,7 +82,8 @@ class Replicas:
             finally:
                 run(session.close())
             self._known[address] = status
-            for step in sorted(status.steps, reverse=True):
+            oldest = min(self._folder.steps(), default=-1)
+            for step in sorted((step for step in status.steps if step >= oldest), reverse=True):
                 theirs = status.steps[step]
                 here = self._folder.files(step)
                 wanted = {
@@ -109,6 +110,9 @@ class Replicas:
                 if some:
                     files = run(describe_files(near if some is not parts else source, document, some))
                     run(copy_verified(source, near, files))
+            if self._folder.steps().get(step) is None:  # it was removed meanwhile
+                self._folder.remove(step, save_id)
+                return 0
             emit("replicated", "upload", self._folder.step_path(step), step=step, files=len(wanted), source=address)
             return len(wanted)
         finally:

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -75,7 +76,7 @@ class RunRecord(msgspec.Struct):
     run: str
     attempts: list[Attempt] = []
     far: str = ""
-    """The far root without secrets, in the copies of hosts."""
+    """The far root without secrets. A record elsewhere was copied with the root."""
     published: bool = False
     """True in the copy of a host if the record was in the far root. If it is missing there, the run was deleted."""
 
@@ -96,6 +97,10 @@ class RunRecord(msgspec.Struct):
             return False
         return any(each.restored is not None and each.restored < step for each in self._later(origin))
 
+    def age(self, origin: Origin) -> tuple[int, int, int]:
+        """Return a value that is greater for a later take."""
+        return -len(self._later(origin)), origin.number, origin.order
+
     def is_newer(self, one: Origin, other: Origin) -> bool:
         """Return True if a snapshot of a step replaces another one of the same step.
 
@@ -103,8 +108,7 @@ class RunRecord(msgspec.Struct):
         """
         if other.run != self.run:
             return one.replaces
-        ages = [(-len(self._later(each)), each.number, each.order) for each in (one, other)]
-        return ages[0] > ages[1]
+        return self.age(one) > self.age(other)
 
     def with_attempts(self, others: Sequence[Attempt]) -> RunRecord:
         """Return a record that also has these attempts.
@@ -134,11 +138,16 @@ def decode_record(data: bytes, where: object) -> RunRecord:
 
 
 def store_record(folder: str, record: RunRecord) -> None:
-    """Store a host's copy of a record."""
+    """Store a host's copy of a record. A folder that is full or read-only keeps the old copy."""
     aside = f"{folder}/{RECORD}.{secrets.token_hex(4)}.tmp"
-    with open(aside, "wb") as file:
-        file.write(msgspec.json.encode(record))
-    os.replace(aside, f"{folder}/{RECORD}")
+    try:
+        with open(aside, "wb") as file:
+            file.write(msgspec.json.encode(record))
+        os.replace(aside, f"{folder}/{RECORD}")
+    except OSError as error:
+        log.warning("%s: the record of the run is not stored: %s", folder, error)
+        with suppress(OSError):
+            os.unlink(aside)
 
 
 async def read_record(storage: Storage) -> tuple[RunRecord, str] | None:
@@ -165,11 +174,11 @@ async def publish_record(storage: Storage, mine: RunRecord, live: str = "") -> R
         if found is not None and found[0].run != mine.run:
             return found[0]
         merged = mine if found is None else found[0].with_attempts(_renumbered(mine.attempts, found[0], live))
-        if found is not None and merged.attempts == found[0].attempts:
+        if found is not None and merged.attempts == found[0].attempts and found[0].far:
             return found[0]
         expect: Expect = ABSENT if found is None else found[1]
         try:
-            stored = msgspec.json.encode(RunRecord(merged.run, merged.attempts))
+            stored = msgspec.json.encode(RunRecord(merged.run, merged.attempts, mine.far))
             await storage.put(RECORD, stored, expect=expect if storage.capabilities.conditional_put else ANYTHING)
         except StorageConflictError:
             continue

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from snapshot.errors import SnapshotError, StorageError
+from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError
 from snapshot.events import log
 from snapshot.manifest.document import METADATA
 from snapshot.manifest.head import decode_head
@@ -19,7 +19,6 @@ from snapshot.peer_requests import STATUS
 from snapshot.registry import open_storage
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
-from snapshot.save.claims import pending_saves
 from snapshot.save.cleanup import committed_save_id
 from snapshot.storage import Context
 from snapshot.tiers.census import CensusStep, HostView, take_census, view_of
@@ -29,7 +28,7 @@ from snapshot.tiers.join import FAR_PATIENCE, Membership, TierOptions, limited
 from snapshot.tiers.manifests import Keepers, fetch_manifests, read_manifest
 from snapshot.tiers.near_steps import PINNED, NearFolder, NearStep
 from snapshot.tiers.replicas import heal_step
-from snapshot.tiers.run_record import KEY, Attempt, Origin, publish_record
+from snapshot.tiers.run_record import KEY, Attempt, Origin, RunRecord, publish_record
 from snapshot.tiers.sources import Place, StepSources
 from snapshot.tiers.uploader_process import ensure_uploader
 from snapshot.url import URL
@@ -63,8 +62,6 @@ class TierSet:
         self._probing = False
         """True if the last near take failed, so that the next one tries the folder first."""
         self.is_full = False
-        self._cleaned = False
-        """True once leftovers of interrupted takes were removed."""
         self.superseded = ""
         """Why this job must not go on: a later attempt has begun, as the uploader says."""
         self.last_bytes = 0
@@ -172,7 +169,7 @@ class TierSet:
         member = self.member
         if self._registering is not None:
             self._registering.join()
-        return view_of(self.folder, member.hosts[member.index].key) if not member.fault else HostView("")
+        return view_of(self.folder, member.hosts[member.index].key)
 
     def census(self, views: Sequence[HostView]) -> dict[int, CensusStep]:
         """Return the near steps of this run by their numbers. `views`: one of each rank."""
@@ -208,14 +205,26 @@ class TierSet:
             options=self.options.options,
         )
 
-    def began_attempt(self, attempt: Attempt, committed: Sequence[str], manifests: Mapping[int, Keepers]) -> None:
-        """Begin an attempt with a restored step. Remove abandoned steps, and what interrupted takes left behind.
+    def refresh_record(self, *, far: bool) -> None:
+        """Add the attempts of other jobs that this host's uploader or, with `far`, the far root knows."""
+        record = self.member.record
+        with contextlib.suppress(SnapshotError):
+            if not self.member.fault:
+                record = record.with_attempts(self.ask(Request("status")).newest)
+        if far:
+            published = self.publish()
+            if published is not None and published.run == record.run:
+                record = published.with_attempts(record.attempts)
+        self.member.record.attempts = record.attempts
 
-        `committed`: the save ids that are committed on any host. `manifests`: the hosts that have each step's manifest.
+    def began_attempt(self, attempt: Attempt, attempts: Sequence[Attempt], manifests: Mapping[int, Keepers]) -> None:
+        """Begin an attempt with a restored step. Remove the steps that it abandons.
+
+        `attempts`: those that the leader knows. `manifests`: the hosts that have each near step's manifest.
         """
         member = self.member
-        member.record = member.record.with_attempts([attempt])
-        member.attempt, self._order = attempt, 0
+        member.record = member.record.with_attempts([*attempts, attempt])
+        member.attempt, self._order, self.superseded = attempt, 0, ""
         if member.fault or not member.leads:
             return
         for step, near in self.folder.steps().items():
@@ -223,18 +232,20 @@ class TierSet:
                 log.warning("step-%s: removed: the run continues from step-%s", step, attempt.restored)
                 self.folder.remove(step, near.save_id)
         fetch_manifests(self.folder, member, manifests)
-        if not self._cleaned and self.ask(Request("status")).jobs <= 1:
-            self.folder.remove_leftovers({*committed, *pending_saves()})
-        self._cleaned = True
         self._register()
 
-    def publish(self) -> None:
-        """Add the attempts to the record in the far root. Uploaders do so, too, before they commit a step."""
+    def publish(self) -> RunRecord | None:
+        """Add the attempts to the record in the far root, and return it. None if it cannot be reached.
+
+        Uploaders do so, too, before they commit a step.
+        """
         session = Session(self.options.far, self.options.options)
+        record, live = self.member.record, self.member.attempt.name
         try:
-            run(limited(publish_record(session.storage, self.member.record, self.member.attempt.name), FAR_PATIENCE))
-        except StorageError as error:
+            return run(limited(publish_record(session.storage, record, live), FAR_PATIENCE))
+        except (StorageError, CorruptSnapshotError) as error:
             log.warning("%s: cannot be reached: %s", self.options.far, error)
+            return None
         finally:
             run(session.close())
 
@@ -325,7 +336,7 @@ class TierSet:
         status = self.ask(Request("status"))
         self._look_for_later_attempt(status, upto)
         steps = {step: each for step, each in self.folder.steps().items() if each.origin.run == self.member.record.run}
-        keep = kept(list(steps.values()))
+        keep = kept([each for step, each in steps.items() if step <= upto])
         safe = len(self.member.hosts) == 1 or not self.options.replicas
         newest = max((step for step, each in status.steps.items() if safe or each.replicated), default=-1)
         if len(steps) > len(keep) + MOST_HELD:  # a partner that is lost must not fill the folder
@@ -337,6 +348,7 @@ class TierSet:
                 continue
             if not os.path.exists(f"{self.folder.step_path(step)}/{PINNED}"):
                 self.folder.remove(step, near.save_id)
+        self.folder.remove_leftovers(upto, spared)
 
     def _look_for_later_attempt(self, status: Status, step: int) -> None:
         """Record that another job has restored an older step than this job has saved."""

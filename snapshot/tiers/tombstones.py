@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from contextlib import suppress
 
 from snapshot.aio import gather_limited
 from snapshot.errors import StorageError, StorageNotFoundError
+from snapshot.runtime.session import Session
 from snapshot.save.cleanup import committed_save_id
 from snapshot.storage import ANYTHING, Storage
+from snapshot.tiers.near_steps import STEP
 from snapshot.tiers.run_record import RECORD
+from snapshot.url import URL
 
 PRUNED = ".pruned"
 """Folder in the far root with an empty file for each removed snapshot."""
 MANY = 500
+SELDOM = 20
+"""One removal in this number looks for old tombstones."""
 LASTS = 30 * 24 * 3600.0
 """Seconds after which a tombstone may be deleted, if there are many."""
 
@@ -32,13 +38,27 @@ async def bury(root: Storage, step: Storage) -> None:
     save_id = await committed_save_id(step)
     if save_id is not None:
         await root.put(tombstone(save_id), b"", expect=ANYTHING)
-        with suppress(StorageError):
-            await _remove_old(root)
+        if not secrets.randbelow(SELDOM):
+            with suppress(StorageError):
+                await _remove_old(root)
+
+
+async def bury_step(session: Session) -> None:
+    """Put a tombstone for the snapshot of a session, if it is a step in a root with uploads of near steps."""
+    above, _, name = session.url.location.rstrip("/").rpartition("/")
+    if above and STEP.fullmatch(name):
+        root = session.open_beside(URL(session.url.scheme, above, session.url.query))
+        try:
+            with suppress(StorageError):  # most roots have no uploads, and need not be readable
+                await bury(root, session.storage)
+        finally:
+            await root.close()
 
 
 async def _remove_old(root: Storage) -> None:
     found = await root.list(f"{PRUNED}/")
     if len(found) > MANY:
+        found = sorted(found, key=lambda _: secrets.randbits(32))[:MANY]
         stats = await gather_limited(found, root.stat)
         old = [path for path, stat in zip(found, stats, strict=True) if stat.mtime < time.time() - LASTS]
         await root.delete(old)

@@ -10,19 +10,19 @@ Upload = str | int | None
 """`"latest"`, the distance of steps, or None."""
 
 
-def wanted_steps(upload: Upload, steps: Collection[int], asked: Collection[int]) -> list[int]:
-    """Return the near steps that are wanted far, ascending.
+def wanted_steps(upload: Upload, steps: Collection[int], asked: Collection[int], newest: int) -> list[int]:
+    """Return the near steps that are wanted far, ascending. `newest`: the step that was taken last.
 
-    >>> wanted_steps("latest", [10, 20, 30], [10])
+    >>> wanted_steps("latest", [10, 20, 30], [10], 30)
     [10, 30]
-    >>> wanted_steps(20, [10, 20, 30, 40], [])
+    >>> wanted_steps(20, [10, 20, 30, 40], [], 40)
     [20, 40]
-    >>> wanted_steps(None, [10, 20], [])
+    >>> wanted_steps(None, [10, 20], [], 20)
     []
     """
     wanted = {step for step in asked if step in steps}
-    if upload == "latest" and steps:
-        wanted.add(max(steps))
+    if upload == "latest" and newest in steps:
+        wanted.add(newest)
     elif isinstance(upload, int):
         wanted |= {step for step in steps if step % upload == 0}
     return sorted(wanted)
@@ -41,19 +41,20 @@ def choose_next(wanted: Collection[int], begun: Collection[int], last: int | Non
     return max(turns - {last} or turns, default=None)
 
 
-def dropped_steps(upload: Upload, states: Mapping[int, str], asked: Collection[int]) -> list[int]:
-    """Return the steps that are wanted no more: superseded ones, and the oldest of too many.
+def dropped_steps(upload: Upload, states: Mapping[int, str], asked: Collection[int], newest: int) -> list[int]:
+    """Return the steps that are wanted no more: superseded ones, and the oldest of too many that wait.
 
-    `states`: what an uploader says of each step.
+    A step that is being sent is not dropped, except with "latest" for a later one that is whole. `states`: the state of
+    each step, as an uploader has it.
 
-    >>> dropped_steps("latest", {10: "waiting", 20: "queued", 30: "whole", 40: "queued", 50: "queued"}, [])
+    >>> states = {10: "waiting", 20: "queued", 30: "whole", 40: "queued", 50: "queued"}
+    >>> dropped_steps("latest", states, [], 50)
     [10, 20, 40]
     """
-    open_ = sorted(step for step, state in states.items() if state in ("queued", "uploading", "waiting", "damaged"))
-    dropped = open_[:-MOST_QUEUED]
-    if upload == "latest":
-        whole = max((step for step, state in states.items() if state == "whole"), default=-1)
-        newest = max(states, default=-1)
-        dropped += [step for step in open_ if step < whole and step not in asked]
-        dropped += [step for step in open_ if step < newest and states[step] == "queued" and step not in asked]
-    return sorted(set(dropped))
+    free = sorted(step for step in states if step not in asked and step != newest)
+    queued = [step for step in free if states[step] == "queued"]
+    if upload != "latest":
+        return queued[:-MOST_QUEUED]
+    whole = max((step for step, state in states.items() if state == "whole"), default=-1)
+    superseded = [step for step in free if step < whole and states[step] in ("uploading", "waiting", "damaged")]
+    return sorted({*queued, *superseded})

@@ -31,10 +31,10 @@ LONGEST_PAUSE = 30.0
 """Seconds between two tries to reach a far root that does not answer."""
 OTHERS = 60.0
 """Seconds after which a host also uploads files that another host has not uploaded, if it has replicas of them."""
-JOINS = 5.0
+JOINS = 10.0
 """Seconds between two searches for steps that only other hosts upload."""
 BUDGET = 128 << 20
-RECENT = 8
+RECENT = 64
 """Attempts that a status names."""
 DONE = ("whole", "dropped", "outdated", "damaged", "kept near")
 
@@ -143,7 +143,9 @@ class Uploader:
                 if step not in steps or self._states[step].save_id != steps[step].save_id:
                     self._forget(step)
             self._asked |= {step for step, near in steps.items() if near.origin.replaces}
-            wanted = wanted_steps(given.upload, steps, self._asked)
+            ages = {step: given.record.age(near.origin) for step, near in steps.items()}
+            self._newest = max(ages, key=lambda step: ages[step], default=-1)
+            wanted = wanted_steps(given.upload, steps, self._asked, self._newest)
             for step, near in steps.items():
                 files = self.folder.files(step)
                 state = self._states.setdefault(step, StepStatus(near.save_id))
@@ -153,7 +155,7 @@ class Uploader:
                 state.total = sum(size for name, size in files.items() if name not in state.pulled)
                 state.replicated = self._replicas.is_complete(step)
             states = {step: each.far for step, each in self._states.items()}
-            for step in dropped_steps(given.upload, states, self._asked):
+            for step in dropped_steps(given.upload, states, self._asked, self._newest):
                 self._drop(step, log.info if given.upload == "latest" else log.warning)
 
     def _remove_abandoned(self, near: NearStep) -> None:
@@ -164,22 +166,26 @@ class Uploader:
     def _drop(self, step: int, say: Callable[..., None] = log.warning) -> None:
         """Give up an upload. The newest step is never given up."""
         state = self._states.get(step)
-        if state is None or state.far in ("whole", "outdated", "dropped") or step == max(self._states):
+        if state is None or state.far in ("whole", "outdated", "dropped") or step == self._newest:
             return
-        newest = max(self._states)
-        say("step-%s: is not uploaded: step-%s is newer", step, newest)
+        say("step-%s: is not uploaded: step-%s is newer", step, self._newest)
         emit("dropped", "upload", self.folder.step_path(step), step=step)
         state.far = "dropped"
         upload = self._uploads.get(step)
         if upload is not None and step != self._current:
             self._end(step, upload)
 
+    _newest = -1
+    """The step that was taken last."""
     _current: int | None = None
     """The step that is being uploaded in this moment."""
 
     def _forget(self, step: int) -> None:
-        self._states.pop(step, None)
+        state = self._states.pop(step, None)
         self._waiting_since.pop(step, None)
+        upload = self._uploads.get(step)
+        if upload is not None and state is not None and state.far != "whole":
+            self._end(step, upload)
         self._release(step)
 
     def _release(self, step: int) -> None:
@@ -249,14 +255,16 @@ class Uploader:
             open_ = {
                 step: each
                 for step, each in self._states.items()
-                if each.far in ("queued", "uploading", "waiting") or (each.far == "kept near" and joins)
+                if each.far in ("queued", "uploading", "waiting") or (each.far in ("kept near", "dropped") and joins)
             }
         if not open_:
             return None
         root = self._far_root(given)
         begun = [step for step, each in open_.items() if run(is_begun(root, step, each.save_id))]
+        with self._lock:  # another host wants what it has begun
+            self._asked |= {step for step in begun if open_[step].far in ("kept near", "dropped")}
         begun += [step for step, each in open_.items() if each.far == "waiting" and step not in begun]
-        queued = [step for step, each in open_.items() if each.far != "kept near"]
+        queued = [step for step, each in open_.items() if each.far not in ("kept near", "dropped")]
         self._last = choose_next(queued, begun, self._last)
         return self._last
 
@@ -320,7 +328,7 @@ class Uploader:
                 self._release(step)
             elif state.far == "dropped":
                 self._end(step, upload)
-            elif given is not None and len(given.hosts) == 1 and near.head.sizes().keys() - state.files.keys():
+            elif given is not None and given.is_alone() and near.head.sizes().keys() - state.files.keys():
                 state.far, state.error = "damaged", "this host lacks some of its files"
             else:
                 state.far = "waiting"

@@ -19,7 +19,9 @@ import subprocess
 import sys
 import threading
 import time
+from ipaddress import ip_address
 from pathlib import Path
+from typing import BinaryIO
 
 from snapshot.events import log
 from snapshot.tiers.control import (
@@ -40,6 +42,8 @@ OFFERED = ".uploader.address"
 TRIES = 600
 LINGER = 3600.0
 """Seconds that an uploader without work stays, for restores from its host, after a trainer that did not say goodbye."""
+LAST_WORDS = 2.0
+"""Seconds that an uploader may take to end when it is asked to."""
 LONGEST_LOG = 10 << 20
 _IDLE_CLASS = 3 << 13
 """The priority of a process whose disk access must wait for that of others, for `ioprio_set`."""
@@ -68,8 +72,8 @@ def ensure_uploader(folder: str, address: str | None) -> tuple[ControlClient, st
             offered = _start(folder, lock, address)
             return ControlClient(folder), offered
         with contextlib.suppress(UploaderError, OSError):
-            offered = Path(f"{folder}/{OFFERED}").read_text("ascii")
             client = ControlClient(folder)
+            offered = _known_address(folder)
             if offered or address is None:
                 return client, offered
             client.ask(Request("stop"))  # it was started for a job on a single host
@@ -82,7 +86,8 @@ def _start(folder: str, lock: int, address: str | None) -> str:
     """Start an uploader as a detached process. Return the address on which it offers files."""
     peers = _listen_again(folder, address) if address is not None else None
     offered = "{}:{}".format(*peers.getsockname()[:2]) if peers is not None else ""
-    Path(f"{folder}/{OFFERED}").write_text(offered, "ascii")
+    with contextlib.suppress(OSError):  # the folder may be full
+        Path(f"{folder}/{OFFERED}").write_text(offered, "ascii")
     control = listen(folder)
     inherited = [lock, control.fileno(), *([peers.fileno()] if peers is not None else [])]
     log_path = f"{folder}/{LOG}"
@@ -93,7 +98,7 @@ def _start(folder: str, lock: int, address: str | None) -> str:
     path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     try:
-        with open(log_path, "ab") as output:
+        with _log_of(log_path) as output:
             process = subprocess.Popen(  # noqa: S603 - this very program
                 [sys.executable, "-m", "snapshot", "upload", folder, "--inherited", ",".join(map(str, inherited))],
                 stdin=subprocess.DEVNULL,
@@ -113,18 +118,38 @@ def _start(folder: str, lock: int, address: str | None) -> str:
     return offered
 
 
+def _log_of(path: str) -> BinaryIO:
+    try:
+        return open(path, "ab")
+    except OSError:
+        return open(os.devnull, "wb")
+
+
+def _known_address(folder: str) -> str:
+    try:
+        return Path(f"{folder}/{OFFERED}").read_text("ascii")
+    except OSError:
+        return ""
+
+
 def _listen_again(folder: str, address: str) -> socket.socket:
     """Listen on the port of the last uploader, which other hosts know, or on another one."""
-    known = ""
-    with contextlib.suppress(OSError):
-        known = Path(f"{folder}/{OFFERED}").read_text("ascii")
-    host, _, port = known.rpartition(":")
+    host, _, port = _known_address(folder).rpartition(":")
     if host == address and port.isdecimal():
         for _ in range(20):  # its last process may be ending
             with contextlib.suppress(OSError):
-                return socket.create_server((address, int(port)), backlog=256)
+                return _bound(address, int(port))
             time.sleep(0.05)
-    return socket.create_server((address, 0), backlog=256)
+    return _bound(address, 0)
+
+
+def _bound(address: str, port: int) -> socket.socket:
+    """Listen on one address. Raise PermissionError if that means all addresses."""
+    made = socket.create_server((address, port), backlog=256)
+    if ip_address(made.getsockname()[0]).is_unspecified:
+        made.close()
+        raise PermissionError(errno.EPERM, "must be one address of this host, not all of them", address)
+    return made
 
 
 def expect_own_folder(folder: str) -> None:
@@ -174,8 +199,16 @@ def run_until_done(uploader: Uploader, listening: socket.socket, linger: float) 
         if request.verb in ("register", "close"):
             closed = request.verb == "close"
         if request.verb == "stop":
-            stopped.set()
+            stop()
         return uploader.handle(request)
+
+    def stop(*_: object) -> None:
+        """End soon, also in the middle of an upload, which the next uploader continues."""
+        stopped.set()
+        uploader.wake.set()
+        last = threading.Timer(LAST_WORDS, os._exit, (0,))
+        last.daemon = True
+        last.start()
 
     def pull() -> None:
         while not stopped.wait(uploader.pull_turn()):
@@ -183,7 +216,7 @@ def run_until_done(uploader: Uploader, listening: socket.socket, linger: float) 
 
     control = ControlServer(listening, handle)
     uploader.jobs = control.jobs
-    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    signal.signal(signal.SIGTERM, stop)
     threading.Thread(target=pull, name="snapshot-replicas", daemon=True).start()
     quiet = time.monotonic()
     while not stopped.is_set():

@@ -4,6 +4,8 @@ import contextlib
 import os
 import shutil
 import socket
+import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -105,9 +107,13 @@ def test_another_job_on_the_host_keeps_the_files_of_a_running_take(tmp_path, hos
         with manager_of(tmp_path / "far", hosts("a")) as other:
             assert other.restore_latest(state(-1)) == 10
             assert running.exists()
+            other.take(40, state(40))
+            until(lambda: other.where(40)["far"] == "whole")
+            assert running.exists()
+    os.utime(running, (0, 0))
     with manager_of(tmp_path / "far", hosts("a")) as alone:
-        assert alone.restore_latest(state(-1)) == 10
-        assert not folder.exists()  # without another job, it is a leftover
+        alone.take(50, state(50))
+    assert not folder.exists()  # after some minutes, it is a leftover
 
 
 def test_steps_of_a_plain_manager_belong_to_the_run(tmp_path, hosts):
@@ -385,3 +391,138 @@ def test_time_is_not_compared(tmp_path, hosts, monkeypatch):
     with manager_of(tmp_path / "far", hosts("b")) as manager:
         assert manager.restore_latest(state(-1)) == 30
     assert Path(tmp_path / "far/step-30").exists()
+
+
+def test_a_copied_root_is_another_run(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a")) as manager:
+        manager.take(10, state(10))
+    shutil.copytree(tmp_path / "far", tmp_path / "fork")
+    with manager_of(tmp_path / "far", hosts("a")) as manager:
+        assert manager.restore_latest(state(-1)) == 10
+        manager.take(30, state(30))
+    with manager_of(tmp_path / "fork", hosts("a")) as fork:
+        assert fork.restore_latest(state(-1)) == 10
+        fork.take(11, state(11))
+    assert {path.name for path in (tmp_path / "fork").glob("step-*")} == {"step-10", "step-11"}
+    with manager_of(tmp_path / "far", hosts("a")) as manager:
+        assert manager.restore_latest(state(-1)) == 30
+
+
+def test_a_replaced_job_can_restore_and_go_on(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a"), keep_near=None) as one:
+        one.take(10, state(10))
+        until(lambda: one.where(10)["far"] == "whole")
+        with manager_of(tmp_path / "far", hosts("a")) as other:
+            assert other.restore_latest(state(-1)) == 10
+
+        def is_told():
+            with contextlib.suppress(SnapshotExistsError):
+                try:
+                    one.take(20, state(20), overwrite=True)
+                except SnapshotError:
+                    return True
+            return False
+
+        until(is_told)
+        assert one.restore_latest(state(-1)) == 10
+        for step in (70, 80):
+            one.take(step, state(step))
+        until(lambda: one.where(80)["far"] == "whole")
+        assert one.where(70)["near"] == "whole"
+
+
+def test_a_slow_bucket_gets_some_steps_whole(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a"), upload=1, rate=4e6, keep_near=KeepLatest(1)) as manager:
+        for step in range(30):
+            manager.take(step, state(step, 250_000))  # 2 MB each: as quick as 60 MB/s
+        until(lambda: len(list((tmp_path / "far").glob("step-*/.snapshot_metadata"))) >= 3)
+    whole = [path.parent for path in (tmp_path / "far").glob("step-*/.snapshot_metadata")]
+    assert "step-29" in {path.name for path in whole}
+    assert all(Snapshot(str(path)).verify() for path in whole)
+
+
+def test_all_steps_that_are_waited_for_are_uploaded(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a"), upload=None, rate=1e6, keep_near=KeepLatest(1)) as manager:
+        pending = [manager.async_take(step, state(step)) for step in range(12)]
+        with contextlib.ExitStack() as stack:
+            threads = [stack.enter_context(_Joined(lambda each=each: each.wait("far", timeout=60))) for each in pending]
+        assert [each.error for each in threads] == [None] * 12
+    assert len(list((tmp_path / "far").glob("step-*/.snapshot_metadata"))) == 12
+
+
+class _Joined(threading.Thread):
+    """A thread that is waited for, and keeps its error."""
+
+    def __init__(self, work):
+        super().__init__()
+        self.work, self.error = work, None
+
+    def run(self):
+        try:
+            self.work()
+        except Exception as error:  # noqa: BLE001 - it is looked at
+            self.error = error
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self.join()
+
+
+def test_a_run_that_goes_back_by_itself_is_uploaded(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a"), upload="latest", keep_near=KeepLatest(2)) as manager:
+        manager.take(100, state(100))
+        until(lambda: manager.where(100)["far"] == "whole")
+        for step in (60, 70, 80):
+            manager.take(step, state(step))
+    assert (tmp_path / "far/step-80/.snapshot_metadata").exists()
+
+
+def test_a_removed_step_is_not_restored_from_near(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a"), upload=1, keep_near=None) as manager:
+        for step in (20, 30):
+            manager.take(step, state(step))
+            until(lambda step=step: manager.where(step)["far"] == "whole")
+    Snapshot(str(tmp_path / "far/step-30")).delete()
+    with manager_of(tmp_path / "far", hosts("a"), upload=1) as manager:
+        assert manager.restore_latest(state(-1)) == 20
+        manager.take(25, state(25))
+        until(lambda: manager.where(25)["far"] == "whole")
+    assert {path.name for path in (tmp_path / "far").glob("step-*")} == {"step-20", "step-25"}
+
+
+def test_a_take_before_the_end_waits_for_the_bucket(tmp_path, hosts):
+    with manager_of(tmp_path / "far", hosts("a"), upload=None) as manager:
+        manager.async_take(10, state(10))
+        manager._stopping = True  # as after SIGTERM
+        manager.take(10, state(10))
+        assert (tmp_path / "far/step-10/.snapshot_metadata").exists()
+
+
+def test_a_full_near_folder_can_still_be_restored(tmp_path):
+    near = tmp_path / "small"
+    near.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", near], check=False).returncode:
+        pytest.skip("mounts need root")
+    try:
+        with manager_of(tmp_path / "far", near / "run", upload=10, grace=0) as manager:
+            manager.take(5, state(5))
+            until(lambda: manager.where(5)["near"] == "whole")
+            stop_uploaders(near / "run")
+            shutil.rmtree(tmp_path / "far/step-5", ignore_errors=True)
+        stop_uploaders(near / "run")
+        shutil.rmtree(tmp_path / "far/step-5", ignore_errors=True)
+        with contextlib.suppress(OSError), open(near / "ballast", "wb") as file:
+            while True:
+                file.write(bytes(4096))
+                file.flush()
+        with manager_of(tmp_path / "far", near / "run") as manager:
+            live = state(-1)
+            assert manager.restore_latest(live) == 5
+            assert holds(live, 5)
+            until(lambda: manager.where(5)["far"] == "whole" if manager._tiers.flush() is None else False)
+        stop_uploaders(near / "run")
+    finally:
+        subprocess.run(["umount", "-l", near], check=True)
