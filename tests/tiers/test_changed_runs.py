@@ -448,7 +448,7 @@ def test_a_slow_bucket_gets_some_steps_whole(tmp_path, hosts):
 
 
 def test_all_steps_that_are_waited_for_are_uploaded(tmp_path, hosts):
-    with manager_of(tmp_path / "far", hosts("a"), upload=None, rate=1e6, keep_near=KeepLatest(1)) as manager:
+    with manager_of(tmp_path / "far", hosts("a"), upload=None, rate=1e6, keep_near=None) as manager:
         pending = [manager.async_take(step, state(step)) for step in range(12)]
         with contextlib.ExitStack() as stack:
             threads = [stack.enter_context(_Joined(lambda each=each: each.wait("far", timeout=60))) for each in pending]
