@@ -32,7 +32,7 @@ def list_tiers(far: str, near: str, options: Mapping[str, Any] | None, *, json: 
     for folder, record in runs:
         here = NearFolder(folder)
         states = _states(folder)
-        steps = {step: each for step, each in here.steps().items() if each.origin.run == record.run}
+        steps = here.steps_of(record.run)
         for step in sorted(steps.keys() | committed.keys()):
             head = heads.get(step)
             far_id = head.save_id if isinstance(head, ManifestHead) else ""

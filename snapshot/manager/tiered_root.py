@@ -113,7 +113,7 @@ class TieredRoot(Root):
         return report
 
     def close(self) -> None:
-        """Close the places of a step. Damaged near files of it are replaced by the uploader."""
+        """Close the places of a step, and replace its damaged near files."""
         sources, self.sources = self.sources, None
         if sources is not None:
             sources.close()

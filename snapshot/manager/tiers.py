@@ -171,10 +171,7 @@ class ManagerTiers:
 
     def near_steps(self) -> set[int]:
         """Return the near steps of this run, as this host sees them."""
-        if self._set is None:
-            return set()
-        run_id = self._set.member.record.run
-        return {step for step, each in self._set.folder.steps().items() if each.origin.run == run_id}
+        return set(self._set.folder.steps_of(self._set.member.record.run)) if self._set is not None else set()
 
     def is_whole_here(self, step: int) -> bool:
         """Return True if this host has all files of a near step."""
@@ -206,11 +203,11 @@ class ManagerTiers:
         """Wait until the newest near step is far, at most for the grace. After a failure the uploader continues."""
         if self._set is None or self._set.member.fault:
             return
-        run_id = self._set.member.record.run
-        steps = [each for each in self._set.folder.steps().values() if each.origin.run == run_id]
+        record = self._set.member.record
+        steps = self._set.folder.steps_of(record.run).values()
         if not steps:
             return
-        newest = max(steps, key=lambda each: self.joined.member.record.age(each.origin))
+        newest = max(steps, key=lambda each: record.age(each.origin))
         try:
             self._set.wait_far(newest.step, newest.save_id, self.grace)
         except (SnapshotError, TimeoutError) as error:

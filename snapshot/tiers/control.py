@@ -99,7 +99,7 @@ class Request(msgspec.Struct, omit_defaults=True):
 
 
 _requests = msgspec.json.Decoder(Request)
-_statuses = msgspec.json.Decoder(Status)
+decode_status = msgspec.json.Decoder(Status).decode
 
 
 @contextlib.contextmanager
@@ -160,7 +160,7 @@ class ControlClient:
         if not line:
             raise UploaderError(f"{self._folder}: its uploader has ended")
         try:
-            return _statuses.decode(line)
+            return decode_status(line)
         except msgspec.DecodeError as error:
             raise UploaderError(f"{self._folder}: its uploader answers in another version: {error}") from error
 

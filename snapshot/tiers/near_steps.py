@@ -65,6 +65,10 @@ class NearFolder:
                 found[step] = NearStep(step, head, origin_of(head.metadata))
         return found
 
+    def steps_of(self, run: str) -> dict[int, NearStep]:
+        """Return the committed steps of a run, ascending."""
+        return {step: each for step, each in self.steps().items() if each.origin.run == run}
+
     def folders(self) -> list[int]:
         """Return the steps that have a folder."""
         try:
@@ -136,11 +140,10 @@ class NearFolder:
                 found = [*os.listdir(folder), *(f"data/{name}" for name in os.listdir(f"{folder}/data"))]
                 names = [name for name in found if save_id_of(name) is not None]
                 if all(os.stat(f"{folder}/{name}").st_mtime < time.time() - FRESH for name in names):
-                    for save_id in {save_id_of(name) for name in names} - {None}:
-                        self.remove(step, save_id or "")
-                    for name in names:
-                        if save_id_of(name) is not None:  # a claim
-                            _unlink(f"{folder}/{name}")
+                    for save_id in {save_id_of(name) or "" for name in names}:
+                        self.remove(step, save_id)
+                    for name in names:  # claims
+                        _unlink(f"{folder}/{name}")
             with suppress(OSError):
                 os.rmdir(folder)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-
-import msgspec
 
 from snapshot.errors import SnapshotError
 from snapshot.events import emit, log
@@ -14,13 +12,11 @@ from snapshot.peer_requests import STATUS
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.storage import ABSENT
-from snapshot.tiers.control import Registration, Status
+from snapshot.tiers.control import Registration, Status, decode_status
 from snapshot.tiers.fetch import copy_verified, describe_files, is_intact
 from snapshot.tiers.hosts import partners
 from snapshot.tiers.near_steps import PULLED, NearFolder, NearStep
 from snapshot.url import URL
-
-_statuses = msgspec.json.Decoder(Status)
 
 
 class Replicas:
@@ -57,9 +53,8 @@ class Replicas:
         except OSError:
             return []
 
-    def is_complete(self, step: int) -> bool:
-        """Return True if the replicas that this host must keep of a step are here, as far as partners answered."""
-        here = self._folder.files(step)
+    def is_complete(self, step: int, here: Mapping[str, int]) -> bool:
+        """Return True if the replicas that this host must keep of a step are `here`, as far as partners answered."""
         for address in self._partners():
             known = self._known.get(address)
             theirs = known.steps.get(step) if known is not None else None
@@ -75,7 +70,7 @@ class Replicas:
         for address in self._partners():
             session = self._session(address)
             try:
-                status = _statuses.decode(run(session.storage.get(STATUS, limit=1 << 28)))
+                status = decode_status(run(session.storage.get(STATUS, limit=1 << 28)))
             except SnapshotError as error:
                 log.debug("%s", error)
                 continue
@@ -132,21 +127,28 @@ class Replicas:
             run(near.storage.put(METADATA, data, expect=ABSENT))
         return document
 
-    def sessions(self, step: int) -> list[Session]:
-        """Return the places on other hosts that may have a step's files."""
-        given = self._registration
-        if given is None:
-            return []
-        others = [each for at, each in enumerate(given.hosts) if at != given.index and each.address]
-        return [self._session(each.address, step) for each in others]
-
 
 def _own(files: dict[str, int], pulled: Collection[str]) -> dict[str, int]:
     return {name: size for name, size in files.items() if name not in pulled}
 
 
-def heal_step(folder: NearFolder, near: NearStep, files: Collection[str], places: Sequence[Session]) -> set[str]:
-    """Replace the damaged ones of a step's files by copies from other places. Return those that are damaged still."""
+def heal_step(folder: NearFolder, near: NearStep, files: Collection[str], given: Registration) -> set[str]:
+    """Replace the damaged ones of a step's files by copies from other hosts or the far root.
+
+    Return those that are damaged still.
+    """
+    name = f"step-{near.step}"
+    others = [each.address for at, each in enumerate(given.hosts) if at != given.index and each.address]
+    places = [Session(URL.parse(f"peer://{address}/{name}"), {"secret": given.secret}) for address in others]
+    places.append(Session(URL.parse(given.far).join(name), given.options))
+    try:
+        return _heal_from(folder, near, files, places)
+    finally:
+        for each in places:
+            run(each.close())
+
+
+def _heal_from(folder: NearFolder, near: NearStep, files: Collection[str], places: Sequence[Session]) -> set[str]:
     path = folder.step_path(near.step)
     session = Session(URL("near", path), None)
     try:

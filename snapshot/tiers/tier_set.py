@@ -7,9 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any
 
 from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError
 from snapshot.events import log
@@ -22,7 +20,7 @@ from snapshot.runtime.session import Session
 from snapshot.save.cleanup import committed_save_id
 from snapshot.storage import Context
 from snapshot.tiers.census import CensusStep, HostView, take_census, view_of
-from snapshot.tiers.control import ControlClient, Request, Status, StepStatus, UploaderError
+from snapshot.tiers.control import ControlClient, Request, Status, StepStatus, UploaderError, decode_status
 from snapshot.tiers.hosts import job_address
 from snapshot.tiers.join import FAR_PATIENCE, Membership, TierOptions, limited
 from snapshot.tiers.manifests import Keepers, fetch_manifests, read_manifest
@@ -33,7 +31,6 @@ from snapshot.tiers.sources import Place, StepSources
 from snapshot.tiers.uploader_process import ensure_uploader
 from snapshot.url import URL
 
-T = TypeVar("T")
 FAULTS = {"outdated": "is not uploaded", "damaged": "is damaged", "dropped": "is not uploaded"}
 APPEARS = 10.0
 """Seconds that the manifest of a committed take may need to appear on a host."""
@@ -41,7 +38,6 @@ MOST_HELD = 4
 """Steps before the newest that wait for their replicas before older ones are removed."""
 SPARE = 1.05
 """Free space that a near take needs, as a multiple of the last take's bytes."""
-_statuses = msgspec.json.Decoder(Status)
 
 
 class FarError(SnapshotError):
@@ -320,7 +316,7 @@ class TierSet:
             if at != self.member.index and host.address:
                 storage = open_storage(URL.parse(f"peer://{host.address}"), {"secret": self.member.secret}, Context())
                 with contextlib.suppress(SnapshotError):
-                    found.append(_statuses.decode(run(storage.get(STATUS))))
+                    found.append(decode_status(run(storage.get(STATUS))))
                 run(storage.close())
         return found
 
@@ -335,7 +331,7 @@ class TierSet:
             return
         status = self.ask(Request("status"))
         self._look_for_later_attempt(status, upto)
-        steps = {step: each for step, each in self.folder.steps().items() if each.origin.run == self.member.record.run}
+        steps = self.folder.steps_of(self.member.record.run)
         keep = kept([each for step, each in steps.items() if step <= upto])
         safe = len(self.member.hosts) == 1 or not self.options.replicas
         newest = max((step for step, each in status.steps.items() if safe or each.replicated), default=-1)
@@ -377,19 +373,7 @@ class TierSet:
         near = self.folder.steps().get(step)
         if not files or near is None:
             return
-        member = self.member
-        urls = [
-            URL.parse(f"peer://{host.address}/step-{step}")
-            for at, host in enumerate(member.hosts)
-            if at != member.index and host.address
-        ]
-        places = [Session(url, {"secret": member.secret}) for url in urls]
-        places.append(Session(self.options.far.join(f"step-{step}"), self.options.options))
-        try:
-            heal_step(self.folder, near, files, places)
-        finally:
-            for each in places:
-                run(each.close())
+        heal_step(self.folder, near, files, self.member.registration(self.options))
 
     def close(self) -> None:
         """Tell the uploader that this trainer has ended: it may end after the last upload."""

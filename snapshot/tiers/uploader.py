@@ -133,12 +133,11 @@ class Uploader:
             if given is None:
                 return
             steps = {}
-            for step, near in self.folder.steps().items():
-                if near.origin.run == given.record.run:
-                    if given.record.is_abandoned(step, near.origin):
-                        self._remove_abandoned(near)
-                    else:
-                        steps[step] = near
+            for step, near in self.folder.steps_of(given.record.run).items():
+                if given.record.is_abandoned(step, near.origin):
+                    self._remove_abandoned(near)
+                else:
+                    steps[step] = near
             for step in list(self._states):
                 if step not in steps or self._states[step].save_id != steps[step].save_id:
                     self._forget(step)
@@ -153,7 +152,7 @@ class Uploader:
                     state.far = "queued"
                 state.files, state.pulled = files, self._replicas.pulled(step, files)
                 state.total = sum(size for name, size in files.items() if name not in state.pulled)
-                state.replicated = self._replicas.is_complete(step)
+                state.replicated = self._replicas.is_complete(step, files)
             states = {step: each.far for step, each in self._states.items()}
             for step in dropped_steps(given.upload, states, self._asked, self._newest):
                 self._drop(step, log.info if given.upload == "latest" else log.warning)
@@ -358,16 +357,11 @@ class Uploader:
         near, given = self.folder.steps().get(step), self._registration
         if near is None or given is None:
             return False
-        places = [*self._replicas.sessions(step), Session(URL.parse(given.far).join(f"step-{step}"), given.options)]
         try:
-            left = heal_step(self.folder, near, files, places)
+            return not heal_step(self.folder, near, files, given)
         except (SnapshotError, OSError) as error:
             log.warning("step-%s: cannot be healed: %s", step, error)
             return False
-        finally:
-            for each in places:
-                run(each.close())
-        return not left
 
     # Replicas
 

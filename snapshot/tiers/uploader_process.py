@@ -175,13 +175,11 @@ def serve(folder: str, inherited: list[int], *, linger: float = LINGER) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     control = socket.socket(fileno=inherited[1])
     peers = socket.socket(fileno=inherited[2]) if len(inherited) > 2 else None
-    address = ""
     uploader = Uploader(folder)
     server = None
     if peers is not None:
         server = PeerServer(peers, folder, uploader.describe)
-        address = server.address
-        uploader.address = address
+        uploader.address = server.address
         uploader.on_secret = server.accept_secret
     run_until_done(uploader, control, linger)
     if server is not None:
@@ -190,7 +188,7 @@ def serve(folder: str, inherited: list[int], *, linger: float = LINGER) -> None:
 
 
 def run_until_done(uploader: Uploader, listening: socket.socket, linger: float) -> None:
-    """Answer requests, upload and pull, until there is no work and no trainer."""
+    """Answer requests, upload steps and fetch replicas, until a trainer and work are both missing."""
     stopped = threading.Event()
     closed = False
 

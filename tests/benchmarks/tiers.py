@@ -1,4 +1,4 @@
-"""What near folders cost and save: takes and steps beside those without tiers, restores beside the raw transfer of the
+"""Costs and gains of near folders: takes and steps beside those without tiers, restores beside the raw transfer of the
 same bytes, and the census of many hosts."""
 
 from __future__ import annotations

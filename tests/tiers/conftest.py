@@ -2,6 +2,7 @@
 
 import pytest
 
+from snapshot import events as happening
 from tests.helpers.rank_pool import Pool
 from tests.tiers.jobs import stop_uploaders
 
@@ -31,3 +32,12 @@ def fresh_pool():
     yield make
     for each in pools:
         each.close()
+
+
+@pytest.fixture
+def told():
+    """Events, as they happen."""
+    found = []
+    happening.add_handler(found.append)
+    yield found
+    happening.remove_handler(found.append)

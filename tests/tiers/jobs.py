@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from snapshot import SnapshotManager, StateDict
 from snapshot.tiers.control import ControlClient, Request, UploaderError
+from snapshot.tiers.uploader_process import lock_folder
 
 ELEMENTS = 4000
 
@@ -70,6 +71,16 @@ def stop_uploaders(*nears, how=signal.SIGKILL):
                 pid = ask(folder).pid
                 os.kill(pid, how)
                 until(lambda pid=pid: is_dead(pid))
+            with contextlib.suppress(AssertionError):  # a trainer may have started another one
+                until(lambda folder=folder: is_unlocked(folder), seconds=2)
+
+
+def is_unlocked(folder):
+    """Say whether no uploader runs in a folder of a run: one that ends answers no more, but has its lock yet."""
+    lock = lock_folder(str(folder))
+    if lock is not None:
+        os.close(lock)
+    return lock is not None
 
 
 def is_dead(pid):

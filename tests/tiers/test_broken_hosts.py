@@ -28,15 +28,6 @@ def small(tmp_path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-@pytest.fixture
-def told():
-    """Events, as they happen."""
-    found = []
-    happening.add_handler(found.append)
-    yield found
-    happening.remove_handler(found.append)
-
-
 def degraded(told):
     return [each.fields["step"] for each in told if each.name == "degraded"]
 

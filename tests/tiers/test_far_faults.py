@@ -1,4 +1,4 @@
-"""The way to the bucket breaks, or the uploader is killed: training goes on, and each step is committed once."""
+"""Broken connections to the bucket, and killed uploaders: training continues, and each step is committed once."""
 
 import signal
 from pathlib import Path

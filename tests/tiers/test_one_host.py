@@ -6,21 +6,11 @@ import shutil
 import pytest
 
 from snapshot import KeepLatest, Snapshot, SnapshotExistsError, SnapshotManager
-from snapshot import events as happening
 from snapshot.errors import SnapshotError, StorageError
 from snapshot.tiers.by_hand import find_runs, upload_by_hand
 from tests.tiers.jobs import ask, data_files, flip, holds, manager_of, runs_in, state, stop_uploaders, until
 
 pytestmark = pytest.mark.slow  # each test starts an uploader
-
-
-@pytest.fixture
-def told():
-    """Events, as they happen."""
-    found = []
-    happening.add_handler(found.append)
-    yield found
-    happening.remove_handler(found.append)
 
 
 def names(told):

@@ -1,4 +1,4 @@
-"""What a host offers to others, and to whom: ranges of finished files, signed requests, no path."""
+"""Files that a host offers to others: in ranges, for signed requests, by names and never by paths."""
 
 import asyncio
 import http.client
