@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest
     from snapshot.manager.signals import ignore_stop_signals
     from snapshot.progress import Progress
+    from snapshot.publish.pending import PendingPublish, Published
+    from snapshot.publish.publisher import Publisher
+    from snapshot.publish.subscriber import Subscriber
     from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, TakeReport, VerifyReport
     from snapshot.runtime.arena import release_memory
     from snapshot.saved import SavedObject
@@ -41,6 +44,10 @@ __all__ = [
     "KeepEvery",
     "KeepFor",
     "ignore_stop_signals",
+    "Publisher",
+    "PendingPublish",
+    "Published",
+    "Subscriber",
     "Stateful",
     "StateDict",
     "RNGState",
@@ -104,6 +111,9 @@ _MODULES = {
         "VerifyReport",
     ),
     "snapshot.progress": ("Progress",),
+    "snapshot.publish.pending": ("PendingPublish", "Published"),
+    "snapshot.publish.publisher": ("Publisher",),
+    "snapshot.publish.subscriber": ("Subscriber",),
     "snapshot.saved": ("SavedObject",),
     "snapshot.snapshot": ("PendingSnapshot", "Snapshot"),
     "snapshot.state.model_state": ("ModelState",),
