@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from snapshot.manager.manager import SnapshotManager
     from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest
     from snapshot.manager.signals import ignore_stop_signals
+    from snapshot.maps.tensor_map import TensorMap
     from snapshot.progress import Progress
     from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, TakeReport, VerifyReport
     from snapshot.runtime.arena import release_memory
@@ -45,6 +46,7 @@ __all__ = [
     "StateDict",
     "RNGState",
     "Sharded",
+    "TensorMap",
     "SavedObject",
     "ModelState",
     "RestoreReport",
@@ -103,6 +105,7 @@ _MODULES = {
         "TakeReport",
         "VerifyReport",
     ),
+    "snapshot.maps.tensor_map": ("TensorMap",),
     "snapshot.progress": ("Progress",),
     "snapshot.saved": ("SavedObject",),
     "snapshot.snapshot": ("PendingSnapshot", "Snapshot"),

@@ -9,6 +9,7 @@ FLOORS = """
     aio durations errors options peer_requests per_process saved text url version
     events progress reports storage trace
     registry storage_options tensors
+    maps
     manifest runtime testing
     distributed metadata plan state
     formats

@@ -21,6 +21,7 @@ NAMES = [
     "StateDict",
     "RNGState",
     "Sharded",
+    "TensorMap",
     "SavedObject",
     "ModelState",
     "RestoreReport",

@@ -54,7 +54,8 @@ def find_shared_memory(read_plan: ReadPlan) -> list[str]:
         # two strided tensors may interleave without sharing elements
         close = reached and span[0] < reached[1] and (span[:2] == reached[:2] or reached[4] or span[4])
         alike = reached and span[:2] == reached[:2] and span[5] is not None and span[5] == reached[5]
-        if reached and close and span[3] != reached[3] and not alike:
+        own = reached and span[2] == reached[2]  # a mapped tensor is filled in several ways
+        if reached and close and span[3] != reached[3] and not alike and not own:
             found.append((reached[2], span[2]))
         reached = span if reached is None or span[1] > reached[1] else reached
     return [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -22,6 +23,8 @@ from snapshot.formats.pickled_objects import load_object, run_pickle
 from snapshot.formats.unpickling import SavedFile, find_object, is_refused
 from snapshot.load.fetch import fetch_requests
 from snapshot.load.left_out import LeftOut
+from snapshot.load.mapped_reads import request_mapped
+from snapshot.load.memory_claims import MemoryClaims
 from snapshot.load.reader import ReadResult
 from snapshot.load.requests import ReadRequest, request_all
 from snapshot.load.scatter import add_requests, add_unpacked_requests, copy_into, place_of
@@ -37,12 +40,8 @@ from snapshot.state import numpy_arrays
 from snapshot.tensors import composite, generators
 from snapshot.tensors.addresses import address_of, is_plain
 from snapshot.tensors.digest import BLOCK
-from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE, NAMES
+from snapshot.tensors.dtypes import BY_NAME, NAMES
 from snapshot.tensors.geometry import Box, intersect, whole_box
-
-ROOM = 1 << 30
-MOST_TIMES = 4
-"""New values from other libraries' files, which may be compressed, take at most ROOM plus a multiple of their size."""
 
 
 class ReadPlan:
@@ -71,11 +70,7 @@ class ReadPlan:
         """Files whose pickles are run: their bytes, then their contents."""
         self._boxes: dict[tuple[Any, ...], torch.Tensor] = {}
         self._filled: dict[tuple[str, int], tuple[Any, torch.Tensor]] = {}
-        self._claimed: dict[tuple[str, tuple[int, int]], tuple[Any, ...]] = {}
-        self._unclaimed = sum(file.size for file in files.values())
-        """Bytes of the files that no new value uses yet."""
-        self._room = ROOM + MOST_TIMES * self._unclaimed
-        """Bytes that new values from packed tensors or views may still take."""
+        self._claims = MemoryClaims(files)
 
     # New values
 
@@ -99,17 +94,20 @@ class ReadPlan:
     def _new_tensor(self, path: str, entry: e.AnyTensor, device: torch.device | str, dtype: torch.dtype | None) -> None:
         extra = entry.extra or e.PLAIN
         subclass, requires_grad = extra.subclass, extra.requires_grad
-        first = entry.pieces()[0][1] if entry.nbytes else None
-        key = first and (
-            *place_of(first),
-            first.byte_range,
-            entry.dtype,
-            entry.shape,
-            subclass,
-            requires_grad,
-            str(device),
-            dtype,
-        )
+        key: tuple[Any, ...] | None = None
+        if entry.nbytes:
+            first = entry.pieces()[0][1]
+            mapped = isinstance(entry, e.MappedTensorEntry)
+            key = (
+                *((id(entry), 0) if mapped else place_of(first)),
+                first.byte_range,
+                entry.dtype,
+                entry.shape,
+                subclass,
+                requires_grad,
+                str(device),
+                dtype,
+            )
         if key and key in self._made:
             self.values[path] = self._made[key]
             return
@@ -129,7 +127,7 @@ class ReadPlan:
     ) -> torch.Tensor:
         check_tensor(path, entry, self.files, partial=self.partial)
         for _, stored in entry.pieces():
-            self._claim(path, stored, stored.dtype, stored.shape)
+            self._claims.claim(path, stored, stored.dtype, stored.shape)
         order = (entry.extra or e.PLAIN).stride_order
         tensor = composite.allocate_tensor(entry.shape, dtype or BY_NAME[entry.dtype], order, device)
         self.into(path, entry, tensor)
@@ -162,15 +160,15 @@ class ReadPlan:
 
     def _new_object(self, path: str, entry: e.ObjectEntry) -> None:
         check_range(path, entry, self.files)
-        self._claim(path, entry, entry.serializer)
+        self._claims.claim(path, entry, entry.serializer)
         data = bytearray(entry.nbytes)
         self.objects.append(request_all(path, entry, address_of(memoryview(data))))
 
         def finish() -> None:
             held, serializer = data, entry.serializer
             if isinstance(self.files[entry.location], ForeignFile) and is_archived(entry):
-                held, serializer = decode_object(path, entry, data, self._room), "torch_save"
-                self._room -= len(held)
+                held, serializer = decode_object(path, entry, data, self._claims.room), "torch_save"
+                self._claims.room -= len(held)
             try:
                 self.values[path] = load_object(
                     path, held, serializer, entry.obj_type, allow_pickle=self._allow_pickle, stored=entry.nbytes
@@ -202,27 +200,6 @@ class ReadPlan:
             self.values[path] = find_object(path, held.value, entry)
 
         self._finish_objects.append(finish)
-
-    def _claim(self, path: str, stored: e.TensorEntry | e.ObjectEntry, *what: Any) -> None:
-        """Raise if new values would take more memory than the files have bytes.
-
-        A hostile manifest of a few bytes may name the same range many times, each time with another type.
-        """
-        place = stored.location, stored.byte_range
-        if not stored.nbytes:
-            return
-        if isinstance(stored, e.TensorEntry) and is_packed(stored):
-            self._room -= math.prod(stored.shape) * ITEMSIZE[stored.dtype]
-            if self._room < 0:
-                raise CorruptSnapshotError(
-                    f"{path}: would take far more memory than its files have bytes; restore it into an existing tensor"
-                )
-            return
-        if place not in self._claimed:
-            self._claimed[place] = what
-            self._unclaimed -= stored.nbytes
-        if self._claimed[place] != what or self._unclaimed < 0:
-            raise CorruptSnapshotError(f"{path}: its bytes also belong to other values")
 
     # Existing destinations
 
@@ -263,6 +240,9 @@ class ReadPlan:
         """Fill a tensor of the entry's shape, with any dtype, strides and device. The entry has been checked."""
         if not math.prod(entry.shape):
             return
+        if isinstance(entry, e.MappedTensorEntry):
+            self.into_box(path, entry, whole_box(entry.shape), target, live=live)
+            return
         pieces = entry.pieces()
         if not pieces:
             self.incomplete = True
@@ -276,11 +256,14 @@ class ReadPlan:
                 return
         else:
             self._filled[place] = entry, target
-        self._pieces(path, pieces, target, whole_box(entry.shape), live)
+        self.add_pieces(path, pieces, target, whole_box(entry.shape), live=live)
 
     def into_box(self, path: str, entry: e.AnyTensor, box: Box, target: torch.Tensor, *, live: bool = False) -> None:
         """Fill a tensor of the box's shape with that part of the entry's tensor."""
         if not box.numel:
+            return
+        if isinstance(entry, e.MappedTensorEntry):
+            self._add_mapped(path, entry, target, box, live)
             return
         if live:
             place = path, box, target.data_ptr()
@@ -290,16 +273,27 @@ class ReadPlan:
             if place in self._boxes:
                 return
             self._boxes[place] = target
-        self._pieces(path, entry.pieces(), target, box, live)
+        self.add_pieces(path, entry.pieces(), target, box, live=live)
 
-    def _pieces(
-        self, path: str, pieces: list[tuple[Box, e.TensorEntry]], target: torch.Tensor, box: Box, live: bool
+    def add_pieces(
+        self, path: str, pieces: list[tuple[Box, e.TensorEntry]], target: torch.Tensor, box: Box, *, live: bool
     ) -> None:
+        """Add requests for the part of some stored pieces that is in a box."""
         found = 0
         for piece, stored in pieces:
             found += self._piece(path, stored, piece, target, box=box, live=live)
         if found != box.numel and self.partial:
             self.incomplete = True
+
+    def _add_mapped(self, path: str, entry: e.MappedTensorEntry, target: torch.Tensor, box: Box, live: bool) -> None:
+        place = id(entry), box, target.data_ptr()
+        if live:
+            if place in self._boxes:
+                return
+            self._boxes[place] = target
+            self.targets.append((path, target, (f"{path}[{box}]", 0)))
+        add = partial(self.add_pieces, path, live=live)
+        self.requests += request_mapped(path, entry, target, box, self.files, add=add, finish=self._finish, live=live)
 
     def into_array(self, path: str, entry: e.NDArrayEntry, array: np.ndarray[Any, Any]) -> None:
         """Fill a C-ordered array of the entry's dtype and shape."""

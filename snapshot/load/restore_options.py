@@ -8,6 +8,7 @@ from typing import Literal, TypedDict
 
 import torch
 
+from snapshot.maps.tensor_map import TensorMap
 from snapshot.plan.renaming import Rename
 from snapshot.progress import ProgressArgument
 from snapshot.storage_options import Source
@@ -33,6 +34,7 @@ class RestoreArguments(TypedDict, total=False):
     include: Sequence[str]
     exclude: Sequence[str]
     rename: Rename | None
+    map: TensorMap | None
     cast: Cast
     verify: bool
     atomic: bool
@@ -53,6 +55,7 @@ class RestoreOptions:
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     rename: Rename | None = None
+    map: TensorMap | None = None
     cast: Cast = "error"
     verify: bool = True
     atomic: bool = False

@@ -12,6 +12,7 @@ from snapshot.formats.unpickling import expect_no_module
 from snapshot.load.aliasing import find_other_owner, find_read_only_memory, find_shared_memory
 from snapshot.load.choose import Chooser, in_restore_order
 from snapshot.load.left_out import compare_left_out
+from snapshot.load.mapping import map_view
 from snapshot.load.match import Matcher
 from snapshot.load.matched import ChosenEntries, Matched
 from snapshot.load.open import expect_files, load_parts
@@ -67,6 +68,8 @@ def plan_restore(
     `written`: live tensors that an earlier attempt wrote. All of them must be restored now.
     """
     kinds: dict[str, Kind] = {}
+    if options.map is not None and document.parts:
+        run(load_parts(session, document, list(document.parts)))  # a mapped tensor may need tensors of any rank
 
     def plan() -> RestorePlan:
         planner = _Planner(exchange, session, document, options, kinds=kinds, written=written)
@@ -125,7 +128,7 @@ class _Planner:
         """Return the snapshot as this rank sees it, with the application's names."""
         document, rename = self._document, self._options.rename
         view = make_rank_view(document.manifest, self._exchange.rank, document.world_size, self._exchange.world)
-        view = below_only_key(document, view, app_state)
+        view = map_view(below_only_key(document, view, app_state), self._options.map)
         if rename:
             self._change = compile_rename(rename, {**view.elsewhere, **view.entries})[0]
             view = follow_rename(view, rename, app_state)

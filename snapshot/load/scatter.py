@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from snapshot.formats.embedded_tensors import EmbeddedLayout
 from snapshot.load.requests import Place, ReadRequest, request_all
 from snapshot.manifest import entries as e
+from snapshot.maps.grid import Grid
 from snapshot.runtime.accelerators import accelerator_of
 from snapshot.runtime.arena import Slot
 from snapshot.tensors.addresses import is_plain
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
-from snapshot.tensors.geometry import Box, boxes_of_range, find_flat_ranges, intersect, is_flat_range, whole_box
+from snapshot.tensors.geometry import Box, Shape, boxes_of_range, find_flat_ranges, intersect, is_flat_range, whole_box
 from snapshot.tensors.strides import contiguous_strides, find_enclosing_tensor, measure_span
 
 _BITS = {
@@ -59,16 +60,48 @@ def add_requests(
         requests.append(request_all(path, stored, 0, place, live))
         requests[-1].device = device
         return shared.numel
+    requests += _request_box(path, stored, shared.relative_to(piece.offsets), place, live=live, device=device)
+    return shared.numel
+
+
+def _request_box(
+    path: str, stored: e.TensorEntry, box: Box, place: Place, *, live: bool, device: torch.device | None
+) -> Iterator[ReadRequest]:
+    """Yield requests for whole blocks that cover a box of a stored piece."""
+    itemsize = ITEMSIZE[stored.dtype]
     begin, end = stored.byte_range
     last = -1
-    for first, stop in find_flat_ranges(piece.sizes, shared.relative_to(piece.offsets), _GAP // itemsize):
+    for first, stop in find_flat_ranges(stored.shape, box, _GAP // itemsize):
         low = begin + first * itemsize // BLOCK * BLOCK
         high = min(end, begin + -(-stop * itemsize // BLOCK) * BLOCK)
         low = max(low, last)
         if low < high:
-            requests.append(ReadRequest(path, stored, stored.location, low, high, 0, place, live, device=device))
+            yield ReadRequest(path, stored, stored.location, low, high, 0, place, live, device=device)
             last = high
-    return shared.numel
+
+
+def request_grid(
+    path: str, stored: e.TensorEntry, piece: Box, *, grid: Grid, target: torch.Tensor, origin: Shape, live: bool
+) -> Iterator[ReadRequest]:
+    """Yield requests for the elements of a grid in a stored piece, into a tensor that begins at `origin`."""
+    shared = intersect(piece, grid.cover("source"))
+    if shared is None or not grid.clip("source", piece):
+        return
+    dtype, itemsize = BY_NAME[stored.dtype], ITEMSIZE[stored.dtype]
+    target = target.detach()
+
+    def place(start: int, slot: Slot, at: int, length: int) -> None:
+        first = start // itemsize
+        arrived = slot.tensor[at : at + length].view(dtype)
+        for position, part in boxes_of_range(piece.sizes, first, first + length // itemsize):
+            there = part.moved_by(piece.offsets)
+            held = arrived[position - first : position - first + math.prod(part.sizes)].view(part.sizes)
+            for each in grid.clip("source", there):
+                source = each.view("source", held, there.offsets)
+                copy_into(each.view("target", target, origin), source, non_blocking=slot.pinned)
+
+    inner = shared.relative_to(piece.offsets)
+    yield from _request_box(path, stored, inner, place, live=live, device=accelerator_of(target))
 
 
 def add_unpacked_requests(

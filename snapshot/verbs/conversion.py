@@ -11,6 +11,7 @@ import torch
 
 from snapshot.events import emit
 from snapshot.load.checksums import expect_archive_checksums
+from snapshot.load.mapping import map_document
 from snapshot.load.open import expect_files, open_document
 from snapshot.load.stored_ranges import stored_in
 from snapshot.manifest.document import Document
@@ -54,7 +55,7 @@ def convert_checkpoint(
     half = None if budget is None else max(1, budget // 2)
     source = Session(origin, options, budget=half)
     try:
-        document = run(open_document(source))
+        document = map_document(run(open_document(source)), choice.map)
         run(expect_files(source, document, selected_locations(document, choice.select, choice.exclude)))
         if choice.verify:
             expect_archive_checksums(source, stored_in(document.manifest), document.files)

@@ -227,6 +227,8 @@ def is_foreign_object(document: Document, entry: e.Entry) -> bool:
 
 def places_of(entry: e.AnyTensor) -> list[tuple[Any, ...]]:
     """Return the stored location and form of each box. It is equal for two entries of the same stored values."""
+    if isinstance(entry, e.MappedTensorEntry):
+        return [(part.grid, *places_of(part.entry)) for part in entry.parts]
     return [(box, each.location, each.byte_range, each.extra, each.serializer) for box, each in entry.pieces()]
 
 

@@ -17,6 +17,7 @@ from snapshot.events import log
 from snapshot.formats.foreign import add_root
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
+from snapshot.maps.tensor_map import TensorMap
 from snapshot.plan.globs import expect_globs
 from snapshot.plan.renaming import Rename
 from snapshot.progress import Meter
@@ -57,6 +58,7 @@ class Selection:
     dtype: torch.dtype | None = None
     verify: bool = True
     allow_pickle: bool = False
+    map: TensorMap | None = None
 
     def __post_init__(self) -> None:
         for name, globs in (("select", self.select), ("exclude", self.exclude)):
