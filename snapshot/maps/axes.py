@@ -201,16 +201,20 @@ def solve_sizes(axes: TensorAxes, shape: Shape, sizes: dict[str, int]) -> None:
                 once = axes.extent(axis, {**sizes, name: 1}) - none
                 count, left = divmod(length - none, once) if once else (0, 1)
                 if left or count < 0:
-                    known = ", ".join(f"{each}={sizes[each]}" for each in TensorAxes((axis,)).names() if each in sizes)
-                    raise ValueError(f"the axis of {length} is not a multiple that fits {known}")
+                    raise ValueError(f"no size of {name} makes an axis of {length}{_given(axis, sizes)}")
                 sizes[name] = count
             elif axes.extent(axis, sizes) != length:
-                known = ", ".join(f"{each}={sizes[each]}" for each in TensorAxes((axis,)).names())
-                raise ValueError(f"an axis must be {axes.extent(axis, sizes)} ({known}), got {length}")
+                extent = axes.extent(axis, sizes)
+                raise ValueError(f"an axis must be {extent}, got {length}{_given(axis, sizes)}")
         if len(later) == len(rest):
             names = sorted({name for axis, _ in later for name in TensorAxes((axis,)).names()} - sizes.keys())
             raise ValueError(f"the sizes of {', '.join(names)} do not follow from it; give all but one of them")
         rest = later
+
+
+def _given(axis: Axis, sizes: Mapping[str, int]) -> str:
+    known = dict.fromkeys(name for name in TensorAxes((axis,)).names() if name in sizes and not name.isdecimal())
+    return f", with {', '.join(f'{name}={sizes[name]}' for name in known)}" if known else ""
 
 
 def _product(term: Term, sizes: Mapping[str, int]) -> int:

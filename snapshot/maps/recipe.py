@@ -182,7 +182,7 @@ class Recipe:
         return self.dtype if self.dtype is not None and known is not None and known.is_floating_point else dtype
 
     def _assembled(self, axes: AxesPattern, values: Mapping[str, str], found: Found, specs: Mapping[str, Spec]) -> Made:
-        counts = self._counts(found)
+        counts = self._counts(values, found)
         first = specs[next(iter(found.values()))]
         extra = len(first.shape) - sum(axis != ("...",) for axis in axes.sources[0].axes)
         sources = [each.expanded(max(0, extra)) for each in axes.sources]
@@ -217,7 +217,7 @@ class Recipe:
                 made[name] = Target(self._cast(first.dtype), target.shape(sizes), tuple(parts))
         return Made(made, {}, [])
 
-    def _counts(self, found: Found) -> dict[str, int]:
+    def _counts(self, values: Mapping[str, str], found: Found) -> dict[str, int]:
         """Return how many tensors are stacked along each axis. Raise if one is missing."""
         counts: dict[str, int] = {}
         for position, name in enumerate(self.stacked):
@@ -231,9 +231,8 @@ class Recipe:
         wanted = product(range(len(self.sources)), *(range(counts[name]) for name in self.stacked))
         for number, *indices in wanted:
             if self.sources[number].text != NOTHING and (number, tuple(map(str, indices))) not in found:
-                missing = self.sources[number].text
-                for name, index in zip(self.stacked, indices, strict=True):
-                    missing = missing.replace(f"{{{name}}}", str(index))
+                stacked = {name: str(index) for name, index in zip(self.stacked, indices, strict=True)}
+                missing = self.sources[number].fill({**values, **stacked})
                 raise ValueError(f"{missing} is missing")
         return counts
 
