@@ -17,11 +17,11 @@ from snapshot.aio import in_thread
 from snapshot.errors import CorruptSnapshotError, StorageError
 from snapshot.formats.embedded_tensors import EmbeddedLayout, is_streamed
 from snapshot.formats.foreign import is_packed
-from snapshot.load.fetch import raise_faults
-from snapshot.load.memory_claims import MOST_TIMES, ROOM
-from snapshot.load.read_plan import ReadPlan
-from snapshot.load.reader import Reader
-from snapshot.load.requests import ReadRequest, request_all
+from snapshot.loading.fetch import raise_faults
+from snapshot.loading.memory_claims import MOST_TIMES, ROOM
+from snapshot.loading.read_plan import ReadPlan
+from snapshot.loading.reader import Reader
+from snapshot.loading.requests import ReadRequest, request_all
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import TENSORS, AnyTensor, MappedPart, MappedTensorEntry
 from snapshot.plan.layout import FilePart, FilePlan

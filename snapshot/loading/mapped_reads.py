@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from snapshot.formats.foreign import is_packed
-from snapshot.load.requests import ReadRequest
-from snapshot.load.scatter import copy_into, request_grid
+from snapshot.loading.requests import ReadRequest
+from snapshot.loading.scatter import copy_into, request_grid
 from snapshot.manifest.entries import MappedTensorEntry
 from snapshot.manifest.validate import Files
 from snapshot.maps.grid import Grid
