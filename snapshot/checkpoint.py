@@ -21,8 +21,8 @@ from snapshot.errors import (
 )
 from snapshot.events import emit
 from snapshot.formats.safetensors import SHARD
-from snapshot.load.open import checkpoint_exists, is_foreign, open_document, read_from
-from snapshot.load.read_object import read_object, read_state_dict
+from snapshot.loading.open import checkpoint_exists, is_foreign, open_document, read_from
+from snapshot.loading.read_object import read_object, read_state_dict
 from snapshot.manifest.document import Document, copy_manifest
 from snapshot.manifest.entry import Entry
 from snapshot.metadata import SnapshotMetadata

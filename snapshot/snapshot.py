@@ -11,10 +11,10 @@ from snapshot.checkpoint import Checkpoint
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
 from snapshot.events import emit
-from snapshot.load.left_out import attach_base
-from snapshot.load.restore import Restore
-from snapshot.load.restore_options import Cast, Mismatched, RestoreOptions
-from snapshot.load.same_snapshot import open_restore
+from snapshot.loading.left_out import attach_base
+from snapshot.loading.restore import Restore
+from snapshot.loading.restore_options import Cast, Mismatched, RestoreOptions
+from snapshot.loading.same_snapshot import open_restore
 from snapshot.pending import PendingTake
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.renaming import Rename

@@ -17,10 +17,10 @@ from snapshot.aio import in_thread
 from snapshot.errors import CorruptSnapshotError, StorageError
 from snapshot.formats.embedded_tensors import EmbeddedLayout, is_streamed
 from snapshot.formats.foreign import is_packed
-from snapshot.load.fetch import raise_faults
-from snapshot.load.read_plan import MOST_TIMES, ROOM, ReadPlan
-from snapshot.load.reader import Reader
-from snapshot.load.requests import ReadRequest, request_all
+from snapshot.loading.fetch import raise_faults
+from snapshot.loading.read_plan import MOST_TIMES, ROOM, ReadPlan
+from snapshot.loading.reader import Reader
+from snapshot.loading.requests import ReadRequest, request_all
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import TENSORS, AnyTensor
 from snapshot.plan.layout import FilePart, FilePlan

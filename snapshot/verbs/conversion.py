@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from snapshot.events import emit
-from snapshot.load.checksums import expect_archive_checksums
-from snapshot.load.open import expect_files, open_document
-from snapshot.load.stored_ranges import stored_in
+from snapshot.loading.checksums import expect_archive_checksums
+from snapshot.loading.open import expect_files, open_document
+from snapshot.loading.stored_ranges import stored_in
 from snapshot.manifest.document import Document
 from snapshot.options import expect_positive
 from snapshot.progress import Meter

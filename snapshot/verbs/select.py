@@ -12,8 +12,8 @@ from snapshot.errors import RestoreError, UnsafeObjectError
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.pickled_objects import TRUST
 from snapshot.formats.unpickling import is_refused
-from snapshot.load.open import expect_files
-from snapshot.load.read_plan import ReadPlan
+from snapshot.loading.open import expect_files
+from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.document import Document

@@ -20,11 +20,11 @@ from snapshot.formats.foreign import is_packed
 from snapshot.formats.from_pickle import NotPlainError, read_plain_value
 from snapshot.formats.pickled_objects import load_object, run_pickle
 from snapshot.formats.unpickling import SavedFile, find_object, is_refused
-from snapshot.load.fetch import fetch_requests
-from snapshot.load.left_out import LeftOut
-from snapshot.load.reader import ReadResult
-from snapshot.load.requests import ReadRequest, request_all
-from snapshot.load.scatter import add_requests, add_unpacked_requests, copy_into, place_of
+from snapshot.loading.fetch import fetch_requests
+from snapshot.loading.left_out import LeftOut
+from snapshot.loading.reader import ReadResult
+from snapshot.loading.requests import ReadRequest, request_all
+from snapshot.loading.scatter import add_requests, add_unpacked_requests, copy_into, place_of
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entry import Entry

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from snapshot.errors import RestoreError
 from snapshot.formats.foreign import find_root, narrow_root
-from snapshot.load.flat_optimizer import is_flat, nested_view
+from snapshot.loading.flat_optimizer import is_flat, nested_view
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import Container, DictEntry, Entry
 from snapshot.manifest.paths import decode_component, encode_component

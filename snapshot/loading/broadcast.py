@@ -23,10 +23,10 @@ import xxhash
 from snapshot.aio import in_thread
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import RestoreError, SnapshotError
-from snapshot.load.reader import Reader, ReadResult
-from snapshot.load.requests import ReadRequest
-from snapshot.load.restore_plan import MATCH_NAMES, RestorePlan
-from snapshot.load.unpack import Bytes
+from snapshot.loading.reader import Reader, ReadResult
+from snapshot.loading.requests import ReadRequest
+from snapshot.loading.restore_plan import MATCH_NAMES, RestorePlan
+from snapshot.loading.unpack import Bytes
 from snapshot.plan.coalesce import ReadPart, plan_reads
 from snapshot.progress import Meter
 from snapshot.runtime.accelerators import await_current_streams

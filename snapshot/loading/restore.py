@@ -10,16 +10,16 @@ from typing import Any
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.events import log
-from snapshot.load.broadcast import BroadcastReader, Ranges, agree_on_reads, split_requests
-from snapshot.load.checksums import expect_archive_checksums
-from snapshot.load.fetch import fetch_requests, raise_faults
-from snapshot.load.open import expect_files
-from snapshot.load.read_plan import ReadPlan
-from snapshot.load.reader import ReadResult
-from snapshot.load.requests import ReadRequest
-from snapshot.load.restore_options import RestoreOptions
-from snapshot.load.restore_plan import RestorePlan, plan_restore
-from snapshot.load.same_snapshot import remember_plan
+from snapshot.loading.broadcast import BroadcastReader, Ranges, agree_on_reads, split_requests
+from snapshot.loading.checksums import expect_archive_checksums
+from snapshot.loading.fetch import fetch_requests, raise_faults
+from snapshot.loading.open import expect_files
+from snapshot.loading.read_plan import ReadPlan
+from snapshot.loading.reader import ReadResult
+from snapshot.loading.requests import ReadRequest
+from snapshot.loading.restore_options import RestoreOptions
+from snapshot.loading.restore_plan import RestorePlan, plan_restore
+from snapshot.loading.same_snapshot import remember_plan
 from snapshot.manifest.document import Document
 from snapshot.progress import Meter
 from snapshot.reports import RestoreReport

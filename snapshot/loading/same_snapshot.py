@@ -10,7 +10,7 @@ from snapshot.distributed.agreed_plans import KnownPlan, plan_memory
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.hello import Hello, agreed_url, expect_same_verb
 from snapshot.errors import SnapshotError
-from snapshot.load.open import open_document
+from snapshot.loading.open import open_document
 from snapshot.manifest.document import Document
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session

@@ -10,7 +10,7 @@ from typing import Any
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats.foreign import is_packed
 from snapshot.formats.unpickling import INLINE
-from snapshot.load.requests import ReadRequest, request_all
+from snapshot.loading.requests import ReadRequest, request_all
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.scalars import Scalar

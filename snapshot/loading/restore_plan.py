@@ -9,15 +9,15 @@ from typing import Any
 from snapshot.distributed.exchange import Exchange
 from snapshot.errors import RestoreError
 from snapshot.formats.unpickling import expect_no_module
-from snapshot.load.aliasing import find_other_owner, find_read_only_memory, find_shared_memory
-from snapshot.load.choose import Chooser, in_restore_order
-from snapshot.load.left_out import compare_left_out
-from snapshot.load.match import Matcher
-from snapshot.load.matched import ChosenEntries, Matched
-from snapshot.load.open import expect_files, load_parts
-from snapshot.load.read_plan import ReadPlan
-from snapshot.load.renames import below_only_key, follow_rename, match_wrappers
-from snapshot.load.restore_options import RestoreOptions
+from snapshot.loading.aliasing import find_other_owner, find_read_only_memory, find_shared_memory
+from snapshot.loading.choose import Chooser, in_restore_order
+from snapshot.loading.left_out import compare_left_out
+from snapshot.loading.match import Matcher
+from snapshot.loading.matched import ChosenEntries, Matched
+from snapshot.loading.open import expect_files, load_parts
+from snapshot.loading.read_plan import ReadPlan
+from snapshot.loading.renames import below_only_key, follow_rename, match_wrappers
+from snapshot.loading.restore_options import RestoreOptions
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import ShardedTensorEntry
 from snapshot.manifest.rank_view import RankView, group_by_key, make_rank_view

@@ -10,10 +10,10 @@ import torch
 
 from snapshot.errors import RestoreError
 from snapshot.formats.foreign import narrow_root
-from snapshot.load.aliasing import is_writable
-from snapshot.load.class_binding import Binding
-from snapshot.load.open import expect_files
-from snapshot.load.read_plan import ReadPlan
+from snapshot.loading.aliasing import is_writable
+from snapshot.loading.class_binding import Binding
+from snapshot.loading.open import expect_files
+from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.manifest.paths import encode_component

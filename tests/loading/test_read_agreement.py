@@ -2,7 +2,7 @@
 
 import pytest
 
-from snapshot.load.broadcast import ReadVote, _decide
+from snapshot.loading.broadcast import ReadVote, _decide
 from snapshot.url import URL
 
 

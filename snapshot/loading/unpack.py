@@ -23,7 +23,7 @@ from snapshot.tensors.addresses import copy_memory
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
 
 if TYPE_CHECKING:
-    from snapshot.load.requests import ReadRequest
+    from snapshot.loading.requests import ReadRequest
 
 ALIGNED = 16
 """No element is longer. At multiples of it, counted from the start of a storage, no element is split."""

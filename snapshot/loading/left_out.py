@@ -11,9 +11,9 @@ import torch
 from snapshot.aio import gather_limited, in_thread
 from snapshot.errors import RestoreError
 from snapshot.formats.foreign import ForeignDocument, ReadOnlyStorage
-from snapshot.load.open import open_document
-from snapshot.load.scatter import copy_into
-from snapshot.load.stored_ranges import stored_in
+from snapshot.loading.open import open_document
+from snapshot.loading.scatter import copy_into
+from snapshot.loading.stored_ranges import stored_in
 from snapshot.manifest.document import BaseReference, Document, save_id_in
 from snapshot.manifest.entries import TensorEntry
 from snapshot.runtime.session import Session

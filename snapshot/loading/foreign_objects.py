@@ -15,8 +15,8 @@ from snapshot.formats import safe_pickle
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.from_pickle import read_pickle
 from snapshot.formats.to_entries import EntryTree, RebuiltTensor
-from snapshot.load.open import expect_files
-from snapshot.load.read_plan import ReadPlan
+from snapshot.loading.open import expect_files
+from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.manifest.validate import find_locations

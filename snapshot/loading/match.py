@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from snapshot.errors import RestoreError
-from snapshot.load.class_binding import Binding
-from snapshot.load.match_leaves import LeafMatcher
-from snapshot.load.match_optimizer import match_optimizer
-from snapshot.load.matched import ChosenEntries, Matched
-from snapshot.load.read_plan import ReadPlan
-from snapshot.load.restore_options import RestoreOptions
+from snapshot.loading.class_binding import Binding
+from snapshot.loading.match_leaves import LeafMatcher
+from snapshot.loading.match_optimizer import match_optimizer
+from snapshot.loading.matched import ChosenEntries, Matched
+from snapshot.loading.read_plan import ReadPlan
+from snapshot.loading.restore_options import RestoreOptions
 from snapshot.manifest import entries as e
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.rank_view import RankView, adopt_entry, remove_entry

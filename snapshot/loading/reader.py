@@ -26,9 +26,9 @@ from snapshot.formats.embedded_tensors import (
     is_archived,
     is_streamed,
 )
-from snapshot.load.requests import BlockCheck, ReadRequest
-from snapshot.load.unpack import Unpack, open_packed, unpack_whole
-from snapshot.load.uploads import Uploads
+from snapshot.loading.requests import BlockCheck, ReadRequest
+from snapshot.loading.unpack import Unpack, open_packed, unpack_whole
+from snapshot.loading.uploads import Uploads
 from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.coalesce import ReadPart, plan_reads
 from snapshot.progress import unmetered

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from snapshot.load.read_plan import ReadPlan
+from snapshot.loading.read_plan import ReadPlan
 from snapshot.state.stateful_kinds import Kind
 from snapshot.tensors.addresses import address_of_tensor
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from snapshot.load.requests import ReadRequest
+from snapshot.loading.requests import ReadRequest
 from snapshot.runtime.accelerators import await_events, on_stream, side_stream
 from snapshot.runtime.arena import SEGMENT, Slot
 from snapshot.runtime.pinning import Pinning

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot.load.aliasing import is_writable
-from snapshot.load.scatter import copy_into
+from snapshot.loading.aliasing import is_writable
+from snapshot.loading.scatter import copy_into
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 STRIDES = st.lists(st.integers(0, 9), min_size=3, max_size=3)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from snapshot.load.restore_options import CASTS, RestoreOptions
+from snapshot.loading.restore_options import CASTS, RestoreOptions
 from snapshot.reports import RestoreIssues
 from snapshot.state.optimizer_kinds import StateOfParameters
 

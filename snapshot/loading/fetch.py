@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.load.reader import Reader, ReadResult
-from snapshot.load.requests import ReadRequest
+from snapshot.loading.reader import Reader, ReadResult
+from snapshot.loading.requests import ReadRequest
 from snapshot.progress import Meter
 from snapshot.runtime.accelerators import await_current_streams
 from snapshot.runtime.loop import run

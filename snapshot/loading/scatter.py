@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from snapshot.formats.embedded_tensors import EmbeddedLayout
-from snapshot.load.requests import Place, ReadRequest, request_all
+from snapshot.loading.requests import Place, ReadRequest, request_all
 from snapshot.manifest import entries as e
 from snapshot.runtime.accelerators import accelerator_of
 from snapshot.runtime.arena import Slot

@@ -11,9 +11,9 @@ from typing import Any
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.events import warn
-from snapshot.load.foreign_objects import expand_objects
-from snapshot.load.matched import ChosenEntries
-from snapshot.load.restore_options import RestoreOptions
+from snapshot.loading.foreign_objects import expand_objects
+from snapshot.loading.matched import ChosenEntries
+from snapshot.loading.restore_options import RestoreOptions
 from snapshot.manifest.document import Document
 from snapshot.manifest.entries import Container, ListEntry, OrderedDictEntry
 from snapshot.manifest.paths import encode_component

@@ -9,10 +9,10 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from snapshot.errors import SnapshotError
-from snapshot.load.aliasing import is_writable
-from snapshot.load.matched import Matched
-from snapshot.load.read_plan import ReadPlan
-from snapshot.load.restore_options import CASTS, RestoreOptions
+from snapshot.loading.aliasing import is_writable
+from snapshot.loading.matched import Matched
+from snapshot.loading.read_plan import ReadPlan
+from snapshot.loading.restore_options import CASTS, RestoreOptions
 from snapshot.manifest import entries as e
 from snapshot.manifest.validate import check_tensor
 from snapshot.reports import RestoreIssues
