@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from snapshot.state.rng import RNGState
     from snapshot.state.sharded import Sharded
     from snapshot.state.stateful import StateDict, Stateful
+    from snapshot.weights import load
 
 __all__ = [
     "Snapshot",
@@ -68,6 +69,7 @@ __all__ = [
     "StorageError",
     "MissingExtraError",
     "release_memory",
+    "load",
 ]
 
 _MODULES = {
@@ -113,6 +115,7 @@ _MODULES = {
         "StateDict",
         "Stateful",
     ),
+    "snapshot.weights": ("load",),
 }
 """The module that each public name is imported from on first use, so that the command's help does not import torch."""
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -44,6 +44,7 @@ NAMES = [
     "StorageError",
     "MissingExtraError",
     "release_memory",
+    "load",
 ]
 
 

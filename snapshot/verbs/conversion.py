@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from snapshot.events import emit
 from snapshot.loading.checksums import expect_archive_checksums
 from snapshot.loading.open import expect_files, open_document
@@ -44,8 +42,6 @@ def convert_checkpoint(
     """Convert the checkpoint at `origin` to one at `url`."""
     if to not in FORMATS:
         raise ValueError(f"to must be one of {', '.join(map(repr, FORMATS))}, got {to!r}")
-    if choice.dtype is not None and not (isinstance(choice.dtype, torch.dtype) and choice.dtype.is_floating_point):
-        raise TypeError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {choice.dtype!r}")
     expect_positive("memory_budget_bytes", budget)
     expect_positive("shard_bytes", shard_bytes)
     if url == origin:

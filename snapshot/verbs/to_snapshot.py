@@ -61,6 +61,8 @@ class Selection:
     def __post_init__(self) -> None:
         for name, globs in (("select", self.select), ("exclude", self.exclude)):
             expect_globs(name, globs)
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise TypeError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {self.dtype!r}")
 
     def cast_dtype(self, dtype: str) -> str:
         """Return the dtype that a tensor is stored in. Only floating-point tensors are cast."""
