@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from snapshot.state.rng import RNGState
     from snapshot.state.sharded import Sharded
     from snapshot.state.stateful import StateDict, Stateful
-    from snapshot.weights import load
+    from snapshot.weights import load, merge
 
 __all__ = [
     "Snapshot",
@@ -70,6 +70,7 @@ __all__ = [
     "MissingExtraError",
     "release_memory",
     "load",
+    "merge",
 ]
 
 _MODULES = {
@@ -115,7 +116,10 @@ _MODULES = {
         "StateDict",
         "Stateful",
     ),
-    "snapshot.weights": ("load",),
+    "snapshot.weights": (
+        "load",
+        "merge",
+    ),
 }
 """The module that each public name is imported from on first use, so that the command's help does not import torch."""
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -45,6 +45,7 @@ NAMES = [
     "MissingExtraError",
     "release_memory",
     "load",
+    "merge",
 ]
 
 

@@ -352,7 +352,15 @@ class Export:
 
     # All
 
-    async def write(self, plan: Plan, target: Session, meter: Meter, *, overwrite: bool) -> ConvertReport:
+    async def write(
+        self,
+        plan: Plan,
+        target: Session,
+        meter: Meter,
+        *,
+        overwrite: bool,
+        make_stager: Callable[..., CheckpointStager] = CheckpointStager,
+    ) -> ConvertReport:
         """Write the planned files."""
         outputs = StagedFiles(target.storage, [name for name, _ in plan.files], plan.markers, plan.others, plan.more)
         read = self._document.files.keys() & {*outputs.names, *plan.markers}
@@ -360,7 +368,7 @@ class Export:
             raise ValueError(f"{target.url}: holds the source file {min(read)}; convert to another path")
         expect_room(self._document, plan.leaves, plan.origins)
         await outputs.expect(overwrite=overwrite)
-        source = CheckpointStager(
+        source = make_stager(
             self._source,
             self._document,
             plan.leaves,
