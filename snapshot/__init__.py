@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from snapshot.state.rng import RNGState
     from snapshot.state.sharded import Sharded
     from snapshot.state.stateful import StateDict, Stateful
+    from snapshot.weights import load, merge
 
 __all__ = [
     "Snapshot",
@@ -70,6 +71,8 @@ __all__ = [
     "StorageError",
     "MissingExtraError",
     "release_memory",
+    "load",
+    "merge",
 ]
 
 _MODULES = {
@@ -115,6 +118,10 @@ _MODULES = {
     "snapshot.state.stateful": (
         "StateDict",
         "Stateful",
+    ),
+    "snapshot.weights": (
+        "load",
+        "merge",
     ),
 }
 """The module that each public name is imported from on first use, so that the command's help does not import torch."""

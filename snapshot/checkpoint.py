@@ -5,24 +5,18 @@ They need no ranks and no application; `Snapshot` adds both.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import (
     CorruptSnapshotError,
-    SnapshotError,
-    SnapshotExistsError,
-    SnapshotNotFoundError,
-    StorageError,
 )
 from snapshot.events import emit
 from snapshot.formats.safetensors import SHARD
 from snapshot.loading.mapping import map_document
-from snapshot.loading.open import checkpoint_exists, is_foreign, open_document, read_from
+from snapshot.loading.open import checkpoint_exists, open_document, read_from
 from snapshot.loading.read_object import read_object, read_state_dict
 from snapshot.manifest.document import Document, copy_manifest
 from snapshot.manifest.entry import Entry
@@ -33,8 +27,7 @@ from snapshot.progress import Meter, ProgressArgument
 from snapshot.reports import ConvertReport, CopyReport, Diff, VerifyReport
 from snapshot.runtime.loop import refuse_on_loop, run
 from snapshot.runtime.session import Session
-from snapshot.save import cleanup
-from snapshot.tiers.tombstones import bury_step
+from snapshot.tiers.deletion import delete_checkpoint
 from snapshot.url import URL
 from snapshot.verbs.verification import verify_files
 
@@ -380,21 +373,8 @@ class Checkpoint:
         The manifest is deleted first, so an interrupted deletion leaves no partial snapshot.
         """
         session = self.new_session(None)
-
         try:
-            run(bury_step(session))
-            run(cleanup.delete_snapshot(session.storage))
-        except (SnapshotNotFoundError, StorageError) as error:
-            foreign = False
-            with suppress(SnapshotError):
-                foreign = run(is_foreign(session))
-            if not foreign and getattr(error, "errno", None) == errno.ENOTDIR:
-                raise SnapshotNotFoundError(f"{self._url}: no snapshot to delete") from error
-            if not foreign:
-                raise
-            raise SnapshotExistsError(
-                f"{self._url}: was written by another library, so it is never replaced or deleted; delete it yourself"
-            ) from error
+            delete_checkpoint(session)
         finally:
             run(session.close())
         self._document = None

@@ -16,7 +16,7 @@ FLOORS = """
     loading save
     verbs worker
     tiers
-    checkpoint pending takes
+    checkpoint pending takes weights
     snapshot
     manager
     interop

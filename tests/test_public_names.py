@@ -45,6 +45,8 @@ NAMES = [
     "StorageError",
     "MissingExtraError",
     "release_memory",
+    "load",
+    "merge",
 ]
 
 

@@ -232,7 +232,7 @@ def _read_box(
     if not isinstance(entry, e.TENSORS):
         raise RestoreError(f"{path}: only a tensor can be read by a box, got {type(entry).__name__}", [path])
     check_tensor(path, entry, document.files)
-    wanted, dropped = _parse_box(path, entry.shape, box)
+    wanted, dropped = parse_box(path, entry.shape, box)
     made = torch.empty(wanted.sizes, dtype=BY_NAME[entry.dtype], device="cpu")
     shape = [size for axis, size in enumerate(wanted.sizes) if axis not in dropped]
     if isinstance(obj_out, torch.Tensor):
@@ -247,7 +247,7 @@ def _read_box(
     return obj_out if isinstance(obj_out, torch.Tensor) else made.view(shape)
 
 
-def _parse_box(path: str, shape: tuple[int, ...], box: Sequence[slice | int]) -> tuple[Box, set[int]]:
+def parse_box(path: str, shape: tuple[int, ...], box: Sequence[slice | int]) -> tuple[Box, set[int]]:
     """Return the box that slices and ints select, and the dimensions that ints drop."""
     if len(box) > len(shape):
         raise ValueError(f"{path}: the box must have at most {counted(len(shape), 'dimension')}, got {len(box)}")

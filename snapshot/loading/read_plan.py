@@ -126,8 +126,7 @@ class ReadPlan:
         self, path: str, entry: e.AnyTensor, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         check_tensor(path, entry, self.files, partial=self.partial)
-        for _, stored in entry.pieces():
-            self._claims.claim(path, stored, stored.dtype, stored.shape)
+        self.claim(path, entry)
         order = (entry.extra or e.PLAIN).stride_order
         tensor = composite.allocate_tensor(entry.shape, dtype or BY_NAME[entry.dtype], order, device)
         self.into(path, entry, tensor)
@@ -200,6 +199,11 @@ class ReadPlan:
             self.values[path] = find_object(path, held.value, entry)
 
         self._finish_objects.append(finish)
+
+    def claim(self, path: str, entry: e.AnyTensor) -> None:
+        """Raise if a new tensor for an entry would take more memory than the files have bytes for it."""
+        for _, stored in entry.pieces():
+            self._claims.claim(path, stored, stored.dtype, stored.shape)
 
     # Existing destinations
 
