@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from snapshot.manager.manager import SnapshotManager
     from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest
     from snapshot.manager.signals import ignore_stop_signals
+    from snapshot.maps.tensor_map import TensorMap
     from snapshot.progress import Progress
     from snapshot.publish.pending import PendingPublish, Published
     from snapshot.publish.publisher import Publisher
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from snapshot.state.rng import RNGState
     from snapshot.state.sharded import Sharded
     from snapshot.state.stateful import StateDict, Stateful
+    from snapshot.weights import load, merge
 
 __all__ = [
     "Snapshot",
@@ -52,6 +54,7 @@ __all__ = [
     "StateDict",
     "RNGState",
     "Sharded",
+    "TensorMap",
     "SavedObject",
     "ModelState",
     "RestoreReport",
@@ -75,6 +78,8 @@ __all__ = [
     "StorageError",
     "MissingExtraError",
     "release_memory",
+    "load",
+    "merge",
 ]
 
 _MODULES = {
@@ -110,6 +115,7 @@ _MODULES = {
         "TakeReport",
         "VerifyReport",
     ),
+    "snapshot.maps.tensor_map": ("TensorMap",),
     "snapshot.progress": ("Progress",),
     "snapshot.publish.pending": ("PendingPublish", "Published"),
     "snapshot.publish.publisher": ("Publisher",),
@@ -122,6 +128,10 @@ _MODULES = {
     "snapshot.state.stateful": (
         "StateDict",
         "Stateful",
+    ),
+    "snapshot.weights": (
+        "load",
+        "merge",
     ),
 }
 """The module that each public name is imported from on first use, so that the command's help does not import torch."""

@@ -5,34 +5,29 @@ They need no ranks and no application; `Snapshot` adds both.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import (
     CorruptSnapshotError,
-    SnapshotError,
-    SnapshotExistsError,
-    SnapshotNotFoundError,
-    StorageError,
 )
 from snapshot.events import emit
 from snapshot.formats.safetensors import SHARD
-from snapshot.load.open import checkpoint_exists, is_foreign, open_document, read_from
-from snapshot.load.read_object import read_object, read_state_dict
+from snapshot.loading.mapping import map_document
+from snapshot.loading.open import checkpoint_exists, open_document, read_from
+from snapshot.loading.read_object import read_object, read_state_dict
 from snapshot.manifest.document import Document, copy_manifest
 from snapshot.manifest.entry import Entry
+from snapshot.maps.tensor_map import TensorMap
 from snapshot.metadata import SnapshotMetadata
 from snapshot.plan.renaming import Rename
 from snapshot.progress import Meter, ProgressArgument
 from snapshot.reports import ConvertReport, CopyReport, Diff, VerifyReport
 from snapshot.runtime.loop import refuse_on_loop, run
 from snapshot.runtime.session import Session
-from snapshot.save import cleanup
-from snapshot.tiers.tombstones import bury_step
+from snapshot.tiers.deletion import delete_checkpoint
 from snapshot.url import URL
 from snapshot.verbs.verification import verify_files
 
@@ -72,6 +67,7 @@ class Checkpoint:
         memory_budget_bytes: int | None = None,
         *,
         box: Sequence[slice | int] | None = None,
+        map: TensorMap | None = None,
         verify: bool = True,
     ) -> Any:
         """Read one object. A container is returned with its contents.
@@ -86,6 +82,7 @@ class Checkpoint:
                 MiB for files and 256 MiB for other storages.
             box: A slice for each dimension; trailing dimensions may be omitted. Only that part is read. An int
                 selects one index and drops its dimension.
+            map: Recipes that turn the snapshot's tensors into others; `path` is one of the new names.
             verify: Verify the digests of the bytes that are read.
 
         >>> import torch
@@ -98,21 +95,31 @@ class Checkpoint:
         return self._read(
             memory_budget_bytes,
             lambda session, document: read_object(
-                session, document, path, obj_out, box, verify=verify, allow_pickle=self._allow_pickle
+                session,
+                map_document(document, map),
+                path,
+                obj_out,
+                box,
+                verify=verify,
+                allow_pickle=self._allow_pickle,
             ),
         )
 
-    def get_state_dict_for_key(self, key: str, replicate_from_rank0: bool = False) -> Any:
+    def get_state_dict_for_key(
+        self, key: str, replicate_from_rank0: bool = False, *, map: TensorMap | None = None
+    ) -> Any:
         """Return the state dict that this rank saved under a key of the app state, as new objects.
 
         Tied weights are tied again, and sharded tensors are whole. With `replicate_from_rank0`, return the state dict
-        of rank 0.
+        of rank 0. With `map`, return the tensors that its recipes make.
         """
         number = 0 if replicate_from_rank0 else ranks_of(self.pg).rank
 
         return self._read(
             None,
-            lambda session, document: read_state_dict(session, document, key, number, allow_pickle=self._allow_pickle),
+            lambda session, document: read_state_dict(
+                session, map_document(document, map), key, number, allow_pickle=self._allow_pickle
+            ),
         )
 
     def get_manifest(self) -> dict[str, Entry]:
@@ -237,6 +244,7 @@ class Checkpoint:
         select: Sequence[str] = (),
         exclude: Sequence[str] = (),
         rename: Rename | None = None,
+        map: TensorMap | None = None,
         dtype: torch.dtype | None = None,
         shard_bytes: int = SHARD,
         overwrite: bool = False,
@@ -257,6 +265,8 @@ class Checkpoint:
             select: Globs over `<key>/<logical path>` to convert; all by default.
             exclude: Globs to leave out.
             rename: Names here -> names there: a dict of paths, or a function.
+            map: Recipes that turn the tensors into others: other names, splits, stacks and transpositions. The result
+                has the state of one rank. All other arguments refer to the new names.
             dtype: Cast floating-point tensors to this dtype.
             shard_bytes: The maximum size of each file if there are several.
             overwrite: Replace an existing checkpoint.
@@ -268,6 +278,7 @@ class Checkpoint:
 
         Raises:
             SnapshotExistsError: The destination exists; nothing was written.
+            RestoreError: The map or a new name does not fit; nothing was written.
             UnsupportedFormatError: The format cannot hold a tensor; nothing was written.
             UnsafeObjectError: An object is a pickle of more than plain values; exclude it.
 
@@ -281,7 +292,7 @@ class Checkpoint:
         from snapshot.verbs.to_snapshot import Selection  # training jobs do not pay for this import
 
         refuse_on_loop()
-        choice = Selection(select, exclude, rename, dtype, verify, self._allow_pickle)
+        choice = Selection(select, exclude, rename, dtype, verify, self._allow_pickle, map)
         return convert_checkpoint(
             self._url,
             self._options,
@@ -362,21 +373,8 @@ class Checkpoint:
         The manifest is deleted first, so an interrupted deletion leaves no partial snapshot.
         """
         session = self.new_session(None)
-
         try:
-            run(bury_step(session))
-            run(cleanup.delete_snapshot(session.storage))
-        except (SnapshotNotFoundError, StorageError) as error:
-            foreign = False
-            with suppress(SnapshotError):
-                foreign = run(is_foreign(session))
-            if not foreign and getattr(error, "errno", None) == errno.ENOTDIR:
-                raise SnapshotNotFoundError(f"{self._url}: no snapshot to delete") from error
-            if not foreign:
-                raise
-            raise SnapshotExistsError(
-                f"{self._url}: was written by another library, so it is never replaced or deleted; delete it yourself"
-            ) from error
+            delete_checkpoint(session)
         finally:
             run(session.close())
         self._document = None

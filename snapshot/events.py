@@ -17,8 +17,8 @@ log = logging.getLogger("snapshot")
 class Event:
     """An event of an operation.
 
-    Its name is `start`, `staged`, `committed`, `restored`, `verified`, `deleted`, `converted`, `copied`, `compared`,
-    `failed` or `cleaned`. A manager also sends `pruned`, `fell_back` and `stopping`.
+    Its name is `start`, `staged`, `committed`, `restored`, `loaded`, `verified`, `deleted`, `converted`, `merged`,
+    `copied`, `compared`, `failed` or `cleaned`. A manager also sends `pruned`, `fell_back` and `stopping`.
 
     A take with a `base` sends `shared` with the number of `files` and their `bytes`, and `rotten` with a damaged
     `file` of the base and its `faults`.
@@ -62,7 +62,7 @@ def remove_handler(handler: Handler) -> None:
 
 def emit(name: str, verb: str, path: str, **fields: Any) -> None:
     """Call the handlers, and log the event if it ends an operation."""
-    if name in ("committed", "restored", "deleted", "verified", "converted", "copied", "compared"):
+    if name in ("committed", "restored", "loaded", "deleted", "verified", "converted", "merged", "copied", "compared"):
         log.info("%s %s: %s", verb, path, ", ".join(f"{key} {value}" for key, value in fields.items()))
     for handler in (*_installed(), *_handlers):
         try:

@@ -11,10 +11,11 @@ from snapshot.checkpoint import Checkpoint
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
 from snapshot.events import emit
-from snapshot.load.left_out import attach_base
-from snapshot.load.restore import Restore
-from snapshot.load.restore_options import Cast, Mismatched, RestoreOptions
-from snapshot.load.same_snapshot import open_restore
+from snapshot.loading.left_out import attach_base
+from snapshot.loading.restore import Restore
+from snapshot.loading.restore_options import Cast, Mismatched, RestoreOptions
+from snapshot.loading.same_snapshot import open_restore
+from snapshot.maps.tensor_map import TensorMap
 from snapshot.pending import PendingTake
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.renaming import Rename
@@ -282,6 +283,7 @@ class Snapshot(Checkpoint):
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
         rename: Rename | None = None,
+        map: TensorMap | None = None,
         cast: Cast = "error",
         verify: bool = True,
         atomic: bool = False,
@@ -306,6 +308,8 @@ class Snapshot(Checkpoint):
             exclude: Globs to leave out.
             rename: Names in the snapshot -> names in the application: a function, or a dict of paths, of prefixes
                 (`{"model/a": "model/enc"}`), or of globs (`{"model/h.*.w": "model/layers.*.w"}`).
+            map: Recipes that turn the snapshot's tensors into those of the application: other names, splits, stacks
+                and transpositions. All other arguments refer to the new names.
             cast: Whether a dtype may differ: `"error"`, `"same_kind"` (as `torch.can_cast` has it) or `"any"`.
             verify: Verify the digest of every byte that is read.
             atomic: Verify every byte before any live tensor is written. This reads everything twice.
@@ -334,6 +338,7 @@ class Snapshot(Checkpoint):
                 include=include,
                 exclude=exclude,
                 rename=rename,
+                map=map,
                 cast=cast,
                 verify=verify,
                 atomic=atomic,

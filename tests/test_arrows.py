@@ -13,10 +13,10 @@ FLOORS = """
     manifest runtime testing
     distributed metadata plan state
     formats
-    load save
+    loading save
     verbs worker
     tiers
-    checkpoint pending takes
+    checkpoint pending takes weights
     snapshot
     publish
     manager
@@ -26,7 +26,7 @@ FLOORS = """
 """
 """From the lowest to the highest. Those of one line may import each other, but for those in APART."""
 FLOOR = {room: number for number, line in enumerate(FLOORS.strip().splitlines()) for room in line.split()}
-APART = [{"load", "save"}, {"verbs", "worker"}]
+APART = [{"loading", "save"}, {"verbs", "worker"}]
 """Rooms that know nothing of each other."""
 FACE = {"snapshot", "snapshot.__main__"}
 """What gathers the names for users, and starts the command."""
@@ -128,7 +128,7 @@ def test_the_map_names_every_module():
 
 
 def test_the_map_points_at_what_is_there():
-    """A place such as `load/open.py: expect_files` in docs/design.md is in that file."""
+    """A place such as `loading/open.py: expect_files` in docs/design.md is in that file."""
     text = (ROOT / "docs" / "design.md").read_text().partition("## The tree")[0]
     places = re.findall(r"`([\w/]+\.py)(?:: ([\w.]+))?`", text)
     assert len(places) > 40

@@ -25,6 +25,7 @@ NAMES = [
     "StateDict",
     "RNGState",
     "Sharded",
+    "TensorMap",
     "SavedObject",
     "ModelState",
     "RestoreReport",
@@ -48,6 +49,8 @@ NAMES = [
     "StorageError",
     "MissingExtraError",
     "release_memory",
+    "load",
+    "merge",
 ]
 
 

@@ -25,6 +25,7 @@ from snapshot.cli.locate import explain_missing
 from snapshot.cli.screen import as_json, bar, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.formats.safetensors import SHARD
+from snapshot.maps.tensor_map import TensorMap
 from snapshot.snapshot import Snapshot
 from snapshot.tensors.dtypes import BY_NAME
 from snapshot.url import URL
@@ -57,6 +58,11 @@ def add(verbs: Verbs) -> None:
         metavar="OLD=NEW",
         help="a path and its new one; repeatable",
     )
+    parser.add_argument(
+        "--map", metavar="MAP", help=f"a tensor map: {', '.join(TensorMap.names())}, or a .yaml or .json file"
+    )
+    parser.add_argument("--map-config", metavar="FILE", help="a config.json of Hugging Face with the sizes of the map")
+    parser.add_argument("--map-reverse", action="store_true", help="use the reverse of the map")
     parser.add_argument("--dtype", type=_dtype, help="cast floating point tensors to this dtype, such as bfloat16")
     parser.add_argument(
         "--shard",
@@ -76,6 +82,11 @@ def add(verbs: Verbs) -> None:
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Convert, and print the report."""
     options = options_of(arguments, "src")
+    tensor_map = None
+    if arguments.map is not None:
+        tensor_map = TensorMap.load(arguments.map, arguments.map_config, reverse=arguments.map_reverse)
+    elif arguments.map_config is not None or arguments.map_reverse:
+        raise ValueError("--map-config and --map-reverse need --map")
     source = Snapshot(arguments.source, storage_options=options, allow_pickle=arguments.allow_pickle)
     with in_our_words(), explain_missing(arguments.source, options), bar("convert") as show:
         report = source.convert(
@@ -84,6 +95,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
             select=arguments.select,
             exclude=arguments.exclude,
             rename=dict(arguments.rename) or None,
+            map=tensor_map,
             dtype=arguments.dtype,
             shard_bytes=arguments.shard,
             overwrite=arguments.overwrite,

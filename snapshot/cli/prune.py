@@ -14,7 +14,7 @@ from snapshot.cli.locate import explain_missing
 from snapshot.cli.screen import Column, ScreenTable, as_json, ask, printable, wrapped
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
-from snapshot.load.open import is_foreign
+from snapshot.loading.open import is_foreign
 from snapshot.manager.cleaning import Fate, Removed, remove_steps, survey_steps
 from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest, Policy
 from snapshot.manager.root import Root

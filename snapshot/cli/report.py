@@ -18,7 +18,7 @@ from snapshot.cli.screen import as_json, bar, printable, wrapped
 from snapshot.cli.sharing import base_url, bytes_in_base, shared_bytes, sharing
 from snapshot.cli.status import ExitStatus
 from snapshot.cli.timeline import events_in, timeline
-from snapshot.load.stored_ranges import stored_of
+from snapshot.loading.stored_ranges import stored_of
 from snapshot.manifest.entry import Entry
 from snapshot.metadata import SnapshotMetadata
 from snapshot.text import counted, entries_text

@@ -16,7 +16,7 @@ from snapshot.cli.sharing import SharedFiles, read_below
 from snapshot.cli.status import ExitStatus
 from snapshot.errors import SnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError
 from snapshot.formats.foreign import is_absence
-from snapshot.load.open import is_foreign
+from snapshot.loading.open import is_foreign
 from snapshot.manifest.document import METADATA
 from snapshot.runtime.loop import run as on_loop
 from snapshot.runtime.session import Session

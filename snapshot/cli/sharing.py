@@ -13,7 +13,7 @@ from typing import Any
 from snapshot.checkpoint import Checkpoint
 from snapshot.cli.locate import snapshots_below, work_concurrently
 from snapshot.errors import SnapshotError
-from snapshot.load.stored_ranges import stored_in, stored_of
+from snapshot.loading.stored_ranges import stored_in, stored_of
 from snapshot.manifest.document import FORMAT
 from snapshot.manifest.entry import Entry
 from snapshot.metadata import SnapshotMetadata

@@ -11,8 +11,8 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.errors import CorruptSnapshotError, RankError, SnapshotNotFoundError, StorageError, StorageNotFoundError
 from snapshot.events import emit, log
 from snapshot.formats.detect import UnknownFormatError
-from snapshot.load.fetch import TOUCHED
-from snapshot.load.restore_options import RestoreOptions
+from snapshot.loading.fetch import TOUCHED
+from snapshot.loading.restore_options import RestoreOptions
 from snapshot.manager.root import Root
 from snapshot.reports import RestoreReport
 from snapshot.runtime.loop import run

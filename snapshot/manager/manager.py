@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError
-from snapshot.load.restore_options import RestoreArguments, RestoreOptions
+from snapshot.loading.restore_options import RestoreArguments, RestoreOptions
 from snapshot.manager import at_exit
 from snapshot.manager.advice import Measured
 from snapshot.manager.channels import Channels

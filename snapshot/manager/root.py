@@ -20,7 +20,7 @@ from snapshot.errors import (
 )
 from snapshot.events import log
 from snapshot.formats.foreign import is_absence
-from snapshot.load.open import expect_files, open_document
+from snapshot.loading.open import expect_files, open_document
 from snapshot.manager.policies import Taken
 from snapshot.manager.step_metadata import noted_metrics
 from snapshot.manifest.document import METADATA

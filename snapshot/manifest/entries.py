@@ -5,7 +5,8 @@ Entries are tagged by `type`, and written without default values. They are plain
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Union
+import math
+from typing import Any, ClassVar, NamedTuple, Union
 
 import msgspec
 import numpy as np
@@ -39,6 +40,8 @@ from snapshot.manifest.scalars import (
     SizeEntry,
     StrEntry,
 )
+from snapshot.maps.grid import Grid
+from snapshot.tensors.dtypes import ITEMSIZE
 from snapshot.tensors.geometry import Box, whole_box
 
 __all__ = [
@@ -71,6 +74,8 @@ __all__ = [
     "Entry",
     "FrozensetEntry",
     "ListEntry",
+    "MappedPart",
+    "MappedTensorEntry",
     "NDArrayEntry",
     "ObjectEntry",
     "OpaqueEntry",
@@ -219,6 +224,37 @@ class DTensorEntry(ShardedTensorEntry, tag="DTensor"):
     placements: list[str] | None = None
 
 
+class MappedPart(NamedTuple):
+    """Elements of a stored tensor, and their places in a mapped one."""
+
+    entry: TensorEntry | ChunkedTensorEntry | ShardedTensorEntry
+    grid: Grid
+
+
+class MappedTensorEntry(Entry, tag="Mapped"):
+    """A tensor that a tensor map makes of stored ones while they are read. Manifests do not have such entries."""
+
+    extra: ClassVar[None] = None
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: list[MappedPart]
+    replicated: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    def pieces(self) -> list[tuple[Box, TensorEntry]]:
+        """Return the stored ranges, each with the smallest box that has all of its elements."""
+        return [
+            (grid.cover("target"), stored)
+            for entry, whole in self.parts
+            for piece, stored in entry.pieces()
+            for grid in whole.clip("source", piece)
+        ]
+
+
 class NDArrayEntry(Entry, tag="ndarray"):
     """A NumPy array, or (`scalar`) a NumPy scalar: as bytes, with NumPy's own text for the dtype."""
 
@@ -266,8 +302,8 @@ class ObjectEntry(Entry, tag="object"):
         return self.byte_range[1] - self.byte_range[0]
 
 
-AnyTensor = TensorEntry | ChunkedTensorEntry | ShardedTensorEntry | DTensorEntry
-TENSORS = (TensorEntry, ChunkedTensorEntry, ShardedTensorEntry, DTensorEntry)
+AnyTensor = TensorEntry | ChunkedTensorEntry | ShardedTensorEntry | DTensorEntry | MappedTensorEntry
+TENSORS = (TensorEntry, ChunkedTensorEntry, ShardedTensorEntry, DTensorEntry, MappedTensorEntry)
 
 AnyEntry = Union[  # noqa: UP007 - msgspec wants one union, and mypy one spelling of it
     PlainEntry,

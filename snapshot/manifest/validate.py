@@ -17,6 +17,7 @@ from snapshot.manifest.entries import (
     Compound,
     Container,
     FrozensetEntry,
+    MappedTensorEntry,
     NDArrayEntry,
     ObjectEntry,
     SetEntry,
@@ -69,6 +70,10 @@ def check_tensor(path: str, entry: AnyTensor, files: Files, *, partial: bool = F
         check_stored(path, entry, files)
         return
     _check_shape(path, entry)
+    if isinstance(entry, MappedTensorEntry):
+        for part in entry.parts:
+            check_tensor(path, part.entry, files, partial=partial)
+        return
     pieces = entry.pieces()
     for box, stored in pieces:
         if stored.dtype != entry.dtype or stored.shape != box.sizes or not is_inside(box, entry.shape):

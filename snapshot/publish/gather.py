@@ -44,8 +44,7 @@ def gather_pieces(
 
 def _target_view(image: HostImage, transfer: Transfer) -> torch.Tensor:
     target = image.tensor(transfer.target)
-    view: torch.Tensor = transfer.grid.view("target", target, (0,) * target.dim())
-    return view
+    return transfer.grid.view("target", target, (0,) * target.dim())
 
 
 def _rounds(transfers: Sequence[Transfer], world: int) -> Iterator[list[Transfer]]:

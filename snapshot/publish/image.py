@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from snapshot.maps.recipe import Target
 from snapshot.publish.shares import ALIGNMENT, target_bytes
-from snapshot.publish.whole import Target
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.dtypes import BY_NAME
 

@@ -30,6 +30,8 @@ from snapshot.url import URL
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from snapshot.maps.tensor_map import TensorMap
+
 
 class Publisher:
     """Publishes the weights of a training loop in a store, for inference engines.
@@ -53,7 +55,7 @@ class Publisher:
         self,
         url: str | os.PathLike[str],
         *,
-        names: Any = None,
+        names: TensorMap | None = None,
         full_every: int = 50,
         keep_full: int = 2,
         files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,

@@ -14,8 +14,10 @@ import msgspec
 import torch
 
 from snapshot.errors import SnapshotError
+from snapshot.maps.grid import Grid
+from snapshot.maps.recipe import Spec, Target
+from snapshot.maps.tensor_map import TensorMap
 from snapshot.plan.wrappers import WRAPPERS
-from snapshot.publish.whole import Spec, Target
 from snapshot.state.sharded import find_shards
 from snapshot.tensors.dtypes import ITEMSIZE, NAMES, SAFETENSORS
 from snapshot.tensors.geometry import Box, Shape, boxes_overlap, whole_box
@@ -44,7 +46,7 @@ class Transfer(NamedTuple):
     source: str
     box: Box
     """The box that the sender holds."""
-    grid: Any
+    grid: Grid
     sender: int
     owner: int
     dtype: str
@@ -115,7 +117,7 @@ def find_pieces(tensors: Mapping[str, Any]) -> tuple[RankState, dict[str, list[H
     return RankState(described), held
 
 
-def plan_shares(states: Sequence[RankState], names: Any) -> SharePlan:
+def plan_shares(states: Sequence[RankState], names: TensorMap | None) -> SharePlan:
     """Return the plan for the states of all ranks. Raise if they do not form whole tensors."""
     specs: dict[str, Spec] = {}
     holders: dict[str, dict[Box, list[int]]] = defaultdict(dict)

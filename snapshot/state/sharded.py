@@ -209,25 +209,26 @@ LONG = 80
 
 def _read_placements(path: str, value: Any, mesh_shape: Shape) -> tuple[meshes.Placements, tuple[int, ...] | None]:
     """Return a DTensor's placements, and the order in which they cut, if it is recorded separately."""
-    types = sys.modules["torch.distributed.tensor.placement_types"]
-    made: list[meshes.Placement] = []
-    for placement in value.placements:
-        if isinstance(placement, types._StridedShard):  # in some versions a Shard, too
-            made.append(meshes.Split(placement.dim % value.ndim, int(placement.split_factor)))
-        elif isinstance(placement, types.Shard):
-            made.append(meshes.Split(placement.dim % value.ndim))
-        elif isinstance(placement, types.Replicate):
-            made.append(meshes.Copy())
-        else:
-            raise SnapshotError(f"{path}: unknown placement {placement!r}")
-    placements = tuple(made)
+    placements = tuple(read_placement(path, placement, value.ndim) for placement in value.placements)
     told = getattr(value._spec, "shard_order", None)
-    if told is None or any(isinstance(placement, meshes.Split) and placement.strides > 1 for placement in made):
+    if told is None or any(isinstance(placement, meshes.Split) and placement.strides > 1 for placement in placements):
         return placements, None
     order = tuple(mesh_dim for entry in told for mesh_dim in entry.mesh_dims)
     if all(tuple(entry.mesh_dims) == tuple(sorted(entry.mesh_dims)) for entry in told):
         return placements, None
     return meshes.add_strides(mesh_shape, placements, order), order
+
+
+def read_placement(path: str, placement: Any, ndim: int) -> meshes.Placement:
+    """Return a placement of torch's, for a tensor with `ndim` dimensions, as a value of this library."""
+    types = sys.modules["torch.distributed.tensor.placement_types"]
+    if isinstance(placement, types._StridedShard):  # in some versions a Shard, too
+        return meshes.Split(placement.dim % ndim, int(placement.split_factor))
+    if isinstance(placement, types.Shard):
+        return meshes.Split(placement.dim % ndim)
+    if isinstance(placement, types.Replicate):
+        return meshes.Copy()
+    raise SnapshotError(f"{path}: unknown placement {placement!r}")
 
 
 def _find_held_shards(

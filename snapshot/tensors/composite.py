@@ -11,6 +11,7 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError
 from snapshot.saved import class_name
+from snapshot.tensors.addresses import prefer_huge_pages
 from snapshot.text import counted
 
 _PARAMETER = "torch.nn.parameter.Parameter"
@@ -45,9 +46,11 @@ def allocate_tensor(
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """Return a new tensor with its dimensions in memory in the given order."""
+    made = torch.empty(shape if order is None else [shape[axis] for axis in order], dtype=dtype, device=device)
+    if made.is_cpu:
+        prefer_huge_pages(made)
     if order is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    made = torch.empty([shape[axis] for axis in order], dtype=dtype, device=device)
+        return made
     back = [order.index(axis) for axis in range(len(shape))]
     return made.permute(back)
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from snapshot.aio import gather_limited
 from snapshot.errors import SnapshotError
-from snapshot.load.open import read_parts
+from snapshot.loading.open import read_parts
 from snapshot.manifest.document import Document, ManifestPart, PartEntry
 from snapshot.plan.layout import FilePlan
 from snapshot.progress import unmetered

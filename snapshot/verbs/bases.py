@@ -16,8 +16,8 @@ from snapshot.errors import (
 )
 from snapshot.events import log
 from snapshot.formats.foreign import ForeignDocument
-from snapshot.load.left_out import attach_base
-from snapshot.load.open import open_document
+from snapshot.loading.left_out import attach_base
+from snapshot.loading.open import open_document
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.save.base_files import Base, open_base

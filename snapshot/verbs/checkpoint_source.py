@@ -17,12 +17,13 @@ from snapshot.aio import in_thread
 from snapshot.errors import CorruptSnapshotError, StorageError
 from snapshot.formats.embedded_tensors import EmbeddedLayout, is_streamed
 from snapshot.formats.foreign import is_packed
-from snapshot.load.fetch import raise_faults
-from snapshot.load.read_plan import MOST_TIMES, ROOM, ReadPlan
-from snapshot.load.reader import Reader
-from snapshot.load.requests import ReadRequest, request_all
+from snapshot.loading.fetch import raise_faults
+from snapshot.loading.memory_claims import MOST_TIMES, ROOM
+from snapshot.loading.read_plan import ReadPlan
+from snapshot.loading.reader import Reader
+from snapshot.loading.requests import ReadRequest, request_all
 from snapshot.manifest.document import Document
-from snapshot.manifest.entries import TENSORS, AnyTensor
+from snapshot.manifest.entries import TENSORS, AnyTensor, MappedPart, MappedTensorEntry
 from snapshot.plan.layout import FilePart, FilePlan
 from snapshot.progress import unmetered
 from snapshot.runtime.arena import Slot
@@ -32,9 +33,11 @@ from snapshot.save.staging import StagedPart, Stager
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
-from snapshot.tensors.geometry import Box, boxes_of_range
-from snapshot.tensors.strides import find_enclosing_tensor
+from snapshot.tensors.geometry import Box, boxes_of_range, find_flat_ranges
+from snapshot.tensors.strides import contiguous_strides, find_enclosing_tensor
 
+_SAMPLE = 4 << 20
+"""Bytes of a mapped tensor whose reads are planned, to see how scattered they are."""
 Made = Callable[[], bytes]
 """Functions whose bytes depend on the bytes before them in the file."""
 
@@ -188,6 +191,8 @@ class CheckpointStager(Stager):
 
     async def _is_scattered(self, index: int, entry: AnyTensor) -> bool:
         """Return True if a part of a long tensor, in write order, is scattered over its stored bytes."""
+        if isinstance(entry, MappedTensorEntry):
+            return any(_is_part_scattered(part, entry.shape) for part in entry.parts)
         pieces = [stored for _, stored in entry.pieces()]
         if sum(stored.nbytes for stored in pieces) <= BLOCK:
             return False
@@ -235,6 +240,21 @@ def _note_layout(
     """Record the position of a tensor, without requesting any bytes."""
     layouts.append((shape, layout))
     return []
+
+
+def _is_part_scattered(part: MappedPart, shape: tuple[int, ...]) -> bool:
+    """Return True if the first bytes of a part, in write order, are scattered over far more stored bytes."""
+    itemsize = ITEMSIZE[part.entry.dtype]
+    block = BLOCK // itemsize
+    begin = sum(offset * stride for offset, stride in zip(part.grid.target, contiguous_strides(shape), strict=True))
+    wanted = read = 0
+    for _, box in boxes_of_range(shape, begin, min(math.prod(shape), begin + _SAMPLE // itemsize)):
+        for clipped in part.grid.clip("target", box):
+            for grid in clipped.split(block):
+                wanted += grid.numel
+                ranges = find_flat_ranges(tuple(part.entry.shape), grid.cover("source"), block // 4)
+                read += sum(-(-(end - first) // block) * block for first, end in ranges)
+    return read > 4 * (wanted + block)
 
 
 def _is_odd(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

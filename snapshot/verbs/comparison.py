@@ -14,9 +14,9 @@ from typing import Any
 
 from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.events import emit
-from snapshot.load.foreign_objects import expand_objects
-from snapshot.load.open import open_document
-from snapshot.load.scatter import place_of
+from snapshot.loading.foreign_objects import expand_objects
+from snapshot.loading.open import open_document
+from snapshot.loading.scatter import place_of
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.document import FORMAT, Document

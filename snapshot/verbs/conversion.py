@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from snapshot.events import emit
-from snapshot.load.checksums import expect_archive_checksums
-from snapshot.load.open import expect_files, open_document
-from snapshot.load.stored_ranges import stored_in
+from snapshot.loading.checksums import expect_archive_checksums
+from snapshot.loading.mapping import map_document
+from snapshot.loading.open import expect_files, open_document
+from snapshot.loading.stored_ranges import stored_in
 from snapshot.manifest.document import Document
 from snapshot.options import expect_positive
 from snapshot.progress import Meter
@@ -20,11 +19,85 @@ from snapshot.reports import ConvertReport
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.url import URL
+from snapshot.verbs.checkpoint_source import CheckpointStager
 from snapshot.verbs.export import Export, Plan
 from snapshot.verbs.select import selected_locations
 from snapshot.verbs.to_snapshot import Selection, write_as_snapshot
 
 FORMATS = ("snapshot", "safetensors", "torch", "dcp")
+
+
+@dataclass(frozen=True)
+class Output:
+    """The destination of a conversion, and its format."""
+
+    url: URL
+    options: Mapping[str, Any] | None
+    to: str
+    shard_bytes: int
+    overwrite: bool
+    durable: bool
+    budget: int | None
+    """Host memory for writing."""
+
+    def check(self, sources: Sequence[URL]) -> None:
+        """Raise for invalid arguments."""
+        if self.to not in FORMATS:
+            raise ValueError(f"to must be one of {', '.join(map(repr, FORMATS))}, got {self.to!r}")
+        expect_positive("shard_bytes", self.shard_bytes)
+        if self.url in sources:
+            raise ValueError(f"{self.url}: the destination is the source; convert to another path")
+
+    def write(
+        self,
+        source: Session,
+        document: Document,
+        choice: Selection,
+        meter: Meter,
+        make_stager: Callable[..., CheckpointStager] = CheckpointStager,
+    ) -> ConvertReport:
+        """Write a checkpoint. `make_stager`: returns the source of the tensors' bytes."""
+        if self.to != "snapshot":
+            return self._export(source, document, choice, meter, make_stager)
+        return write_as_snapshot(
+            source,
+            document,
+            choice,
+            self.url,
+            open_session=lambda place: Session(place, self.options, durable=self.durable, budget=self.budget),
+            meter=meter,
+            overwrite=self.overwrite,
+            make_stager=make_stager,
+        )
+
+    def _export(
+        self,
+        source: Session,
+        document: Document,
+        choice: Selection,
+        meter: Meter,
+        make_stager: Callable[..., CheckpointStager],
+    ) -> ConvertReport:
+        export, url = Export(source, document, choice), self.url
+        name: str | None = None
+        if self.to == "torch" or (self.to == "safetensors" and url.location.endswith(".safetensors")):
+            above, _, name = url.location.rpartition("/")
+            if not name or (not above and url.scheme != "file"):
+                raise ValueError(f"{url}: must be the name of a file")
+            url = URL(url.scheme, above or "/", url.query)
+        target = Session(url, self.options, durable=self.durable, budget=self.budget or source.budget.limit)
+        try:
+            plan: Plan
+            if self.to == "torch":
+                assert name is not None
+                plan = export.torch_file(name)
+            elif self.to == "safetensors":
+                plan = export.safetensors(name, self.shard_bytes)
+            else:
+                plan = export.dcp(target.settings.lane_count())
+            return run(export.write(plan, target, meter, overwrite=self.overwrite, make_stager=make_stager))
+        finally:
+            run(target.close())
 
 
 def convert_checkpoint(
@@ -42,45 +115,19 @@ def convert_checkpoint(
     budget: int | None,
 ) -> ConvertReport:
     """Convert the checkpoint at `origin` to one at `url`."""
-    if to not in FORMATS:
-        raise ValueError(f"to must be one of {', '.join(map(repr, FORMATS))}, got {to!r}")
-    if choice.dtype is not None and not (isinstance(choice.dtype, torch.dtype) and choice.dtype.is_floating_point):
-        raise TypeError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {choice.dtype!r}")
+    output = Output(
+        url, target_options, to, shard_bytes, overwrite, durable, None if budget is None else max(1, budget // 2)
+    )
     expect_positive("memory_budget_bytes", budget)
-    expect_positive("shard_bytes", shard_bytes)
-    if url == origin:
-        raise ValueError(f"{url}: the destination is the source; convert to another path")
+    output.check([origin])
     began = time.perf_counter()
-    half = None if budget is None else max(1, budget // 2)
-    source = Session(origin, options, budget=half)
+    source = Session(origin, options, budget=output.budget)
     try:
-        document = run(open_document(source))
+        document = map_document(run(open_document(source)), choice.map)
         run(expect_files(source, document, selected_locations(document, choice.select, choice.exclude)))
         if choice.verify:
             expect_archive_checksums(source, stored_in(document.manifest), document.files)
-        if to == "snapshot":
-            report = write_as_snapshot(
-                source,
-                document,
-                choice,
-                url,
-                open_session=lambda place: Session(place, target_options, durable=durable, budget=half),
-                meter=meter,
-                overwrite=overwrite,
-            )
-        else:
-            report = _export(
-                source,
-                document,
-                choice,
-                url,
-                options=target_options,
-                to=to,
-                meter=meter,
-                shard_bytes=shard_bytes,
-                overwrite=overwrite,
-                durable=durable,
-            )
+        report = output.write(source, document, choice, meter)
     except BaseException as error:
         emit("failed", "convert", str(url), error=error)
         raise
@@ -90,38 +137,3 @@ def convert_checkpoint(
     report = replace(report, seconds=time.perf_counter() - began)
     emit("converted", "convert", str(url), bytes=report.nbytes, seconds=round(report.seconds, 3))
     return report
-
-
-def _export(
-    source: Session,
-    document: Document,
-    choice: Selection,
-    url: URL,
-    *,
-    options: Mapping[str, Any] | None,
-    to: str,
-    meter: Meter,
-    shard_bytes: int,
-    overwrite: bool,
-    durable: bool,
-) -> ConvertReport:
-    export = Export(source, document, choice)
-    name: str | None = None
-    if to == "torch" or (to == "safetensors" and url.location.endswith(".safetensors")):
-        above, _, name = url.location.rpartition("/")
-        if not name or (not above and url.scheme != "file"):
-            raise ValueError(f"{url}: must be the name of a file")
-        url = URL(url.scheme, above or "/", url.query)
-    target = Session(url, options, durable=durable, budget=source.budget.limit)
-    try:
-        plan: Plan
-        if to == "torch":
-            assert name is not None
-            plan = export.torch_file(name)
-        elif to == "safetensors":
-            plan = export.safetensors(name, shard_bytes)
-        else:
-            plan = export.dcp(target.settings.lane_count())
-        return run(export.write(plan, target, meter, overwrite=overwrite))
-    finally:
-        run(target.close())

@@ -21,9 +21,9 @@ from snapshot.distributed.exchange import solo_exchange
 from snapshot.errors import CommitUnknown, CorruptSnapshotError, SnapshotError, StorageError, UnsupportedFormatError
 from snapshot.events import emit
 from snapshot.formats.foreign import ForeignDocument
-from snapshot.load.checksums import expect_archive_checksums
-from snapshot.load.open import expect_files, load_parts, open_document, open_main, read_parts
-from snapshot.load.stored_ranges import stored_in
+from snapshot.loading.checksums import expect_archive_checksums
+from snapshot.loading.open import expect_files, load_parts, open_document, open_main, read_parts
+from snapshot.loading.stored_ranges import stored_in
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document, ManifestPart, PartEntry, encode
 from snapshot.options import expect_positive

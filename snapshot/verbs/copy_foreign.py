@@ -11,9 +11,9 @@ from snapshot.events import emit
 from snapshot.formats import dcp, safetensors, zip_checksums
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.unpickling import INLINE
-from snapshot.load.checksums import expect_archive_checksums
-from snapshot.load.open import expect_files
-from snapshot.load.stored_ranges import stored_in
+from snapshot.loading.checksums import expect_archive_checksums
+from snapshot.loading.open import expect_files
+from snapshot.loading.stored_ranges import stored_in
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import METADATA
 from snapshot.progress import Meter

@@ -15,7 +15,7 @@ import xxhash
 
 from snapshot.aio import gather_limited, shielded
 from snapshot.errors import CorruptSnapshotError
-from snapshot.load.stored_ranges import TABLE, find_uncovered, requests_of
+from snapshot.loading.stored_ranges import TABLE, find_uncovered, requests_of
 from snapshot.manifest.document import Document, ManifestPart
 from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.runtime.arena import Slot, arena, arena_bytes

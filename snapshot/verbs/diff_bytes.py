@@ -15,7 +15,7 @@ import torch
 
 from snapshot.aio import in_thread, shielded
 from snapshot.errors import SnapshotError
-from snapshot.load.open import expect_files
+from snapshot.loading.open import expect_files
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.manifest.validate import check_tensor, find_locations

@@ -16,10 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from snapshot.errors import (
-    RestoreError,
-    UnsupportedFormatError,
-)
+from snapshot.errors import UnsupportedFormatError
 from snapshot.formats import dcp, safetensors, torch_archive
 from snapshot.formats.dcp_export import archive_object, encode_metadata, flatten_state
 from snapshot.formats.foreign import find_root, narrow_root
@@ -27,7 +24,6 @@ from snapshot.formats.torch_save import VALUE
 from snapshot.manifest import document
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
-from snapshot.manifest.paths import decode_component
 from snapshot.plan.layout import Extent, FilePlan, group_in_order, plan_exact_file
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
@@ -42,6 +38,7 @@ from snapshot.verbs.checkpoint_source import CheckpointStager, expect_room
 from snapshot.verbs.classless import without_classes
 from snapshot.verbs.select import Objects, clean_extra, expect_sound, is_leaf_value, places_of, seen_by_rank
 from snapshot.verbs.staged_files import StagedFiles
+from snapshot.verbs.tensor_names import name_tensors
 from snapshot.verbs.to_snapshot import Selection
 
 _KEPT_BY_TORCH = frozenset({"parameter", "requires_grad", "order"})
@@ -104,9 +101,9 @@ class Export:
     def safetensors(self, name: str | None, shard: int) -> Plan:
         """Plan one file of this name, or a folder in Hugging Face's layout."""
         plan = Plan("safetensors")
-        names: dict[str, str] = {}
-        tops = {path.partition("/")[0] for path, entry in self._entries.items() if not isinstance(entry, e.Container)}
-        one = len(tops) == 1 and all(path.count("/") for path in self._entries if path not in tops)
+        names = name_tensors(
+            self._entries, (path for path, entry in self._entries.items() if isinstance(entry, e.TENSORS))
+        )
         refused = []
         sizes = []
         for path, entry in self._entries.items():
@@ -118,12 +115,7 @@ class Export:
             dtype = self._choice.cast_dtype(entry.dtype)
             if dtype not in SAFETENSORS:
                 refused.append(f"{path}: {dtype}")
-            components = [decode_component(each) for each in path.split("/")]
-            text = ".".join(components[1:] if one and len(components) > 1 else components)
-            if text in names or text == "__metadata__":
-                raise RestoreError(f"{path} and {names.get(text)} would both be named {text!r}: rename one of them")
-            names[text] = path
-            sizes.append(plan.leaves[plan.leaf(text, dtype, tuple(entry.shape), entry)].nbytes)
+            sizes.append(plan.leaves[plan.leaf(names[path], dtype, tuple(entry.shape), entry)].nbytes)
         plan.changed += losses.memory_changes(self._entries, lambda *_: False)
         if refused:
             raise UnsupportedFormatError(
@@ -360,7 +352,15 @@ class Export:
 
     # All
 
-    async def write(self, plan: Plan, target: Session, meter: Meter, *, overwrite: bool) -> ConvertReport:
+    async def write(
+        self,
+        plan: Plan,
+        target: Session,
+        meter: Meter,
+        *,
+        overwrite: bool,
+        make_stager: Callable[..., CheckpointStager] = CheckpointStager,
+    ) -> ConvertReport:
         """Write the planned files."""
         outputs = StagedFiles(target.storage, [name for name, _ in plan.files], plan.markers, plan.others, plan.more)
         read = self._document.files.keys() & {*outputs.names, *plan.markers}
@@ -368,7 +368,7 @@ class Export:
             raise ValueError(f"{target.url}: holds the source file {min(read)}; convert to another path")
         expect_room(self._document, plan.leaves, plan.origins)
         await outputs.expect(overwrite=overwrite)
-        source = CheckpointStager(
+        source = make_stager(
             self._source,
             self._document,
             plan.leaves,

@@ -38,6 +38,8 @@ def memory_changes(entries: Mapping[str, Any], is_kept: Callable[[str, str], boo
     """
     stored: dict[Any, list[tuple[int, int, str, str]]] = {}
     for path, entry in entries.items():
+        if isinstance(entry, e.MappedTensorEntry):
+            continue  # it never shared memory
         if isinstance(entry, e.TENSORS) and 0 not in entry.shape and (pieces := entry.pieces()):
             first = pieces[0][1]
             extra = first.extra or e.PLAIN

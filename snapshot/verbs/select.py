@@ -12,8 +12,8 @@ from snapshot.errors import RestoreError, UnsafeObjectError
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.pickled_objects import TRUST
 from snapshot.formats.unpickling import is_refused
-from snapshot.load.open import expect_files
-from snapshot.load.read_plan import ReadPlan
+from snapshot.loading.open import expect_files
+from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import is_leaf
 from snapshot.manifest.document import Document
@@ -227,6 +227,8 @@ def is_foreign_object(document: Document, entry: e.Entry) -> bool:
 
 def places_of(entry: e.AnyTensor) -> list[tuple[Any, ...]]:
     """Return the stored location and form of each box. It is equal for two entries of the same stored values."""
+    if isinstance(entry, e.MappedTensorEntry):
+        return [(part.grid, *places_of(part.entry)) for part in entry.parts]
     return [(box, each.location, each.byte_range, each.extra, each.serializer) for box, each in entry.pieces()]
 
 

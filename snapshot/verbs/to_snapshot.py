@@ -17,6 +17,7 @@ from snapshot.events import log
 from snapshot.formats.foreign import add_root
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
+from snapshot.maps.tensor_map import TensorMap
 from snapshot.plan.globs import expect_globs
 from snapshot.plan.renaming import Rename
 from snapshot.progress import Meter
@@ -57,10 +58,13 @@ class Selection:
     dtype: torch.dtype | None = None
     verify: bool = True
     allow_pickle: bool = False
+    map: TensorMap | None = None
 
     def __post_init__(self) -> None:
         for name, globs in (("select", self.select), ("exclude", self.exclude)):
             expect_globs(name, globs)
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise TypeError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {self.dtype!r}")
 
     def cast_dtype(self, dtype: str) -> str:
         """Return the dtype that a tensor is stored in. Only floating-point tensors are cast."""
@@ -204,8 +208,9 @@ def write_as_snapshot(
     open_session: Callable[[URL], Session],
     meter: Meter,
     overwrite: bool,
+    make_stager: Callable[..., CheckpointStager] = CheckpointStager,
 ) -> ConvertReport:
-    """Write a checkpoint as a snapshot with the same ranks."""
+    """Write a checkpoint as a snapshot with the same ranks. `make_stager`: returns the source of the tensors' bytes."""
     expect_matches(document, choice.select, choice.exclude)
     recording = Recording(source, document, choice)
     entries = chosen_of_ranks(document.manifest, choice.select, choice.exclude, choice.rename)
@@ -226,7 +231,7 @@ def write_as_snapshot(
         opening.transaction()
         share = RecordedShare(exchange, recording.flat, document.world_size, recording.replicated)
         plan = plan_writes(share, opening.session, staged=False)
-        stager = CheckpointStager(source, document, share.leaves, recording.origins, verify=choice.verify)
+        stager = make_stager(source, document, share.leaves, recording.origins, verify=choice.verify)
         run(Take(opening, share, plan, Unchanged(), stager=stager, metadata=add_root(document)).write())
     changed = tuple(losses.memory_changes(entries, lambda *_: True))
     return ConvertReport("snapshot", recording.tensors, share.nbytes, tuple(recording.uncast), changed=changed)

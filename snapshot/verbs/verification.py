@@ -14,10 +14,10 @@ from snapshot.aio import in_thread
 from snapshot.errors import CorruptSnapshotError, StorageError
 from snapshot.formats import zip_checksums
 from snapshot.formats.unpickling import INLINE
-from snapshot.load.open import missing_files, open_document
-from snapshot.load.reader import Reader
-from snapshot.load.requests import ReadRequest
-from snapshot.load.stored_ranges import TABLE, Place, find_uncovered, requests_of, stored_of
+from snapshot.loading.open import missing_files, open_document
+from snapshot.loading.reader import Reader
+from snapshot.loading.requests import ReadRequest
+from snapshot.loading.stored_ranges import TABLE, Place, find_uncovered, requests_of, stored_of
 from snapshot.manifest import entries as e
 from snapshot.manifest.counting import count_entries
 from snapshot.manifest.document import Document

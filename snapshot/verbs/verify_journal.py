@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from snapshot.load.stored_ranges import Place
+from snapshot.loading.stored_ranges import Place
 from snapshot.tensors.digest import digest_range
 
 Key = tuple[str, str, int, int]

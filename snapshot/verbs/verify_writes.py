@@ -11,8 +11,8 @@ import msgspec
 
 from snapshot.errors import CorruptSnapshotError
 from snapshot.events import emit
-from snapshot.load.requests import ReadRequest
-from snapshot.load.stored_ranges import requests_of
+from snapshot.loading.requests import ReadRequest
+from snapshot.loading.stored_ranges import requests_of
 from snapshot.manifest.document import FORMAT, Document
 from snapshot.progress import Meter
 from snapshot.runtime.session import Session

@@ -27,7 +27,7 @@ FAKE = DEVICE == "fakedev"
 extension = fakedev.load() if FAKE else None
 
 from snapshot import Snapshot, SnapshotError, StateDict, release_memory  # noqa: E402 - the device is there before it
-from snapshot.load.reader import Reader  # noqa: E402
+from snapshot.loading.reader import Reader  # noqa: E402
 from snapshot.runtime import pinning as pins  # noqa: E402
 from snapshot.runtime.accelerators import on_stream  # noqa: E402
 from snapshot.runtime.arena import GRAIN, SPARE, Arena, arena  # noqa: E402

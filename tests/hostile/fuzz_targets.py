@@ -28,8 +28,8 @@ with atheris.instrument_imports(include=["snapshot"]):
     )
     from snapshot.formats.pickled_objects import load_object
     from snapshot.formats.zip_directory import TAIL, find_directory, read_members
-    from snapshot.load.read_plan import ReadPlan
-    from snapshot.load.stored_ranges import find_uncovered, requests_of
+    from snapshot.loading.read_plan import ReadPlan
+    from snapshot.loading.stored_ranges import find_uncovered, requests_of
     from snapshot.manifest.document import copy_manifest, decode_document
     from snapshot.manifest.entries import Container, TensorEntry
     from snapshot.manifest.rank_view import group_by_key, make_rank_view

@@ -1,6 +1,6 @@
 """Publishing on several ranks: each tensor is written once, by an owner that gathers its pieces."""
 
-import functools
+import contextlib
 import json
 
 import pytest
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from snapshot import Publisher, RankError, Sharded, SnapshotError, StorageError, Subscriber
+from snapshot import Publisher, RankError, Sharded, SnapshotError, StorageError, Subscriber, TensorMap
 from snapshot.publish import upload
 from snapshot.testing.storages import faulty
 from tests.helpers.rank_pool import Died
@@ -129,9 +129,9 @@ def publish_failing(folder, failing):
     """One rank cannot write its files of the second version."""
     rank = dist.get_rank()
     error = OSError(28, "No space left on device")
-    url = f"faulty+file://{folder}"
+    url = f"faulty+file://{folder}" if rank == failing else folder
     fault = faulty(on="finish", path=f"weight_v000002/*-{failing:05d}-*", error=error)
-    with fault if rank == failing else faulty():
+    with fault if rank == failing else contextlib.nullcontext():
         publisher = Publisher(url, timeout=20)
         found = [publisher.publish(0, shared_state(0)).wait()[:]]
         try:
@@ -173,8 +173,8 @@ def die_while_encoding(url, victim):
 @pytest.mark.deadly
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_leaves_the_last_version(fresh_pool, tmp_path, victim):
-    pool = fresh_pool(2, store="file")
-    outcomes = pool.outcomes(functools.partial(die_while_encoding, victim=victim), str(tmp_path))
+    pool = fresh_pool(2)
+    outcomes = pool.outcomes(die_while_encoding, str(tmp_path), victim)
     assert isinstance(outcomes[victim], Died)
     assert outcomes[1 - victim][0] == "RankError"
     assert sorted(engine.versions(tmp_path)) == [1]
@@ -209,3 +209,40 @@ def test_a_rank_that_fails_to_send_does_not_block_the_others(fresh_pool, tmp_pat
     assert not list(tmp_path.glob("weight*"))
 
 
+QKV = TensorMap(
+    [
+        {"names": "{i}.qkv -> {i}.q, {i}.k, {i}.v", "axes": "(h + h + h) c -> h c, h c, h c", "sizes": {"h": 8}},
+        {"names": "{i}.down -> {i}.out", "axes": "a b -> b a", "dtype": "bfloat16"},
+        "norm -> ln",
+    ]
+)
+
+
+def mapped_state(step):
+    torch.manual_seed(step)
+    return {"0.qkv": torch.randn(24, 10), "0.down": torch.randn(12, 6), "norm": torch.randn(9)}
+
+
+def publish_mapped(url):
+    whole = [mapped_state(step) for step in range(3)]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    publisher = Publisher(url, names=QKV, timeout=20)
+    found = []
+    for state in whole:
+        shared = {name: distribute(tensor, mesh, [Shard(0)]) for name, tensor in state.items()}
+        found.append(publisher.publish(1, shared).wait().base)
+    return found
+
+
+@pytest.mark.parametrize("world", ["two", "three"])
+def test_a_map_is_applied_to_shards(request, tmp_path, world):
+    pool = request.getfixturevalue(world)
+    assert pool.run(publish_mapped, str(tmp_path)) == [[None, 1, 2]] * pool.world
+    for step in range(3):
+        state, found = mapped_state(step), engine.read(tmp_path, step + 1)
+        expected = dict(zip(("0.q", "0.k", "0.v"), state["0.qkv"].split(8), strict=True))
+        expected |= {"0.out": state["0.down"].t().to(torch.bfloat16), "ln": state["norm"]}
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert found[name][1] == tuple(tensor.shape)
+            assert found[name][2].tobytes() == tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), name

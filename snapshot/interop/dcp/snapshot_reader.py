@@ -35,9 +35,9 @@ from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError
 from snapshot.events import emit
 from snapshot.interop.dcp.names import DcpNames, partial_entry, recall_names
 from snapshot.interop.dcp.snapshot_writer import hide_secrets, rank_folder, storage_knows
-from snapshot.load.class_binding import Binding
-from snapshot.load.open import expect_files, open_document, read_from
-from snapshot.load.read_plan import ReadPlan
+from snapshot.loading.class_binding import Binding
+from snapshot.loading.open import expect_files, open_document, read_from
+from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import FORMAT, Document
 from snapshot.manifest.rank_view import make_rank_view, suggest_names

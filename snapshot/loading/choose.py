@@ -1,0 +1,178 @@
+"""Selection: the entries of a snapshot that a restore requests, by key, globs and rank.
+
+Nothing is compared with the application's tensors here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from snapshot.distributed.exchange import Exchange
+from snapshot.events import warn
+from snapshot.loading.foreign_objects import expand_objects
+from snapshot.loading.matched import ChosenEntries
+from snapshot.loading.restore_options import RestoreOptions
+from snapshot.manifest.document import Document
+from snapshot.manifest.entries import Container, ListEntry, OrderedDictEntry
+from snapshot.manifest.paths import encode_component
+from snapshot.manifest.rank_view import RankView, group_by_key, suggest_names
+from snapshot.manifest.validate import check_tree
+from snapshot.plan.globs import find_unmatched, matcher
+from snapshot.reports import RestoreIssues
+from snapshot.runtime.session import Session
+from snapshot.state.kind_of import find_kind
+from snapshot.state.rng import RNGState
+from snapshot.state.state_tree import ChosenState
+from snapshot.text import counted
+
+
+def in_restore_order(app_state: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the statefuls in restore order: by key, the RNG state last."""
+    items = sorted(app_state.items(), key=lambda item: (isinstance(item[1], RNGState), item[0]))
+    return [(encode_component(key), stateful) for key, stateful in items]
+
+
+class Chooser:
+    """Selects the entries that a restore requests."""
+
+    def __init__(
+        self, exchange: Exchange, session: Session, document: Document, options: RestoreOptions, issues: RestoreIssues
+    ) -> None:
+        self._exchange = exchange
+        self._session = session
+        self._document = document
+        self._options = options
+        self._notes = issues
+        self._include, self._exclude = options.include, options.exclude
+        self._filtered = bool(self._include or self._exclude)
+        self._included, self._excluded = matcher(self._include or ["**"]), matcher(self._exclude)
+        self._chosen = ChosenEntries()
+
+    def wanted(self, path: str) -> bool:
+        """Return True if a path is requested."""
+        return self._included(path) and not self._excluded(path)
+
+    def choose(self, view: RankView, app_state: Mapping[str, Any]) -> ChosenEntries:
+        """Return the requested entries of each key. Keys without any are left unchanged."""
+        self._chosen = ChosenEntries()
+        grouped = group_by_key(view.entries)
+        notes = self._notes
+        self._check_globs(grouped, view)
+        wanted = self._chosen.grouped
+        for key, stateful in in_restore_order(app_state):
+            if isinstance(stateful, RNGState) and self._exchange.rank >= self._document.world_size:
+                notes.add("skipped", key, "this rank did not exist when the snapshot was taken")
+                continue
+            entries = self._entries(key, grouped, view)
+            if entries is None:
+                if self._filtered and not self.wanted(key):
+                    continue
+                self._lack(key, view, grouped)
+                continue
+            if self._exchange.rank >= self._document.world_size:
+                if self._filtered and not any(map(self.wanted, entries)):
+                    notes.add("skipped", key, "not requested")
+                    continue
+                if not self._shared_alone(key, entries, view):
+                    continue
+            expand_objects(self._session, self._document, entries, self.wanted, find_kind(stateful))
+            check_tree(key, entries)
+            if not self._filtered or self._choose(key, entries, view):
+                wanted[key] = entries
+        if self._exchange.rank == 0:
+            self._note_gone(view, wanted)
+        return self._chosen
+
+    def _lack(self, key: str, view: RankView, grouped: Mapping[str, Any]) -> None:
+        """Report a key that the snapshot lacks, or that belongs to another rank."""
+        if key in view.withheld:
+            self._notes.mismatches.append(f"{key}: {view.withheld[key]}")
+        elif self._options.strict:
+            self._notes.add_wrong_name(f"{key}: the snapshot has no such key; {suggest_names(key, grouped)}")
+        else:
+            self._chosen.lacking = True
+            self._notes.add("missing", key, "the snapshot has no such key; left unchanged")
+
+    def _check_globs(self, grouped: Mapping[str, Mapping[str, Any]], view: RankView) -> None:
+        named = (path for entries in grouped.values() for path in entries)
+        every = [*named, *view.elsewhere] if self._filtered else []
+        for glob in find_unmatched(self._include, every) if self._include else ():
+            view.unknown.append(f"include: the glob {glob!r} matches nothing in the snapshot")
+        if self._exchange.alone:
+            self._notes.mismatches += view.unknown
+        self._chosen.unknown = view.unknown
+        for glob in find_unmatched(self._exclude, every) if self._exclude else ():
+            warn(f"exclude: the glob {glob!r} matches nothing in the snapshot")
+
+    def _entries(self, key: str, grouped: Mapping[str, dict[str, Any]], view: RankView) -> dict[str, Any] | None:
+        """Return the entries under a key. If only other ranks had it, a module finds its names there."""
+        if key not in grouped and any(path.startswith(f"{key}/") for path in view.elsewhere):
+            return {key: OrderedDictEntry([])}
+        return grouped.get(key)
+
+    def _choose(self, key: str, entries: Mapping[str, Any], view: RankView) -> bool:
+        """Return True if an entry under a key is requested, here or from other ranks. Keys without any are skipped."""
+        choice = ChosenState(entries, self.wanted)
+        if choice.is_empty and not any(path.startswith(f"{key}/") and self.wanted(path) for path in view.elsewhere):
+            if self._document.parts and self.may_want(key):
+                self._chosen.incomplete = True  # it may be in a part that has not been read yet
+                return False
+            self._notes.add("skipped", key, "not requested")
+            return False
+        if choice.skipped:
+            self._chosen.states[key] = choice
+        self._chosen.skipped |= choice.skipped
+        for path in sorted(choice.skipped):
+            self._notes.add("skipped", path, "not requested")
+        return True
+
+    def may_want(self, key: str) -> bool:
+        """Return True if an entry under a key may be requested."""
+        if not self._filtered:
+            return True
+        heads = [glob.partition("/")[0] for glob in self._include]
+        return not matcher(self._exclude)(key) and (
+            not heads or any(head.startswith("**") or matcher([head])(key) for head in heads)
+        )
+
+    def _note_gone(self, view: RankView, wanted: Mapping[str, Any]) -> None:
+        gone = Counter("/".join(path.split("/", 2)[:2]) for path in view.gone if path.split("/", 2)[1] in wanted)
+        for path, count in gone.items():
+            self._notes.add("skipped", path, f"{counted(count, 'entry', 'entries')} of a rank that no longer exists")
+
+    def _shared_alone(self, key: str, entries: dict[str, Any], view: RankView) -> bool:
+        """Return True if a new rank can restore this key from the entries that all ranks shared."""
+        for path in [path for path, entry in entries.items() if isinstance(entry, Container) and path != key]:
+            if path in entries and not self.wanted(path) and not _is_complete(path, entries):
+                for below in [below for below in entries if below.startswith(f"{path}/")]:
+                    del entries[below]
+                entries[path] = ListEntry(0)  # not requested, so the application's value stays
+        missing = [
+            f"{path}/{name}"
+            for path, entry in entries.items()
+            if isinstance(entry, Container)
+            for name in entry.components()
+            if f"{path}/{name}" not in entries
+        ]
+        withheld = [path for path in view.withheld if path.startswith(f"{key}/") and self.wanted(path)]
+        nothing = withheld and all(isinstance(entry, Container) for entry in entries.values())
+        if not missing and not nothing:
+            return True
+        what = (missing or withheld)[0]
+        self._notes.mismatches.append(
+            f"{key}: {what} {view.withheld.get(what, 'belongs to other ranks alone')}, and rank {self._exchange.rank} "
+            "did not exist when the snapshot was taken; save values that are equal on all ranks with replicated=[...]"
+        )
+        return False
+
+
+def _is_complete(path: str, entries: Mapping[str, Any]) -> bool:
+    """Return True if a container has all of its contents."""
+    return all(
+        f"{above}/{name}" in entries
+        for above, entry in entries.items()
+        if isinstance(entry, Container) and (above == path or above.startswith(f"{path}/"))
+        for name in entry.components()
+    )

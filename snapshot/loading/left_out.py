@@ -1,0 +1,167 @@
+"""Tensors that a snapshot left out since they are in its base: compared with the live ones, or read from the base."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from snapshot.aio import gather_limited, in_thread
+from snapshot.errors import RestoreError
+from snapshot.formats.foreign import ForeignDocument, ReadOnlyStorage
+from snapshot.loading.open import open_document
+from snapshot.loading.scatter import copy_into
+from snapshot.loading.stored_ranges import stored_in
+from snapshot.manifest.document import BaseReference, Document, save_id_in
+from snapshot.manifest.entries import TensorEntry
+from snapshot.runtime.session import Session
+from snapshot.storage import Buffer, FileStat, Storage
+from snapshot.tensors.addresses import is_plain, view_memory
+from snapshot.tensors.digest import RunningDigest, digest_bytes
+from snapshot.tensors.dtypes import BY_NAME
+from snapshot.tensors.geometry import Box, boxes_of_range, intersect
+from snapshot.url import URL
+
+COPIED = 1 << 20
+"""Elements of a strided or accelerator tensor that are copied at once, to be compared."""
+
+
+class LeftOut(NamedTuple):
+    """A tensor, or the box of one, that a snapshot does not have."""
+
+    path: str
+    stored: TensorEntry
+    piece: Box
+    """The box that the base stores in one range."""
+    target: torch.Tensor
+    box: Box
+    """The box that the target is."""
+    live: bool
+
+    def as_target(self) -> tuple[str, torch.Tensor, tuple[str, int]]:
+        """Return the name, the tensor that must have the values, and their source: a key of its memory."""
+        shared = intersect(self.piece, self.box)
+        part = self.target if shared is None else self.target.detach()[shared.relative_to(self.box.offsets).slices()]
+        return self.path, part, (self.stored.location, self.stored.byte_range[0])
+
+    def fault(self, base: BaseReference) -> str:
+        """Return why the target does not have what the base has, or ''."""
+        where = f"{base.url} (save id {base.save_id})"
+        shared = intersect(self.piece, self.box)
+        if shared != self.piece or not self.live or self.target.dtype != BY_NAME[self.stored.dtype]:
+            return f"{self.path}: is not in this snapshot, but in its base, {where}; pass base=..."
+        part = self.target.detach()[self.piece.relative_to(self.box.offsets).slices()]
+        if _digest_tensor(part) == self.stored.digest:
+            return ""
+        return (
+            f"{self.path}: is not in this snapshot, since it had not changed from its base, {where}; the "
+            "application has other values: restore the base first, or pass base=..."
+        )
+
+
+def _digest_tensor(tensor: torch.Tensor) -> str:
+    if is_plain(tensor):
+        return digest_bytes(view_memory(tensor.data_ptr(), tensor.nbytes))
+    running = RunningDigest()
+    for begin in range(0, tensor.numel(), COPIED):
+        for _, box in boxes_of_range(tuple(tensor.shape), begin, min(begin + COPIED, tensor.numel())):
+            held = torch.empty(box.sizes, dtype=tensor.dtype)
+            copy_into(held, tensor[box.slices()])
+            running.update(view_memory(held.data_ptr(), held.nbytes))
+    return running.finish()[0]
+
+
+async def compare_left_out(session: Session, document: Document, left_out: Sequence[LeftOut]) -> list[str]:
+    """Compare the live tensors with the digests of what a snapshot left out. Return a line for each difference."""
+    base = document.base
+    if base is None:
+        return []
+
+    async def compare(each: LeftOut) -> str:
+        return await in_thread(each.fault, base)
+
+    found = await gather_limited(left_out, compare, session.settings.lane_count())
+    return [line for line in found if line]
+
+
+async def attach_base(session: Session, document: Document, url: URL, options: Mapping[str, Any] | None) -> str:
+    """Read what a snapshot left out from its base, from now on. Return the save id that the base has.
+
+    A copy of the base is accepted, too: its files have the same contents under names with another save id.
+    """
+    wanted = document.base
+    if wanted is None:
+        return document.save_id
+    base = Session(url, options)
+    try:
+        held = await open_document(base)
+        places = _find_files(document, wanted, held, url)
+    except BaseException:
+        await base.close()
+        raise
+    for location in places:
+        document.files[location].in_base = False
+    document.base = None
+    session.switch_storage(_WithBase(session.storage, base.storage, places))
+    return held.save_id
+
+
+def _find_files(document: Document, wanted: BaseReference, held: Document, url: URL) -> dict[str, str]:
+    """Return the names in the base of the files that a snapshot left out. Raise for another snapshot."""
+    places = {
+        location: location.replace(save_id_in(location), held.save_id, 1)
+        for location, file in document.files.items()
+        if file.in_base
+    }
+    sizes = [(document.files[location].size, location) for location in places]
+    theirs = [(held.files[there].size if there in held.files else -1, location) for location, there in places.items()]
+    same = not isinstance(held, ForeignDocument) and sizes == theirs
+    if same and held.save_id != wanted.save_id:
+        digests = {(each.location, each.byte_range): each.digest for each in stored_in(held.manifest)}
+        left_out = (each for each in stored_in(document.manifest) if each.location in places)
+        same = all(digests.get((places[each.location], each.byte_range)) == each.digest for each in left_out)
+    if not same or any(held.files[there].in_base for there in places.values()):
+        raise RestoreError(
+            f"base must be {wanted.url} with the save id {wanted.save_id}, or a copy of it, got {url}, which does not "
+            "have what this snapshot left out",
+            sorted(places),
+        )
+    return places
+
+
+class _WithBase(ReadOnlyStorage):
+    """A snapshot's files, and those that it left out, from its base."""
+
+    def __init__(self, inner: Storage, base: Storage, places: Mapping[str, str]) -> None:
+        super().__init__(inner, b"", links=True)
+        self._base = base
+        self._places = places
+        """The files that are in the base, with their names there."""
+        both = inner.capabilities.blocking and base.capabilities.blocking
+        self.capabilities = replace(self.capabilities, blocking=both)
+
+    def _of(self, path: str) -> tuple[Storage, str]:
+        return (self._base, self._places[path]) if path in self._places else (self.inner, path)
+
+    async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
+        storage, name = self._of(path)
+        await storage.read_into(name, offset, buffers, token=token)
+
+    async def stat(self, path: str) -> FileStat:
+        storage, name = self._of(path)
+        return await storage.stat(name)
+
+    async def drop_caches(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            storage, name = self._of(path)
+            await storage.drop_caches([name])
+
+    def share_reads(self) -> None:
+        self.inner.share_reads()
+        self._base.share_reads()
+
+    async def close(self) -> None:
+        await self.inner.close()
+        await self._base.close()

@@ -1,0 +1,197 @@
+"""Tensor maps on checkpoints: a view's tensors are replaced by those that a map makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from snapshot.errors import RestoreError
+from snapshot.manifest import entries as e
+from snapshot.manifest.document import Document
+from snapshot.manifest.paths import add_parents, decode_component, encode_component
+from snapshot.manifest.rank_view import RankView, adopt_entry, is_shared, make_rank_view, rename_entries
+from snapshot.maps.grid import Grid
+from snapshot.maps.recipe import Spec, Target
+from snapshot.maps.tensor_map import MapPlan, TensorMap
+
+
+def map_view(view: RankView, tensor_map: TensorMap | None) -> RankView:
+    """Return a view with mapped tensors.
+
+    The rules name tensors below a level of the state, such as `model`. Its tensors are replaced, and everything else
+    stays.
+    """
+    if tensor_map is None:
+        return view
+    if not isinstance(tensor_map, TensorMap):
+        raise TypeError(f"map must be a TensorMap, got {type(tensor_map).__name__}")
+    known = {**view.elsewhere, **view.entries}
+    tensors = {path: entry for path, entry in known.items() if isinstance(entry, e.TENSORS)}
+    bases = _find_bases(tensors, tensor_map)
+    made: dict[str, Any] = {}
+    gone: set[str] = set()
+    for base, names in bases.items():
+        own = {name: tensors[path] for name, path in names.items()}
+        plan = tensor_map.plan({name: Spec(each.dtype, tuple(each.shape)) for name, each in own.items()})
+        _expect_equal(own, plan)
+        made |= {_join(base, name): entry for name, entry in _map_entries(own, plan).items()}
+        gone |= set(names.values())
+        gone |= {
+            path
+            for path, entry in known.items()
+            if path not in tensors and not isinstance(entry, e.Container) and _is_dropped(path, base, tensor_map)
+        }
+    remote = {id(entry) for entry in view.elsewhere.values()}
+    there = {path for path, entry in made.items() if any(id(each) in remote for each in _sources_of(entry))}
+    kept = {path: entry for path, entry in view.entries.items() if path not in gone}
+    taken = sorted((made.keys() & known.keys()) - gone)
+    if taken:
+        raise RestoreError(f"the tensor map makes {taken[0]}, which exists already", taken)
+    kept |= {path: entry for path, entry in made.items() if path not in there}
+    elsewhere = {path: entry for path, entry in view.elsewhere.items() if path not in gone}
+    elsewhere |= {path: made[path] for path in there}
+    return RankView(_with_containers(kept, view.entries, gone), elsewhere, view.withheld, view.gone, view.unknown)
+
+
+def map_document(document: Document, tensor_map: TensorMap | None) -> Document:
+    """Return a checkpoint with mapped tensors, as the state of a single rank.
+
+    Tensors that only one rank has, such as those of a pipeline stage, are part of it.
+    """
+    if tensor_map is None:
+        return document
+    view = make_rank_view(document.manifest, 0, document.world_size, document.world_size)
+    several = _adopt_from_ranks(document, view)
+    made = map_view(view, tensor_map)
+    wrong = sorted(path for path in several if any(tensor_map.matches(name) for _, name in _names_below(path)))
+    if wrong:
+        raise RestoreError(f"{wrong[0]}: several ranks have a tensor of this name, each with its own values", wrong)
+    for path, entry in made.elsewhere.items():
+        adopt_entry(made.entries, path, entry)
+    manifest = {f"0/{path}": entry for path, entry in made.entries.items()}
+    return msgspec.structs.replace(document, manifest=manifest, world_size=1)
+
+
+def _adopt_from_ranks(document: Document, view: RankView) -> set[str]:
+    """Add the tensors that a single rank has to a view. Return the names of those that several ranks have."""
+    several: set[str] = set()
+    for path, entry in document.manifest.items():
+        number, _, logical = path.partition("/")
+        if number == "0" or not isinstance(entry, e.TENSORS) or is_shared(entry):
+            continue
+        if logical in view.entries or logical in view.elsewhere:
+            several.add(logical)
+        else:
+            view.elsewhere[logical] = entry
+    return several
+
+
+def _find_bases(tensors: Mapping[str, e.AnyTensor], tensor_map: TensorMap) -> dict[str, dict[str, str]]:
+    """Return, for each level that has tensors which the rules name, all tensors below it: name -> path."""
+    bases: dict[str, dict[str, str]] = {}
+    heads = set()
+    for path in tensors:
+        for base, name in _names_below(path):
+            if tensor_map.matches(name):
+                bases.setdefault(base, {})
+                heads.add(path.partition("/")[0])
+                break
+    if not bases:
+        some = sorted(tensors)[:5]
+        raise RestoreError(f"no rule of the tensor map names a tensor of the checkpoint, such as {some}", some)
+    for path in tensors:
+        for base, name in _names_below(path):
+            if base in bases and (base or path.partition("/")[0] in heads or "/" not in path):
+                bases[base][name] = path
+                break
+    return bases
+
+
+def _names_below(path: str) -> Iterable[tuple[str, str]]:
+    """Yield the levels above a tensor, and its name below each, joined with dots.
+
+    The key of the app state comes first, then a level below it, then the top.
+    """
+    components = path.split("/")
+    for depth in (1, 2, 0):
+        if depth < len(components):
+            yield "/".join(components[:depth]), ".".join(map(decode_component, components[depth:]))
+
+
+def _join(base: str, name: str) -> str:
+    return f"{base}/{encode_component(name)}" if base else encode_component(name)
+
+
+def _is_dropped(path: str, base: str, tensor_map: TensorMap) -> bool:
+    """Return True if a rule drops a value that is not a tensor."""
+    for level, name in _names_below(path):
+        if level == base:
+            return any(not recipe.targets and recipe.find(name) is not None for recipe in tensor_map.recipes)
+    return False
+
+
+def _map_entries(own: Mapping[str, e.AnyTensor], plan: MapPlan) -> dict[str, e.AnyTensor]:
+    """Return the entries of the targets. A tensor that only gets another name keeps its entry."""
+    made: dict[str, e.AnyTensor] = {}
+    for name, target in plan.targets.items():
+        made[name] = _map_entry(own, target)
+    for name, owner in plan.ties.items():
+        made[name] = made[owner]
+    return made
+
+
+def _map_entry(own: Mapping[str, e.AnyTensor], target: Target) -> e.AnyTensor:
+    first = own[target.parts[0].source] if target.parts else None
+    if first is not None and len(target.parts) == 1 and (first.dtype, tuple(first.shape)) == target[:2]:
+        identity = Grid.identity(target.shape)
+        if target.parts[0].grid in (identity, identity.simplified()):
+            return first
+    parts = [e.MappedPart(own[part.source], part.grid) for part in target.parts]  # type: ignore[arg-type]
+    return e.MappedTensorEntry(target.dtype, target.shape, parts)
+
+
+def _expect_equal(own: Mapping[str, e.AnyTensor], plan: MapPlan) -> None:
+    """Raise unless names of one tensor are known to hold the same values."""
+    wrong = [
+        f"{other} must equal {first}, since only one of them is used; drop one of them"
+        for first, other in plan.equal
+        if _contents(own[first]) != _contents(own[other])
+    ]
+    if wrong:
+        raise RestoreError(f"the tensor map does not fit: {'; '.join(wrong)}", wrong)
+
+
+def _contents(entry: e.AnyTensor) -> list[Any]:
+    """Return a description of the stored values: digests if there are any, otherwise the places of their bytes."""
+    return [
+        (box, stored.digest or (stored.location, stored.byte_range, stored.extra, stored.serializer))
+        for box, stored in entry.pieces()
+    ]
+
+
+def _sources_of(entry: e.AnyTensor) -> list[e.AnyTensor]:
+    return [part.entry for part in entry.parts] if isinstance(entry, e.MappedTensorEntry) else [entry]
+
+
+def _with_containers(kept: Mapping[str, Any], before: Mapping[str, Any], gone: set[str]) -> dict[str, Any]:
+    """Return entries whose containers name their new contents. Containers that the map has emptied are left out."""
+    leaves = {path for path, entry in kept.items() if not isinstance(entry, e.Container)}
+    needed = add_parents(leaves)
+    held = add_parents(gone) - gone
+    lists = [
+        path
+        for path in held
+        if isinstance(entry := before.get(path), e.Container) and not isinstance(entry, e.DictEntry)
+    ]
+    emptied = {path for path in held if path not in needed and "/" in path}
+    broken = sorted(path for path in lists if path not in emptied)
+    if broken:
+        raise RestoreError(f"{broken[0]}: elements of a sequence cannot be mapped one by one", broken)
+    entries = {path: entry for path, entry in kept.items() if path not in emptied}
+    return rename_entries(entries, _same)
+
+
+def _same(path: str) -> str:
+    return path

@@ -1,0 +1,288 @@
+"""Reading of single objects and whole state dicts, without a live application."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from snapshot.errors import RestoreError
+from snapshot.formats.foreign import narrow_root
+from snapshot.loading.aliasing import is_writable
+from snapshot.loading.class_binding import Binding
+from snapshot.loading.open import expect_files
+from snapshot.loading.read_plan import ReadPlan
+from snapshot.manifest import entries as e
+from snapshot.manifest.document import Document
+from snapshot.manifest.paths import encode_component
+from snapshot.manifest.rank_view import is_rank, make_rank_view, resolve_path, suggest_names
+from snapshot.manifest.typed import EnumEntry
+from snapshot.manifest.validate import check_tensor, check_tree, find_locations
+from snapshot.reports import RestoreIssues
+from snapshot.runtime.loop import run
+from snapshot.runtime.session import Session
+from snapshot.state import numpy_arrays
+from snapshot.state.sharded import Shards, find_shards
+from snapshot.state.state_tree import collect_leaves, inflate_tree
+from snapshot.tensors.dtypes import BY_NAME, NAMES
+from snapshot.tensors.geometry import Box
+from snapshot.text import counted, listed, with_article
+
+
+def read_object(
+    session: Session,
+    document: Document,
+    path: str,
+    obj_out: Any,
+    box: Sequence[slice | int] | None,
+    *,
+    verify: bool,
+    allow_pickle: bool,
+) -> Any:
+    """Return the object at a path of the manifest."""
+    path, tree = _find_tree(session, document, path)
+    entry = tree[path]
+    if box is None:
+        run(expect_files(session, document, find_locations({path: entry}, document.files)))
+    read_plan = ReadPlan(document.files, allow_pickle=allow_pickle)
+    if box is not None:
+        return _read_box(session, document, read_plan, path, entry=entry, obj_out=obj_out, box=box, verify=verify)
+    if isinstance(entry, (e.Container, EnumEntry)):
+        return _read_tree(session, document, read_plan, path, tree=tree, verify=verify, out=obj_out)
+    target = find_shards(path, obj_out) if isinstance(entry, e.TENSORS) and obj_out is not None else None
+    if target is not None:
+        _fill_shards(read_plan, path, entry, target, document)
+        read_plan.values[path] = obj_out
+    elif isinstance(obj_out, torch.Tensor) and isinstance(entry, e.TENSORS):
+        _expect_fitting_out(path, entry.shape, entry.dtype, obj_out)
+        check_tensor(path, entry, document.files)
+        read_plan.into(path, entry, obj_out, live=True)
+        read_plan.values[path] = obj_out
+    elif isinstance(obj_out, np.ndarray) and type(entry) is e.NDArrayEntry and obj_out.flags.c_contiguous:
+        if not obj_out.flags.writeable:
+            raise RestoreError(f"{path}: obj_out must be writable", [path])
+        if obj_out.shape != entry.shape or numpy_arrays.read_dtype(path, entry.dtype) != obj_out.dtype:
+            raise RestoreError(
+                f"{path}: obj_out must be {entry.dtype}{list(entry.shape)}, "
+                f"got {obj_out.dtype.str}{list(obj_out.shape)}",
+                [path],
+            )
+        read_plan.into_array(path, entry, obj_out)
+    elif isinstance(obj_out, torch.Generator) and type(entry) is e.TensorPartsEntry:
+        if not read_plan.into_generator(path, entry, obj_out):
+            raise RestoreError(
+                f"{path}: obj_out must fit {with_article(entry.kind)} {entry.params}, got one on {obj_out.device}",
+                [path],
+            )
+    else:
+        read_plan.new(path, entry)
+    _execute(session, document, read_plan, verify)
+    return read_plan.values[path]
+
+
+def read_state_dict(session: Session, document: Document, key: str, rank: int, *, allow_pickle: bool) -> Any:
+    """Return the state that a rank saved under one key of the app state.
+
+    A rank that did not exist gets the state that all ranks shared.
+    """
+    saved = document.world_size
+    if rank >= saved:
+        view = make_rank_view(document.manifest, rank, saved, rank + 1)
+        for below, why in view.withheld.items():
+            if below.startswith(encode_component(key) + "/"):
+                raise RestoreError(
+                    f"{session.url}: {below} {why}, and rank {rank} did not exist; replicate_from_rank0=True returns "
+                    "rank 0's state",
+                    [below],
+                )
+        rank = 0
+    path = f"{rank}/{encode_component(key)}"
+    keys = (each.split("/") for each in document.manifest if each.count("/") == 1)
+    known = [name for number, name in keys if number == str(rank)]
+    try:
+        tree = _entries_below(session, document, path)
+    except RestoreError:
+        raise RestoreError(f"{session.url}: has no key {key!r}; {suggest_names(key, known)}", [key]) from None
+    return _read_tree(
+        session, document, ReadPlan(document.files, allow_pickle=allow_pickle), path, tree=tree, verify=True
+    )
+
+
+def _find_tree(session: Session, document: Document, path: str) -> tuple[str, dict[str, Any]]:
+    """Return the manifest path for a name with or without a rank, and the entries below it."""
+    if is_rank(path.partition("/")[0], document.world_size):
+        try:
+            return path, _entries_below(session, document, path)
+        except RestoreError:  # the number may be a key of the app state
+            pass
+    path = resolve_path(document.manifest, document.world_size, path, str(session.url))
+    return path, _entries_below(session, document, path)
+
+
+def _entries_below(session: Session, document: Document, path: str) -> dict[str, Any]:
+    """Return the entries at a path and below it, as the path's rank sees them.
+
+    Shared entries may be stored under another rank.
+    """
+    manifest: Mapping[str, Any] = document.manifest
+    number, _, logical = path.partition("/")
+    entry = manifest.get(path)
+    if entry is not None and not isinstance(entry, e.Container):
+        return {path: entry}
+    if document.world_size > 1 and number.isdecimal() and int(number) < document.world_size:
+        view = make_rank_view(manifest, int(number), document.world_size, document.world_size)
+        entries = {**view.elsewhere, **view.entries} if logical not in view.entries else view.entries
+        manifest = {f"{number}/{below}": each for below, each in entries.items()}
+    prefix = path + "/"
+    if path not in manifest and is_rank(path, document.world_size):
+        return _all_of_rank(path, manifest, document)
+    if path not in manifest:
+        raise RestoreError(f"{session.url}: has no entry {path!r}; {suggest_names(path, manifest)}", [path])
+    return {below: each for below, each in manifest.items() if below == path or below.startswith(prefix)}
+
+
+def _all_of_rank(number: str, manifest: Mapping[str, Any], document: Document) -> dict[str, Any]:
+    """Return all entries of a rank, under its number."""
+    below = {path: entry for path, entry in manifest.items() if path.startswith(f"{number}/")}
+    names = dict.fromkeys(path.split("/", 2)[1] for path in below)
+    return {number: narrow_root(document, names), **below}
+
+
+def _read_tree(
+    session: Session,
+    document: Document,
+    read_plan: ReadPlan,
+    path: str,
+    *,
+    tree: dict[str, Any],
+    verify: bool,
+    out: Any = None,
+) -> Any:
+    check_tree(path, tree)
+    run(expect_files(session, document, find_locations(tree, document.files)))
+    places = _bind_classes(path, tree, out, read_plan)
+    for below, entry in tree.items():
+        if isinstance(entry, e.Container) or below in read_plan.values:
+            continue
+        held = places.get(below)
+        if isinstance(entry, e.TENSORS) and isinstance(held, torch.Tensor):
+            check_tensor(below, entry, document.files)
+            read_plan.into(below, entry, held, live=True)
+            read_plan.values[below] = held
+        else:
+            read_plan.new(below, entry)
+    _execute(session, document, read_plan, verify)
+    return inflate_tree(path, tree, read_plan.values)
+
+
+def _bind_classes(path: str, tree: dict[str, Any], out: Any, read_plan: ReadPlan) -> dict[str, Any]:
+    """Bind entries to the classes of `out`, and return the tensors of `out` that are filled.
+
+    Those are the tensors inside objects that have a class of their own.
+    """
+    compounds: dict[str, Any] = {}
+    live = collect_leaves(path, out, compounds) if out is not None else {}
+    notes = RestoreIssues()
+    binding = Binding(live, compounds, notes, exact=False, fill=path)
+    binding.bind(tree)
+    above = tuple(f"{each}/" for each in compounds)
+    places = {}
+    for below, held in live.items():
+        entry = tree.get(below)
+        if isinstance(held, torch.Tensor) and isinstance(entry, e.TENSORS) and below.startswith(above):
+            fits = is_writable(held) and tuple(held.shape) == tuple(entry.shape)
+            if fits and held.dtype == BY_NAME.get(entry.dtype):
+                places[below] = held
+    values = dict(places)
+    binding.expect_filled(values)
+    if notes.mismatches:
+        raise RestoreError(f"{path}: does not fit obj_out:{listed(notes.mismatches)}", notes.mismatches)
+    read_plan.values.update({below: values[below] for below in binding.wrappers})
+    return places
+
+
+def _fill_shards(read_plan: ReadPlan, path: str, entry: e.AnyTensor, target: Shards, document: Document) -> None:
+    """Fill this rank's shards of a tensor, reading only their ranges."""
+    if target.shape != tuple(entry.shape) or target.dtype != BY_NAME.get(entry.dtype):
+        raise RestoreError(
+            f"{path}: obj_out must be {entry.dtype}{list(entry.shape)}, "
+            f"got {NAMES.get(target.dtype, target.dtype)}{list(target.shape)}",
+            [path],
+        )
+    if not all(is_writable(piece.tensor) for piece in target.pieces):
+        raise RestoreError(f"{path}: obj_out must be strided, without overlapping elements", [path])
+    check_tensor(path, entry, document.files)
+    for piece in target.pieces:
+        read_plan.into_box(path, entry, piece.box, piece.tensor, live=True)
+
+
+def _read_box(
+    session: Session,
+    document: Document,
+    read_plan: ReadPlan,
+    path: str,
+    *,
+    entry: e.Entry,
+    obj_out: Any,
+    box: Sequence[slice | int],
+    verify: bool,
+) -> Any:
+    if not isinstance(entry, e.TENSORS):
+        raise RestoreError(f"{path}: only a tensor can be read by a box, got {type(entry).__name__}", [path])
+    check_tensor(path, entry, document.files)
+    wanted, dropped = parse_box(path, entry.shape, box)
+    made = torch.empty(wanted.sizes, dtype=BY_NAME[entry.dtype], device="cpu")
+    shape = [size for axis, size in enumerate(wanted.sizes) if axis not in dropped]
+    if isinstance(obj_out, torch.Tensor):
+        _expect_fitting_out(path, tuple(shape), entry.dtype, obj_out)
+        target = obj_out
+        for axis in sorted(dropped):
+            target = target.unsqueeze(axis)
+        read_plan.into_box(path, entry, wanted, target, live=True)
+    else:
+        read_plan.into_box(path, entry, wanted, made)
+    _execute(session, document, read_plan, verify)
+    return obj_out if isinstance(obj_out, torch.Tensor) else made.view(shape)
+
+
+def parse_box(path: str, shape: tuple[int, ...], box: Sequence[slice | int]) -> tuple[Box, set[int]]:
+    """Return the box that slices and ints select, and the dimensions that ints drop."""
+    if len(box) > len(shape):
+        raise ValueError(f"{path}: the box must have at most {counted(len(shape), 'dimension')}, got {len(box)}")
+    offsets, sizes, dropped = list((0,) * len(shape)), list(shape), set()
+    for axis, part in enumerate(box):
+        if isinstance(part, slice):
+            begin, stop, step = part.indices(shape[axis])
+            if step != 1:
+                raise ValueError(f"{path}: the slices of a box must have step 1, got {part}")
+            offsets[axis], sizes[axis] = begin, max(0, stop - begin)
+        else:
+            index = part + shape[axis] if part < 0 else part
+            if not 0 <= index < shape[axis]:
+                raise IndexError(f"{path}: index {part} is out of range for a dimension of size {shape[axis]}")
+            offsets[axis], sizes[axis] = index, 1
+            dropped.add(axis)
+    return Box(tuple(offsets), tuple(sizes)), dropped
+
+
+def _expect_fitting_out(path: str, shape: tuple[int, ...], dtype: str, out: torch.Tensor) -> None:
+    if not is_writable(out):
+        raise RestoreError(f"{path}: obj_out must be strided, without overlapping elements", [path])
+    if tuple(out.shape) != shape or out.dtype != BY_NAME.get(dtype):
+        raise RestoreError(
+            f"{path}: obj_out must be {dtype}{list(shape)}, got {NAMES.get(out.dtype, out.dtype)}{list(out.shape)}",
+            [path],
+        )
+
+
+def _execute(session: Session, document: Document, read_plan: ReadPlan, verify: bool) -> None:
+    partial = [
+        request for request in read_plan.requests if (request.begin, request.end) != tuple(request.stored.byte_range)
+    ]
+    needed = {request.location for request in partial} | {
+        request.stored.blocks[0] for request in partial if request.stored.blocks
+    }
+    run(expect_files(session, document, needed & document.files.keys()))
+    read_plan.execute(session, verify=verify)

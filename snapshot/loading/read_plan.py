@@ -1,0 +1,416 @@
+"""Read plans: the ranges to read for entries of a manifest, and the values that they become.
+
+Bytes are read straight into a tensor's memory if that is contiguous host memory of the same dtype. Otherwise they are
+read into a slot, and copied with strides, a cast or a device transfer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from snapshot.errors import CorruptSnapshotError, UnsafeObjectError
+from snapshot.formats.embedded_tensors import EmbeddedLayout, decode_object, is_archived
+from snapshot.formats.foreign import is_packed
+from snapshot.formats.from_pickle import NotPlainError, read_plain_value
+from snapshot.formats.pickled_objects import load_object, run_pickle
+from snapshot.formats.unpickling import SavedFile, find_object, is_refused
+from snapshot.loading.fetch import fetch_requests
+from snapshot.loading.left_out import LeftOut
+from snapshot.loading.mapped_reads import request_mapped
+from snapshot.loading.memory_claims import MemoryClaims
+from snapshot.loading.reader import ReadResult
+from snapshot.loading.requests import ReadRequest, request_all
+from snapshot.loading.scatter import add_requests, add_unpacked_requests, copy_into, place_of
+from snapshot.manifest import entries as e
+from snapshot.manifest.document import ForeignFile
+from snapshot.manifest.entry import Entry
+from snapshot.manifest.scalars import Scalar
+from snapshot.manifest.validate import Files, check_range, check_tensor
+from snapshot.progress import Meter
+from snapshot.runtime.accelerators import accelerator_of, await_host_copies
+from snapshot.runtime.session import Session
+from snapshot.state import numpy_arrays
+from snapshot.tensors import composite, generators
+from snapshot.tensors.addresses import address_of, is_plain
+from snapshot.tensors.digest import BLOCK
+from snapshot.tensors.dtypes import BY_NAME, NAMES
+from snapshot.tensors.geometry import Box, intersect, whole_box
+
+
+class ReadPlan:
+    """Collects the ranges to read for one operation."""
+
+    def __init__(self, files: Files, *, allow_pickle: bool = False, partial: bool = False) -> None:
+        self.files = files
+        self.partial = partial
+        """True if entries may lack shards, because parts of the manifest were not read yet."""
+        self.incomplete = False
+        """True if a value needs such shards."""
+        self.requests: list[ReadRequest] = []
+        self.left_out: list[LeftOut] = []
+        """Ranges that only the snapshot's base has."""
+        self.objects: list[ReadRequest] = []
+        """Requests for objects' bytes, which are read first: an object may be refused."""
+        self.values: dict[str, Any] = {}
+        """Path -> value, complete after `finish`."""
+        self._allow_pickle = allow_pickle
+        self._finish: list[Callable[[], None]] = []
+        self._finish_objects: list[Callable[[], None]] = []
+        self._made: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.targets: list[tuple[str, torch.Tensor, tuple[str, int]]] = []
+        """Live tensors that are filled through a slot, with their source."""
+        self._whole: dict[str, bytearray | SavedFile] = {}
+        """Files whose pickles are run: their bytes, then their contents."""
+        self._boxes: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._filled: dict[tuple[str, int], tuple[Any, torch.Tensor]] = {}
+        self._claims = MemoryClaims(files)
+
+    # New values
+
+    def new(
+        self, path: str, entry: Entry, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> None:
+        """Create a new value for an entry, with the saved dtype or another one. Tied weights share the tensor."""
+        if isinstance(entry, Scalar):
+            self.values[path] = entry.value()
+        elif isinstance(entry, e.TENSORS):
+            self._new_tensor(path, entry, device, dtype)
+        elif isinstance(entry, e.NDArrayEntry):
+            self._new_array(path, entry)
+        elif isinstance(entry, e.TensorPartsEntry):
+            self._new_parts(path, entry)
+        elif isinstance(entry, e.ObjectEntry) and self._allow_pickle and is_refused(entry):
+            self._new_pickled(path, entry)
+        elif isinstance(entry, e.ObjectEntry):
+            self._new_object(path, entry)
+
+    def _new_tensor(self, path: str, entry: e.AnyTensor, device: torch.device | str, dtype: torch.dtype | None) -> None:
+        extra = entry.extra or e.PLAIN
+        subclass, requires_grad = extra.subclass, extra.requires_grad
+        key: tuple[Any, ...] | None = None
+        if entry.nbytes:
+            first = entry.pieces()[0][1]
+            mapped = isinstance(entry, e.MappedTensorEntry)
+            key = (
+                *((id(entry), 0) if mapped else place_of(first)),
+                first.byte_range,
+                entry.dtype,
+                entry.shape,
+                subclass,
+                requires_grad,
+                str(device),
+                dtype,
+            )
+        if key and key in self._made:
+            self.values[path] = self._made[key]
+            return
+        tensor = self._plain(path, entry, device, dtype)
+        if subclass is None and not requires_grad:
+            self._keep(path, key, tensor)
+            return
+        self._keep(path, key, composite.restore_class(path, tensor, subclass, requires_grad))
+
+    def _keep(self, path: str, key: Any, tensor: torch.Tensor) -> None:
+        self.values[path] = tensor
+        if key:
+            self._made[key] = tensor
+
+    def _plain(
+        self, path: str, entry: e.AnyTensor, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        check_tensor(path, entry, self.files, partial=self.partial)
+        self.claim(path, entry)
+        order = (entry.extra or e.PLAIN).stride_order
+        tensor = composite.allocate_tensor(entry.shape, dtype or BY_NAME[entry.dtype], order, device)
+        self.into(path, entry, tensor)
+        return tensor
+
+    def _new_array(self, path: str, entry: e.NDArrayEntry) -> None:
+        tensor = self._plain(path, entry.data)
+
+        def finish() -> None:
+            self.values[path] = numpy_arrays.rebuild_array(
+                path, tensor, entry.dtype, entry.shape, order=entry.order, scalar=entry.scalar
+            )
+
+        numpy_arrays.read_dtype(path, entry.dtype)
+        self._finish.append(finish)
+
+    def _new_parts(self, path: str, entry: e.TensorPartsEntry) -> None:
+        if entry.kind == generators.KIND:
+            state = self._generator_state(path, entry)
+            self._finish.append(
+                lambda: self.values.update({path: generators.make_generator(path, entry.params, state)})
+            )
+            return
+        parts = {name: self._plain(f"{path}[{name}]", part) for name, part in entry.parts.items()}
+
+        def finish() -> None:
+            self.values[path] = composite.compose_tensor(path, entry.kind, parts, entry.params)
+
+        self._finish.append(finish)
+
+    def _new_object(self, path: str, entry: e.ObjectEntry) -> None:
+        check_range(path, entry, self.files)
+        self._claims.claim(path, entry, entry.serializer)
+        data = bytearray(entry.nbytes)
+        self.objects.append(request_all(path, entry, address_of(memoryview(data))))
+
+        def finish() -> None:
+            held, serializer = data, entry.serializer
+            if isinstance(self.files[entry.location], ForeignFile) and is_archived(entry):
+                held, serializer = decode_object(path, entry, data, self._claims.room), "torch_save"
+                self._claims.room -= len(held)
+            try:
+                self.values[path] = load_object(
+                    path, held, serializer, entry.obj_type, allow_pickle=self._allow_pickle, stored=entry.nbytes
+                )
+            except UnsafeObjectError as error:
+                if serializer != "torch_save" or not isinstance(self.files[entry.location], ForeignFile):
+                    raise
+                try:
+                    self.values[path] = read_plain_value(path, held, entry.nbytes)
+                except NotPlainError:
+                    raise error from None
+
+        self._finish_objects.append(finish)
+
+    def _new_pickled(self, path: str, entry: e.ObjectEntry) -> None:
+        """Create an object by running its file's pickle. The whole file is read, once for all of its objects."""
+        where = entry.location
+        check_range(path, entry, self.files)
+        if where not in self._whole:
+            data = bytearray(self.files[where].size)
+            whole = e.ObjectEntry(where, (0, len(data)), "torch_save", entry.obj_type)
+            self.objects.append(request_all(path, whole, address_of(memoryview(data))))
+            self._whole[where] = data
+
+        def finish() -> None:
+            held = self._whole[where]
+            if isinstance(held, bytearray):
+                held = self._whole[where] = SavedFile(run_pickle(path, held, entry.obj_type))
+            self.values[path] = find_object(path, held.value, entry)
+
+        self._finish_objects.append(finish)
+
+    def claim(self, path: str, entry: e.AnyTensor) -> None:
+        """Raise if a new tensor for an entry would take more memory than the files have bytes for it."""
+        for _, stored in entry.pieces():
+            self._claims.claim(path, stored, stored.dtype, stored.shape)
+
+    # Existing destinations
+
+    def in_place(self, path: str, entry: e.TensorEntry, held: Any, exact: bool) -> bool:
+        """Request a range straight into a live tensor's memory, if everything agrees. Return False if not.
+
+        This is the common case, in the fewest steps.
+        """
+        kind = type(held)
+        if kind is not torch.Tensor and not (exact and kind is torch.nn.Parameter):
+            return False
+        if held.is_nested or held.shape != entry.shape:
+            return False
+        location, (begin, end) = entry.location, entry.byte_range
+        file = self.files.get(location)
+        if (
+            NAMES.get(held.dtype) != entry.dtype
+            or entry.serializer != "raw"
+            or entry.extra is not None
+            or file is None
+            or file.in_base
+            or held.layout is not torch.strided
+            or held.nbytes != end - begin
+            or not is_plain(held)
+            or not file.header <= begin <= end <= file.size
+            or end - begin > BLOCK
+            or begin == end
+            or (location, begin) in self._filled
+            or not (address := held.data_ptr())
+        ):
+            return False
+        self._filled[location, begin] = entry, held
+        self.requests.append(ReadRequest(path, entry, location, begin, end, address, None, True))
+        self.values[path] = held
+        return True
+
+    def into(self, path: str, entry: e.AnyTensor, target: torch.Tensor, *, live: bool = False) -> None:
+        """Fill a tensor of the entry's shape, with any dtype, strides and device. The entry has been checked."""
+        if not math.prod(entry.shape):
+            return
+        if isinstance(entry, e.MappedTensorEntry):
+            self.into_box(path, entry, whole_box(entry.shape), target, live=live)
+            return
+        pieces = entry.pieces()
+        if not pieces:
+            self.incomplete = True
+            return
+        first = pieces[0][1]
+        place = place_of(first)
+        if live and (not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype) or is_packed(first)):
+            self.targets.append((path, target, place))
+        if place in self._filled:
+            if self._again(entry, pieces, target, *self._filled[place]):
+                return
+        else:
+            self._filled[place] = entry, target
+        self.add_pieces(path, pieces, target, whole_box(entry.shape), live=live)
+
+    def into_box(self, path: str, entry: e.AnyTensor, box: Box, target: torch.Tensor, *, live: bool = False) -> None:
+        """Fill a tensor of the box's shape with that part of the entry's tensor."""
+        if not box.numel:
+            return
+        if isinstance(entry, e.MappedTensorEntry):
+            self._add_mapped(path, entry, target, box, live)
+            return
+        if live:
+            place = path, box, target.data_ptr()
+            packed = any(is_packed(stored) for _, stored in entry.pieces())
+            if not (is_plain(target) and BY_NAME[entry.dtype] == target.dtype) or packed:
+                self.targets.append((path, target, (f"{path}[{box}]", 0)))
+            if place in self._boxes:
+                return
+            self._boxes[place] = target
+        self.add_pieces(path, entry.pieces(), target, box, live=live)
+
+    def add_pieces(
+        self, path: str, pieces: list[tuple[Box, e.TensorEntry]], target: torch.Tensor, box: Box, *, live: bool
+    ) -> None:
+        """Add requests for the part of some stored pieces that is in a box."""
+        found = 0
+        for piece, stored in pieces:
+            found += self._piece(path, stored, piece, target, box=box, live=live)
+        if found != box.numel and self.partial:
+            self.incomplete = True
+
+    def _add_mapped(self, path: str, entry: e.MappedTensorEntry, target: torch.Tensor, box: Box, live: bool) -> None:
+        place = id(entry), box, target.data_ptr()
+        if live:
+            if place in self._boxes:
+                return
+            self._boxes[place] = target
+            self.targets.append((path, target, (f"{path}[{box}]", 0)))
+        add = partial(self.add_pieces, path, live=live)
+        self.requests += request_mapped(path, entry, target, box, self.files, add=add, finish=self._finish, live=live)
+
+    def into_array(self, path: str, entry: e.NDArrayEntry, array: np.ndarray[Any, Any]) -> None:
+        """Fill a C-ordered array of the entry's dtype and shape."""
+        check_tensor(path, entry.data, self.files)
+        self.into(path, entry.data, numpy_arrays.wrap_array(array).view(BY_NAME[entry.data.dtype]), live=True)
+        self.values[path] = array
+
+    def into_generator(self, path: str, entry: e.TensorPartsEntry, generator: torch.Generator) -> bool:
+        """Set a generator's state. Return False, without a change, if it is for another kind of device."""
+        if entry.kind != generators.KIND or generators.read_device(path, entry.params).type != generator.device.type:
+            return False
+        state = self._generator_state(path, entry)
+
+        def finish() -> None:
+            self.values[path] = generators.fill_generator(path, generator, state)
+
+        self.values[path] = generator
+        self._finish.append(finish)
+        return True
+
+    def _generator_state(self, path: str, entry: e.TensorPartsEntry) -> torch.Tensor:
+        stored = entry.parts.get("state")
+        if stored is None or stored.dtype != "uint8":
+            raise CorruptSnapshotError(f"{path}: a generator must have a state of dtype uint8")
+        return self._plain(f"{path}[state]", stored)
+
+    def _again(
+        self,
+        entry: e.AnyTensor,
+        pieces: list[tuple[Box, e.TensorEntry]],
+        target: torch.Tensor,
+        other: e.AnyTensor,
+        source: torch.Tensor,
+    ) -> bool:
+        """Fill a second destination from the first one, so that the range is read once. Return False if that fails."""
+        if other.shape != entry.shape or other.dtype != entry.dtype:
+            return False
+        alike = [(box, stored.byte_range, place_of(stored)) for box, stored in other.pieces()]
+        if alike != [(box, stored.byte_range, place_of(stored)) for box, stored in pieces]:
+            return False
+        if source.device == target.device and source.data_ptr() == target.data_ptr():
+            return source.stride() == target.stride() and source.dtype == target.dtype
+        if source.dtype != BY_NAME[entry.dtype]:
+            return False  # the first destination lost precision in a cast
+        self._finish.append(lambda: copy_into(target, source))
+        self._boxes["", target.data_ptr()] = target
+        return True
+
+    def _piece(
+        self, path: str, stored: e.TensorEntry, piece: Box, target: torch.Tensor, *, box: Box, live: bool
+    ) -> int:
+        """Add requests for the part of a stored piece that is in a box. Return its number of elements.
+
+        The bytes are copied to a tensor of the box's shape.
+        """
+        if not is_packed(stored) and not self.files[stored.location].in_base:
+            return add_requests(self.requests, path, stored, piece, target=target, box=box, live=live)
+        shared = intersect(piece, box)
+        if shared is None:
+            return 0
+        if self.files[stored.location].in_base:
+            self.left_out.append(LeftOut(path, stored, piece, target, box, live))
+            return shared.numel
+        part = target.detach()[shared.relative_to(box.offsets).slices()]
+        inner = shared.relative_to(piece.offsets)
+        finish = self._finish  # not `self`, which holds the request: no reference cycle
+
+        def opens(layout: EmbeddedLayout) -> list[ReadRequest]:
+            return add_unpacked_requests(path, stored, layout, inner, target=part, live=live, finish=finish)
+
+        request = request_all(path, stored, 0, None, live)
+        request.opens = opens
+        request.device = accelerator_of(target)
+        self.requests.append(request)
+        return shared.numel
+
+    # Read
+
+    def execute(
+        self,
+        session: Session,
+        *,
+        verify: bool,
+        meter: Meter | None = None,
+        all_or_none: bool = True,
+    ) -> ReadResult:
+        """Read everything and create the values: objects first, so that a refused one leaves live tensors unchanged."""
+        meter = meter or Meter("read", None)
+        self.await_targets()
+        first = fetch_requests(session, self.objects, verify, meter)
+        self.finish_objects(all_or_none=all_or_none)
+        result = fetch_requests(session, self.requests, verify, meter)
+        self.finish()
+        result.add(first)
+        return result
+
+    def await_targets(self) -> None:
+        """Wait for copies under way that would still write to, or read, the tensors to fill."""
+        await_host_copies(chain((target for _, target in self._filled.values()), self._boxes.values()))
+
+    def finish_objects(self, *, all_or_none: bool = True) -> None:
+        """Decode the objects, whose bytes were read and verified.
+
+        If not `all_or_none`, skip those that only a pickle can decode.
+        """
+        for each in self._finish_objects:
+            try:
+                each()
+            except UnsafeObjectError:
+                if all_or_none:
+                    raise
+
+    def finish(self) -> None:
+        """Create the values that need several reads, after all bytes were read and verified."""
+        for each in self._finish:
+            each()

@@ -1,0 +1,185 @@
+"""A restore on one rank: plan, check, read, place, hand back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from snapshot.distributed.exchange import Exchange
+from snapshot.errors import CorruptSnapshotError, SnapshotError
+from snapshot.events import log
+from snapshot.loading.broadcast import BroadcastReader, Ranges, agree_on_reads, split_requests
+from snapshot.loading.checksums import expect_archive_checksums
+from snapshot.loading.fetch import fetch_requests, raise_faults
+from snapshot.loading.open import expect_files
+from snapshot.loading.read_plan import ReadPlan
+from snapshot.loading.reader import ReadResult
+from snapshot.loading.requests import ReadRequest
+from snapshot.loading.restore_options import RestoreOptions
+from snapshot.loading.restore_plan import RestorePlan, plan_restore
+from snapshot.loading.same_snapshot import remember_plan
+from snapshot.manifest.document import Document
+from snapshot.progress import Meter
+from snapshot.reports import RestoreReport
+from snapshot.runtime.gc_pause import gc_paused
+from snapshot.runtime.loop import run
+from snapshot.runtime.session import Session
+from snapshot.state.state_tree import inflate_tree
+from snapshot.state.stateful_kinds import Kind
+from snapshot.text import listed
+
+
+class Restore:
+    """A restore in progress."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        session: Session,
+        document: Document,
+        options: RestoreOptions,
+        *,
+        opened: float,
+        allow_pickle: bool,
+        meter: Meter,
+        touched: set[str],
+    ) -> None:
+        """`touched`: names of live tensors that an earlier attempt wrote. All of them must be restored now.
+
+        The names of the tensors that this attempt writes are added.
+        """
+        self._exchange = exchange
+        self._session = session
+        self._document = document
+        self._options = options
+        self._allow_pickle = allow_pickle
+        self._meter = meter
+        remote = not session.storage.capabilities.blocking
+        self._read_once = not exchange.alone and (remote if options.read_once == "auto" else bool(options.read_once))
+        self._seconds: dict[str, float] = {"open": opened}
+        self._touched = touched
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def run(self, app_state: Mapping[str, Any]) -> RestoreReport:
+        """Run all steps."""
+        try:
+            with gc_paused():
+                return self._run(app_state)
+        except Exception as error:
+            note = f"live tensors that were written: {', '.join(sorted(self._touched))}"
+            known = isinstance(error, CorruptSnapshotError) or note in getattr(error, "__notes__", ())
+            if self._touched and not known:
+                error.add_note(note)
+            raise
+
+    def _run(self, app_state: Mapping[str, Any]) -> RestoreReport:
+        options, session, document = self._options, self._session, self._document
+        with self._phase("plan"):
+            plan = plan_restore(
+                self._exchange,
+                session,
+                document,
+                options,
+                app_state,
+                allow_pickle=self._allow_pickle,
+                written=frozenset(self._touched),
+            )
+        with self._phase("check"):
+            run(expect_files(session, document, {request.location for request in plan.reads.requests}))
+            agreed = agree_on_reads(self._exchange, plan, session.url, once=self._read_once, atomic=options.atomic)
+            if agreed.same:
+                session.storage.share_reads()
+        result = self._read(plan.reads, agreed.common, agreed.waits)
+        self._expect_all()
+        with self._phase("place"):
+            plan.reads.finish()
+        with self._phase("hand back"):
+            for key in plan.grouped:
+                self._hand_back(plan, plan.kinds[key])
+        self._expect_all()
+        remember_plan(self._exchange, document)
+        lines = plan.issues.lines
+        kept = [line.path for line in lines if line.kind == "kept"]
+        if kept:
+            log.warning(
+                "%s: the snapshot lacks these entries; they are left unchanged:%s", session.url, listed(kept, 10)
+            )
+        return RestoreReport(plan.matched.restored, result.bytes_read, result.requests, self._seconds, tuple(lines))
+
+    # Read
+
+    def _read(self, reads: ReadPlan, common: Ranges, waits: bool) -> ReadResult:
+        """Read objects first, then, if `atomic`, verify all bytes, then read everything into place.
+
+        If `waits`, wait for all ranks before writing to live tensors.
+        """
+        total = sum(request.end - request.begin for request in reads.requests)
+        self._meter.begin(total * (2 if self._options.atomic else 1))
+        with self._phase("read"):
+            reads.await_targets()
+            seen = self._fetch_shared(reads.objects, common)
+            reads.finish_objects()
+            if self._options.atomic:
+                expect_archive_checksums(
+                    self._session, (request.stored for request in reads.requests), self._document.files
+                )
+                dry = [
+                    ReadRequest(request.name, request.stored, request.location, request.begin, request.end)
+                    for request in reads.requests
+                ]
+                first = self._fetch(dry, verify=True)
+                seen.add(first)
+            if waits:
+                self._expect_all()
+            result = self._fetch_shared(reads.requests, common)
+            result.add(seen)
+        return result
+
+    def _fetch_shared(self, requests: Sequence[ReadRequest], common: Ranges) -> ReadResult:
+        """Read the ranges of this rank alone, then the shared ones together with the other ranks."""
+        alone, together = split_requests(requests, common)
+        result = self._fetch(alone)
+        if common:
+            relay = BroadcastReader(
+                self._exchange, self._session, together, self._meter, self._touched, verify=self._options.verify
+            )
+            self._expect_all()  # from here on, a failing rank must not leave others waiting
+            relay.run(result)
+            raise_faults(self._session, result)
+        return result
+
+    def _expect_all(self) -> None:
+        """Wait until all ranks are this far, or raise on all of them."""
+        if not self._exchange.agree(True, all, bool, bool):
+            raise SnapshotError(f"{self._session.url}: the bytes that one rank read did not reach all others")
+
+    def _fetch(self, requests: Sequence[ReadRequest], *, verify: bool | None = None) -> ReadResult:
+        return fetch_requests(
+            self._session, requests, self._options.verify if verify is None else verify, self._meter, self._touched
+        )
+
+    # Hand back
+
+    def _hand_back(self, plan: RestorePlan, kind: Kind) -> None:
+        """Give a stateful its state."""
+        entries, values = plan.grouped[kind.key], plan.reads.values
+        choice = plan.matched.states.get(kind.key)
+        if choice is None or kind.by_name:
+            state = inflate_tree(kind.key, entries, values)
+        else:
+            state = choice.merge(kind.key, entries, values, kind.state)
+        kind.drop_keys(plan.matched.dropped.get(kind.key, ()))
+        try:
+            left = kind.load_state(state, self._options.strict and not (self._options.include or self._options.exclude))
+        except Exception as error:
+            error.add_note(f"raised by load_state_dict() of app_state[{kind.key!r}]; its tensors are restored")
+            raise
+        for path in left:
+            plan.issues.add("skipped", path, "the application has no such name")

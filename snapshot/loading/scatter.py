@@ -1,0 +1,179 @@
+"""Destinations of a stored range in a tensor: its own memory if possible, otherwise a copy box by box."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+
+import torch
+
+from snapshot.formats.embedded_tensors import EmbeddedLayout
+from snapshot.loading.requests import Place, ReadRequest, request_all
+from snapshot.manifest import entries as e
+from snapshot.maps.grid import Grid
+from snapshot.runtime.accelerators import accelerator_of
+from snapshot.runtime.arena import Slot
+from snapshot.tensors.addresses import is_plain
+from snapshot.tensors.digest import BLOCK
+from snapshot.tensors.dtypes import BY_NAME, ITEMSIZE
+from snapshot.tensors.geometry import Box, Shape, boxes_of_range, find_flat_ranges, intersect, is_flat_range, whole_box
+from snapshot.tensors.strides import contiguous_strides, find_enclosing_tensor, measure_span
+
+_BITS = {
+    dtype: torch.int16 if dtype.itemsize == 2 else torch.uint8
+    for name, dtype in BY_NAME.items()
+    if re.fullmatch(r"u?int[1-7]|bits.*|float4.*", name)
+}
+"""Dtypes that torch cannot copy, with the dtype of equal size that is copied instead."""
+_GAP = 64 << 10
+"""Gaps up to this size are read through instead of issuing a second request."""
+
+
+def add_requests(
+    requests: list[ReadRequest],
+    path: str,
+    stored: e.TensorEntry,
+    piece: Box,
+    *,
+    target: torch.Tensor,
+    box: Box,
+    live: bool,
+) -> int:
+    """Add requests for the part of a stored piece that is in a box. Return its number of elements.
+
+    `target` has the box's shape.
+    """
+    shared = intersect(piece, box)
+    if shared is None:
+        return 0
+    itemsize = ITEMSIZE[stored.dtype]
+    same = BY_NAME[stored.dtype] == target.dtype and is_plain(target)
+    within = shared.relative_to(box.offsets)
+    if shared == piece and same and is_flat_range(box.sizes, within):
+        first = find_flat_ranges(box.sizes, within, 0)[0][0]
+        requests.append(request_all(path, stored, target.data_ptr() + first * itemsize, None, live))
+        return shared.numel
+    place = _make_placer(stored, piece, target, box)
+    device = accelerator_of(target)
+    if shared == piece:
+        requests.append(request_all(path, stored, 0, place, live))
+        requests[-1].device = device
+        return shared.numel
+    requests += _request_box(path, stored, shared.relative_to(piece.offsets), place, live=live, device=device)
+    return shared.numel
+
+
+def _request_box(
+    path: str, stored: e.TensorEntry, box: Box, place: Place, *, live: bool, device: torch.device | None
+) -> Iterator[ReadRequest]:
+    """Yield requests for whole blocks that cover a box of a stored piece."""
+    itemsize = ITEMSIZE[stored.dtype]
+    begin, end = stored.byte_range
+    last = -1
+    for first, stop in find_flat_ranges(stored.shape, box, _GAP // itemsize):
+        low = begin + first * itemsize // BLOCK * BLOCK
+        high = min(end, begin + -(-stop * itemsize // BLOCK) * BLOCK)
+        low = max(low, last)
+        if low < high:
+            yield ReadRequest(path, stored, stored.location, low, high, 0, place, live, device=device)
+            last = high
+
+
+def request_grid(
+    path: str, stored: e.TensorEntry, piece: Box, *, grid: Grid, target: torch.Tensor, origin: Shape, live: bool
+) -> Iterator[ReadRequest]:
+    """Yield requests for the elements of a grid in a stored piece, into a tensor that begins at `origin`."""
+    shared = intersect(piece, grid.cover("source"))
+    if shared is None or not grid.clip("source", piece):
+        return
+    dtype, itemsize = BY_NAME[stored.dtype], ITEMSIZE[stored.dtype]
+    target = target.detach()
+
+    def place(start: int, slot: Slot, at: int, length: int) -> None:
+        first = start // itemsize
+        arrived = slot.tensor[at : at + length].view(dtype)
+        for position, part in boxes_of_range(piece.sizes, first, first + length // itemsize):
+            there = part.moved_by(piece.offsets)
+            held = arrived[position - first : position - first + math.prod(part.sizes)].view(part.sizes)
+            for each in grid.clip("source", there):
+                source = each.view("source", held, there.offsets)
+                copy_into(each.view("target", target, origin), source, non_blocking=slot.pinned)
+
+    inner = shared.relative_to(piece.offsets)
+    yield from _request_box(path, stored, inner, place, live=live, device=accelerator_of(target))
+
+
+def add_unpacked_requests(
+    path: str,
+    stored: e.TensorEntry,
+    layout: EmbeddedLayout,
+    box: Box,
+    *,
+    target: torch.Tensor,
+    live: bool,
+    finish: list[Callable[[], None]],
+) -> list[ReadRequest]:
+    """Return the requests for a box of a packed tensor, into a tensor of the box's shape."""
+    itemsize = ITEMSIZE[stored.dtype]
+    begin = layout.begin + layout.offset * itemsize
+    requests: list[ReadRequest] = []
+    if layout.strides == contiguous_strides(stored.shape):
+        end = begin + math.prod(stored.shape) * itemsize
+        raw = e.TensorEntry(stored.location, (begin, end), stored.dtype, stored.shape)
+        add_requests(requests, path, raw, whole_box(stored.shape), target=target, box=box, live=live)
+        return requests
+    found = find_enclosing_tensor(stored.shape, layout.strides)
+    if found is None:  # overlapping or repeated elements: read in file order, then copied
+        count = measure_span(stored.shape, layout.strides)
+        held = torch.empty(count, dtype=BY_NAME[stored.dtype])
+        raw = e.TensorEntry(stored.location, (begin, begin + count * itemsize), stored.dtype, (count,))
+        requests.append(request_all(path, raw, held.data_ptr(), None, live))
+        finish.append(lambda: copy_into(target, held.as_strided(stored.shape, layout.strides)[box.slices()]))
+        return requests
+    end = min(begin + math.prod(found.sizes) * itemsize, layout.begin + layout.nbytes)
+    raw = e.TensorEntry(stored.location, (begin, end), stored.dtype, found.sizes)
+    offsets = tuple(box.offsets[axis] for axis in found.order) + (0,) * found.padded
+    sizes = tuple(box.sizes[axis] for axis in found.order) + (1,) * found.padded
+    target = target.permute(found.order)
+    target = target.unsqueeze(-1) if found.padded else target
+    add_requests(requests, path, raw, whole_box(found.sizes), target=target, box=Box(offsets, sizes), live=live)
+    return requests
+
+
+def place_of(stored: e.TensorEntry) -> tuple[str, int]:
+    """Return a key that identifies the memory of a stored tensor."""
+    extra = stored.extra
+    view = f" {extra.strides} {extra.storage_offset}" if extra is not None and extra.strides is not None else ""
+    packed = f" {stored.serializer}" if stored.serializer != "raw" else ""
+    return stored.location + view + packed, stored.byte_range[0]
+
+
+def _make_placer(stored: e.TensorEntry, piece: Box, target: torch.Tensor, box: Box) -> Place:
+    """Return a function that copies arriving bytes of a stored piece to a tensor that represents `box`."""
+    dtype, itemsize = BY_NAME[stored.dtype], ITEMSIZE[stored.dtype]
+    target = target.detach()
+
+    def place(start: int, slot: Slot, at: int, length: int) -> None:
+        first = start // itemsize
+        arrived = slot.tensor[at : at + length].view(dtype)
+        for position, part in boxes_of_range(piece.sizes, first, first + length // itemsize):
+            there = part.moved_by(piece.offsets)
+            shared = intersect(there, box)
+            if shared is None:
+                continue
+            source = arrived[position - first : position - first + math.prod(part.sizes)].view(part.sizes)
+            within = target[shared.relative_to(box.offsets).slices()]
+            copy_into(within, source[shared.relative_to(there.offsets).slices()], non_blocking=slot.pinned)
+
+    return place
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Copy elements even if the target requires a gradient."""
+    target, source = target.detach(), source.detach()
+    bits = _BITS.get(target.dtype)
+    if bits is not None and source.dtype == target.dtype:
+        target, source = target.view(bits), source.view(bits)
+    with torch.no_grad():
+        target.copy_(source, non_blocking=non_blocking)

@@ -1,0 +1,253 @@
+"""Recipes: which tensors of one layout become which tensors of another, and how."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from snapshot.maps.axes import AxesPattern, make_grid, solve_sizes
+from snapshot.maps.grid import Grid
+from snapshot.maps.names import NamePattern, split_names
+from snapshot.tensors.dtypes import BY_NAME
+from snapshot.tensors.geometry import Shape
+
+NOTHING = "-"
+"""In place of a name: the part of a sum that is not kept, such as padding. In the reverse, that part is empty."""
+_NUMBER = re.compile("0|[1-9][0-9]{0,6}", re.ASCII)
+
+
+class Spec(NamedTuple):
+    """Dtype and shape of a tensor."""
+
+    dtype: str
+    shape: Shape
+
+
+class Part(NamedTuple):
+    """The elements of a target that come from one source."""
+
+    source: str
+    grid: Grid
+
+
+class Target(NamedTuple):
+    """A tensor that a map makes."""
+
+    dtype: str
+    shape: Shape
+    parts: tuple[Part, ...]
+
+    @staticmethod
+    def same(name: str, spec: Spec) -> Target:
+        """Return the target that equals a source."""
+        return Target(spec.dtype, spec.shape, (Part(name, Grid.identity(spec.shape)),))
+
+
+class Made(NamedTuple):
+    """The result of a recipe for one choice of its placeholders."""
+
+    targets: dict[str, Target]
+    ties: dict[str, str]
+    """Names of further targets that are the same tensor as another one."""
+    equal: list[tuple[str, str]]
+    """Pairs of sources of which only the first is used, since both must hold the same values."""
+
+
+Found = Mapping[tuple[int, tuple[str, ...]], str]
+"""The sources of one choice: (number of the name pattern, values of the stacked placeholders) -> name."""
+
+
+class Recipe:
+    """One rule of a map."""
+
+    def __init__(
+        self,
+        sources: Sequence[NamePattern],
+        targets: Sequence[NamePattern],
+        axes: AxesPattern | None,
+        sizes: Mapping[str, Any],
+        dtype: str | None = None,
+    ) -> None:
+        self.sources = tuple(sources)
+        self.targets = tuple(targets)
+        """Empty if the sources are dropped."""
+        self.axes = axes
+        self.sizes = dict(sizes)
+        self.dtype = dtype
+        left = {name for each in sources for name in each.placeholders}
+        right = {name for each in targets for name in each.placeholders}
+        self.free = tuple(sorted(left & right)) if targets else tuple(sorted(left))
+        """Placeholders of both sides: each choice of them is a case of its own."""
+        self.stacked = tuple(sorted(left - set(self.free)))
+        """Placeholders of the sources that become an axis."""
+        self.unstacked = tuple(sorted(right - left))
+        """Placeholders of the targets that were an axis."""
+        self._check()
+
+    @staticmethod
+    def parse(rule: str | Mapping[str, Any], sizes: Mapping[str, Any]) -> Recipe:
+        """Parse a rule: a text of the form `old -> new`, or a mapping with more fields.
+
+        >>> Recipe.parse("a.{i} -> b.{i}", {}).free
+        ('i',)
+        """
+        fields: dict[str, Any] = {"names": rule} if isinstance(rule, str) else dict(rule)
+        if "drop" in fields:
+            names = _texts("drop", fields.pop("drop"))
+            _expect_no_more(fields, rule)
+            return Recipe([NamePattern.compile(each) for each in names], (), None, {})
+        text = fields.pop("names", None)
+        if not isinstance(text, str) or text.count("->") != 1:
+            raise ValueError(f"a rule must have names of the form 'old -> new', or drop, got {rule!r}")
+        left, _, right = text.partition("->")
+        axes = fields.pop("axes", None)
+        own = fields.pop("sizes", {})
+        dtype = fields.pop("dtype", None)
+        _expect_no_more(fields, rule)
+        if dtype is not None and not (dtype in BY_NAME and BY_NAME[dtype].is_floating_point):
+            raise ValueError(f"{text!r}: dtype must be a floating-point dtype such as 'bfloat16', got {dtype!r}")
+        return Recipe(
+            [NamePattern.compile(each) for each in split_names(left)],
+            [NamePattern.compile(each) for each in split_names(right)],
+            None if axes is None else AxesPattern.parse(axes),
+            {**sizes, **own},
+            dtype,
+        )
+
+    def _check(self) -> None:
+        if not self.targets:
+            return
+        for side in (self.sources, self.targets):
+            kinds = {frozenset(each.placeholders) for each in side if each.text != NOTHING}
+            if len(kinds) > 1:
+                raise ValueError(f"{self}: the names of one side must have the same placeholders")
+        if self.axes is None:
+            if NOTHING in {each.text for each in (*self.sources, *self.targets)}:
+                raise ValueError(f"{self}: {NOTHING} must have axes: it is the rest of a sum")
+            if self.stacked or self.unstacked:
+                name = (self.stacked + self.unstacked)[0]
+                raise ValueError(f"{self}: {{{name}}} must be in the names of both sides, or a name in axes")
+            if min(len(self.sources), len(self.targets)) > 1:
+                raise ValueError(f"{self}: one side must have a single name")
+            return
+        stacked = frozenset(self.stacked), frozenset(self.unstacked)
+        try:
+            self.axes.check((len(self.sources), len(self.targets)), stacked)
+        except ValueError as error:
+            raise ValueError(f"{self}: {error}") from None
+
+    def __str__(self) -> str:
+        left = ", ".join(each.text for each in self.sources)
+        return f"{left} -> {', '.join(each.text for each in self.targets)}" if self.targets else f"drop: {left}"
+
+    def reversed(self) -> Recipe | None:
+        """Return the rule of the reverse, or None for dropped tensors, which nothing can bring back."""
+        if not self.targets:
+            return None
+        return Recipe(self.targets, self.sources, None if self.axes is None else self.axes.reversed(), self.sizes)
+
+    def find(self, name: str) -> tuple[tuple[str, ...], tuple[int, tuple[str, ...]]] | None:
+        """Return the case that a source belongs to, and its place there; None if its name does not match."""
+        for number, pattern in enumerate(self.sources):
+            values = pattern.match(name)
+            if values is not None and pattern.text != NOTHING:
+                case = tuple(values.get(each, "") for each in self.free)
+                return case, (number, tuple(values[each] for each in self.stacked))
+        return None
+
+    def make(self, case: Sequence[str], found: Found, specs: Mapping[str, Spec]) -> Made:
+        """Return the targets of one case. Raise ValueError if the sources do not fit."""
+        if not self.targets:
+            return Made({}, {}, [])
+        values = dict(zip(self.free, case, strict=True))
+        if self.axes is None:
+            return self._renamed(values, found, specs)
+        return self._assembled(self.axes, values, found, specs)
+
+    def _renamed(self, values: Mapping[str, str], found: Found, specs: Mapping[str, Spec]) -> Made:
+        names = [found[place] for place in sorted(found)]
+        first, *others = names
+        spec = specs[first]
+        for other in others:
+            if specs[other] != spec:
+                raise ValueError(f"{other} must equal {first}, but is {_text(specs[other])} instead of {_text(spec)}")
+        target, *more = [each.fill(values) for each in self.targets]
+        made = Target.same(first, spec)._replace(dtype=self._cast(spec.dtype))
+        return Made({target: made}, dict.fromkeys(more, target), [(first, other) for other in others])
+
+    def _cast(self, dtype: str) -> str:
+        known = BY_NAME.get(dtype)
+        return self.dtype if self.dtype is not None and known is not None and known.is_floating_point else dtype
+
+    def _assembled(self, axes: AxesPattern, values: Mapping[str, str], found: Found, specs: Mapping[str, Spec]) -> Made:
+        counts = self._counts(values, found)
+        first = specs[next(iter(found.values()))]
+        extra = len(first.shape) - sum(axis != ("...",) for axis in axes.sources[0].axes)
+        sources = [each.expanded(max(0, extra)) for each in axes.sources]
+        targets = [each.expanded(max(0, extra)) for each in axes.targets]
+        sizes = {name: int(name) for each in (*sources, *targets) for name in each.names() if name.isdecimal()}
+        sizes |= {name: size for name, size in self.sizes.items() if isinstance(size, int)} | counts
+        for (number, _), name in sorted(found.items()):
+            if specs[name].dtype != first.dtype:
+                raise ValueError(f"{name} must be {first.dtype} as the others are, got {specs[name].dtype}")
+            try:
+                solve_sizes(sources[number], specs[name].shape, sizes)
+            except ValueError as error:
+                raise ValueError(
+                    f"{name}: shape {list(specs[name].shape)} does not fit {axes.text!r}: {error}"
+                ) from None
+        made = {}
+        for number, pattern in enumerate(self.sources):
+            if pattern.text == NOTHING:
+                sizes = dict.fromkeys(sources[number].names(), 0) | sizes
+        for number, pattern in enumerate(self.targets):
+            if pattern.text == NOTHING:
+                continue
+            target = targets[number]
+            for indices in product(*(range(sizes[each]) for each in self.unstacked)):
+                fixed = dict(zip(self.unstacked, indices, strict=True))
+                name = pattern.fill({**values, **{each: str(index) for each, index in fixed.items()}})
+                parts = []
+                for (place, numbers), source in sorted(found.items()):
+                    at = dict(zip(self.stacked, map(int, numbers), strict=True))
+                    grid = make_grid(sources[place], target, sizes, (number, place), (fixed, at))
+                    parts.append(Part(source, grid))
+                made[name] = Target(self._cast(first.dtype), target.shape(sizes), tuple(parts))
+        return Made(made, {}, [])
+
+    def _counts(self, values: Mapping[str, str], found: Found) -> dict[str, int]:
+        """Return how many tensors are stacked along each axis. Raise if one is missing."""
+        counts: dict[str, int] = {}
+        for position, name in enumerate(self.stacked):
+            seen = {numbers[position] for _, numbers in found}
+            wrong = sorted(
+                each for each in seen if not (each.isdecimal() and each.isascii() and str(int(each)) == each)
+            )
+            if wrong:
+                raise ValueError(f"{{{name}}} must be a number, got {wrong[0]!r}")
+            counts[name] = max(map(int, seen)) + 1
+        wanted = product(range(len(self.sources)), *(range(counts[name]) for name in self.stacked))
+        for number, *indices in wanted:
+            if self.sources[number].text != NOTHING and (number, tuple(map(str, indices))) not in found:
+                stacked = {name: str(index) for name, index in zip(self.stacked, indices, strict=True)}
+                missing = self.sources[number].fill({**values, **stacked})
+                raise ValueError(f"{missing} is missing")
+        return counts
+
+
+def _texts(what: str, value: Any) -> list[str]:
+    names = split_names(value) if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+        raise ValueError(f"{what} must be a name or a list of names, got {value!r}")
+    return names
+
+
+def _text(spec: Spec) -> str:
+    return f"{spec.dtype}{list(spec.shape)}"
+
+
+def _expect_no_more(fields: Mapping[str, Any], rule: Any) -> None:
+    if fields:
+        raise ValueError(f"a rule has names, axes, sizes and dtype, or drop; got {min(fields)!r} in {rule!r}")

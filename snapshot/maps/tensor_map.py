@@ -1,0 +1,278 @@
+"""Tensor maps: recipes from the tensors of one layout to those of another, with their reverse."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from typing import Any, Literal, NamedTuple
+
+import yaml
+
+from snapshot.errors import RestoreError
+from snapshot.maps.recipe import Part, Recipe, Spec, Target
+from snapshot.text import listed
+
+Others = Literal["error", "keep", "drop"]
+_FIELDS = {"tensor_map", "description", "for", "sizes", "rules", "others"}
+_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+class MapPlan(NamedTuple):
+    """The tensors that a map makes of given ones."""
+
+    targets: dict[str, Target]
+    ties: dict[str, str]
+    """Name -> the target that it is the same tensor as."""
+    equal: list[tuple[str, str]]
+    """Pairs of sources of which only the first is used: both must hold the same values."""
+    dropped: list[str]
+    """Sources that are not in any target."""
+
+
+class TensorMap:
+    """Recipes that turn the tensors of one layout into those of another.
+
+    A rule is a text of the form `old -> new`, or a dict. `names` are the names on both sides, separated by commas.
+    Placeholders such as `{i}` stand for one component of a name, and `{rest...}` for several. `axes` describes splits,
+    concatenations, stacks, transpositions and reshapes. `sizes` are the sizes of axes that do not follow from the
+    shapes. `dtype` casts. `drop` names tensors that have no counterpart. Several names on one side without `axes` are
+    the same tensor, such as tied embeddings. Each tensor is used by the first rule that matches its name.
+
+    >>> from snapshot import TensorMap
+    >>> qkv = {"names": "{i}.qkv -> {i}.q, {i}.k, {i}.v", "axes": "(h + h + h) c -> h c, h c, h c"}
+    >>> tensor_map = TensorMap(["embed -> wte", qkv])
+    >>> tensor_map.rename(["embed", "3.qkv"])
+    {'embed': ['wte'], '3.qkv': ['3.q', '3.k', '3.v']}
+    """
+
+    def __init__(
+        self,
+        rules: Iterable[str | Mapping[str, Any]],
+        *,
+        sizes: Mapping[str, int] | None = None,
+        others: Others = "error",
+    ) -> None:
+        """Parse the rules.
+
+        Args:
+            rules: The rules, in order.
+            sizes: Sizes of axes, for all rules.
+            others: What happens to tensors that no rule names: an error, or they are kept or dropped.
+
+        Raises:
+            ValueError: A rule is invalid.
+        """
+        if others not in ("error", "keep", "drop"):
+            raise ValueError(f"others must be 'error', 'keep' or 'drop', got {others!r}")
+        for name, size in (sizes or {}).items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"the size of {name!r} must be a positive int, got {size!r}")
+        self.others = others
+        self.recipes = [Recipe.parse(rule, sizes or {}) for rule in rules]
+
+    @staticmethod
+    def load(
+        name: str | os.PathLike[str],
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        *,
+        reverse: bool = False,
+    ) -> TensorMap:
+        """Load a map that comes with the library, or one from a YAML or JSON file.
+
+        Args:
+            name: The name of a map, such as `"torchtitan-hf"`, or a path that ends in .yaml, .yml or .json.
+            config: The sizes that the map asks for, under their names in Hugging Face's config.json: that file, its
+                folder, a dict, or a config object of transformers.
+            reverse: Return the reverse map.
+
+        Raises:
+            ValueError: There is no such map, it is invalid, or the config lacks a size.
+        """
+        text = os.fspath(name)
+        found = _read_file(text)
+        unknown = sorted(found.keys() - _FIELDS)
+        if unknown or found.get("tensor_map") != 1 or not isinstance(found.get("rules"), list):
+            raise ValueError(f"{text}: not a tensor map: it must have 'tensor_map: 1' and rules, and no {unknown}")
+        fields = _read_config(config)
+        if "for" in found and fields.get("model_type") not in found["for"]:
+            raise ValueError(
+                f"{text}: the config's model_type must be one of {', '.join(found['for'])}, got "
+                f"{fields.get('model_type')!r}; pass config="
+            )
+        sizes = _resolve_sizes(text, found.get("sizes") or {}, fields)
+        try:
+            rules = [rule for each in found["rules"] if (rule := _rule_for(each, fields)) is not None]
+            made = TensorMap(rules, sizes=sizes, others=found.get("others", "error"))
+        except ValueError as error:
+            raise ValueError(f"{text}: {error}") from None
+        return made.reversed() if reverse else made
+
+    @staticmethod
+    def names() -> list[str]:
+        """Return the names of the maps that come with the library."""
+        return sorted(each.name.removesuffix(".yaml") for each in _shipped().iterdir() if each.name.endswith(".yaml"))
+
+    def reversed(self) -> TensorMap:
+        """Return the map from the new layout to the old one.
+
+        Dropped tensors do not come back. Casts are not undone: tensors keep their dtype. Of several names of one
+        tensor, all must hold the same values.
+
+        >>> from snapshot import TensorMap
+        >>> TensorMap([{"names": "a -> b", "axes": "x y -> y x"}]).reversed().rename(["b"])
+        {'b': ['a']}
+        """
+        made = TensorMap([], others=self.others)
+        made.recipes = [back for back in (recipe.reversed() for recipe in self.recipes) if back is not None]
+        return made
+
+    def rename(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return the names that each tensor becomes a part of, as far as they follow from names alone."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            for recipe in self.recipes:
+                match = recipe.find(name)
+                if match is not None:
+                    values = dict(zip(recipe.free, match[0], strict=True))
+                    values |= {each: f"{{{each}}}" for each in recipe.unstacked}
+                    found[name] = [each.fill(values) for each in recipe.targets]
+                    break
+        return found
+
+    def matches(self, name: str) -> bool:
+        """Return True if a rule uses or drops a tensor of that name."""
+        return any(recipe.find(name) is not None for recipe in self.recipes)
+
+    def plan(self, specs: Mapping[str, Spec]) -> MapPlan:
+        """Return the tensors that the map makes of tensors with these names, dtypes and shapes.
+
+        Raises:
+            RestoreError: Tensors do not fit the rules, or no rule names them. The error lists all of them.
+        """
+        cases: dict[tuple[int, tuple[str, ...]], dict[tuple[int, tuple[str, ...]], str]] = {}
+        plan = MapPlan({}, {}, [], [])
+        wrong: list[str] = []
+        for name, spec in specs.items():
+            for number, recipe in enumerate(self.recipes):
+                match = recipe.find(name)
+                if match is not None:
+                    cases.setdefault((number, match[0]), {})[match[1]] = name
+                    break
+            else:
+                if self.others == "error":
+                    wrong.append(f"{name}: no rule names it")
+                elif self.others == "keep":
+                    _add(plan, {name: Target.same(name, spec)}, {}, wrong)
+                else:
+                    plan.dropped.append(name)
+        for (number, case), found in cases.items():
+            recipe = self.recipes[number]
+            if not recipe.targets:
+                plan.dropped.extend(found.values())
+                continue
+            try:
+                made = recipe.make(case, found, specs)
+            except ValueError as error:
+                wrong.append(f"{recipe}: {error}")
+                continue
+            _add(plan, made.targets, made.ties, wrong)
+            plan.equal.extend(made.equal)
+        if not cases and specs:
+            some = listed(sorted(specs)[:5])
+            raise RestoreError(f"no rule of the tensor map names any of the tensors, such as:{some}", sorted(specs))
+        if wrong:
+            raise RestoreError(f"the tensor map does not fit:{listed(wrong, 20)}", wrong)
+        return plan
+
+
+def _add(plan: MapPlan, targets: Mapping[str, Target], ties: Mapping[str, str], wrong: list[str]) -> None:
+    for name in (*targets, *ties):
+        if name in plan.targets or name in plan.ties:
+            wrong.append(f"{name}: two rules make a tensor of this name")
+    plan.targets.update(targets)
+    plan.ties.update(ties)
+
+
+def _shipped() -> Any:
+    return resources.files("snapshot.maps") / "layouts"
+
+
+def _read_file(text: str) -> dict[str, Any]:
+    if text.endswith(_SUFFIXES):
+        with open(text, encoding="utf-8") as file:
+            content = file.read()
+    else:
+        place = _shipped() / f"{text}.yaml"
+        if "/" in text or not place.is_file():
+            raise ValueError(
+                f"{text!r}: there is no such map; there are {', '.join(TensorMap.names())}, and files whose names end "
+                "in .yaml, .yml or .json"
+            )
+        content = place.read_text(encoding="utf-8")
+    try:
+        found = yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text}: not YAML: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{text}: not a tensor map: it must be a mapping with rules")
+    return found
+
+
+def _rule_for(rule: Any, fields: Mapping[str, Any]) -> Any:
+    """Return a rule without its condition, or None if the config does not fulfil that: `when: {field: value}`."""
+    if not isinstance(rule, dict) or "when" not in rule:
+        return rule
+    for name, wanted in dict(rule["when"]).items():
+        value = fields.get(name) or False
+        if value not in (wanted if isinstance(wanted, list) else [wanted]):
+            return None
+    return {name: value for name, value in rule.items() if name != "when"}
+
+
+def _resolve_sizes(text: str, asked: Any, fields: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes that a map asks for: numbers, or the names of fields of a config."""
+    if not isinstance(asked, dict):
+        raise ValueError(f"{text}: sizes must be a mapping, got {asked!r}")
+    sizes = {}
+    for name, value in asked.items():
+        choices: Sequence[Any] = value if isinstance(value, list) else [value]
+        for choice in choices:
+            size = _evaluate(choice, fields)
+            if size is not None:
+                sizes[name] = size
+                break
+        else:
+            raise ValueError(f"{text}: config must have {' or '.join(map(str, choices))}; pass config=")
+    return sizes
+
+
+def _evaluate(choice: Any, fields: Mapping[str, Any]) -> int | None:
+    """Return a number, a field of the config, or the quotient of two fields."""
+    if not isinstance(choice, str):
+        return choice  # type: ignore[no-any-return]
+    above, slash, below = choice.partition(" / ")
+    found = [fields.get(each) for each in ((above, below) if slash else (above,))]
+    if not all(isinstance(each, int) and each > 0 for each in found):
+        return None
+    return found[0] // found[1] if slash else found[0]  # type: ignore[operator]
+
+
+def _read_config(config: Any) -> Mapping[str, Any]:
+    if config is None:
+        return {}
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    if isinstance(config, Mapping):
+        return config
+    path = os.fspath(config)
+    path = os.path.join(path, "config.json") if os.path.isdir(path) else path
+    with open(path, encoding="utf-8") as file:
+        found = json.load(file)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: must be a JSON object")
+    return found
+
+
+__all__ = ["MapPlan", "Others", "Part", "Spec", "Target", "TensorMap"]

@@ -1,0 +1,201 @@
+"""Operations on the tensors of checkpoints, apart from any application: load them, merge them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from snapshot.events import emit
+from snapshot.formats.safetensors import SHARD
+from snapshot.maps.tensor_map import TensorMap
+from snapshot.plan.renaming import Rename
+from snapshot.progress import Meter, ProgressArgument
+from snapshot.reports import ConvertReport
+from snapshot.runtime.loop import refuse_on_loop, run
+from snapshot.runtime.session import Session
+from snapshot.url import URL
+
+if TYPE_CHECKING:
+    from snapshot.verbs.wanted_parts import LoadPlan
+
+
+def load(
+    url: str | os.PathLike[str],
+    *,
+    device: torch.device | str | int = "cpu",
+    select: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Rename | None = None,
+    map: TensorMap | None = None,
+    dtype: torch.dtype | None = None,
+    plan: LoadPlan | None = None,
+    verify: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+    memory_budget_bytes: int | None = None,
+    allow_pickle: bool = False,
+    progress: ProgressArgument = None,
+) -> dict[str, torch.Tensor]:
+    """Load the tensors of a checkpoint of any format into new memory of a device.
+
+    The names are those of an export to safetensors: the parts of a path are joined with dots, without the first one
+    if all entries share it. Everything that is not a dense tensor is left out. Tied weights share memory. Gradients
+    are not required, and parameters are plain tensors.
+
+    Args:
+        url: A snapshot, a safetensors file, a folder as Hugging Face has it, or anything else that `Snapshot` opens.
+        device: The device of the tensors. On `"meta"` they have no data, and none is read.
+        select: Globs over `<key>/<logical path>` to load; all by default.
+        exclude: Globs to leave out.
+        rename: Names there -> names here, as paths: a dict, or a function.
+        map: Recipes that turn the tensors into others: other names, splits, stacks and transpositions. All other
+            arguments refer to the new names.
+        dtype: Cast floating-point tensors to this dtype.
+        plan: The part of each tensor to load; the whole tensor by default. Only the bytes of the parts are read. A
+            dict of names or globs with slices and ints, as they index a tensor. Or a function of a name and a shape
+            that returns such slices, or None for the whole tensor. Or a `DeviceMesh` with a dict of names or globs and
+            placements: each rank reads its own part of a DTensor. Tensors without a placement are replicated. Globs
+            match names, and the first match counts.
+        verify: Verify the digests of the bytes that are read, and the checksums of other libraries' archives.
+        storage_options: Options for the storage plugin.
+        memory_budget_bytes: Host memory for reads that cannot go to their destination directly. The default is 64 MiB
+            for files and 256 MiB for other storages.
+        allow_pickle: Also load tensors that only a pickle can create.
+        progress: True for a progress bar, or a function that is called with `Progress`.
+
+    Raises:
+        SnapshotNotFoundError: No checkpoint exists at the URL.
+        RestoreError: A selection, a name or the plan does not fit; no data was read.
+        CorruptSnapshotError: Bytes that were read do not match their digests.
+
+    >>> import torch
+    >>> import snapshot
+    >>> taken = snapshot.Snapshot.take("memory://docs/load", {"model": snapshot.StateDict(weight=torch.arange(6.0))})
+    >>> snapshot.load("memory://docs/load", plan={"weight": slice(2, 4)})
+    {'weight': tensor([2., 3.])}
+    """
+    from snapshot.verbs.to_snapshot import Selection  # training jobs do not pay for these imports
+    from snapshot.verbs.to_tensors import load_tensors
+
+    refuse_on_loop()
+    began = time.perf_counter()
+    choice = Selection(select, exclude, rename, dtype, verify, allow_pickle, map)
+    parsed, where = URL.parse(os.fspath(url)), torch.device(device)
+    session = Session(parsed, storage_options, budget=memory_budget_bytes)
+    meter = Meter("load", progress)
+    try:
+        loaded = load_tensors(session, choice, plan, where, meter)
+    except BaseException as error:
+        emit("failed", "load", str(parsed), error=error)
+        raise
+    finally:
+        run(session.close())
+        meter.close()
+    nbytes = sum(tensor.nbytes for tensor in loaded.values())
+    emit("loaded", "load", str(parsed), bytes=nbytes, seconds=round(time.perf_counter() - began, 3))
+    return loaded
+
+
+def merge(
+    sources: Sequence[str | os.PathLike[str]],
+    url: str | os.PathLike[str],
+    to: str = "snapshot",
+    *,
+    weights: Sequence[float] | None = None,
+    ema: float | None = None,
+    others: str = "equal",
+    select: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD,
+    overwrite: bool = False,
+    durable: bool = True,
+    verify: bool = True,
+    source_options: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    memory_budget_bytes: int | None = None,
+    allow_pickle: bool = False,
+    progress: ProgressArgument = None,
+) -> ConvertReport:
+    """Merge checkpoints into one, within the memory budget: their average, a weighted sum, or a moving average.
+
+    The sources may have different formats, storages, splits and shards. The result has the structure of the first
+    one, with its values that are not tensors. Its tensors must exist in every source, with the same shapes. Paths
+    match, and so do names that are joined with dots, with or without the first component. Without `select` and
+    `exclude`, no source may have more tensors than the first one.
+
+    Floating-point tensors are added in float32, or float64 if a source has float64, in the order of the sources. Each
+    operation rounds once. The result is rounded to the dtype of the first source. NaN and infinity behave as in
+    arithmetic on tensors. Complex tensors are treated alike.
+
+    Args:
+        sources: The checkpoints; anything that `Snapshot` opens. For `ema`, in order of time.
+        url: The destination, as for `Snapshot.convert`.
+        to: Its format, as for `Snapshot.convert`.
+        weights: A finite factor for each source. They are used as given. A warning is logged unless their sum is 1.
+            The default is the average: the sum, divided by the number of sources.
+        ema: The decay of an exponential moving average: `average = ema * average + (1 - ema) * next`, beginning with
+            the first source.
+        others: `"equal"`: integer, bool, sparse and quantised tensors must be equal in all sources. `"first"`: those of
+            the first source are kept, and the report lists the ones that differ.
+        select: Globs over `<key>/<logical path>` of the first source to merge; all by default.
+        exclude: Globs to leave out.
+        dtype: Cast floating-point tensors of the result to this dtype, instead of the first source's dtype.
+        shard_bytes: The maximum size of each file if there are several.
+        overwrite: Replace an existing checkpoint.
+        durable: Return only when the result survives a loss of power.
+        verify: Verify every digest, and the checksums of other libraries' formats.
+        source_options: Options for the storage plugins of all sources, or a list with those of each.
+        storage_options: Options for the storage plugin of `url`.
+        memory_budget_bytes: Host memory: a quarter for reading, a quarter for mixing, and half for writing.
+        allow_pickle: Also run pickles in the first source for values that are not tensors.
+        progress: True for a progress bar, or a function that is called with `Progress`.
+
+    Raises:
+        RestoreError: The sources do not fit. `mismatches` lists every reason; nothing was written.
+        SnapshotExistsError: The destination exists; nothing was written.
+        CorruptSnapshotError: A source is damaged; nothing was committed.
+        UnsupportedFormatError: The format cannot hold a tensor; nothing was written.
+
+    >>> import torch
+    >>> import snapshot
+    >>> for number in (1, 2):
+    ...     state = snapshot.StateDict(weight=torch.full((3,), float(number)))
+    ...     taken = snapshot.Snapshot.take(f"memory://docs/run-{number}", {"model": state})
+    >>> snapshot.merge(["memory://docs/run-1", "memory://docs/run-2"], "memory://docs/soup").tensors
+    1
+    >>> snapshot.load("memory://docs/soup")
+    {'weight': tensor([1.5000, 1.5000, 1.5000])}
+    """
+    from snapshot.verbs.conversion import Output  # training jobs do not pay for these imports
+    from snapshot.verbs.merging import merge_checkpoints
+    from snapshot.verbs.mixing import Mix
+    from snapshot.verbs.to_snapshot import Selection
+
+    refuse_on_loop()
+    if isinstance(sources, (str, os.PathLike)) or len(sources) < 2:
+        raise ValueError(f"sources must be a list of at least 2 checkpoints, got {sources!r}")
+    if weights is not None and ema is not None:
+        raise ValueError("weights and ema exclude each other: pass one of them")
+    count = len(sources)
+    mix = Mix.average(count)
+    if weights is not None:
+        mix = Mix.weighted(weights, count)
+    elif ema is not None:
+        mix = Mix.moving_average(ema, count)
+    each = [source_options] * count if source_options is None or isinstance(source_options, Mapping) else source_options
+    if len(each) != count:
+        raise ValueError(f"source_options must be {count} mappings, one for each source, got {len(each)}")
+    half = None if memory_budget_bytes is None else max(1, memory_budget_bytes // 2)
+    return merge_checkpoints(
+        [(URL.parse(os.fspath(source)), options) for source, options in zip(sources, each, strict=True)],
+        Output(URL.parse(os.fspath(url)), storage_options, to, shard_bytes, overwrite, durable, half),
+        mix=mix,
+        choice=Selection(select, exclude, None, dtype, verify, allow_pickle),
+        others=others,
+        meter=Meter("merge", progress),
+        budget=memory_budget_bytes,
+    )

@@ -1,0 +1,45 @@
+"""Live tensors as targets of a restore: which can be written in place, and how elements get there."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snapshot.loading.aliasing import is_writable
+from snapshot.loading.scatter import copy_into
+
+SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
+STRIDES = st.lists(st.integers(0, 9), min_size=3, max_size=3)
+
+
+@given(SIZES, STRIDES)
+def test_what_can_be_written_has_no_two_elements_in_one_place(sizes, strides):
+    strides = strides[: len(sizes)]
+    tensor = torch.zeros(100).as_strided(sizes, strides)
+    places = {int(np.dot(index, strides)) for index in np.ndindex(*sizes)}
+    if is_writable(tensor):
+        assert len(places) == tensor.numel()
+
+
+@pytest.mark.parametrize("make", [lambda t: t, lambda t: t.t(), lambda t: t[::2], lambda t: t[:, 1:3], lambda t: t[:0]])
+def test_plain_views_can_be_written(make):
+    assert is_writable(make(torch.zeros(6, 4)))
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.zeros(1, 3).expand(4, 3), torch.zeros(2, 2).to_sparse(), torch.zeros(3, device="meta")]
+)
+def test_what_is_repeated_sparse_or_without_memory_cannot(tensor):
+    assert not is_writable(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint16, torch.complex64])
+def test_elements_are_copied_to_the_bit_also_where_a_gradient_is_wanted(dtype):
+    source = torch.arange(48, dtype=torch.uint8).view(dtype)
+    target = torch.zeros(len(source), dtype=dtype)
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        target.requires_grad_()
+    copy_into(target, source)
+    assert torch.equal(target.detach().view(torch.uint8), source.view(torch.uint8))
+    assert not target.grad_fn

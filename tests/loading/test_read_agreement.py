@@ -1,0 +1,38 @@
+"""The leader's decision before a restore reads: which ranks of a host read the same bytes."""
+
+import pytest
+
+from snapshot.loading.broadcast import ReadVote, _decide
+from snapshot.url import URL
+
+
+def decision(*votes, once=False):
+    return _decide([ReadVote(once, reads, host, [], []) for host, reads in votes], URL.parse("/x"))
+
+
+def decide(*votes, once=False):
+    return decision(*votes, once=once).same
+
+
+@pytest.mark.parametrize(
+    ("votes", "same"),
+    [
+        ([("a", "x"), ("a", "x")], ["x"]),
+        ([("a", "x"), ("b", "x")], []),
+        ([("a", "x"), ("a", "y")], []),
+        ([("a", "x"), ("a", "y"), ("a", "y"), ("b", "x")], ["y"]),
+        ([("a", ""), ("a", "")], []),
+    ],
+)
+def test_ranks_of_one_host_with_equal_reads_share_them(votes, same):
+    assert decide(*votes) == same
+
+
+def test_reads_that_are_shared_by_messages_need_no_cache():
+    assert decide(("a", "x"), ("a", "x"), once=True) == []
+
+
+def test_only_ranks_that_read_once_send_what_they_read():
+    votes = [("a", "x"), ("b", "y"), ("c", "x")]
+    assert decision(*votes, once=True).speakers == [0, 1]
+    assert decision(*votes).speakers == [0], "the reply to thousands of ranks must stay short"

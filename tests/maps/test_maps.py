@@ -1,0 +1,378 @@
+"""Maps at the public surface: restore, read and convert, from every format, in parts, on several ranks."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict, TensorMap
+from snapshot.cli import main
+from tests.helpers.rank_pool import Pool
+
+HEADS, GROUPS, WIDTH, COLUMNS, LAYERS = 8, 2, 16, 96, 2
+RULES = [
+    {
+        "names": "layers.{i}.qkv.weight -> m.{i}.q, m.{i}.k, m.{i}.v",
+        "axes": "(g (q + 1 + 1) d) c -> (g q d) c, (g d) c, (g d) c",
+        "sizes": {"g": GROUPS, "d": WIDTH},
+    },
+    {"names": "layers.{i}.wq.weight -> m.{i}.turned", "axes": "(h d 2) c -> (h 2 d) c", "sizes": {"h": HEADS}},
+    {"names": "layers.{i}.fc.weight -> m.{i}.conv", "axes": "a b -> b a"},
+    {"names": "layers.{i}.e.{e}.w1, layers.{i}.e.{e}.w3 -> m.{i}.w13", "axes": "f c, f c -> e (f + f) c"},
+    {"names": "layers.{i}.norm -> m.{i}.norm", "dtype": "bfloat16"},
+    "emb -> embed, head",
+    {"drop": "freqs"},
+]
+MAP = TensorMap(RULES)
+
+
+def sources():
+    torch.manual_seed(0)
+    made = {"emb": torch.randn(50, COLUMNS), "freqs": torch.randn(3)}
+    for i in range(LAYERS):
+        made[f"layers.{i}.qkv.weight"] = torch.randn(GROUPS * (HEADS // GROUPS + 2) * WIDTH, COLUMNS)
+        made[f"layers.{i}.wq.weight"] = torch.randn(HEADS * WIDTH, COLUMNS)
+        made[f"layers.{i}.fc.weight"] = torch.randn(300, 700)
+        made[f"layers.{i}.norm"] = torch.randn(COLUMNS)
+        for expert in range(3):
+            made[f"layers.{i}.e.{expert}.w1"] = torch.randn(40, COLUMNS)
+            made[f"layers.{i}.e.{expert}.w3"] = torch.randn(40, COLUMNS)
+    return made
+
+
+def targets(source):
+    """What the map makes, written with torch."""
+    made = {"embed": source["emb"], "head": source["emb"]}
+    for i in range(LAYERS):
+        fused = source[f"layers.{i}.qkv.weight"].view(GROUPS, HEADS // GROUPS + 2, WIDTH, COLUMNS)
+        made[f"m.{i}.q"] = fused[:, :-2].reshape(-1, COLUMNS)
+        made[f"m.{i}.k"] = fused[:, -2].reshape(-1, COLUMNS)
+        made[f"m.{i}.v"] = fused[:, -1].reshape(-1, COLUMNS)
+        heads = source[f"layers.{i}.wq.weight"].view(HEADS, WIDTH // 2, 2, COLUMNS)
+        made[f"m.{i}.turned"] = heads.transpose(1, 2).reshape(-1, COLUMNS)
+        made[f"m.{i}.conv"] = source[f"layers.{i}.fc.weight"].T.contiguous()
+        experts = [torch.cat([source[f"layers.{i}.e.{n}.w1"], source[f"layers.{i}.e.{n}.w3"]]) for n in range(3)]
+        made[f"m.{i}.w13"] = torch.stack(experts)
+        made[f"m.{i}.norm"] = source[f"layers.{i}.norm"].bfloat16()
+    return made
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    for name, each in want.items():
+        assert got[name].dtype == each.dtype, name
+        assert torch.equal(got[name], each), name
+
+
+def taken(folder, **options):
+    app = {"model": StateDict(**sources()), "optim": StateDict(moment=torch.ones(3), step=4)}
+    return Snapshot.take(str(folder), app, **options)
+
+
+@pytest.fixture(params=["snapshot", "safetensors", "torch", "dcp"])
+def checkpoint(request, tmp_path):
+    """The sources in a checkpoint of each format."""
+    snapshot = taken(tmp_path / "taken")
+    if request.param == "snapshot":
+        return snapshot
+    place = tmp_path / ("made.pt" if request.param == "torch" else "made")
+    only = {"select": ["model/**"]} if request.param == "safetensors" else {}
+    snapshot.convert(str(place), request.param, **only)
+    return Snapshot(str(place))
+
+
+def test_every_format_is_read_with_a_map(checkpoint):
+    want = targets(sources())
+    live = {name: torch.zeros_like(each) for name, each in want.items()}
+    live["head"] = live["embed"]
+    held = dict(live)
+    app = {"model": StateDict(**live)}
+    checkpoint.restore(app, map=MAP)
+    assert_same(dict(app["model"]), want)
+    assert all(app["model"][name] is held[name] for name in held)  # in place
+    paths = [path for path in checkpoint.get_manifest() if path.endswith("qkv.weight")]
+    prefix = "" if paths[0].count("/") == 1 else "model/"
+    for name, each in want.items():
+        assert torch.equal(checkpoint.read_object(f"{prefix}{name}", map=MAP), each)
+    part = checkpoint.read_object(f"{prefix}m.1.turned", map=MAP, box=[slice(5, 77), slice(3, 9)])
+    assert torch.equal(part, want["m.1.turned"][5:77, 3:9])
+
+
+def test_the_whole_state_is_made_of_new_tensors(tmp_path):
+    got = taken(tmp_path / "taken").get_state_dict_for_key("model", map=MAP)
+    assert_same(got, targets(sources()))
+    assert got["embed"] is got["head"]
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "dcp", "snapshot"])
+@pytest.mark.parametrize("budget", [1 << 20, None])
+def test_every_format_is_written_with_a_map(to, budget, tmp_path):
+    place = str(tmp_path / ("made.pt" if to == "torch" else "made"))
+    report = taken(tmp_path / "taken").convert(
+        place, to, map=MAP, select=["model/**"], memory_budget_bytes=budget, shard_bytes=1 << 20
+    )
+    want = targets(sources())
+    assert report.tensors == len(want) - (to == "torch")  # one object under two names
+    made = Snapshot(place)
+    got = {
+        path.rpartition("/")[2]: made.read_object(path) for path, entry in made.get_manifest().items() if entry.nbytes
+    }
+    assert_same(got, want)
+
+
+def test_the_reverse_brings_back_what_was_not_dropped_or_rounded(tmp_path):
+    taken(tmp_path / "taken").convert(str(tmp_path / "there"), map=MAP)
+    Snapshot(str(tmp_path / "there")).convert(str(tmp_path / "back"), map=MAP.reversed())
+    got = Snapshot(str(tmp_path / "back")).get_state_dict_for_key("model")
+    want = sources()
+    del want["freqs"]
+    want = {name: each.bfloat16() if "norm" in name else each for name, each in want.items()}
+    assert_same(got, want)
+    assert Snapshot(str(tmp_path / "back")).read_object("optim/step") == 4
+
+
+def test_names_of_one_tensor_must_hold_the_same_values(tmp_path):
+    same = torch.randn(4)
+    back = TensorMap(["emb -> a, b"]).reversed()
+    snapshot = Snapshot.take(str(tmp_path / "same"), {"model": StateDict(a=same, b=same.clone())})
+    assert torch.equal(snapshot.get_state_dict_for_key("model", map=back)["emb"], same)  # equal digests
+    other = Snapshot.take(str(tmp_path / "other"), {"model": StateDict(a=same, b=same + 1)})
+    with pytest.raises(RestoreError, match=r"b must equal a, since only one of them is used; drop one of them"):
+        other.get_state_dict_for_key("model", map=back)
+    one = Snapshot.take(str(tmp_path / "one"), {"model": StateDict(b=same)})
+    assert torch.equal(one.get_state_dict_for_key("model", map=back)["emb"], same)
+
+
+def test_a_state_that_does_not_fit_is_refused_with_all_reasons(tmp_path):
+    source = sources()
+    del source["layers.0.e.1.w3"]
+    source["layers.1.qkv.weight"] = torch.randn(7, 3)
+    source["more"] = torch.randn(1)
+    snapshot = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(**source)})
+    live = {name: torch.zeros_like(each) for name, each in targets(sources()).items()}
+    with pytest.raises(RestoreError) as caught:
+        snapshot.restore({"model": StateDict(**live)}, map=MAP)
+    assert sorted(caught.value.mismatches, reverse=True) == [
+        "more: no rule names it",
+        "layers.{i}.qkv.weight -> m.{i}.q, m.{i}.k, m.{i}.v: layers.1.qkv.weight: shape [7, 3] does not fit "
+        "'(g (q + 1 + 1) d) c -> (g q d) c, (g d) c, (g d) c': no size of q makes an axis of 7, with g=2, d=16",
+        "layers.{i}.e.{e}.w1, layers.{i}.e.{e}.w3 -> m.{i}.w13: layers.0.e.1.w3 is missing",
+    ]
+    assert all(not each.any() for each in live.values())
+    with pytest.raises(RestoreError, match="no rule of the tensor map names a tensor"):
+        snapshot.convert(str(tmp_path / "made"), map=TensorMap(["nothing -> x"]))
+    assert not (tmp_path / "made").exists()
+    with pytest.raises(TypeError, match="map must be a TensorMap, got dict"):
+        snapshot.convert(str(tmp_path / "made"), map={"a": "b"})
+
+
+@pytest.mark.parametrize(("others", "kept"), [("keep", True), ("drop", False)])
+def test_tensors_without_a_rule_are_kept_or_dropped(others, kept, tmp_path):
+    snapshot = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(a=torch.ones(2), b=torch.zeros(2), c=5)})
+    got = snapshot.get_state_dict_for_key("model", map=TensorMap(["a -> x"], others=others))
+    assert got.keys() == ({"x", "b", "c"} if kept else {"x", "c"})
+
+
+def test_nested_states_become_flat(tmp_path):
+    state = {"layers": {"0": {"w": torch.ones(2)}, "1": {"w": torch.zeros(2)}}, "step": 3}
+    snapshot = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(**state)})
+    got = snapshot.get_state_dict_for_key("model", map=TensorMap(["layers.{i}.w -> h.{i}"]))
+    assert got.keys() == {"h.0", "h.1", "step"}
+    lists = Snapshot.take(str(tmp_path / "lists"), {"model": StateDict(all=[torch.ones(2), 1])})
+    with pytest.raises(RestoreError, match="elements of a sequence cannot be mapped one by one"):
+        lists.get_state_dict_for_key("model", map=TensorMap(["all.0 -> x"]))
+
+
+def test_a_damaged_source_is_found(tmp_path):
+    snapshot = taken(tmp_path / "taken")
+    for path in (tmp_path / "taken/data").iterdir():
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    with pytest.raises(CorruptSnapshotError):
+        snapshot.convert(str(tmp_path / "made"), "safetensors", map=MAP)
+    assert not list(tmp_path.glob("made/*.safetensors"))
+
+
+def test_a_live_tensor_that_the_map_casts_keeps_its_dtype(tmp_path):
+    snapshot = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(a=torch.randn(4))})
+    live = StateDict(b=torch.zeros(4, dtype=torch.float64))
+    tensor_map = TensorMap([{"names": "a -> b", "dtype": "bfloat16"}])
+    snapshot.restore({"model": live}, map=tensor_map)
+    assert live["b"].dtype == torch.bfloat16  # a plain value is replaced
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_parts_of_any_size_are_exact(data, tmp_path_factory):
+    """Chunks, budgets and boxes at random: the bytes are those of one big assignment."""
+    folder = tmp_path_factory.mktemp("parts")
+    torch.manual_seed(0)
+    rows, columns = data.draw(st.integers(1, 40)) * 4, data.draw(st.integers(1, 40)) * 2
+    value = torch.randn(rows * 20, columns * 10)
+    snapshot = Snapshot.take(str(folder / "taken"), {"model": StateDict(w=value)})
+    rule = {"names": "w -> a, b", "axes": "(g (p + q) d) (c 2) -> (p g d) (2 c), (d q) g (c 2)"}
+    sizes = {"g": 2, "p": 1, "q": 1}
+    tensor_map = TensorMap([rule], sizes=sizes)
+    whole = value.view(2, 2, -1, columns * 5, 2)
+    want_a = whole[:, 0].permute(0, 1, 3, 2).reshape(rows * 10, columns * 10)
+    want_b = whole[:, 1].permute(1, 0, 2, 3).reshape(-1, 2, columns * 10)
+    begin = data.draw(st.integers(0, want_a.shape[0]))
+    end = data.draw(st.integers(begin, want_a.shape[0]))
+    got = snapshot.read_object("model/a", map=tensor_map, box=[slice(begin, end)])
+    assert torch.equal(got, want_a[begin:end])
+    budget = data.draw(st.sampled_from([1 << 20, 4 << 20, None]))
+    snapshot.convert(str(folder / "made"), "safetensors", map=tensor_map, memory_budget_bytes=budget)
+    made = Snapshot(str(folder / "made"))
+    assert torch.equal(made.read_object("a"), want_a)
+    assert torch.equal(made.read_object("b"), want_b)
+
+
+# Ranks
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Pool(2) as pool:
+        yield pool
+
+
+def save_sharded(folder):
+    mesh = init_device_mesh("cpu", (2,))
+    state = {}
+    for number, (name, value) in enumerate(sources().items()):
+        dimension = number % value.ndim
+        even = value.shape[dimension] % 2 == 0
+        state[name] = distribute_tensor(value, mesh, [Shard(dimension) if even else Replicate()])
+    Snapshot.take(folder, {"model": StateDict(**state), "own": StateDict(rank=dist.get_rank())})
+
+
+def restore_sharded(folder):
+    mesh = init_device_mesh("cpu", (2,))
+    want = targets(sources())
+    live = {}
+    for number, (name, value) in enumerate(want.items()):
+        live[name] = distribute_tensor(torch.zeros_like(value), mesh, [Shard(number % value.ndim)])
+    app = {"model": StateDict(**live), "own": StateDict(rank=-1)}
+    Snapshot(folder).restore(app, map=MAP)
+    assert app["own"]["rank"] == dist.get_rank()
+    for name, value in want.items():
+        assert isinstance(app["model"][name], DTensor)
+        assert torch.equal(app["model"][name].full_tensor(), value), name
+
+
+def save_stages(folder):
+    rank = dist.get_rank()
+    own = {name: each for name, each in sources().items() if name.startswith(f"layers.{rank}.")}
+    if rank == 0:
+        own |= {name: each for name, each in sources().items() if "layers" not in name}
+    Snapshot.take(folder, {"model": StateDict(**own)})
+
+
+def test_shards_are_read_into_other_shards(two, tmp_path):
+    folder = str(tmp_path / "sharded")
+    two.run(save_sharded, folder)
+    two.run(restore_sharded, folder)
+    Snapshot(folder).convert(str(tmp_path / "made"), "safetensors", map=MAP, select=["model/**"])
+    made = Snapshot(str(tmp_path / "made"))
+    assert_same({path[2:]: made.read_object(path) for path in made.get_manifest()}, targets(sources()))
+
+
+def test_stages_of_a_pipeline_become_one_model(two, tmp_path):
+    folder = str(tmp_path / "stages")
+    two.run(save_stages, folder)
+    Snapshot(folder).convert(str(tmp_path / "made"), "safetensors", map=MAP)
+    made = Snapshot(str(tmp_path / "made"))
+    assert_same({path[2:]: made.read_object(path) for path in made.get_manifest()}, targets(sources()))
+
+
+def save_own(folder):
+    Snapshot.take(folder, {"model": StateDict(a=torch.full((2,), float(dist.get_rank())))})
+
+
+def test_tensors_that_each_rank_has_for_itself_are_not_mixed_up(two, tmp_path):
+    folder = str(tmp_path / "own")
+    two.run(save_own, folder)
+    with pytest.raises(RestoreError, match="model/a: several ranks have a tensor of this name"):
+        Snapshot(folder).convert(str(tmp_path / "made"), "safetensors", map=TensorMap(["a -> b"]))
+
+
+# Files and the command
+
+
+def test_the_command_converts_with_a_map_from_a_file(tmp_path, capsys):
+    taken(tmp_path / "taken")
+    (tmp_path / "map.json").write_text(json.dumps({"tensor_map": 1, "rules": RULES}))
+    given = ["convert", str(tmp_path / "taken"), str(tmp_path / "made"), "--map", str(tmp_path / "map.json")]
+    assert main(given) == 0
+    made = Snapshot(str(tmp_path / "made")).get_state_dict_for_key("model")
+    assert_same(made, targets(sources()))
+    back = ["convert", str(tmp_path / "made"), str(tmp_path / "back"), "--map", str(tmp_path / "map.json")]
+    assert main([*back, "--map-reverse"]) == 0
+    again = Snapshot(str(tmp_path / "back")).get_state_dict_for_key("model")
+    assert again.keys() == sources().keys() - {"freqs"}
+    assert main([*given[:2], str(tmp_path / "other"), "--map", "nothing"]) == 2
+    assert "there is no such map" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        ("[1]", "it must be a mapping with rules"),
+        ("{", "not YAML"),
+        ("rules: []", "it must have 'tensor_map: 1' and rules"),
+        ("tensor_map: 1\nrules: [a]", "a rule must have names of the form 'old -> new'"),
+        ("tensor_map: 1\nrules: [{names: a -> b, axis: x}]", "got 'axis'"),
+        ("tensor_map: 1\nrules: ['a.{i} -> b']", r"\{i\} must be in the names of both sides"),
+        ("tensor_map: 1\nrules: ['a.{ -> b']", "a placeholder must be a name in braces"),
+        ("tensor_map: 1\nrules: ['a, -> b']", "an empty name"),
+        ("tensor_map: 1\nrules: ['a, b -> c, d']", "one side must have a single name"),
+        ("tensor_map: 1\nrules: [{names: a -> b, dtype: int8}]", "dtype must be a floating-point dtype"),
+        ("tensor_map: 1\nsizes: {h: 0}\nrules: [a -> b]", "must be a positive int"),
+        ("tensor_map: 1\nsizes: {h: heads}\nrules: [a -> b]", "config must have heads"),
+    ],
+)
+def test_a_wrong_file_is_refused(content, error, tmp_path):
+    (tmp_path / "map.yaml").write_text(content)
+    with pytest.raises(ValueError, match=error):
+        TensorMap.load(tmp_path / "map.yaml")
+
+
+def test_two_rules_must_not_make_one_tensor(tmp_path):
+    snapshot = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(a=torch.ones(2), b=torch.zeros(2))})
+    with pytest.raises(RestoreError, match="x: two rules make a tensor of this name"):
+        snapshot.get_state_dict_for_key("model", map=TensorMap(["a -> x", "b -> x"]))
+
+
+def test_memory_stays_within_the_budget(tmp_path):
+    """A tensor of 256 MiB is split, turned and stacked with a budget of 16 MiB."""
+    torch.manual_seed(0)
+    value = torch.randn(8192, 8192)
+    Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(w=value)})
+    rules = [{"names": "w -> a, b", "axes": "(h (p + p) 2) c -> (h 2 p) c, (h p 2) c"}]
+    (tmp_path / "map.json").write_text(json.dumps({"tensor_map": 1, "sizes": {"h": 32}, "rules": rules}))
+    code = (
+        "import resource, sys; from snapshot import Snapshot, TensorMap\n"
+        "Snapshot(sys.argv[1]).read_object('model/w', box=[slice(0, 1)])\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "Snapshot(sys.argv[1]).convert(sys.argv[2], 'safetensors', map=TensorMap.load(sys.argv[3]), "
+        "memory_budget_bytes=16 << 20)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    given = [str(tmp_path / each) for each in ("taken", "made", "map.json")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *given], capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
+    assert int(done.stdout) << 10 < (16 << 20) + (64 << 20)
+    made = Snapshot(str(tmp_path / "made"))
+    parts = value.view(32, 2, 64, 2, 8192)
+    assert torch.equal(made.read_object("a"), parts[:, 0].transpose(1, 2).reshape(4096, 8192))
+    assert torch.equal(made.read_object("b"), parts[:, 1].reshape(4096, 8192))

@@ -1,0 +1,302 @@
+"""Tensors of any checkpoint, loaded by name: equal to the bit, whole, in parts, or as this rank's shards."""
+
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import snapshot
+from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotNotFoundError, StateDict
+from snapshot.events import add_handler, remove_handler
+
+WEIGHTS = {
+    "model.embed.weight": torch.arange(700 * 90, dtype=torch.float32).view(700, 90),
+    "model.norm.weight": torch.linspace(0, 1, 90).bfloat16(),
+    "model.experts.w1": torch.arange(6 * 8 * 10).view(6, 8, 10),
+    "model.scale": torch.tensor(2.5, dtype=torch.float64),
+    "model.mask": torch.tensor([True, False, True]),
+    "model.empty": torch.empty(0, 4),
+}
+
+
+def same(got, expected):
+    assert got.keys() == expected.keys()
+    for name, tensor in got.items():
+        assert type(tensor) is torch.Tensor
+        assert not tensor.requires_grad
+        assert tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor, expected[name]), name
+
+
+def nested():
+    made = {}
+    for name, tensor in WEIGHTS.items():
+        *above, last = name.split(".")[1:]
+        held = made
+        for each in above:
+            held = held.setdefault(each, {})
+        held[last] = tensor
+    return made
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """The same weights in every format."""
+    folder = tmp_path_factory.mktemp("sources")
+    save_file(WEIGHTS, folder / "alone.safetensors")
+    Snapshot(folder / "alone.safetensors").convert(folder / "several", "safetensors", shard_bytes=100_000)
+    torch.save(WEIGHTS, folder / "torch.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no process group
+        dcp.save(dict(WEIGHTS), checkpoint_id=folder / "dcp", no_dist=True)
+    Snapshot.take(folder / "taken", {"model": StateDict({"model": nested()})})
+    return folder
+
+
+FORMATS = ["alone.safetensors", "several", "torch.pt", "dcp", "taken"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_all_formats_load_equal_tensors(sources, name):
+    same(snapshot.load(sources / name), WEIGHTS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parts_of_all_formats(sources, name):
+    plan = {"model.embed.*": (slice(100, 300), slice(7, 11)), "**.w1": 2, "model.norm.weight": [slice(-5, None)]}
+    expected = dict(WEIGHTS)
+    expected["model.embed.weight"] = WEIGHTS["model.embed.weight"][100:300, 7:11]
+    expected["model.experts.w1"] = WEIGHTS["model.experts.w1"][2]
+    expected["model.norm.weight"] = WEIGHTS["model.norm.weight"][-5:]
+    same(snapshot.load(sources / name, plan=plan), expected)
+
+
+def test_names_are_those_of_an_export(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    more = StateDict({"a/b": torch.ones(2), "number": 3, "list": [torch.zeros(1), "text"]})
+    for number, app in enumerate([{"model": model}, {"model": model, "more": more}]):
+        Snapshot.take(tmp_path / f"{number}", app)
+        Snapshot(tmp_path / f"{number}").convert(tmp_path / f"{number}.safetensors", "safetensors")
+        same(snapshot.load(tmp_path / f"{number}"), load_file(tmp_path / f"{number}.safetensors"))
+    got = snapshot.load(tmp_path / "1", select=["more/**"], exclude=["more/list/**"], rename={"more/a%2Fb": "more/c"})
+    same(got, {"c": torch.ones(2)})
+
+
+def test_a_dtype_casts_floats_alone(sources):
+    got = snapshot.load(sources / "taken", dtype=torch.float16)
+    same(got, {name: each.half() if each.is_floating_point() else each for name, each in WEIGHTS.items()})
+    with pytest.raises(TypeError, match="dtype must be a floating-point dtype"):
+        snapshot.load(sources / "taken", dtype=torch.int8)
+
+
+def test_tied_weights_share_memory_again(tmp_path):
+    weight = nn.Parameter(torch.randn(50, 60))
+    Snapshot.take(tmp_path / "tied", {"model": StateDict(a=weight, b=weight, c=weight.detach().clone())})
+    got = snapshot.load(tmp_path / "tied")
+    assert got["a"] is got["b"]
+    assert got["c"].data_ptr() != got["a"].data_ptr()
+    apart = snapshot.load(tmp_path / "tied", plan={"a": 1})
+    assert torch.equal(apart["a"], weight[1])
+    assert torch.equal(apart["b"], weight)
+
+
+def test_memory_order_is_kept_for_whole_tensors(tmp_path):
+    image = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    Snapshot.take(tmp_path / "image", {"model": StateDict(image=image)})
+    assert snapshot.load(tmp_path / "image")["image"].is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(snapshot.load(tmp_path / "image", plan={"image": [1, slice(1, 3)]})["image"], image[1, 1:3])
+
+
+def test_a_device_without_data_reads_none(sources, tmp_path):
+    (tmp_path / "w.safetensors").write_bytes((sources / "alone.safetensors").read_bytes())
+    got = snapshot.load(tmp_path / "w.safetensors", device="meta")
+    assert {name: (each.shape, each.dtype) for name, each in got.items()} == {
+        name: (each.shape, each.dtype) for name, each in WEIGHTS.items()
+    }
+    assert {each.device.type for each in got.values()} == {"meta"}
+
+
+def test_everything_that_does_not_fit_is_raised_at_once_before_data_is_read(sources):
+    seen = []
+    add_handler(seen.append)
+    try:
+        with pytest.raises(RestoreError) as raised:
+            snapshot.load(sources / "taken", plan={"**.weight": slice(0, 8, 2), "model.scale": 0, "model.mask": [7]})
+    finally:
+        remove_handler(seen.append)
+    assert len(raised.value.mismatches) == 4
+    for text in ("step 1", "at most 0 dimensions", "index 7 is out of range"):
+        assert text in str(raised.value)
+    assert [event.name for event in seen] == ["failed"]
+    for bad, error, text in [
+        ({"nothing": 1}, RestoreError, "'nothing' matches no tensor"),
+        ({"model.mask": "abc"}, RestoreError, "must be given by slices and ints, got 'a'"),
+        ({"model.mask": True}, RestoreError, "must be given by slices and ints, got True"),
+        ("text", TypeError, "plan must be a dict of slices"),
+        ((1, {}), TypeError, "DeviceMesh"),
+    ]:
+        with pytest.raises(error, match=text):
+            snapshot.load(sources / "taken", plan=bad)
+    with pytest.raises(RestoreError, match="matches nothing"):
+        snapshot.load(sources / "taken", select=["absent/**"])
+    with pytest.raises(SnapshotNotFoundError):
+        snapshot.load(sources / "absent")
+
+
+def test_an_error_of_the_callers_function_reaches_the_caller(sources):
+    def plan(name, shape):
+        raise ZeroDivisionError(name)
+
+    with pytest.raises(ZeroDivisionError):
+        snapshot.load(sources / "taken", plan=plan)
+
+
+def test_two_paths_of_one_name_are_refused(tmp_path):
+    Snapshot.take(tmp_path / "twice", {"model": StateDict({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}})})
+    with pytest.raises(RestoreError, match=r"would both be named 'a\.b'"):
+        snapshot.load(tmp_path / "twice")
+
+
+def test_damage_is_found_unless_verification_is_off(tmp_path):
+    Snapshot.take(tmp_path / "taken", {"model": StateDict(w=torch.zeros(300_000))})
+    (file,) = (tmp_path / "taken" / "data").glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    os.chmod(file, 0o644)
+    file.write_bytes(content)
+    with pytest.raises(CorruptSnapshotError, match="digest"):
+        snapshot.load(tmp_path / "taken")
+    assert snapshot.load(tmp_path / "taken", plan={"w": slice(0, 10)})["w"].eq(0).all()
+    assert snapshot.load(tmp_path / "taken", verify=False)["w"].count_nonzero() == 1
+    file.write_bytes(content[:-4])
+    with pytest.raises(CorruptSnapshotError):
+        snapshot.load(tmp_path / "taken", verify=False)
+
+
+class Odd:
+    pass
+
+
+def test_a_tensor_that_only_a_pickle_creates_needs_permission(tmp_path):
+    torch.save({"w": torch.ones(3), "odd": Odd()}, tmp_path / "w.pt")
+    same(snapshot.load(tmp_path / "w.pt"), {"w": torch.ones(3)})
+    same(snapshot.load(tmp_path / "w.pt", allow_pickle=True), {"w": torch.ones(3)})
+
+
+def test_progress_counts_all_bytes(sources):
+    seen = []
+    snapshot.load(sources / "taken", progress=seen.append)
+    assert seen[-1].done == seen[-1].total > 0
+
+
+def slices(size):
+    return st.integers(0, size).flatmap(lambda low: st.integers(low, size).map(lambda high: slice(low, high)))
+
+
+@given(st.data())
+def test_any_box_of_any_format_is_what_indexing_gives(sources, data):
+    name = data.draw(st.sampled_from(FORMATS))
+    plan = {}
+    for tensor, held in WEIGHTS.items():
+        count = data.draw(st.integers(0, held.ndim))
+        plan[tensor] = tuple(
+            data.draw(slices(size) if size == 0 else st.one_of(slices(size), st.integers(-size, size - 1)))
+            for size in held.shape[:count]
+        )
+    dtype = data.draw(st.sampled_from([None, torch.float64]))
+    expected = {
+        tensor: held[plan[tensor]].to(dtype if dtype and held.is_floating_point() else held.dtype)
+        for tensor, held in WEIGHTS.items()
+    }
+    given = plan if data.draw(st.booleans()) else lambda tensor, shape: plan[tensor]
+    same(snapshot.load(sources / name, plan=given, dtype=dtype, memory_budget_bytes=1 << 20), expected)
+
+
+# Meshes
+
+
+@pytest.fixture
+def world():
+    def start(rank, size):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            _clear_sharding_prop_cache()
+        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+
+    yield start
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("shape", "placed"),
+    [
+        ((8,), {"**.embed.*": Shard(0), "**.w1": [Shard(-1)]}),
+        ((2, 4), {"**.embed.*": [Shard(1), Shard(0)], "**.w1": [Shard(0), Replicate()]}),
+        ((4, 2), {"**.embed.*": [_StridedShard(0, split_factor=2), Shard(0)], "**.w1": [Shard(1), Shard(1)]}),
+    ],
+)
+def test_each_rank_of_a_mesh_reads_its_own_shards(sources, world, name, shape, placed):
+    weights = {each: WEIGHTS[each] for each in ("model.embed.weight", "model.experts.w1", "model.norm.weight")}
+    if isinstance(placed["**.embed.*"], list) and type(placed["**.embed.*"][0]) is _StridedShard:
+        plan_rows = slice(0, 696)  # divides evenly
+        weights["model.embed.weight"] = weights["model.embed.weight"][plan_rows]
+        save_file(weights, sources / "even.safetensors")
+        name = "even.safetensors"
+    for rank in range(8):
+        world(rank, 8)
+        mesh = init_device_mesh("cpu", shape)
+        exclude = ["**/*scale", "**/*mask", "**/*empty"] if name != "even.safetensors" else []
+        got = snapshot.load(sources / name, plan=(mesh, placed), exclude=exclude)
+        assert got.keys() == weights.keys()
+        for key, value in got.items():
+            found = next((each for glob, each in placed.items() if glob.strip("*") in f".{key}"), None)
+            given = [Replicate()] * mesh.ndim if found is None else [found] if isinstance(found, Shard) else found
+            expected = distribute_tensor(weights[key], mesh, given, src_data_rank=None)
+            assert isinstance(value, DTensor)
+            assert value.placements == expected.placements
+            assert value.shape == expected.shape
+            assert value.stride() == expected.stride()
+            assert torch.equal(value.to_local(), expected.to_local()), (rank, key)
+
+
+def test_placements_that_do_not_fit(sources, world):
+    world(0, 4)
+    mesh = init_device_mesh("cpu", (2, 2))
+    with pytest.raises(RestoreError) as raised:
+        snapshot.load(
+            sources / "taken",
+            plan=(mesh, {"model.scale": [Shard(0), Shard(0)], "model.mask": Shard(0), "**": [Shard(5)] * 2}),
+        )
+    assert len(raised.value.mismatches) == len(WEIGHTS)
+    with pytest.raises(RestoreError, match="'none' matches no tensor"):
+        snapshot.load(sources / "taken", plan=(mesh, {"none": Shard(0)}))
+    with pytest.raises(ValueError, match="device must be of the mesh's type 'cpu', got 'meta'"):
+        snapshot.load(sources / "taken", device="meta", plan=(mesh, {}))
+    world(0, 6)
+    mesh = init_device_mesh("cpu", (3, 2))
+    save_file({"w": torch.arange(7)}, sources / "uneven.safetensors")
+    with pytest.raises(RestoreError, match="ambiguous"):
+        snapshot.load(sources / "uneven.safetensors", plan=(mesh, {"w": [_StridedShard(0, split_factor=2), Shard(0)]}))
+
+
+def test_a_rank_outside_the_mesh_gets_no_data(sources, world):
+    world(3, 4)
+    mesh = DeviceMesh("cpu", [0, 1])
+    got = snapshot.load(sources / "taken", plan=(mesh, {"**.weight": Shard(0)}))
+    assert {each.to_local().numel() for each in got.values()} == {0}
+    assert got["model.embed.weight"].shape == (700, 90)
