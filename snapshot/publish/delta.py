@@ -66,6 +66,12 @@ def sum_blocks(table: Sequence[bytes]) -> TensorSums:
     return TensorSums(f"xxh3:{joined.hex()}" if len(table) == 1 else digest_table(joined), joined)
 
 
+def sum_bytes(data: Bytes) -> TensorSums:
+    """Return the sums of a tensor's bytes."""
+    view = _view(data)
+    return sum_blocks([block_digest(view[begin : begin + BLOCK]) for begin in range(0, max(1, len(view)), BLOCK)])
+
+
 class DeltaEncoder:
     """Encodes tensors one after the other, with one compressor and one buffer. Each thread has its own."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,10 +20,11 @@ from snapshot.publish.image import HostImage
 from snapshot.publish.notify import check_hooks
 from snapshot.publish.pending import PendingPublish
 from snapshot.publish.publication import Base, ExtraFiles, Publication
+from snapshot.publish.resume import load_base
 from snapshot.publish.shares import RankState, SharePlan, find_pieces, flatten_tensors, plan_shares
 from snapshot.registry import open_storage
 from snapshot.runtime.host_memory import total_memory
-from snapshot.runtime.loop import refuse_on_loop, work_on
+from snapshot.runtime.loop import refuse_on_loop, run, work_on
 from snapshot.tensors.digest import digest_range
 from snapshot.text import size_text
 from snapshot.url import URL
@@ -110,6 +112,15 @@ class Publisher:
         self._pending: PendingPublish | None = None
         self._known: dict[int, int | None] = {}
         self._warned = False
+        self._resumed: Path | None = None
+
+    def resume_from(self, folder: str | os.PathLike[str]) -> None:
+        """Let the next version be a delta of a version that a `Subscriber` has pulled into a local folder.
+
+        Otherwise, the first version of a publisher is complete. All ranks must have the folder, and it must be the
+        newest version then. If it does not fit, the next version is complete, and the log says why.
+        """
+        self._resumed = Path(os.path.realpath(folder))
 
     def publish(self, step: int, state: Any) -> PendingPublish:
         """Publish a model or a state dict as the next version. All ranks call it.
@@ -134,6 +145,9 @@ class Publisher:
         with Exchange(ranks_of(self._pg), "publish", timeout) as exchange:
             own, held = find_pieces(flatten_tensors(state))
             plan = self._plan(exchange, own)
+            if self._resumed is not None:
+                self._base = run(load_base(self._url, self._options, self._resumed, plan.owned(exchange.rank)))
+                self._resumed = None
             image = self._take_image(plan, exchange.rank)
             gather_pieces(exchange, plan, held, image)
             publication = Publication(
