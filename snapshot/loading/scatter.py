@@ -59,16 +59,43 @@ def add_requests(
         requests.append(request_all(path, stored, 0, place, live))
         requests[-1].device = device
         return shared.numel
-    begin, end = stored.byte_range
+    begin = stored.byte_range[0]
+    inner = shared.relative_to(piece.offsets)
     last = -1
-    for first, stop in find_flat_ranges(piece.sizes, shared.relative_to(piece.offsets), _GAP // itemsize):
-        low = begin + first * itemsize // BLOCK * BLOCK
-        high = min(end, begin + -(-stop * itemsize // BLOCK) * BLOCK)
+    if same and is_flat_range(piece.sizes, inner) and is_flat_range(box.sizes, within):
+        address = target.data_ptr() + find_flat_ranges(box.sizes, within, 0)[0][0] * itemsize
+        for first, stop in find_flat_ranges(piece.sizes, inner, 0):
+            wanted = begin + first * itemsize, begin + stop * itemsize
+            low, high = _whole_blocks(stored, *wanted)
+            if low < high:  # straight to its destination; the rest of the range are parts of blocks
+                direct = ReadRequest(path, stored, stored.location, low, high, address + low - wanted[0], None, live)
+                requests.append(direct)
+                edges = [(wanted[0], low), (high, wanted[1])]
+                for edge in (each for each in edges if each[0] < each[1]):
+                    low, high = _enclosing_blocks(stored, *edge)
+                    requests.append(ReadRequest(path, stored, stored.location, low, high, 0, place, live))
+                return shared.numel
+    for first, stop in find_flat_ranges(piece.sizes, inner, _GAP // itemsize):
+        low, high = _enclosing_blocks(stored, begin + first * itemsize, begin + stop * itemsize)
         low = max(low, last)
         if low < high:
             requests.append(ReadRequest(path, stored, stored.location, low, high, 0, place, live, device=device))
             last = high
     return shared.numel
+
+
+def _enclosing_blocks(stored: e.TensorEntry, low: int, high: int) -> tuple[int, int]:
+    """Return the shortest range of whole blocks that contains a range of a file."""
+    begin, end = stored.byte_range
+    return begin + (low - begin) // BLOCK * BLOCK, min(end, begin + -(-(high - begin) // BLOCK) * BLOCK)
+
+
+def _whole_blocks(stored: e.TensorEntry, low: int, high: int) -> tuple[int, int]:
+    """Return the longest range of whole blocks in a range of a file; all of it if there are no digests."""
+    if stored.digest is None:
+        return low, high
+    begin, end = stored.byte_range
+    return begin + -(-(low - begin) // BLOCK) * BLOCK, high if high == end else begin + (high - begin) // BLOCK * BLOCK
 
 
 def add_unpacked_requests(
