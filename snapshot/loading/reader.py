@@ -26,7 +26,7 @@ from snapshot.formats.embedded_tensors import (
     is_archived,
     is_streamed,
 )
-from snapshot.loading.requests import BlockCheck, ReadRequest
+from snapshot.loading.requests import BlockCheck, ReadRequest, slot_bytes
 from snapshot.loading.unpack import Unpack, open_packed, unpack_whole
 from snapshot.loading.uploads import Uploads
 from snapshot.manifest.entries import TensorEntry
@@ -311,7 +311,7 @@ class Reader:
             raise
 
     async def _fetch(self, part: ReadPart, requests: Sequence[ReadRequest]) -> None:
-        scratch = _slot_bytes(part, requests)
+        scratch = slot_bytes(part, requests)
         if scratch:
             pinning = self._uploads.pinning(requests[segment.request] for segment in part.segments)
             async with self._budget.slot(scratch, pinning) as slot:
@@ -413,14 +413,3 @@ class Reader:
 
 def _touched_text(names: set[str]) -> str:
     return f"; live tensors that were written: {', '.join(sorted(names))}" if names else ""
-
-
-def _slot_bytes(part: ReadPart, requests: Sequence[ReadRequest]) -> int:
-    """Return the slot size of a part: its bytes to place, aligned to 16, and its gaps."""
-    used, position = 0, part.begin
-    for segment in part.segments:
-        used += max(0, segment.begin - position)
-        if not requests[segment.request].address:
-            used = -(-used // 16) * 16 + segment.end - segment.begin
-        position = segment.end
-    return used
