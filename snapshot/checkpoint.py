@@ -96,7 +96,7 @@ class Checkpoint:
             memory_budget_bytes,
             lambda session, document: read_object(
                 session,
-                map_document(document, map),
+                map_document(session, document, map),
                 path,
                 obj_out,
                 box,
@@ -118,7 +118,7 @@ class Checkpoint:
         return self._read(
             None,
             lambda session, document: read_state_dict(
-                session, map_document(document, map), key, number, allow_pickle=self._allow_pickle
+                session, map_document(session, document, map), key, number, allow_pickle=self._allow_pickle
             ),
         )
 

@@ -52,8 +52,11 @@ def _filled(text: str) -> str:
 # Arguments of several verbs
 
 
-def add_storage(parser: argparse.ArgumentParser, *prefixes: str) -> None:
-    """Add `-o` and `--options` for the storage plugin. With prefixes, also add those for one of several URLs."""
+def add_storage(parser: argparse.ArgumentParser, *prefixes: str, short: bool = True) -> None:
+    """Add `-o` and `--options` for the storage plugin. With prefixes, also add those for one of several URLs.
+
+    If not `short`, `-o` has another meaning: each option must have a prefix, or be in a file.
+    """
     group = parser.add_argument_group(
         "storage options",
         _filled(
@@ -64,15 +67,18 @@ def add_storage(parser: argparse.ArgumentParser, *prefixes: str) -> None:
     for prefix in ("", *prefixes):
         flags = [f"--{prefix}-o"] if prefix else ["-o"]
         which = {"src": " of the source only", "dst": " of the destination only"}.get(prefix, "")
-        group.add_argument(
-            *flags,
-            action="append",
-            default=[],
-            type=assignment,
-            dest=f"{prefix}_o".lstrip("_"),
-            metavar="KEY=VALUE",
-            help=f"an option{which}; repeatable; a.b=1 is {{a: {{b: 1}}}}; VALUE is JSON if it parses as JSON",
-        )
+        if prefix or short:
+            group.add_argument(
+                *flags,
+                action="append",
+                default=[],
+                type=assignment,
+                dest=f"{prefix}_o".lstrip("_"),
+                metavar="KEY=VALUE",
+                help=f"an option{which}; repeatable; a.b=1 is {{a: {{b: 1}}}}; VALUE is JSON if it parses as JSON",
+            )
+        else:
+            parser.set_defaults(o=[])
         flag = f"--{prefix}-options" if prefix else "--options"
         group.add_argument(
             flag, type=options_file, default={}, metavar="FILE", help=f"a file of options{which}: YAML or JSON"

@@ -63,7 +63,7 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("--map-config", metavar="FILE", help="a config.json of Hugging Face with the sizes of the map")
     parser.add_argument("--map-reverse", action="store_true", help="use the reverse of the map")
-    parser.add_argument("--dtype", type=_dtype, help="cast floating point tensors to this dtype, such as bfloat16")
+    parser.add_argument("--dtype", type=float_dtype, help="cast floating point tensors to this dtype, such as bfloat16")
     parser.add_argument(
         "--shard",
         type=size,
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     with in_our_words(), explain_missing(arguments.source, options), bar("convert") as show:
         report = source.convert(
             arguments.target,
-            arguments.to or _by_name(arguments.target),
+            arguments.to or format_by_name(arguments.target),
             select=arguments.select,
             exclude=arguments.exclude,
             rename=dict(arguments.rename) or None,
@@ -117,7 +117,7 @@ _ENDING = re.compile(r"[^/]\.[A-Za-z][A-Za-z0-9_-]*$")
 """Suffix of a file name: `step-1.5` and `.hidden` have none."""
 
 
-def _by_name(target: str) -> str:
+def format_by_name(target: str) -> str:
     """Return the format for the suffix of a name; raise ValueError if the suffix is unknown."""
     found = _ENDING.search(URL.parse(target).location)
     ending = "" if found is None else found[0][1:].lower()
@@ -129,7 +129,8 @@ def _by_name(target: str) -> str:
     return _ENDINGS[ending]
 
 
-def _dtype(text: str) -> torch.dtype:
+def float_dtype(text: str) -> torch.dtype:
+    """Return a floating-point dtype by its name."""
     found = BY_NAME.get(text.removeprefix("torch."))
     if found is None or not found.is_floating_point:
         raise argparse.ArgumentTypeError(f"must be a floating point dtype of torch, got {text!r}")

@@ -7,6 +7,7 @@ VERBS = {
     "diff": "show the differences between two snapshots",
     "cp": "copy a snapshot from one storage to another",
     "convert": "write a checkpoint in another format: snapshot, safetensors, torch, dcp",
+    "merge": "average checkpoints, or add them with weights",
     "report": "draw a snapshot as an HTML page",
     "rm": "remove a snapshot, and leftovers of interrupted takes",
     "prune": "remove the steps of a folder that a policy does not keep",

@@ -56,7 +56,7 @@ def request_mapped(
 
 
 def _view_box(grid: Grid, target: torch.Tensor, box: Box) -> torch.Tensor | None:
-    """Return the places of a grid's elements in the target, in the axes of the source. None if they are no box."""
+    """Return the places of a grid's elements in the target, in the axes of the source; None unless they are a box."""
     axes = grid.source_axes()
     if axes is None:
         return None

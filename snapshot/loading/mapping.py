@@ -6,19 +6,30 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
+import torch
 
 from snapshot.errors import RestoreError
+from snapshot.loading.open import expect_files
+from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document
 from snapshot.manifest.paths import add_parents, decode_component, encode_component
 from snapshot.manifest.rank_view import RankView, adopt_entry, is_shared, make_rank_view, rename_entries
+from snapshot.manifest.validate import check_tensor, find_locations
 from snapshot.maps.grid import Grid
 from snapshot.maps.recipe import Spec, Target
 from snapshot.maps.tensor_map import MapPlan, TensorMap
+from snapshot.runtime.loop import run
+from snapshot.runtime.session import Session
+from snapshot.tensors.dtypes import BY_NAME
+from snapshot.tensors.geometry import split_shape
+
+_COMPARED = 8 << 20
+"""Bytes of a tensor that are compared at once."""
 
 
-def map_view(view: RankView, tensor_map: TensorMap | None) -> RankView:
-    """Return a view with mapped tensors.
+def map_view(session: Session, document: Document, view: RankView, tensor_map: TensorMap | None) -> RankView:
+    """Return a view of a checkpoint with mapped tensors.
 
     The rules name tensors below a level of the state, such as `model`. Its tensors are replaced, and everything else
     stays.
@@ -35,7 +46,7 @@ def map_view(view: RankView, tensor_map: TensorMap | None) -> RankView:
     for base, names in bases.items():
         own = {name: tensors[path] for name, path in names.items()}
         plan = tensor_map.plan({name: Spec(each.dtype, tuple(each.shape)) for name, each in own.items()})
-        _expect_equal(own, plan)
+        _expect_equal(session, document, own, plan)
         made |= {_join(base, name): entry for name, entry in _map_entries(own, plan).items()}
         gone |= set(names.values())
         gone |= {
@@ -55,7 +66,7 @@ def map_view(view: RankView, tensor_map: TensorMap | None) -> RankView:
     return RankView(_with_containers(kept, view.entries, gone), elsewhere, view.withheld, view.gone, view.unknown)
 
 
-def map_document(document: Document, tensor_map: TensorMap | None) -> Document:
+def map_document(session: Session, document: Document, tensor_map: TensorMap | None) -> Document:
     """Return a checkpoint with mapped tensors, as the state of a single rank.
 
     Tensors that only one rank has, such as those of a pipeline stage, are part of it.
@@ -64,7 +75,7 @@ def map_document(document: Document, tensor_map: TensorMap | None) -> Document:
         return document
     view = make_rank_view(document.manifest, 0, document.world_size, document.world_size)
     several = _adopt_from_ranks(document, view)
-    made = map_view(view, tensor_map)
+    made = map_view(session, document, view, tensor_map)
     wrong = sorted(path for path in several if any(tensor_map.matches(name) for _, name in _names_below(path)))
     if wrong:
         raise RestoreError(f"{wrong[0]}: several ranks have a tensor of this name, each with its own values", wrong)
@@ -152,15 +163,42 @@ def _map_entry(own: Mapping[str, e.AnyTensor], target: Target) -> e.AnyTensor:
     return e.MappedTensorEntry(target.dtype, target.shape, parts)
 
 
-def _expect_equal(own: Mapping[str, e.AnyTensor], plan: MapPlan) -> None:
-    """Raise unless names of one tensor are known to hold the same values."""
+def _expect_equal(session: Session, document: Document, own: Mapping[str, e.AnyTensor], plan: MapPlan) -> None:
+    """Raise unless names of one tensor hold the same values. Values are read if there are no digests."""
     wrong = [
-        f"{other} must equal {first}, since only one of them is used; drop one of them"
+        f"{other} must equal {first}, since only one of them is used"
         for first, other in plan.equal
         if _contents(own[first]) != _contents(own[other])
+        and not (_may_be_equal(own[first], own[other]) and _are_equal(session, document, own[first], own[other]))
     ]
     if wrong:
         raise RestoreError(f"the tensor map does not fit: {'; '.join(wrong)}", wrong)
+
+
+def _may_be_equal(first: e.AnyTensor, other: e.AnyTensor) -> bool:
+    """Return False if digests tell that two tensors differ. Both have the same dtype and shape."""
+    one, two = (entry.pieces() for entry in (first, other))
+    if [box for box, _ in one] != [box for box, _ in two]:
+        return True
+    digests = [(a.digest, b.digest) for (_, a), (_, b) in zip(one, two, strict=True)]
+    return all(a is None or b is None or a == b for a, b in digests)
+
+
+def _are_equal(session: Session, document: Document, first: e.AnyTensor, other: e.AnyTensor) -> bool:
+    """Read two tensors part by part, and compare their bytes."""
+    dtype = BY_NAME[first.dtype]
+    for entry in (first, other):
+        check_tensor("a tensor with two names", entry, document.files)
+    run(expect_files(session, document, find_locations({"first": first, "other": other}, document.files)))
+    for box in split_shape(tuple(first.shape), _COMPARED // dtype.itemsize):
+        read_plan = ReadPlan(document.files)
+        held = [torch.empty(box.sizes, dtype=dtype) for _ in range(2)]
+        for entry, target in zip((first, other), held, strict=True):
+            read_plan.into_box("a tensor with two names", entry, box, target)
+        read_plan.execute(session, verify=True)
+        if not torch.equal(*(each.reshape(-1).view(torch.uint8) for each in held)):
+            return False
+    return True
 
 
 def _contents(entry: e.AnyTensor) -> list[Any]:

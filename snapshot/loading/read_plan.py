@@ -112,12 +112,8 @@ class ReadPlan:
             self.values[path] = self._made[key]
             return
         tensor = self._plain(path, entry, device, dtype)
-        if subclass is None and not requires_grad:
-            self._keep(path, key, tensor)
-            return
-        self._keep(path, key, composite.restore_class(path, tensor, subclass, requires_grad))
-
-    def _keep(self, path: str, key: Any, tensor: torch.Tensor) -> None:
+        if subclass is not None or requires_grad:
+            tensor = composite.restore_class(path, tensor, subclass, requires_grad)
         self.values[path] = tensor
         if key:
             self._made[key] = tensor

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from snapshot.aio import in_thread, run_inline, shielded
+from snapshot.aio import in_thread, inline, run_inline, shielded
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
 from snapshot.events import emit
 from snapshot.formats.embedded_tensors import (
@@ -26,7 +26,7 @@ from snapshot.formats.embedded_tensors import (
     is_archived,
     is_streamed,
 )
-from snapshot.loading.requests import BlockCheck, ReadRequest
+from snapshot.loading.requests import BlockCheck, ReadRequest, slot_bytes
 from snapshot.loading.unpack import Unpack, open_packed, unpack_whole
 from snapshot.loading.uploads import Uploads
 from snapshot.manifest.entries import TensorEntry
@@ -147,6 +147,9 @@ class Reader:
             self._uploads = Uploads(requests, self._budget.total)
             if self._verify:
                 await self.prepare_checks(requests)
+            if inline():  # the caller reads several times in one thread
+                await lane()
+                return
             if self._blocking:
                 lanes += [asyncio.create_task(in_thread(run_inline, lane)) for _ in range(self._lanes)]
             else:
@@ -154,7 +157,8 @@ class Reader:
             await asyncio.gather(*lanes)
         except BaseException as error:
             self._stopped = True
-            await shielded(cancel_all(lanes))
+            if lanes:
+                await shielded(cancel_all(lanes))
             if isinstance(error, (CorruptSnapshotError, StorageNotFoundError)):
                 raise CorruptSnapshotError(
                     f"{error}{_touched_text(self.result.touched)}",
@@ -294,7 +298,12 @@ class Reader:
             self.result.bytes_read += part.end - part.begin
             self.result.requests += 1
 
-        reads = [asyncio.create_task(read(part)) for part in plan_reads(ranges, self._part, self._gap)]
+        parts = plan_reads(ranges, self._part, self._gap)
+        if inline():
+            for part in parts:
+                await read(part)
+            return
+        reads = [asyncio.create_task(read(part)) for part in parts]
         try:
             await asyncio.gather(*reads)
         except BaseException:
@@ -302,7 +311,7 @@ class Reader:
             raise
 
     async def _fetch(self, part: ReadPart, requests: Sequence[ReadRequest]) -> None:
-        scratch = _slot_bytes(part, requests)
+        scratch = slot_bytes(part, requests)
         if scratch:
             pinning = self._uploads.pinning(requests[segment.request] for segment in part.segments)
             async with self._budget.slot(scratch, pinning) as slot:
@@ -404,14 +413,3 @@ class Reader:
 
 def _touched_text(names: set[str]) -> str:
     return f"; live tensors that were written: {', '.join(sorted(names))}" if names else ""
-
-
-def _slot_bytes(part: ReadPart, requests: Sequence[ReadRequest]) -> int:
-    """Return the slot size of a part: its bytes to place, aligned to 16, and its gaps."""
-    used, position = 0, part.begin
-    for segment in part.segments:
-        used += max(0, segment.begin - position)
-        if not requests[segment.request].address:
-            used = -(-used // 16) * 16 + segment.end - segment.begin
-        position = segment.end
-    return used

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
 
 from snapshot.formats.embedded_tensors import EmbeddedLayout
 from snapshot.manifest.entries import ObjectEntry, TensorEntry
+from snapshot.plan.coalesce import ReadPart
 from snapshot.runtime.arena import Slot
 from snapshot.tensors.digest import BLOCK, SIZE, block_digest
 
@@ -42,6 +43,17 @@ def request_all(
     """Return the request for a whole stored range."""
     begin, end = stored.byte_range
     return ReadRequest(name, stored, stored.location, begin, end, address, place, live)
+
+
+def slot_bytes(part: ReadPart, requests: Sequence[ReadRequest]) -> int:
+    """Return the slot size of a part: its bytes to place, aligned to 16, and its gaps."""
+    used, position = 0, part.begin
+    for segment in part.segments:
+        used += max(0, segment.begin - position)
+        if not requests[segment.request].address:
+            used = -(-used // 16) * 16 + segment.end - segment.begin
+        position = segment.end
+    return used
 
 
 class BlockCheck:

@@ -126,9 +126,9 @@ class _Planner:
 
     def _view(self, app_state: Mapping[str, Any]) -> RankView:
         """Return the snapshot as this rank sees it, with the application's names."""
-        document, rename = self._document, self._options.rename
+        session, document, rename = self._session, self._document, self._options.rename
         view = make_rank_view(document.manifest, self._exchange.rank, document.world_size, self._exchange.world)
-        view = map_view(below_only_key(document, view, app_state), self._options.map)
+        view = map_view(session, document, below_only_key(document, view, app_state), self._options.map)
         if rename:
             self._change = compile_rename(rename, {**view.elsewhere, **view.entries})[0]
             view = follow_rename(view, rename, app_state)

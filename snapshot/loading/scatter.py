@@ -60,7 +60,22 @@ def add_requests(
         requests.append(request_all(path, stored, 0, place, live))
         requests[-1].device = device
         return shared.numel
-    requests += _request_box(path, stored, shared.relative_to(piece.offsets), place, live=live, device=device)
+    begin = stored.byte_range[0]
+    inner = shared.relative_to(piece.offsets)
+    if same and is_flat_range(piece.sizes, inner) and is_flat_range(box.sizes, within):
+        address = target.data_ptr() + find_flat_ranges(box.sizes, within, 0)[0][0] * itemsize
+        for first, stop in find_flat_ranges(piece.sizes, inner, 0):
+            wanted = begin + first * itemsize, begin + stop * itemsize
+            low, high = _whole_blocks(stored, *wanted)
+            if low < high:  # straight to its destination; the rest of the range are parts of blocks
+                direct = ReadRequest(path, stored, stored.location, low, high, address + low - wanted[0], None, live)
+                requests.append(direct)
+                edges = [(wanted[0], low), (high, wanted[1])]
+                for edge in (each for each in edges if each[0] < each[1]):
+                    low, high = _enclosing_blocks(stored, *edge)
+                    requests.append(ReadRequest(path, stored, stored.location, low, high, 0, place, live))
+                return shared.numel
+    requests += _request_box(path, stored, inner, place, live=live, device=device)
     return shared.numel
 
 
@@ -69,11 +84,9 @@ def _request_box(
 ) -> Iterator[ReadRequest]:
     """Yield requests for whole blocks that cover a box of a stored piece."""
     itemsize = ITEMSIZE[stored.dtype]
-    begin, end = stored.byte_range
-    last = -1
+    begin, last = stored.byte_range[0], -1
     for first, stop in find_flat_ranges(stored.shape, box, _GAP // itemsize):
-        low = begin + first * itemsize // BLOCK * BLOCK
-        high = min(end, begin + -(-stop * itemsize // BLOCK) * BLOCK)
+        low, high = _enclosing_blocks(stored, begin + first * itemsize, begin + stop * itemsize)
         low = max(low, last)
         if low < high:
             yield ReadRequest(path, stored, stored.location, low, high, 0, place, live, device=device)
@@ -102,6 +115,20 @@ def request_grid(
 
     inner = shared.relative_to(piece.offsets)
     yield from _request_box(path, stored, inner, place, live=live, device=accelerator_of(target))
+
+
+def _enclosing_blocks(stored: e.TensorEntry, low: int, high: int) -> tuple[int, int]:
+    """Return the shortest range of whole blocks that contains a range of a file."""
+    begin, end = stored.byte_range
+    return begin + (low - begin) // BLOCK * BLOCK, min(end, begin + -(-(high - begin) // BLOCK) * BLOCK)
+
+
+def _whole_blocks(stored: e.TensorEntry, low: int, high: int) -> tuple[int, int]:
+    """Return the longest range of whole blocks in a range of a file; all of it if there are no digests."""
+    if stored.digest is None:
+        return low, high
+    begin, end = stored.byte_range
+    return begin + -(-(low - begin) // BLOCK) * BLOCK, high if high == end else begin + (high - begin) // BLOCK * BLOCK
 
 
 def add_unpacked_requests(

@@ -52,7 +52,7 @@ class Made(NamedTuple):
     ties: dict[str, str]
     """Names of further targets that are the same tensor as another one."""
     equal: list[tuple[str, str]]
-    """Pairs of sources of which only the first is used, since both must hold the same values."""
+    """Pairs of sources that must hold the same values. Only the first of each is used."""
 
 
 Found = Mapping[tuple[int, tuple[str, ...]], str]

@@ -26,7 +26,7 @@ class MapPlan(NamedTuple):
     ties: dict[str, str]
     """Name -> the target that it is the same tensor as."""
     equal: list[tuple[str, str]]
-    """Pairs of sources of which only the first is used: both must hold the same values."""
+    """Pairs of sources that must hold the same values. Only the first of each is used."""
     dropped: list[str]
     """Sources that are not in any target."""
 

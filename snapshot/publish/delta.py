@@ -61,7 +61,7 @@ class EncodedDelta:
 
 
 def sum_blocks(table: Sequence[bytes]) -> TensorSums:
-    """Return the sums of a tensor from the digests of its blocks, of which there is at least one."""
+    """Return the sums of a tensor from the digests of its blocks. There is at least one."""
     joined = b"".join(table)
     return TensorSums(f"xxh3:{joined.hex()}" if len(table) == 1 else digest_table(joined), joined)
 

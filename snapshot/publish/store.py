@@ -62,8 +62,8 @@ class VersionStore:
     async def chain(self, newest: Index, is_here: Callable[[int, str], bool]) -> list[Index]:
         """Return the versions that lead to `newest`, in order, each the base of the next.
 
-        The first one is complete, or its base is a version for which `is_here` returns True. It is called with a number
-        and the digest that the index of that version must have, which is empty if unknown.
+        The first one is complete, or its base is already here. `is_here` is called with a number, and with the digest
+        that the index of that version must have. The digest is empty if it is unknown.
         """
         links = [newest]
         while (base := links[-1].base) is not None and not is_here(base, links[-1].details.base):

@@ -27,7 +27,7 @@ from snapshot.text import listed
 from snapshot.url import URL
 
 RETRIES = 5
-"""How often the store is listed again, because versions were deleted during a pull."""
+"""Maximum number of listings of the store, if versions are deleted during a pull."""
 
 
 class Subscriber:

@@ -155,8 +155,14 @@ class CheckpointStager(Stager):
             self._used.append((index, end - begin))
         return copies
 
+    async def reads_parts(self, index: int) -> bool:
+        """Return True if a tensor is read part by part, not once as a whole."""
+        return await self._whole(index, self._origins[index]) is None
+
     async def _whole(self, index: int, entry: AnyTensor) -> torch.Tensor | None:
         """Return the whole tensor if reading it part by part would read its bytes repeatedly, otherwise None."""
+        if index in self._parted:
+            return None
         async with self._making:  # several files may contain parts of the tensor
             if index in self._parted:
                 return None

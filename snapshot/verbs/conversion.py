@@ -123,7 +123,7 @@ def convert_checkpoint(
     began = time.perf_counter()
     source = Session(origin, options, budget=output.budget)
     try:
-        document = map_document(run(open_document(source)), choice.map)
+        document = map_document(source, run(open_document(source)), choice.map)
         run(expect_files(source, document, selected_locations(document, choice.select, choice.exclude)))
         if choice.verify:
             expect_archive_checksums(source, stored_in(document.manifest), document.files)

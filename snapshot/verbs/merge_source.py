@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-from snapshot.aio import gather_limited, in_thread, shielded
+from snapshot.aio import gather_limited, in_thread, run_inline, shielded
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest.entries import AnyTensor
 from snapshot.plan.layout import Extent, FilePart, FilePlan
@@ -63,6 +63,7 @@ class MergeStager(CheckpointStager):
         self._groups: list[Group | None] = [plan.group(origin) for origin in origins]
         self._mix = mix
         self._scratch = scratch
+        self._blocking = all(side.session.storage.capabilities.blocking for side in sides)
         self._sources = []
         for number, side in enumerate(sides):
             own = [group.entries[number] if group is not None else None for group in self._groups]
@@ -134,23 +135,41 @@ class MergeStager(CheckpointStager):
                 extents.append(Extent(piece.leaf, position, position + length, piece.first * itemsize))
                 position += -(-length // _ALIGNED) * _ALIGNED
         async with self._scratch.slot(position) as scratch:
-            reads = [
-                asyncio.create_task(
-                    source.fetch(
-                        FilePlan(b"", tuple(extents), position),
-                        FilePart(0, position, 0, len(extents)),
-                        scratch,
-                        self._scratch,
-                    )
-                )
-                for source, extents in zip(self._sources, files, strict=True)
-            ]
+
+            def read(number: int) -> Coroutine[Any, Any, StagedPart]:
+                file = FilePlan(b"", tuple(files[number]), position)
+                part = FilePart(0, position, 0, len(file.extents))
+                return self._sources[number].fetch(file, part, scratch, self._scratch)
+
+            if await self._is_blocking(batch):
+                await in_thread(self._read_and_mix, read, batch, files, scratch, slot)
+                return
+            reads = [asyncio.create_task(read(number)) for number in range(len(self._sources))]
             try:
                 await asyncio.gather(*reads)
             except BaseException:
                 await shielded(cancel_all(reads))
                 raise
             await in_thread(self._mix_all, batch, files, scratch, slot)
+
+    async def _is_blocking(self, batch: Sequence[_Piece]) -> bool:
+        """Return True if one thread can read a batch from all checkpoints, which is faster than many short tasks."""
+        if not self._blocking:
+            return False
+        leaves = {piece.leaf for piece in batch}
+        return all([await source.reads_parts(leaf) for source in self._sources for leaf in leaves])
+
+    def _read_and_mix(
+        self,
+        read: Callable[[int], Coroutine[Any, Any, StagedPart]],
+        batch: Sequence[_Piece],
+        files: Sequence[Sequence[Extent]],
+        scratch: Slot,
+        slot: Slot,
+    ) -> None:
+        for number in range(len(self._sources)):
+            run_inline(read, number)
+        self._mix_all(batch, files, scratch, slot)
 
     def _mix_all(self, batch: Sequence[_Piece], files: Sequence[Sequence[Extent]], scratch: Slot, slot: Slot) -> None:
         for piece, *extents in zip(batch, *files, strict=True):

@@ -100,5 +100,5 @@ def load_tensors(
     session: Session, choice: Selection, plan: LoadPlan | None, device: torch.device, meter: Meter
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint by name."""
-    document = map_document(run(open_document(session)), choice.map)
+    document = map_document(session, run(open_document(session)), choice.map)
     return Loading(document, choice, plan, device).read(session, meter)

@@ -17,7 +17,7 @@ from snapshot.cli.arguments import add_storage, handed_on, options_of
 from snapshot.cli.bench import NameList, count, device_name, header, positive
 from snapshot.errors import SnapshotError
 from snapshot.runtime.cleanup_signals import unwind_on_signals
-from tests.benchmarks import background, dcp, formats, multi_rank, object_store, planning_scale, publish, tiers
+from tests.benchmarks import background, dcp, formats, maps, multi_rank, object_store, planning_scale, publish, tiers
 from tests.benchmarks.background_systems import TRAINED
 
 
@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add("store", "S3's clients alone and this library over them, on loopback or at an s3:// URL", _store)
     add("dcp", "torch.distributed.checkpoint with its own storage and with this library's", _dcp)
     add("formats", "how checkpoints of other libraries are read and converted", _formats)
+    add("maps", "exports with tensor maps, beside raw reads and writes", _maps)
     add("tiers", "takes, steps and restores with near folders, beside raw transfers", _tiers)
     add("publish", "weights as deltas: each stage, a publish and a pull, beside raw copies", _publish)
     return parser
@@ -78,6 +79,14 @@ def _publish(arguments: argparse.Namespace) -> Iterable[str]:
         if not where.local:
             raise ValueError("the store must be a folder")
         yield from publish.compare(Path(where.text()), arguments.scale, arguments.rounds)
+
+
+def _maps(arguments: argparse.Namespace) -> Iterable[str]:
+    with place(arguments.url) as where:
+        yield header(describe(where), arguments.scale, arguments.rounds)
+        if not where.local:
+            raise ValueError("the place must be a folder")
+        yield from maps.compare(Path(where.text()), arguments.scale, arguments.rounds)
 
 
 def _tiers(arguments: argparse.Namespace) -> Iterable[str]:

@@ -17,7 +17,20 @@ NAMES = list(VERBS)
 
 
 def test_the_verbs_are_all_there():
-    assert {"ls", "show", "verify", "diff", "cp", "convert", "rm", "prune", "bench", "doctor", "report"} <= set(NAMES)
+    assert {
+        "ls",
+        "show",
+        "verify",
+        "diff",
+        "cp",
+        "convert",
+        "merge",
+        "rm",
+        "prune",
+        "bench",
+        "doctor",
+        "report",
+    } <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -39,7 +52,7 @@ def test_each_verb_takes_storage_options(name):
     (verbs,) = (each for each in parser()._actions if each.dest == "==SUPPRESS==" or each.choices)
     flags = {flag for action in verbs.choices[name]._actions for flag in action.option_strings}
     assert {"-o", "--options"} <= flags
-    if name in ("cp", "convert"):
+    if name in ("cp", "convert", "merge"):
         assert {"--src-o", "--dst-o"} <= flags
 
 

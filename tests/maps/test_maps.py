@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import snapshot
 from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict, TensorMap
 from snapshot.cli import main
 from tests.helpers.rank_pool import Pool
@@ -140,15 +141,23 @@ def test_the_reverse_brings_back_what_was_not_dropped_or_rounded(tmp_path):
 
 
 def test_names_of_one_tensor_must_hold_the_same_values(tmp_path):
-    same = torch.randn(4)
+    value = torch.randn(4)
     back = TensorMap(["emb -> a, b"]).reversed()
-    snapshot = Snapshot.take(str(tmp_path / "same"), {"model": StateDict(a=same, b=same.clone())})
-    assert torch.equal(snapshot.get_state_dict_for_key("model", map=back)["emb"], same)  # equal digests
-    other = Snapshot.take(str(tmp_path / "other"), {"model": StateDict(a=same, b=same + 1)})
-    with pytest.raises(RestoreError, match=r"b must equal a, since only one of them is used; drop one of them"):
+    same = Snapshot.take(str(tmp_path / "same"), {"model": StateDict(a=value, b=value.clone())})
+    assert torch.equal(same.get_state_dict_for_key("model", map=back)["emb"], value)  # equal digests
+    other = Snapshot.take(str(tmp_path / "other"), {"model": StateDict(a=value, b=value + 1)})
+    with pytest.raises(RestoreError, match=r"b must equal a, since only one of them is used"):
         other.get_state_dict_for_key("model", map=back)
-    one = Snapshot.take(str(tmp_path / "one"), {"model": StateDict(b=same)})
-    assert torch.equal(one.get_state_dict_for_key("model", map=back)["emb"], same)
+    for taken_there, fits in ((same, True), (other, False)):  # no digests: the values are compared
+        taken_there.convert(str(tmp_path / f"dcp-{fits}"), "dcp")
+        foreign = Snapshot(str(tmp_path / f"dcp-{fits}"))
+        if fits:
+            assert torch.equal(foreign.get_state_dict_for_key("model", map=back)["emb"], value)
+        else:
+            with pytest.raises(RestoreError, match="b must equal a"):
+                foreign.get_state_dict_for_key("model", map=back)
+    one = Snapshot.take(str(tmp_path / "one"), {"model": StateDict(b=value)})
+    assert torch.equal(one.get_state_dict_for_key("model", map=back)["emb"], value)
 
 
 def test_a_state_that_does_not_fit_is_refused_with_all_reasons(tmp_path):
@@ -234,6 +243,12 @@ def test_parts_of_any_size_are_exact(data, tmp_path_factory):
     made = Snapshot(str(folder / "made"))
     assert torch.equal(made.read_object("a"), want_a)
     assert torch.equal(made.read_object("b"), want_b)
+
+
+def test_load_takes_a_map(checkpoint):
+    keys = {path.split("/")[1] for path in checkpoint.get_manifest()}
+    got = snapshot.load(checkpoint.path, map=MAP, select=["model/**"] if "model" in keys else ())
+    assert_same({name.removeprefix("model."): each for name, each in got.items()}, targets(sources()))
 
 
 # Ranks

@@ -1,0 +1,136 @@
+"""`snapshot merge`: average checkpoints, or add them with weights."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from snapshot.cli.arguments import (
+    Verbs,
+    add_json,
+    add_memory,
+    add_pickle,
+    add_select,
+    add_storage,
+    options_of,
+    size,
+    verb,
+)
+from snapshot.cli.convert import float_dtype, format_by_name
+from snapshot.cli.cp import in_our_words
+from snapshot.cli.locate import explain_missing
+from snapshot.cli.screen import as_json, bar, printable, wrapped
+from snapshot.cli.status import ExitStatus
+from snapshot.errors import RestoreError, SnapshotNotFoundError
+from snapshot.formats.safetensors import SHARD
+from snapshot.url import URL
+from snapshot.verbs.conversion import FORMATS
+from snapshot.verbs.merging import OTHERS
+from snapshot.weights import merge
+
+
+def add(verbs: Verbs) -> None:
+    """Describe the verb's arguments."""
+    parser = verb(
+        verbs,
+        "merge",
+        "Write the average, a weighted sum, or an exponential moving average of checkpoints. They may have different "
+        "formats, storages and splits, but need tensors of the same names and shapes. They are read and written part "
+        "by part, added in float32 and verified. Values that are not tensors are those of the first source.",
+        [
+            ("merge run/step-100 run/step-200 run/step-300 -o soup", "the average"),
+            ("merge a.safetensors b.safetensors -o c.safetensors --weights 0.7,0.3", "a weighted sum"),
+            ("merge run/step-* -o ema.safetensors --ema 0.999 --select 'model/**'", "a moving average, oldest first"),
+        ],
+        run,
+    )
+    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="anything that Snapshot(path) opens; at least 2")
+    parser.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        metavar="OUT",
+        help="a folder; a file for torch, and for safetensors with that suffix",
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--average", action="store_true", help="the sum, divided by the number of sources (default)")
+    how.add_argument("--weights", type=_numbers, metavar="LIST", help="a factor for each source: 0.5,0.3,0.2")
+    how.add_argument("--ema", type=float, metavar="DECAY", help="a moving average over the sources in order of time")
+    parser.add_argument(
+        "--others",
+        choices=OTHERS,
+        default=OTHERS[0],
+        help="integer, bool, sparse and quantised tensors must be equal in all sources (default), or are those of the "
+        "first one",
+    )
+    parser.add_argument("--to", choices=FORMATS, help="default: by the suffix of OUT; snapshot without a suffix")
+    add_select(parser)
+    parser.add_argument("--dtype", type=float_dtype, help="dtype of floating point tensors, if not the first source's")
+    parser.add_argument(
+        "--shard",
+        type=size,
+        default=SHARD,
+        metavar="SIZE",
+        help="maximum file size if there are several files, such as 5GB",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing target")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare digests and checksums")
+    add_memory(parser)
+    add_pickle(parser)
+    add_json(parser)
+    add_storage(parser, "src", "dst", short=False)
+
+
+def run(arguments: argparse.Namespace) -> ExitStatus:
+    """Merge, and print the report."""
+    options = options_of(arguments, "src")
+    with in_our_words(), _in_options(arguments.sources, options), bar("merge") as show:
+        report = merge(
+            arguments.sources,
+            arguments.output,
+            arguments.to or format_by_name(arguments.output),
+            weights=arguments.weights,
+            ema=arguments.ema,
+            others=arguments.others,
+            select=arguments.select,
+            exclude=arguments.exclude,
+            dtype=arguments.dtype,
+            shard_bytes=arguments.shard,
+            overwrite=arguments.overwrite,
+            verify=not arguments.no_verify,
+            source_options=options,
+            storage_options=options_of(arguments, "dst"),
+            memory_budget_bytes=arguments.memory,
+            allow_pickle=arguments.allow_pickle,
+            progress=show,
+        )
+    name = str(URL.parse(arguments.output))
+    if arguments.json:
+        print(as_json({"url": name, **asdict(report)}))
+    else:
+        print(*(wrapped(printable(line), "    ") for line in f"{name}: {report}".split("\n")), sep="\n")
+    return ExitStatus.OK
+
+
+@contextmanager
+def _in_options(sources: Sequence[str], options: dict[str, Any]) -> Iterator[None]:
+    """Rewrite errors about tensors that differ, so that they name options, and explain which source is missing."""
+    try:
+        yield
+    except RestoreError as error:
+        text = str(error).replace("pass others='first'", "pass --others first").replace("or exclude", "or --exclude")
+        raise RestoreError(text, error.mismatches) from error
+    except SnapshotNotFoundError as error:
+        missing = [source for source in sources if str(error).startswith(f"{URL.parse(source)}:")]
+        with explain_missing(missing[0] if missing else sources[0], options):
+            raise
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(each) for each in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers such as 0.5,0.3,0.2, got {text!r}") from None
