@@ -82,22 +82,27 @@ class VersionBuilder:
                 await self._add_deltas(index)
         changed = {tensor.file for tensor in self._tensors.values() if tensor.deltas}
         with ExitStack() as stack:
-            outputs: dict[str, int] = {}
-            inputs: dict[str, int] = {}
-            for name, shard in self._shards.items():
-                if self._base is not None and name not in changed:
-                    _link(self._base / name, self._aside / name)
-                    continue
-                outputs[name] = _open(stack, self._aside / name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-                os.ftruncate(outputs[name], shard.size)
-                if self._base is not None:
-                    inputs[name] = _open(stack, self._base / name, os.O_RDONLY)
-                    os.pwrite(outputs[name], os.pread(inputs[name], shard.data, 0), 0)
+            inputs, outputs = await in_thread(self._create_files, stack, changed)
             if self._base is None:
                 await self._download(outputs)
                 inputs = outputs
             await self._apply(inputs, outputs)
-        self._write_index(extra)
+        await in_thread(self._write_index, extra)
+
+    def _create_files(self, stack: ExitStack, changed: set[str]) -> tuple[dict[str, int], dict[str, int]]:
+        """Open the files of the base and the new files, which have their headers. Link the files without changes."""
+        inputs: dict[str, int] = {}
+        outputs: dict[str, int] = {}
+        for name, shard in self._shards.items():
+            if self._base is not None and name not in changed:
+                _link(self._base / name, self._aside / name)
+                continue
+            outputs[name] = _open(stack, self._aside / name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            os.ftruncate(outputs[name], shard.size)
+            if self._base is not None:
+                inputs[name] = _open(stack, self._base / name, os.O_RDONLY)
+                _write_all(outputs[name], 0, memoryview(os.pread(inputs[name], shard.data, 0)))
+        return inputs, outputs
 
     # What the version has
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from snapshot.aio import gather_limited, shielded
+from snapshot.aio import gather_limited, in_thread, shielded
 from snapshot.distributed.exchange import LEADER, Exchange, Undecided
 from snapshot.errors import CommitUnknown, SnapshotError, SnapshotExistsError
 from snapshot.events import emit
@@ -195,7 +195,7 @@ class Publication:
         return await in_own_thread(self._exchange.agree, ready, lead, Ready, Decision)
 
     async def _write_files(self, session: Session, decision: Decision, extra: list[str]) -> dict[str, tuple[int, str]]:
-        contents = self._files.read()
+        contents = await in_thread(self._files.read)
         extra += contents
         folder = version_name(decision.version)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from snapshot.aio import in_thread, shielded
 from snapshot.errors import (
     CorruptSnapshotError,
     SnapshotError,
@@ -215,9 +216,9 @@ class _Pull:
         builder = VersionBuilder(self._session, chain, aside, folder)
         try:
             await builder.build()
-            self._local.finish(aside, index.digest, index.version, index.details.step)
+            await in_thread(self._local.finish, aside, index.digest, index.version, index.details.step)
         except BaseException:
-            self._local.clean_aside()
+            await shielded(in_thread(self._local.clean_aside))
             raise
         self.built = True
         emit(
@@ -241,7 +242,7 @@ class _Pull:
             await VersionBuilder(self._session, (), self._local.path, self._local.folder(version)).verify()
         except (CorruptSnapshotError, StorageNotFoundError, FileNotFoundError) as error:
             emit("damaged", "pull", str(self._local.folder(version)), error=str(error))
-            self._local.remove(version)
+            await in_thread(self._local.remove, version)
             return False
         self._local.touch(version)
         return True

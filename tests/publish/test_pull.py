@@ -1,5 +1,6 @@
 """Pulling: verified, atomic, from the nearest version, and the newest usable one whatever is damaged."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -277,6 +278,28 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="Not a directory"):
         Subscriber(run.store, tmp_path / "file" / "local").pull()
+
+
+def test_a_full_disk_is_an_error_and_the_last_version_stays(tmp_path, monkeypatch):
+    run = Run(tmp_path, 1)
+    local = tmp_path / "local"
+    before = Subscriber(run.store, local).pull()
+    run.publish()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(
+            StorageError, match="No space left on device; the last pulled version is unchanged"
+        ) as caught:
+            Subscriber(run.store, local).pull()
+        assert caught.value.errno == errno.ENOSPC
+    assert sorted(each.name for each in local.iterdir()) == [".snapshot-pull.lock", "current", "weight_v000001"]
+    assert Subscriber(run.store, local).current == before
+    expect_loaded(before, run.states[1])
+    expect_loaded(Subscriber(run.store, local).pull(), run.states[2])
 
 
 def _pull(store, local, ready, found):
