@@ -6,6 +6,7 @@ page touched once.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import statistics
@@ -21,16 +22,16 @@ import snapshot
 from snapshot.bench.page_cache import StaysCached, drop
 from snapshot.bench.raw_io import read_streams
 from snapshot.bench.workspace import Workspace
-from snapshot.registry import open_storage
 from snapshot.runtime.loop import run
 from snapshot.runtime.session import Session
 from snapshot.snapshot import Snapshot
+from snapshot.storage_options import options_from_environment
 from snapshot.text import size_text
+from snapshot.url import URL
 
 Way = Callable[[], Any]
 LANES = 2
 CHUNK = 8 << 20
-AT_ONCE = 16
 
 
 def model(scale: float, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -125,27 +126,26 @@ def _peers(file: Path) -> dict[str, Way]:
 
 
 def _remote(where: Workspace, tensors: dict[str, torch.Tensor], nbytes: int, rounds: int) -> Iterator[str]:
-    url = where.text()
-    Snapshot.take(f"{url}/snapshot", {"model": snapshot.StateDict(tensors)})
-    Snapshot(f"{url}/snapshot").convert(f"{url}/model.safetensors", "safetensors")
+    url, options = where.text(), options_from_environment()
+    Snapshot.take(f"{url}/snapshot", {"model": snapshot.StateDict(tensors)}, storage_options=options)
+    taken, file = f"{url}/snapshot", f"{url}/model.safetensors"
+    Snapshot(taken, storage_options=options).convert(file, "safetensors", storage_options=options)
     ways: dict[str, Way] = {
-        "raw ranges of the same client": lambda: _ranges(where),
-        "snapshot.load(safetensors)": lambda: snapshot.load(f"{url}/model.safetensors"),
-        "snapshot.load(snapshot)": lambda: snapshot.load(f"{url}/snapshot"),
+        "raw ranges of the same client": lambda: _ranges(where.url, options),
+        "snapshot.load(safetensors)": lambda: snapshot.load(file, storage_options=options),
+        "snapshot.load(snapshot)": lambda: snapshot.load(taken, storage_options=options),
     }
     yield from _measure("object store", ways, nbytes, rounds, lambda: None)
 
 
-def _ranges(where: Workspace) -> list[bytearray]:
+def _ranges(url: URL, options: dict[str, Any]) -> list[bytearray]:
     """Read one file in ranges, with the storage alone."""
-    import asyncio
-
-    session = Session(where.url, None)
-    storage = open_storage(where.url, None, session.storage.context)
+    session = Session(url, options)
+    storage = session.storage
 
     async def read() -> list[bytearray]:
         size = (await storage.stat("model.safetensors")).size
-        free = asyncio.Semaphore(AT_ONCE)
+        free = asyncio.Semaphore(storage.limits.parallel_parts)
 
         async def one(begin: int) -> bytearray:
             made = bytearray(min(CHUNK, size - begin))
@@ -153,10 +153,7 @@ def _ranges(where: Workspace) -> list[bytearray]:
                 await storage.read_into("model.safetensors", begin, [made])
             return made
 
-        try:
-            return await asyncio.gather(*(one(begin) for begin in range(0, size, CHUNK)))
-        finally:
-            await storage.close()
+        return await asyncio.gather(*(one(begin) for begin in range(0, size, CHUNK)))
 
     try:
         return run(read())
